@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+from twell import results
+
+PROVENANCE = {"device": "here", "versions": {"python": "3"}, "commit": "abc", "command": "make"}
+
+
+def test_paper_values():
+    assert len(results.paper()) > 300
+    row = results.paper("avg_nonzeros", source="Table 3", sparse=True)
+    assert row.value.tolist() == [29]
+    with pytest.raises(KeyError, match="no column 'colour'"):
+        results.paper(colour="red")
+
+
+def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
+    assert (results.root() / "pyproject.toml").is_file()
+    assert results.root(results.root() / "twell") == results.root()
+    with pytest.raises(FileNotFoundError, match="no data/paper.yaml in"):
+        results.root(tmp_path)
+
+
+def test_provenance_is_whole():
+    origin = results.provenance("some command")
+    assert all(origin[field] for field in results.PROVENANCE_FIELDS) and origin["command"] == "some command"
+
+
+@pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
+def test_a_run_without_provenance_is_refused(tmp_path, missing):
+    with pytest.raises(ValueError, match=f"provenance without {missing}"):
+        results.write_run(tmp_path / "run", {}, PROVENANCE | {missing: ""})
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_are_read_back(tmp_path):
+    for name, value in (("a", 1.5), ("b", 2.5)):
+        results.write_run(tmp_path / name, {"l1_coefficient": value}, PROVENANCE | {"complete": True})
+        (tmp_path / name / "log.csv").write_text(f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{value}\n4,8,train,1,x,2\n")
+    runs, log = results.load_runs(tmp_path)
+    assert runs.run.tolist() == ["a", "b"] and runs.l1_coefficient.tolist() == [1.5, 2.5] and runs.complete.all()
+    assert log.value.tolist() == [1.5, 2, 2.5, 2] and log.layer.isna().tolist() == [True, False] * 2
+
+
+def test_what_is_not_a_run_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run in"):
+        results.load_runs(tmp_path)
+    results.write_run(tmp_path / "a", {"seed": 1}, PROVENANCE)
+    with pytest.raises(FileNotFoundError, match=r"log\.csv"):
+        results.load_run(tmp_path / "a")
+    (tmp_path / "a" / "log.csv").write_text("step,value\n1,2\n")
+    with pytest.raises(ValueError, match=r"log\.csv .*columns"):
+        results.load_run(tmp_path / "a")
+    (tmp_path / "a" / "log.csv").write_text("step,tokens,split,layer,metric,value\n4,8,train,,loss,lo")
+    with pytest.raises(ValueError, match=r"log\.csv is not a run's log"):
+        results.load_run(tmp_path / "a")
+    (tmp_path / "a" / "provenance.json").write_text(json.dumps(PROVENANCE)[:-4])
+    with pytest.raises(ValueError, match="configuration or provenance cannot be read"):
+        results.load_run(tmp_path / "a")
+    (tmp_path / "a" / "provenance.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no provenance\.json"):
+        results.load_run(tmp_path / "a")
+
+
+def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    results.write_atomically(tmp_path / "x", "old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        results.write_atomically(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,42 @@
+"""twell: sparse feed-forward layers for transformer language models, and the notebook around them.
+
+Importing this package is cheap: public names are loaded on first use, so neither Triton kernels
+nor transformers are touched until something needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "TwELL": "format",
+    "PackedTwELL": "format",
+    "ELL": "format",
+    "Hybrid": "format",
+    "TileUnion": "format",
+    "BufferOverflow": "format",
+    "SparseFFN": "ffn",
+    "backend_status": "ffn",
+    "SparseLlamaConfig": "model",
+    "SparseLlamaForCausalLM": "model",
+    "silence": "model",
+    "TrainConfig": "train",
+    "train": "train",
+    "Trace": "trace",
+}
+_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots"}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"twell.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"twell.{name}")
+    raise AttributeError(f"module 'twell' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -1,0 +1,217 @@
+"""Rows and runs in data/, each with where it came from.
+
+A number without its provenance is not kept: every run folder and every row carries the device,
+versions, commit and command that made it. This module is a leaf; it imports nothing of ours.
+
+A run folder holds
+    config.yaml       every field of the configuration, defaults included
+    provenance.json   device, versions, commit, command, when, and whether the run is complete
+    log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model)
+    model/            weights and tokenizer in Hugging Face layout (not tracked by git)
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
+PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
+
+
+def root(start: str | Path | None = None) -> Path:
+    """Return the repository's root: the nearest folder at or above `start` that holds data/paper.yaml.
+
+    Raises FileNotFoundError when there is none, naming where it looked.
+    """
+    start = Path(start or Path.cwd()).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "data" / "paper.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"no data/paper.yaml in {start} or above; run this inside a clone of the repository")
+
+
+def paper(metric: str | None = None, **filters) -> pd.DataFrame:
+    """Return the numbers that the paper prints, one a row, optionally those of one metric.
+
+    `filters` keep the rows whose column equals the given value, e.g. `source="Table 3"`, `l1=2e-5`.
+    Raises KeyError for an unknown column.
+    """
+    with open(root() / "data" / "paper.yaml", encoding="utf-8") as file:
+        rows = pd.DataFrame(yaml.safe_load(file)["values"])
+    if metric is not None:
+        filters["metric"] = metric
+    for column, value in filters.items():
+        if column not in rows:
+            raise KeyError(f"the paper's table has no column {column!r}; it has {', '.join(rows.columns)}")
+        rows = rows[rows[column] == value]
+    return rows.reset_index(drop=True)
+
+
+# --- provenance -------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide results."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "accelerate", "tokenizers", "numpy", "pandas", "matplotlib"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def device_name() -> str:
+    """Return the name of the GPU that torch sees, else of the processor with its core count."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model} CPU, {os.cpu_count()} cores"
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in this repository, or None where there is no repository or no git."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def commit() -> str:
+    """Return the commit of this code, with "-dirty" when twell/ or kernels/ differ from it.
+
+    Outside a git checkout it is the environment's TWELL_COMMIT, else "unknown".
+    """
+    head = _git("rev-parse", "HEAD")
+    if head is None:
+        return os.environ.get("TWELL_COMMIT", "unknown")
+    return head + ("-dirty" if _git("status", "--porcelain", "--", ":/twell", ":/kernels") else "")
+
+
+def source_commit(paths: Iterable[str | Path]) -> str:
+    """Return the last commit that changed any of `paths`, with "-dirty" when they differ from it."""
+    paths = [str(Path(path).resolve()) for path in paths]
+    last = _git("log", "-1", "--format=%H", "--", *paths)
+    if not last:
+        return os.environ.get("TWELL_COMMIT", "unknown")
+    return last + ("-dirty" if _git("status", "--porcelain", "--", *paths) else "")
+
+
+def provenance(command: str | None = None) -> dict:
+    """Return what has to stand beside a result: device, versions, commit, command and time."""
+    return {
+        "device": device_name(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": command or shlex.join(["python", "-m", "twell", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def file_hash(path: str | Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: str | Path, data: str | bytes) -> None:
+    """Write a file so that at any moment it is either the old one or the new one, whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = data.encode() if isinstance(data, str) else data
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def write_run(folder: str | Path, config: dict, origin: dict) -> None:
+    """Write a run's configuration and provenance. Raises ValueError when the provenance is not whole."""
+    missing = [field for field in PROVENANCE_FIELDS if not origin.get(field)]
+    if missing:
+        raise ValueError(f"provenance without {', '.join(missing)}: a result is only kept with where it came from")
+    folder = Path(folder)
+    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")
+
+
+def load_log(path: str | Path) -> pd.DataFrame:
+    """Read one run's log.csv. Raises ValueError when it is not such a file, naming it."""
+    try:
+        log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a run's log: {error}") from None
+    if list(log.columns) != LOG_COLUMNS:
+        raise ValueError(f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}")
+    return log
+
+
+def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
+    """Read one run folder: its configuration with its provenance as one flat dict, and its log.
+
+    Raises FileNotFoundError or ValueError naming the file that is missing or not whole.
+    """
+    folder = Path(folder)
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        origin = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{folder}: configuration or provenance cannot be read: {error}") from None
+    row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
+    row |= config | {field: origin.get(field) for field in PROVENANCE_FIELDS}
+    return row, load_log(folder / "log.csv")
+
+
+def load_runs(folder: str | Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read every run below `folder`.
+
+    Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
+    tidy table with the column `run` in front. Raises FileNotFoundError when there is no run.
+    """
+    folders = sorted(path.parent for path in Path(folder).glob("*/config.yaml"))
+    if not folders:
+        raise FileNotFoundError(f"no run in {folder}: a run is a folder with config.yaml, provenance.json and log.csv")
+    rows, logs = [], []
+    for path in folders:
+        row, log = load_run(path)
+        rows.append(row)
+        log.insert(0, "run", path.name)
+        logs.append(log)
+    return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
