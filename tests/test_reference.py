@@ -1,0 +1,405 @@
+"""The reference against dense products and autograd in fp64; in 16 bits no worse than the dense layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from twell.format import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
+from twell.reference import (
+    down,
+    ffn,
+    ffn_backward,
+    ffn_forward,
+    gate_pack,
+    hybrid_matmul,
+    multiply,
+    sampled_matmul,
+    to_hybrid,
+    transpose_matmul,
+    union_down,
+    union_up_down,
+    up_down,
+)
+
+PATTERNS = ["empty", "full", "sparse", "heavy"]
+SIZES = [(0, 300), (1, 257), (7, 300), (130, 100)]
+K = 24
+NAMES = ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
+
+
+@pytest.fixture
+def generator():
+    generator = torch.Generator()
+    print("seed", generator.seed())  # shown when a test fails
+    return generator
+
+
+def make_layer(num_tokens, n, pattern, generator, gated=True, biases=True, dtype=torch.float64, k=K):
+    """Random x and weights whose gate has the pattern; the first feature of x is 1 and steers it.
+
+    "heavy" has tokens with hardly any active neuron beside some with nearly all.
+    """
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = randn(num_tokens, k)
+    first = randn(n, k) / k**0.5
+    x[:, 0] = 1
+    first[:, 0] = {"empty": -20, "full": 20, "sparse": -2, "heavy": -1}[pattern]
+    if pattern == "heavy":
+        x[:, 0] = 3
+        x[::5, 0] = -3
+    second = randn(n, k) / k**0.5
+    w_down = (randn(n, k) / n**0.5).t()
+    b_first, b_up, b_down = (0.3 * randn(n), randn(n), randn(k)) if biases else (None, None, None)
+    layer = (x, first, second, w_down, b_first, b_up, b_down)
+    if not gated:
+        layer = (x, None, first, w_down, None, b_first, b_down)
+    # Rounded to the dtype once, so that the fp64 comparison has the very same inputs.
+    return SimpleNamespace(
+        **{name: None if t is None else t.to(dtype).requires_grad_() for name, t in zip(NAMES, layer, strict=True)}
+    )
+
+
+def cast(layer, dtype):
+    """The same numbers in another type, as new leaves."""
+    return SimpleNamespace(
+        **{k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in vars(layer).items()}
+    )
+
+
+def dense_gate(layer):
+    w, b = (layer.w_up, layer.b_up) if layer.w_gate is None else (layer.w_gate, layer.b_gate)
+    return linear(layer.x, w, b).relu()
+
+
+def dense_layer(layer):
+    """y and h by torch's own layers, in the type of the inputs."""
+    h = dense_gate(layer)
+    if layer.w_gate is not None:
+        h = h * linear(layer.x, layer.w_up, layer.b_up)
+    return linear(h, layer.w_down, layer.b_down), h
+
+
+def dense_gradients(layer, dy, dl1):
+    y, h = dense_layer(layer)
+    loss = (y * dy).sum() + (h.abs().sum(1) * dl1).sum()
+    given = {name: t for name, t in vars(layer).items() if t is not None}
+    return dict(zip(given, torch.autograd.grad(loss, list(given.values())), strict=True))
+
+
+def error(got, expected) -> float:
+    """Relative RMS; where everything is 0 the RMS itself."""
+    assert got.shape == expected.shape
+    got, expected = got.detach().double(), expected.detach().double()
+    if not expected.numel():
+        return 0.0
+    difference, scale = (got - expected).norm(), expected.norm()
+    return float(difference / scale) if scale else float(difference)
+
+
+def assert_close(got, expected, tolerance=1e-12) -> None:
+    assert got.dtype == expected.dtype
+    assert error(got, expected) < tolerance
+
+
+def test_patterns_are_what_they_say(generator):
+    """Otherwise the tests below would test less than they seem to."""
+    active = {p: (dense_gate(make_layer(130, 300, p, generator)) != 0).sum(1) for p in PATTERNS}
+    assert active["empty"].max() == 0 and active["full"].min() == 300
+    assert 0 < active["sparse"].double().mean() < 60
+    assert active["heavy"].max() > 250 and active["heavy"].median() < 30
+    overflow = gate_pack(*(getattr(make_layer(130, 300, "heavy", generator), n) for n in ("x", "w_gate"))).overflow
+    assert 0 < overflow.sum() < 130
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("num_tokens", "n"), SIZES)
+def test_ffn(num_tokens, n, gated, biases, activation, generator):
+    layer = make_layer(num_tokens, n, "sparse", generator, gated, biases)
+    act = {"relu": torch.relu, "silu": silu}[activation]
+    h = act(linear(layer.x, layer.w_gate if gated else layer.w_up, layer.b_gate if gated else layer.b_up))
+    if gated:
+        h = h * linear(layer.x, layer.w_up, layer.b_up)
+    y = ffn(**vars(layer), activation=activation)
+    assert_close(y, linear(h, layer.w_down, layer.b_down))
+    y.sum().backward()
+    assert torch.isfinite(layer.x.grad).all()
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("num_tokens", "n"), SIZES)
+@torch.no_grad()
+def test_inference(num_tokens, n, pattern, gated, biases, generator):
+    layer = make_layer(num_tokens, n, pattern, generator, gated, biases)
+    expected, _ = dense_layer(layer)
+    g = dense_gate(layer)
+    w, b = (layer.w_gate, layer.b_gate) if gated else (layer.w_up, layer.b_up)
+    packed = gate_pack(layer.x, w, b, tile_n=64, compression=8)
+    assert (packed.tile_n, packed.compression) == (64, 8)
+    assert_close(packed.unpack(), g)
+    assert packed.counts.sum(1).equal((g != 0).sum(1))
+    for active in (packed, ELL.pack(g), Hybrid.pack(g, 20)):
+        if gated:
+            y = up_down(layer.x, active, layer.w_up, layer.w_down, layer.b_up, layer.b_down)
+        else:
+            y = down(active, layer.w_down, layer.b_down)
+        assert_close(y, expected)
+    for block_m in (1, 16, 64):
+        union = TileUnion.pack(g, block_m)
+        if gated:
+            y = union_up_down(layer.x, union, layer.w_up, layer.w_down, layer.b_up, layer.b_down)
+        else:
+            y = union_down(union, layer.w_down, layer.b_down)
+        assert_close(y, expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("num_tokens", "n"), SIZES)
+@torch.no_grad()
+def test_training_parts(num_tokens, n, pattern, generator):
+    layer = make_layer(num_tokens, n, pattern, generator)
+    dense_g = dense_gate(layer)
+    active = dense_g != 0
+    packed = TwELL.pack(dense_g, 64, 8)
+    g, l0 = to_hybrid(packed, ell_width=20)
+    assert l0.dtype == torch.int32 and l0.equal(active.sum(1, dtype=torch.int32))
+    assert g.unpack().equal(dense_g)
+    assert len(g.backup) == (l0 > 20).sum()
+
+    dense_u = torch.where(active, linear(layer.x, layer.w_up, layer.b_up), 0)
+    u = sampled_matmul(layer.x, layer.w_up, g, layer.b_up)
+    assert u.nnz == g.nnz
+    assert_close(u.unpack(), dense_u)
+    assert_close(sampled_matmul(layer.x, layer.w_up, u).unpack(), dense_u - active * layer.b_up)
+
+    h, l1 = multiply(u, g)
+    dense_h = dense_u * dense_g
+    assert h.nnz == g.nnz
+    assert_close(h.unpack(), dense_h)
+    assert_close(l1, dense_h.abs().sum(1))
+    assert_close(hybrid_matmul(h, layer.w_down), dense_h @ layer.w_down.t())
+    assert_close(transpose_matmul(h, layer.x), dense_h.t() @ layer.x)
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("num_tokens", "n"), SIZES)
+def test_training_step_against_autograd(num_tokens, n, pattern, gated, biases, generator):
+    layer = make_layer(num_tokens, n, pattern, generator, gated, biases)
+    dy = torch.randn(num_tokens, K, generator=generator, dtype=torch.float64)
+    dl1 = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    expected_y, expected_h = dense_layer(layer)
+    expected = dense_gradients(layer, dy, dl1)
+    with torch.no_grad():
+        y, l1, nnz, saved = ffn_forward(**vars(layer), ell_width=20, tile_n=64, compression=8)
+        gradients = ffn_backward(saved, dy, dl1)
+    assert_close(y, expected_y)
+    assert_close(l1, expected_h.abs().sum(1))
+    assert nnz.dtype == torch.int32
+    assert nnz.equal((dense_gate(layer) != 0).sum(1, dtype=torch.int32))
+    assert gradients._fields == tuple(NAMES)
+    for name, gradient in gradients._asdict().items():
+        if name in expected:
+            assert_close(gradient, expected[name])
+        else:
+            assert gradient is None
+
+
+def test_l1_gradient_where_an_active_h_is_zero(generator):
+    """u = 0 at an active neuron: h is 0 there, the L1 term has gradient 0, yet the other gradients go on."""
+    layer = make_layer(7, 300, "full", generator, biases=False)
+    with torch.no_grad():
+        layer.w_up[:100] = 0
+    dy, dl1 = torch.zeros(7, K, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
+    dy[3] = torch.randn(K, generator=generator, dtype=torch.float64)
+    expected = dense_gradients(layer, dy, dl1)
+    with torch.no_grad():
+        *_, nnz, saved = ffn_forward(**vars(layer), ell_width=20)
+        gradients = ffn_backward(saved, dy, dl1)
+    assert nnz.tolist() == [300] * 7
+    assert expected["w_up"][:100].norm() > 0
+    for name in expected:
+        assert_close(getattr(gradients, name), expected[name])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("pattern", ["full", "sparse", "heavy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated, generator):
+    layer = make_layer(130, 1000, pattern, generator, gated, dtype=dtype, k=64)
+    exact = cast(layer, torch.float64)
+    dy = torch.randn(130, 64, generator=generator).to(dtype)
+    dl1 = torch.rand(130, generator=generator)
+    expected_y, expected_h = dense_layer(exact)
+    dense_y, _ = dense_layer(layer)
+    bound = 1.25 * error(dense_y, expected_y)
+    with torch.no_grad():
+        assert error(ffn(**vars(layer)), expected_y) <= bound
+        w, b = (layer.w_gate, layer.b_gate) if gated else (layer.w_up, layer.b_up)
+        g = gate_pack(layer.x, w, b)
+        assert g.dtype == dtype
+        union = TileUnion.pack(g.unpack())
+        packed = PackedTwELL.pack(g.unpack())
+        if gated:
+            rest = layer.w_up, layer.w_down, layer.b_up, layer.b_down
+            results = [up_down(layer.x, g, *rest), up_down(layer.x, packed, *rest)]
+            results.append(union_up_down(layer.x, union, *rest))
+        else:
+            rest = layer.w_down, layer.b_down
+            results = [down(g, *rest), down(packed, *rest), union_down(union, *rest)]
+        y, l1, _, saved = ffn_forward(**vars(layer))
+        gradients = ffn_backward(saved, dy, dl1)
+    for result in [*results, y]:
+        assert result.dtype == dtype
+        assert error(result, expected_y) <= bound
+    assert l1.dtype == torch.float32 and error(l1, expected_h.abs().sum(1)) < 3 * torch.finfo(dtype).eps
+    expected = dense_gradients(exact, dy.double(), dl1.double())
+    dense = dense_gradients(layer, dy, dl1)
+    for name, exact_gradient in expected.items():
+        got = getattr(gradients, name)
+        assert got.dtype == dtype
+        assert error(got, exact_gradient) <= 1.25 * error(dense[name], exact_gradient), name
+
+
+@torch.no_grad()
+def test_u_and_h_are_not_rounded_in_the_fused_kernel():
+    """u = 1 + 2^-10 is not a bf16 number; with g = 1 and a second neuron that takes 1 away, 2^-10 remains."""
+    x = torch.tensor([[1.0, 2**-10]], dtype=torch.bfloat16)
+    w_up = torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.bfloat16)
+    w_down = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    ones = torch.ones(1, 2, dtype=torch.bfloat16)
+    for y in (
+        up_down(x, TwELL.pack(ones), w_up, w_down),
+        union_up_down(x, TileUnion.pack(ones), w_up, w_down),
+    ):
+        assert y.tolist() == [[2**-10, 0]]
+    h, _ = multiply(sampled_matmul(x, w_up, Hybrid.pack(ones)), Hybrid.pack(ones))
+    assert hybrid_matmul(h, w_down).tolist() == [[0, 0]]  # training stores u and h
+
+
+@torch.no_grad()
+def test_dh_is_not_rounded_before_the_l1_term():
+    """dh = 1 + 2^-10 is not a bf16 number; an L1 gradient of -1 leaves 2^-10."""
+    x, w_up = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16)
+    w_down, b_up = torch.ones(2, 1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    *_, saved = ffn_forward(x, None, w_up, w_down, b_up=b_up)
+    dy = torch.tensor([[1.0, 2**-10]], dtype=torch.bfloat16)
+    gradients = ffn_backward(saved, dy, torch.tensor([-1.0]))
+    assert gradients.b_up.tolist() == [2**-10]
+    assert gradients.w_up.tolist() == gradients.x.tolist() == [[2**-10, 2**-10]]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@torch.no_grad()
+def test_nan_in_x_stays_in_its_row(gated, generator):
+    layer = make_layer(130, 300, "heavy", generator, gated, dtype=torch.float32)
+    clean = ffn_forward(**vars(layer), ell_width=20)
+    layer.x[[3, 65], 5] = torch.nan
+    y, l1, nnz, _ = ffn_forward(**vars(layer), ell_width=20)
+    w, b = (layer.w_gate, layer.b_gate) if gated else (layer.w_up, layer.b_up)
+    g = gate_pack(layer.x, w, b)
+    union = TileUnion.pack(g.unpack())
+    rest = (layer.w_down, layer.b_down)
+    if gated:
+        results = [up_down(layer.x, g, layer.w_up, rest[0], layer.b_up, rest[1])]
+        results.append(union_up_down(layer.x, union, layer.w_up, rest[0], layer.b_up, rest[1]))
+    else:
+        results = [down(g, *rest), union_down(union, *rest)]
+    others = torch.ones(130, dtype=torch.bool)
+    others[[3, 65]] = False
+    for result in [y, *results]:
+        assert result[~others].isnan().all()
+        assert error(result[others], clean[0][others]) < 1e-6
+    assert nnz[~others].tolist() == [300, 300] and nnz[others].equal(clean[2][others])
+    assert l1[~others].isnan().all() and l1[others].equal(clean[1][others])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@torch.no_grad()
+def test_bad_weights_reach_only_tokens_where_their_neuron_is_active(bad, generator):
+    layer = make_layer(7, 300, "sparse", generator, dtype=torch.float32)
+    g = dense_gate(layer)
+    g[:, 10], g[2, 10], g[:, 11] = 0, 1, 0
+    g[4, 20:] = 1  # a long row, in the backup and beside the slots
+    others = torch.arange(7) != 2
+    clean = up_down(layer.x, TwELL.pack(g), layer.w_up, layer.w_down)
+    h = Hybrid.pack(g, ell_width=100)
+    product, gradient = hybrid_matmul(h, layer.w_down), transpose_matmul(h, layer.x)
+    for weight in (layer.w_up, layer.w_down.t()):
+        weight[10:12] = bad
+        y = up_down(layer.x, TwELL.pack(g), layer.w_up, layer.w_down)
+        assert y[others].equal(clean[others])
+        assert not y[2].isfinite().any()
+        # In the union form a neuron active for no token of the block, and w_up of any inactive one.
+        y = union_up_down(layer.x, TileUnion.pack(g, block_m=2), layer.w_up, layer.w_down)
+        blocks = others if weight is layer.w_up else (torch.arange(7) < 2) | (torch.arange(7) > 3)
+        assert error(y[blocks], clean[blocks]) < 1e-6
+        assert not y[2].isfinite().any()
+    assert sampled_matmul(layer.x, layer.w_up, h).unpack()[others].isfinite().all()
+    assert hybrid_matmul(h, layer.w_down)[others].equal(product[others])
+    layer.x[4] = bad  # only neurons active for token 4 see it
+    assert transpose_matmul(h, layer.x)[g[4] == 0].equal(gradient[g[4] == 0])
+
+
+@torch.no_grad()
+def test_backup_too_small_is_raised_and_a_repeat_succeeds(generator):
+    layer = make_layer(130, 300, "heavy", generator)
+    with pytest.raises(BufferOverflow) as caught:
+        ffn_forward(**vars(layer), ell_width=20, backup_rows=1)
+    y, *_ = ffn_forward(**vars(layer), ell_width=20, backup_rows=caught.value.needed)
+    assert_close(y, dense_layer(layer)[0])
+
+
+@torch.no_grad()
+def test_inputs_that_do_not_fit_are_refused(generator):
+    layer = make_layer(7, 300, "sparse", generator)
+    g = dense_gate(layer)
+    h = Hybrid.pack(g)
+    x, w_up, w_down = layer.x, layer.w_up, layer.w_down
+    for name in NAMES[1:]:
+        bad = SimpleNamespace(**vars(layer))
+        setattr(bad, name, getattr(layer, name)[1:])
+        for function in (ffn, ffn_forward):
+            with pytest.raises(ValueError, match="has shape .* expected"):
+                function(**vars(bad))
+    with pytest.raises(ValueError, match=r"w_down has shape \(300, 24\), expected \(24, 300\)"):
+        ffn(x, None, w_up, w_down.t())
+    with pytest.raises(ValueError, match=r"x has shape \(1, 7, 24\)"):
+        ffn_forward(x[None], None, w_up, w_down)
+    with pytest.raises(ValueError, match="activation='gelu'.*relu"):
+        ffn(x, None, w_up, w_down, activation="gelu")
+    with pytest.raises(ValueError, match="b_gate is given without w_gate"):
+        ffn_forward(x, None, w_up, w_down, b_gate=layer.b_gate)
+    for other in (g[:, :-1], g[:-1], torch.cat([g, g])):
+        match = f"g is {other.shape[0]} x {other.shape[1]}, expected 7 x 300"
+        with pytest.raises(ValueError, match=match):
+            up_down(x, TwELL.pack(other), w_up, w_down)
+        with pytest.raises(ValueError, match=match):
+            union_up_down(x, TileUnion.pack(other), w_up, w_down)
+    wide = torch.cat([w_down, w_down], dim=1)
+    for call in (
+        lambda: down(TwELL.pack(g), wide),
+        lambda: union_down(TileUnion.pack(g), wide),
+        lambda: hybrid_matmul(h, wide),
+        lambda: sampled_matmul(x[1:], w_up, h),
+        lambda: sampled_matmul(x, w_up[1:], h),
+        lambda: transpose_matmul(h, torch.cat([x, x])),
+    ):
+        with pytest.raises(ValueError, match="has shape .* expected"):
+            call()
+    saved = ffn_forward(**vars(layer))[-1]
+    with pytest.raises(ValueError, match=r"dy has shape \(6, 24\)"):
+        ffn_backward(saved, x[1:], g[:, 0])
+    with pytest.raises(ValueError, match=r"dl1 has shape \(1,\)"):
+        ffn_backward(saved, x, g[:1, 0])
