@@ -1,0 +1,224 @@
+"""The sparse feed-forward layer, and the one place that chooses how it is computed.
+
+A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
+
+    gated:      g = act(x Wg)   u = x Wu   h = u * g   y = h Wd
+    non-gated:  h = act(x Wu)              y = h Wd
+
+With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h;
+a neuron is *active* for a token where that entry is `!= 0`. Three backends compute the same y:
+
+    dense      three matrix products; works for every activation
+    reference  the sparse steps in plain torch (twell/reference.py): exact and slow
+    triton     the sparse steps as GPU kernels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twell import reference
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
+
+
+def backend_status() -> dict[str, str | None]:
+    """Return for each backend None when it can be used here, else the reason why not."""
+    return {
+        "dense": None,
+        "reference": None,
+        "triton": "the Triton kernels are not part of this version yet; use backend='dense' or 'reference'",
+    }
+
+
+class ActivityStats:
+    """Exact counters of a layer's activity, kept on the layer's device without synchronising with it.
+
+    `neuron_counts` [N] int64: tokens for which each neuron was active. `histogram` [N + 1] int64:
+    tokens by their number of active neurons, so that mean, maximum and every percentile are exact.
+    The counters appear on the device of the first recorded tokens. They are no buffers of the module:
+    DistributedDataParallel would overwrite them with those of the first process.
+    """
+
+    def __init__(self, intermediate_size: int):
+        self.intermediate_size = intermediate_size
+        self.neuron_counts: Tensor | None = None
+        self.histogram: Tensor | None = None
+
+    @torch.no_grad()
+    def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
+        """Count tokens: `active` [M, N] bool, `token_mask` [M], zero for the tokens to leave out (padding)."""
+        if self.neuron_counts is None or self.neuron_counts.device != active.device:
+            self.neuron_counts = torch.zeros(self.intermediate_size, dtype=torch.int64, device=active.device)
+            self.histogram = torch.zeros(self.intermediate_size + 1, dtype=torch.int64, device=active.device)
+        keep = torch.ones(active.shape[0], dtype=torch.int64, device=active.device)
+        if token_mask is not None:
+            keep = (token_mask.reshape(-1) != 0).to(torch.int64)
+            active = active & keep.bool()[:, None]
+        self.neuron_counts += active.sum(0)
+        self.histogram.scatter_add_(0, active.sum(1), keep)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return (neuron_counts, histogram) and start again from zero."""
+        zeros = torch.zeros(2 * self.intermediate_size + 1, dtype=torch.int64)
+        taken = (self.neuron_counts, self.histogram)
+        if self.neuron_counts is None:
+            taken = (zeros[: self.intermediate_size], zeros[self.intermediate_size :])
+        self.neuron_counts = self.histogram = None
+        return taken
+
+
+def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, float]:
+    """Return tokens, active neurons per token (mean, p99, max), and the fraction of neurons never active.
+
+    `neuron_counts` [N] and `histogram` [N + 1] as ActivityStats counts them. p99 is the smallest
+    number of active neurons that at least 99% of the tokens do not exceed. NaN when no token was counted.
+    """
+    tokens = int(histogram.sum())
+    if tokens == 0:
+        return dict.fromkeys(("mean", "p99", "max", "dead"), float("nan")) | {"tokens": 0}
+    number = torch.arange(len(histogram), device=histogram.device)
+    cumulative = histogram.cumsum(0)
+    return {
+        "tokens": tokens,
+        "mean": float((number * histogram).sum() / tokens),
+        "p99": int((cumulative * 100 < 99 * tokens).sum()),
+        "max": int(number[histogram > 0].max()),
+        "dead": float((neuron_counts == 0).double().mean()),
+    }
+
+
+class _ReferenceTraining(torch.autograd.Function):
+    """The training step of section 4 in plain torch: (y, per-token L1 of h, active entries)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        y, l1, _, ctx.saved = reference.ffn_forward(*arguments)
+        pattern = ctx.saved.h if ctx.saved.g is None else ctx.saved.g
+        active = pattern.unpack() != 0
+        ctx.mark_non_differentiable(active)
+        return y, l1, active
+
+    @staticmethod
+    def backward(ctx, dy, dl1, _):
+        return tuple(reference.ffn_backward(ctx.saved, dy, dl1))
+
+
+class SparseFFN(nn.Module):
+    """Feed-forward layer with sparse activations, gated or not; parameters are named as in Llama's MLP.
+
+    Args:
+        hidden_size: K, width of input and output.
+        intermediate_size: N, number of neurons.
+        gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
+        activation: "relu", or "silu" for comparison (dense backend only: nothing is zero after SiLU).
+        bias: whether the two or three projections have biases.
+        backend: "dense", "reference" or "triton".
+
+    Input [..., K], output [..., K]. After a forward pass with `collect_l1` set (always on in training mode)
+    `l1` holds sum_n |h| for each token, fp32, of the input's leading shape, part of the autograd graph;
+    with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero.
+
+    Raises ValueError for an activation or backend that does not exist, and RuntimeError for one that
+    cannot be used here, with the reason. Paper: section 2 (layer), sections 3 and 4 (sparse computation).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool = True,
+        activation: str = "relu",
+        bias: bool = False,
+        backend: str = "dense",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it has to be at least 1")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = activation
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
+        self.stats = ActivityStats(intermediate_size)
+        self.collect_l1 = False
+        self.record = False
+        self.token_mask: Tensor | None = None
+        self.l1: Tensor | None = None
+        self.backend = backend
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_proj is not None
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        status = backend_status()
+        if name not in status:
+            raise ValueError(f"backend {name!r} is unknown; use one of {', '.join(status)}")
+        if status[name] is not None:
+            raise RuntimeError(f"backend {name!r} cannot be used: {status[name]}")
+        if name != "dense" and self.activation != "relu":
+            raise ValueError(f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}")
+        self._backend = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}")
+        rows = x.reshape(-1, self.hidden_size)
+        with_l1 = self.training or self.collect_l1
+        y, l1, active = getattr(self, f"_{self.backend}")(rows, with_l1, self.record)
+        self.l1 = l1.reshape(x.shape[:-1]) if with_l1 else None
+        if self.record:
+            self.stats.record(active, self.token_mask)
+        return y.reshape(*x.shape[:-1], self.hidden_size)
+
+    def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0. Non-gated: g is h."""
+        gate = self.up_proj if self.gate_proj is None else self.gate_proj
+        g = ACTIVATIONS[self.activation](gate(x))
+        return g, g if self.gate_proj is None else g * self.up_proj(x)
+
+    # Each backend takes rows [M, K] and returns (y [M, K], l1 [M] fp32 or None, active [M, N] bool or None).
+
+    def _dense(self, rows: Tensor, with_l1: bool, with_active: bool):
+        g, h = self.activations(rows)
+        l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32)) if with_l1 else None
+        return self.down_proj(h), l1, g != 0 if with_active else None
+
+    def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
+        parts = (self.gate_proj, self.up_proj, self.down_proj)
+        tensors = [rows, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
+        device = rows.device.type
+        if torch.is_autocast_enabled(device):
+            tensors = [None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors]
+        with torch.autocast(device, enabled=False):
+            if with_l1 or torch.is_grad_enabled():
+                return _ReferenceTraining.apply(*tensors)
+            rows, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
+            if w_gate is None:
+                active = reference.gate_pack(rows, w_up, b_up)
+                y = reference.down(active, w_down, b_down)
+            else:
+                active = reference.gate_pack(rows, w_gate, b_gate)
+                y = reference.up_down(rows, active, w_up, w_down, b_up, b_down)
+            return y, None, active.unpack() != 0 if with_active else None
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, backend={self.backend}"
