@@ -1,0 +1,332 @@
+"""Every table against slow loops over fresh random traces and hand-made logs."""
+
+import math
+import secrets
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from twell import analysis
+from twell.trace import Trace
+
+
+def make_trace(seed, num_tokens=60, num_layers=3, intermediate_size=300, context=16):
+    """A random trace with empty and full rows, a silent neuron, values of 0 and negative ones."""
+    random = np.random.default_rng(seed)
+    shape = (num_layers, num_tokens, intermediate_size)
+    mask = random.random(shape) < random.lognormal(-3, 1.5, shape[:2])[:, :, None]
+    mask[random.integers(num_layers), random.integers(num_tokens)] = True
+    mask[random.integers(num_layers), random.integers(num_tokens)] = False
+    mask[:, :, 7] = False
+    values = random.standard_normal(mask.sum()).astype(np.float32)
+    values[random.random(len(values)) < 0.1] = 0
+    token_ids = random.integers(0, 12, num_tokens).astype(np.int32)
+    position = np.arange(num_tokens, dtype=np.int32) % context
+    trace = Trace(
+        token_ids=token_ids,
+        strings=[f"<{token}>" for token in token_ids],
+        logprob=np.where(position == 0, np.nan, -random.random(num_tokens)).astype(np.float32),
+        sequence=np.arange(num_tokens, dtype=np.int32) // context,
+        position=position,
+        indptr=np.concatenate([[0], mask.sum(2).reshape(-1).cumsum()]).astype(np.int64),
+        indices=mask.nonzero()[2].astype(np.uint16),
+        values=values,
+        intermediate_size=intermediate_size,
+    )
+    return trace, mask
+
+
+@pytest.fixture(params=[60, 1, 33], ids=lambda tokens: f"{tokens} tokens")
+def traced(request):
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return make_trace(seed, num_tokens=request.param)
+
+
+def test_per_layer(traced):
+    trace, mask = traced
+    table = analysis.per_layer(trace)
+    assert table["layer"].tolist() == [0, 1, 2]
+    for layer, row in table.iterrows():
+        counts = [int(token.sum()) for token in mask[layer]]
+        assert row["mean"] == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+        assert row["median"] == np.median(counts)
+        assert row["max"] == max(counts)
+        assert row["p99"] == np.percentile(counts, 99)
+        silent = sum(not mask[layer, :, neuron].any() for neuron in range(300))
+        assert row["dead"] == pytest.approx(silent / 300, abs=1e-12)
+        assert row["active_fraction"] == pytest.approx(row["mean"] / 300)
+        if row["mean"]:
+            assert row["max_over_mean"] == pytest.approx(max(counts) / row["mean"])
+
+
+def test_per_token(traced):
+    trace, mask = traced
+    table = analysis.per_token(trace, min_count=1)
+    assert table["mean_active"].is_monotonic_increasing
+    expected = {}
+    for at, token in enumerate(trace.token_ids.tolist()):
+        expected.setdefault(token, []).append(sum(mask[layer, at].sum() for layer in range(3)) / 3)
+    assert set(table["token_id"]) == set(expected)
+    for row in table.itertuples():
+        assert row.token == f"<{row.token_id}>"
+        assert row.count == len(expected[row.token_id])
+        assert row.frequency == row.count / trace.num_tokens
+        assert row.mean_active == pytest.approx(sum(expected[row.token_id]) / row.count, rel=1e-12)
+
+
+def test_per_token_leaves_rare_ones_out():
+    trace, _ = make_trace(secrets.randbits(32))
+    every = analysis.per_token(trace, min_count=1)
+    half = int(every["count"].median())
+    assert set(analysis.per_token(trace, min_count=half)["count"]) == {n for n in every["count"] if n >= half}
+    frequent = analysis.per_token(trace, min_frequency=half / 60, min_count=1)
+    assert frequent["count"].min() == min(n for n in every["count"] if n >= half)
+    assert analysis.per_token(trace, min_count=61).empty
+
+
+def test_by_position(traced):
+    trace, mask = traced
+    table = analysis.by_position(trace)
+    assert table["n"].sum() == trace.num_tokens
+    for row in table.itertuples():
+        places = [at for at in range(trace.num_tokens) if trace.position[at] == row.position]
+        assert row.n == len(places)
+        assert row.mean_active == pytest.approx(mask[:, places].sum() / (3 * len(places)), rel=1e-12)
+
+
+def test_by_neuron_counts_stored_zeros_as_active(traced):
+    trace, mask = traced
+    table = analysis.by_neuron(trace).set_index(["layer", "neuron"])
+    assert len(table) == 3 * 300
+    values = iter(trace.values.tolist())
+    held = {}
+    for layer, _, neuron in zip(*mask.nonzero(), strict=True):
+        held.setdefault((layer, neuron), []).append(next(values))
+    for key, row in table.iterrows():
+        h = held.get(key, [])
+        assert row["rate"] == len(h) / trace.num_tokens
+        assert row["max_abs"] == max(map(abs, h), default=0)
+        assert (
+            row["mean_value"] == pytest.approx(sum(h) / len(h), rel=1e-5, abs=1e-7)
+            if h
+            else math.isnan(row["mean_value"])
+        )
+    assert (table.xs(7, level="neuron")["rate"] == 0).all()
+
+
+def test_passage():
+    trace, mask = make_trace(secrets.randbits(32))
+    table = analysis.passage(trace, sequence=1, num_tokens=5)
+    assert table["position"].tolist() == [0, 1, 2, 3, 4]
+    assert table["token"].tolist() == trace.strings[16:21]
+    np.testing.assert_allclose(table["active"], mask[:, 16:21].sum(2).mean(0))
+    np.testing.assert_array_equal(table["logprob"], trace.logprob[16:21])
+    with pytest.raises(ValueError, match="no sequence 9 in the trace; it has 0 to 3"):
+        analysis.passage(trace, 9, 5)
+
+
+def test_union_sizes(traced):
+    trace, mask = traced
+    table = analysis.union_sizes(trace, blocks=(1, 4, 16, 100))
+    assert set(table["block"]) == {block for block in (1, 4, 16, 100) if block <= trace.num_tokens}
+    for row in table.itertuples():
+        starts = range(0, trace.num_tokens - row.block + 1, row.block)
+        sizes = [int(mask[row.layer, start : start + row.block].any(0).sum()) for start in starts]
+        assert row.mean == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
+        assert row.max == max(sizes)
+        whole = len(sizes) * row.block
+        assert row.mean_active == pytest.approx(mask[row.layer, :whole].sum() / whole, rel=1e-12)
+
+
+def test_tile_overflow(traced):
+    trace, mask = traced
+    table = analysis.tile_overflow(trace, tile_n=64, compressions=(2, 8))
+    assert len(table) == 6
+    for row in table.itertuples():
+        assert row.capacity == 64 // row.compression - 1
+        over = [
+            [token[start : start + 64].sum() > row.capacity for start in range(0, 300, 64)] for token in mask[row.layer]
+        ]
+        assert row.overflow_rows == pytest.approx(sum(any(token) for token in over) / len(over), abs=1e-12)
+        assert row.overflow_tiles == pytest.approx(np.mean(over), abs=1e-12)
+    with pytest.raises(ValueError, match="compression 7 does not divide tile_n 64"):
+        analysis.tile_overflow(trace, tile_n=64, compressions=(7,))
+
+
+def test_tile_overflow_is_that_of_the_format():
+    from twell.format import PackedTwELL
+
+    trace, mask = make_trace(secrets.randbits(32))
+    dense = torch.from_numpy(mask[1]).bfloat16()
+    overflow = PackedTwELL.pack(dense, 64, 8).overflow.double().mean()
+    table = analysis.tile_overflow(trace, tile_n=64, compressions=(8,))
+    assert table.loc[table["layer"] == 1, "overflow_rows"].item() == pytest.approx(float(overflow))
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 8, "intermediate_size": 100, "num_layers": 2, "tokens": 1000}
+
+
+def make_run(name, l1, loss, silenced, active, dead=(0.0, 0.0), window=(), complete=True):
+    """One run with a first and a last validation; active and dead for each layer, window the dead fractions seen."""
+    rows = [(0, "valid", None, "cross_entropy", 9.0), (10, "valid", None, "cross_entropy", loss)]
+    rows += [(5, "valid", None, "cross_entropy", 99.0), (10, "valid", None, "cross_entropy_silenced", silenced)]
+    for layer in range(2):
+        rows += [(0, "valid", layer, "active_mean", 50.0 + layer), (5, "valid", layer, "active_mean", 77.0)]
+        rows += [(10, "valid", layer, "active_mean", active[layer]), (0, "valid", layer, "dead_fraction", 0.9)]
+        rows += [(10, "valid", layer, "dead_fraction", dead[layer])]
+        rows += [(step, "train", layer, "dead_fraction", value) for step, value in enumerate(window)]
+        rows += [(step, "train", layer, "active_mean", 10.0 * step + layer) for step in (4, 2, 10)]
+    log = pd.DataFrame(rows, columns=["step", "split", "layer", "metric", "value"])
+    log = log.assign(run=name, tokens=log["step"] * 100, layer=log["layer"].astype("Int64"))
+    return SHAPE | {"run": name, "l1_coefficient": l1, "complete": complete}, log
+
+
+def tables(*runs):
+    rows, logs = zip(*runs, strict=True)
+    return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
+
+
+DENSE = make_run("dense", 0.0, 4.0, 5.0, (30, 20))
+GOOD = make_run("good", 1e-3, 4.04, 5.0, (3, 1), (0.2, 0.4), window=(0.1, 0.3, 0.5))
+UNUSED = make_run("unused", 1e-2, 4.4, 4.41, (1, 1))
+DEAD = make_run("dead", 1e-1, 4.8, 4.8, (1, 0.009))
+DEAD_TOO = make_run("dead-too", 2e-1, 4.8, 5.8, (1, 0.5), (0.5, 1.0))
+UNFINISHED = make_run("unfinished", 5e-4, 4.0, 5.0, (1, 1), complete=False)
+
+
+def test_sweep():
+    table = analysis.sweep(*tables(DEAD_TOO, DEAD, GOOD, UNFINISHED, UNUSED, DENSE))
+    assert table["run"].tolist() == ["dense", "good", "unused", "dead", "dead-too"]
+    assert table["status"].tolist() == ["alive", "alive", "unused", "dead layer", "dead layer"]
+    good = table.set_index("run").loc["good"]
+    assert good["cross_entropy"] == 4.04
+    assert good["ffn_gain"] == pytest.approx(0.96)
+    assert good["active"] == 2
+    assert good["active_fraction"] == 0.02
+    assert good["active_init"] == 50.5
+    assert good["fall"] == 50.5 / 2
+    assert good["cross_entropy_change"] == pytest.approx(1.0)
+    assert good["min_layer_active"] == 1
+    assert good["dead_fraction"] == pytest.approx(0.3)
+    assert good["dead_fraction_train"] == 0.5
+    assert good["tokens"] == 1000
+    assert math.isnan(table.set_index("run").loc["dense", "dead_fraction_train"])
+
+
+def test_sweep_without_a_baseline_has_no_price():
+    table = analysis.sweep(*tables(GOOD, UNUSED))
+    assert table["cross_entropy_change"].isna().all()
+    assert analysis.recommended(table)["run"] == "good"
+
+
+def test_sweep_does_not_call_a_run_alive_whose_gain_is_unknown():
+    run = make_run("nan", 1e-3, math.nan, 5.0, (3, 3))
+    assert analysis.sweep(*tables(DENSE, run))["status"].tolist() == ["alive", "unused"]
+
+
+def test_sweep_refuses_what_cannot_be_compared():
+    with pytest.raises(ValueError, match="none of the 1 runs is complete: unfinished"):
+        analysis.sweep(*tables(UNFINISHED))
+    runs, log = tables(DENSE, GOOD)
+    runs.loc[1, "num_layers"] = 3
+    with pytest.raises(ValueError, match="one model and token budget"):
+        analysis.sweep(runs, log)
+
+
+def test_recommended_is_the_sparsest_that_is_alive_and_cheap():
+    dear = make_run("dear", 5e-3, 4.2, 5.0, (1, 1))
+    denser = make_run("denser", 5e-4, 4.01, 5.0, (9, 9))
+    table = analysis.sweep(*tables(DENSE, denser, GOOD, dear, UNUSED, DEAD))
+    assert analysis.recommended(table)["run"] == "good"
+    assert analysis.recommended(table, max_price=6)["run"] == "dear"
+    assert analysis.recommended(table, max_price=0.1)["run"] == "denser"  # none is: the cheapest
+    with pytest.raises(ValueError, match="no level above 0 is alive; the levels are 0, 0.01"):
+        analysis.recommended(analysis.sweep(*tables(DENSE, UNUSED)))
+
+
+def test_training_curves():
+    runs, log = tables(GOOD, DENSE)
+    curves = analysis.training_curves(runs, log, "active_mean")
+    assert curves["run"].tolist() == ["dense"] * 3 + ["good"] * 3
+    assert curves["l1_coefficient"].tolist() == [0.0] * 3 + [1e-3] * 3
+    assert curves["step"].tolist() == [2, 4, 10] * 2
+    assert curves["tokens"].tolist() == [200, 400, 1000] * 2
+    assert curves["value"].tolist() == [20.5, 40.5, 100.5] * 2
+    valid = analysis.training_curves(runs, log, "cross_entropy", split="valid")
+    assert valid["value"].tolist() == [9.0, 99.0, 4.0, 9.0, 99.0, 4.04]
+    only = analysis.training_curves(runs[runs["run"] == "good"], log, "dead_fraction")
+    assert only["value"].tolist() == [0.1, 0.3, 0.5]
+    assert analysis.training_curves(*tables(DENSE), "dead_fraction").empty
+    with pytest.raises(ValueError, match="no run logged 'actve'; the log has active_mean, cross_entropy"):
+        analysis.training_curves(runs, log, "actve")
+
+
+# --- formats ------------------------------------------------------------------------------------
+
+
+def test_format_cells_show_what_is_packed():
+    random = np.random.default_rng(secrets.randbits(32))
+    dense = (random.random((7, 20)) < 0.2).astype(np.float32)  # the last of three tiles is a partial one
+    dense[2], dense[5], dense[3] = 0, 1, 0
+    dense[3, 19] = 1
+    cells = analysis.format_cells(dense, tile_n=8, compression=2, ell_width=6)
+    active = {token: np.flatnonzero(row).tolist() for token, row in enumerate(dense)}
+    for name, table in cells.groupby("format"):
+        stored = table[table["kind"] == "value"].groupby(["part", "token"])["label"].apply(list)
+        everything = {token: [] for token in active}
+        for (part, token), labels in stored.items():
+            if part in ("overflow rows", "backup rows") or name != "TwELL":
+                assert labels == active[token]
+            everything[token] = sorted({*everything[token], *labels})
+        assert everything == active, name
+    tiles = cells[(cells["format"] == "TwELL") & (cells["part"] == "all rows")]
+    for (token, slot), cell in tiles[tiles["kind"] == "count"].groupby(["token", "slot"]):
+        start = slot // 4 * 8
+        assert cell["label"].item() == dense[token, start : start + 8].sum()
+    over = [t for t, row in enumerate(dense) if max(row[:8].sum(), row[8:16].sum(), row[16:].sum()) > 3]
+    assert cells.loc[cells["part"] == "overflow rows", "token"].unique().tolist() == over
+    assert set(tiles.groupby("token").size()) == {12}
+    long = [t for t in active if len(active[t]) > 6]
+    assert cells.loc[cells["part"] == "backup rows", "token"].unique().tolist() == long
+
+
+def test_format_bytes_are_those_of_the_formats():
+    table = analysis.format_bytes(64, 512, [0.5, 1e6], tile_n=128, compressions=(8,), ell_width=16)
+    sparse, full = (rows.set_index("format") for _, rows in table.groupby("active"))
+    assert table["nbytes"].eq((table["relative"] * 64 * 512 * 2).round()).all()
+    assert sparse.loc["TwELL, C = 8", "nbytes"] == 64 * 512 // 8 * 4
+    assert sparse.loc["Hybrid, width 16", "nbytes"] == 64 * 16 * 4 + 64 * 4 * 2  # slots, counts and the vector
+    assert sparse.loc["ELL", "nbytes"] < sparse.loc["Hybrid, width 16", "nbytes"]
+    assert (full["active_share"] == 1).all()
+    assert full.loc["ELL", "nbytes"] == 64 * 512 * 4 + 64 * 4
+    assert full.loc["Hybrid, width 16", "nbytes"] == 64 * 512 * 2 + 64 * 4
+    assert full.loc["TwELL, C = 8", "nbytes"] == 64 * 512 // 8 * 4 + 64 * 512 * 2 + 64 * 4
+
+
+def test_format_bytes_draws_uneven_rows_of_the_mean_asked_for():
+    table = analysis.format_bytes(2000, 1000, [20.0], seed=secrets.randbits(32))
+    assert table["active"].iloc[0] == pytest.approx(20, rel=0.2)
+    ell_width = table.set_index("format").loc["ELL", "nbytes"] / 2000 / 4 - 1
+    assert ell_width > 5 * 20
+    assert table.equals(analysis.format_bytes(2000, 1000, [20.0], seed=1)) is False
+    pd.testing.assert_frame_equal(analysis.format_bytes(9, 50, [3.0]), analysis.format_bytes(9, 50, [3.0]))
+
+
+def test_compare():
+    table = analysis.compare(
+        [
+            ("a", 1.23456, np.float32(2), np.bool(True), "why"),
+            ("b", ">30", [0, 1], False, "why"),
+            ("c", True, np.False_, None, "because"),
+        ]
+    )
+    assert table.to_numpy().tolist() == [
+        ["a", "1.23", "2", "agrees", ""],
+        ["b", ">30", "[0, 1]", "differs", "why"],
+        ["c", "yes", "no", "not comparable", "because"],
+    ]

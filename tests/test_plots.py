@@ -1,0 +1,312 @@
+"""The figures draw the numbers they are given, and saving is exact, complete and repeatable."""
+
+import hashlib
+import json
+import secrets
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from twell import analysis, plots, results
+
+
+def lines(ax):
+    return {line.get_label(): line for line in ax.get_lines()}
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def draw(figure):
+    """Render; what cannot be drawn (mathematics in a token, a log axis of zeros) raises here or warns, which fails."""
+    figure.canvas.draw()
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def random():
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+def make_curves(random, levels=(0, 1e-3, 3e-3), points=30, scale=5.0):
+    rows = [
+        (f"run-{l1:g}", l1, step, step * 4096, scale * random.random() + 0.1)
+        for l1 in levels
+        for step in range(10, 10 * (points + 1), 10)
+    ]
+    return pd.DataFrame(rows, columns=["run", "l1_coefficient", "step", "tokens", "value"])
+
+
+def make_sweep(**columns):
+    table = {
+        "run": ["a", "b", "c", "d"],
+        "l1_coefficient": [0, 1e-3, 1e-2, 1e-1],
+        "cross_entropy": [4.0, 4.04, 4.2, 4.4],
+        "cross_entropy_change": [0, 1, 5, 10],
+        "active": [150.0, 30.0, 3.0, 0.0],
+        "status": ["alive", "alive", "unused", "dead layer"],
+    }
+    return pd.DataFrame(table | columns)
+
+
+def test_fig01_formats_draws_every_cell(random):
+    dense = (random.random((6, 16)) < 0.3).astype(np.float32)
+    dense[2] = 1  # overflows
+    cells = analysis.format_cells(dense, tile_n=8, compression=2, ell_width=7)
+    figure = plots.fig01_formats(cells, tile_n=8)
+    draw(figure)
+    assert {ax.get_title(loc="left") for ax in figure.axes} == {"Dense", "ELL", "TwELL", "Hybrid"}
+    for ax in figure.axes:
+        panel = cells[cells["format"] == ax.get_title(loc="left")]
+        assert len(ax.patches) == len(panel)
+        shown = [text for text in texts(ax) if text.isdigit()]
+        assert sorted(map(int, shown)) == sorted(panel.loc[panel["label"] >= 0, "label"])
+        blue = sum(patch.get_facecolor()[:3] == to_rgba(plots.BLUE)[:3] for patch in ax.patches)
+        assert blue == ((panel["kind"] == "value") & (panel["label"] < 8)).sum()
+
+
+def test_fig01_bytes():
+    table = analysis.format_bytes(32, 512, [2.0, 60.0])
+    ax = plots.fig01_bytes(table).axes[0]
+    assert set(lines(ax)) == set(table["format"])
+    for name, line in lines(ax).items():
+        rows = table[table["format"] == name]
+        np.testing.assert_allclose(line.get_xdata(), 100 * rows["active_share"])
+        np.testing.assert_allclose(line.get_ydata(), rows["relative"])
+
+
+def test_fig02_smooths_over_a_twentieth_of_the_points(random):
+    curves = make_curves(random, points=40)
+    figure = plots.fig02_training_curves(curves)
+    draw(figure)
+    for ax in figure.axes:
+        assert list(lines(ax)) == ["0", "0.001", "0.003"]
+        for label, line in lines(ax).items():
+            values = curves.loc[curves["l1_coefficient"] == float(label), "value"].to_numpy()
+            np.testing.assert_allclose(line.get_ydata()[1:], (values[1:] + values[:-1]) / 2)
+            np.testing.assert_allclose(line.get_xdata(), np.arange(10, 410, 10) * 4096 / 1e6)
+    assert figure.axes[1].get_xlim()[0] >= 0.5 * curves["tokens"].max() / 1e6
+    assert legend(figure) == ["0", "0.001", "0.003"]
+
+
+def test_l1_levels_keep_their_colour_within_a_figure(random):
+    figure = plots.fig09_activity_over_training(make_curves(random), make_curves(random, scale=0.5), 1000)
+    colours = [{label: line.get_color() for label, line in lines(ax).items()} for ax in figure.axes]
+    assert colours[0] == colours[1]
+    assert colours[0]["0"] == "black"
+    assert len(set(colours[0].values())) == 3
+
+
+def test_fig03_shows_prices_activity_and_status():
+    figure = plots.fig03_frontier(make_sweep())
+    draw(figure)
+    top, bottom = figure.axes
+    assert texts(top) == ["+1.0%", "+5.0%", "+10.0%"]
+    assert texts(bottom) == ["150", "30", "3", "0"]
+    np.testing.assert_allclose(bottom.get_lines()[0].get_ydata(), [150, 30, 3, plots.ACTIVE_FLOOR])
+    assert [label.get_text() for label in bottom.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
+    assert legend(figure) == ["alive", "feed-forward unused", "dead layer"]
+    marks = {len(collection.get_paths()[0].vertices) for collection in top.collections}
+    assert len(marks) == 3
+
+
+def test_fig03_averages_runs_of_one_level_and_needs_no_baseline():
+    table = make_sweep(l1_coefficient=[1e-3, 1e-3, 1e-2, 1e-2], cross_entropy_change=[np.nan] * 4, status="alive")
+    figure = plots.fig03_frontier(table)
+    draw(figure)
+    assert texts(figure.axes[0]) == []
+    np.testing.assert_allclose(figure.axes[0].get_lines()[0].get_ydata(), [4.02, 4.3])
+    assert sum(len(collection.get_offsets()) for collection in figure.axes[0].collections) == 4
+    assert legend(figure) == ["alive"]
+
+
+def test_fig09(random):
+    active, dead = make_curves(random), make_curves(random, scale=0.5)
+    active.loc[3, "value"] = 0
+    figure = plots.fig09_activity_over_training(active, dead, 131072)
+    draw(figure)
+    left, right = figure.axes
+    np.testing.assert_allclose(lines(left)["0"].get_ydata(), active["value"][:30].clip(lower=plots.ACTIVE_FLOOR))
+    np.testing.assert_allclose(lines(right)["0.003"].get_ydata(), 100 * dead["value"][60:])
+    assert "131,072 tokens" in right.get_ylabel()
+    assert left.get_yscale() == "log"
+
+
+def test_fig09_without_a_filled_window(random):
+    active = make_curves(random)
+    figure = plots.fig09_activity_over_training(active, active[:0], 1000)
+    draw(figure)
+    assert texts(figure.axes[1]) == ["no window was filled"]
+
+
+def make_layers(means):
+    means = np.array(means)
+    return pd.DataFrame({"layer": range(len(means)), "mean": means, "p99": 4 * means, "max": np.ceil(12 * means)})
+
+
+@pytest.mark.parametrize("means", [[3.0, 20.0, 11.0], [5.0], [0.0, 0.3], [0.0, 0.0], list(range(1, 29))])
+def test_fig06(means):
+    table = make_layers(means)
+    figure = plots.fig06_layers(table, "L1 = 0.5")
+    draw(figure)
+    ax = figure.axes[0]
+    floor = plots.ACTIVE_FLOOR
+    np.testing.assert_allclose([bar.get_height() for bar in ax.patches], np.maximum(means, floor))
+    p99, largest = (collection.get_offsets()[:, 1] for collection in ax.collections)
+    np.testing.assert_allclose(p99, np.maximum(table["p99"], floor))
+    np.testing.assert_allclose(largest, np.maximum(table["max"], floor))
+    assert ax.get_ylim()[0] < np.maximum(means, floor).min() and ax.get_ylim()[1] > largest.max()
+    assert figure.legends[0].get_title().get_text() == "L1 = 0.5"
+    assert f"mean of all: {np.mean(means):.3g}" in legend(figure)
+
+
+def make_tokens(strings):
+    count = np.arange(len(strings)) + 16
+    return pd.DataFrame({"token": strings, "count": count, "mean_active": np.arange(len(strings)) + 0.5})
+
+
+def test_fig07a_shows_both_ends_and_any_token():
+    strings = ["a$_b", " the", "\n", "$", "\t", "\x00", *"skipped", "\\frac", "x" * 40, "é", "$x$", "%", "_^{"]
+    figure = plots.fig07a_tokens(make_tokens(strings))
+    draw(figure)
+    ax = figure.axes[0]
+    shown = [label.get_text() for label in ax.get_yticklabels()]
+    assert shown == ["a$_b", "␣the", "⏎", "$", "⇥", "\\x00", "\\frac", "x" * 16, "é", "$x$", "%", "_^{"]
+    np.testing.assert_allclose([bar.get_width() for bar in ax.patches], [*np.arange(6) + 0.5, *np.arange(13, 19) + 0.5])
+    assert texts(ax)[0] == "0.5 (n = 16)"
+    assert ax.yaxis_inverted()  # the lowest stand on top
+
+
+@pytest.mark.parametrize("number", [1, 6, 7, 11])
+def test_fig07a_draws_no_token_twice(number):
+    figure = plots.fig07a_tokens(make_tokens([f"t{n}" for n in range(number)]))
+    draw(figure)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [f"t{n}" for n in range(number)]
+
+
+def test_fig07a_refuses_an_empty_table():
+    with pytest.raises(ValueError, match="no token is left to draw; lower min_count"):
+        plots.fig07a_tokens(make_tokens([]))
+
+
+def test_fig07b(random):
+    table = pd.DataFrame({"position": np.tile(np.arange(50), 2), "l1_coefficient": np.repeat([0, 0.1], 50)})
+    table["mean_active"] = random.random(100) + 0.1
+    table.loc[60, "mean_active"] = 0
+    figure = plots.fig07b_positions(table)
+    draw(figure)
+    ax = figure.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    np.testing.assert_array_equal(lines(ax)["0"].get_xdata(), np.arange(1, 51))
+    expected = table["mean_active"][50:].clip(lower=plots.ACTIVE_FLOOR)
+    np.testing.assert_allclose(lines(ax)["0.1"].get_ydata(), expected)
+
+
+def test_fig_passage_colours_by_activity_and_breaks_lines(random):
+    active = random.random(40) * 30
+    active[[4, 9]] = 0, active.max() + 1
+    strings = ["$x", " word", "\n", "", *[f" t{n}" for n in range(36)]]
+    figure = plots.fig_passage(pd.DataFrame({"token": strings, "active": active}), columns=30)
+    draw(figure)
+    ax = figure.axes[0]
+    assert [text for text in texts(ax)] == ["$x", " word", "⏎", "", *strings[4:]]
+    assert all(patch.get_x() + patch.get_width() <= 30 for patch in ax.patches)
+    assert [patch.get_y() for patch in ax.patches[:4]] == [0, 0, 0, 1]
+    # Viridis grows lighter all the way, so lightness has to follow activity.
+    light = [np.dot(patch.get_facecolor()[:3], (0.3, 0.59, 0.11)) for patch in ax.patches]
+    order = np.argsort(np.maximum(active, active[active > 0].min()), kind="stable")
+    assert (np.diff(np.array(light)[order]) >= -0.01).all()
+    assert light[9] - light[4] > 0.4
+
+
+@pytest.mark.parametrize("active", [[0.0, 0.0], [2.0, 2.0], [0.25]])
+def test_fig_passage_of_equal_tokens(active):
+    draw(plots.fig_passage(pd.DataFrame({"token": ["a"] * len(active), "active": active})))
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+SAVE = """
+import sys
+import pandas as pd
+from twell import plots
+table = pd.DataFrame({"token": ["a", "b$", "\\u00e9"], "count": [20, 30, 40], "mean_active": [1.0, 2.0, 3.0]})
+plots.save(plots.fig07a_tokens(table), sys.argv[1], [], {}, "live")
+"""
+
+
+def test_save_writes_the_same_bytes_in_another_process(tmp_path):
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", SAVE, str(tmp_path / seed / "fig")],
+            env={"PYTHONHASHSEED": seed, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+            cwd=results.root(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    for suffix in ("png", "pdf", "json"):
+        first, second = (tmp_path / seed / f"fig.{suffix}" for seed in "12")
+        assert first.read_bytes() == second.read_bytes(), suffix
+    pdf = (tmp_path / "1" / "fig.pdf").read_bytes()
+    assert b"CreationDate" not in pdf and b"/CIDFontType2" in pdf and b"/Type3" not in pdf
+
+
+def test_save_says_where_the_numbers_came_from(tmp_path):
+    data = tmp_path / "log.csv"
+    data.write_text("numbers")
+    figure = plots.fig06_layers(make_layers([1.0, 2.0]), "title")
+    path = plots.save(figure, tmp_path / "new" / "fig.v2", [data], {"n": [1, 2]}, "recorded", "a GPU")
+    assert path == tmp_path / "new" / "fig.v2.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["fig.v2.json", "fig.v2.pdf", "fig.v2.png"]
+    origin = json.loads(path.with_suffix(".json").read_text())
+    (name, digest), *rest = origin.pop("inputs").items()
+    assert not rest and (results.root() / name).resolve() == data
+    assert digest == hashlib.sha256(b"numbers").hexdigest()
+    assert origin == {
+        "source": "recorded",
+        "device": "a GPU",
+        "parameters": {"n": [1, 2]},
+        "commit": results.source_commit(plots.MODULES),
+        "versions": results.versions(),
+    }
+
+
+def test_save_overwrites_and_keeps_the_old_figure_when_it_fails(tmp_path):
+    figure = plots.fig06_layers(make_layers([1.0, 2.0]), "title")
+    path = plots.save(figure, tmp_path / "fig", [], {}, "live")
+    before = path.read_bytes()
+
+    class Broken(Figure):
+        def savefig(self, buffer, **options):
+            buffer.write(b"half a fig")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        plots.save(Broken(), tmp_path / "fig", [], {}, "live")
+    assert path.read_bytes() == before
+    plots.save(plots.fig06_layers(make_layers([7.0]), "other"), tmp_path / "fig", [], {}, "live")
+    assert path.read_bytes() != before
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_save_refuses_an_unknown_source(tmp_path):
+    with pytest.raises(ValueError, match="source is 'measured'; use 'live', 'recorded' or 'paper'"):
+        plots.save(Figure(), tmp_path / "fig", [], {}, "measured")
+    assert not list(tmp_path.iterdir())

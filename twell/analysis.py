@@ -1,0 +1,385 @@
+"""Tables behind the figures: from runs, logs and traces to DataFrames, and nothing else.
+
+Everything here is a count or a mean of what a run logged or a trace stored. Nothing reads files or draws.
+"Active" is always the number of neurons of one layer that are active for one token (the paper's "non-zeros"):
+what a trace stores is active, whatever its value is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    import twell
+
+# A layer in which fewer than 1 token in 100 activates even one neuron passes nothing on: it is dead.
+MIN_LAYER_ACTIVE = 0.01
+# Silencing every feed-forward layer of a working model costs far more than this many nats; when it costs
+# less, the model has learnt to do without them, and its sparsity says nothing about sparse feed-forward
+# layers.
+MIN_FFN_GAIN = 0.02
+# The rise of cross-entropy over L1 = 0, in %, that the paper accepts at its levels up to 3e-5 (section 4.2).
+MAX_PRICE = 2.0
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return what each complete run of an L1 sweep came to, one row a run, by rising coefficient (Fig. 3).
+
+    All from the last validation unless said otherwise, activity as the mean over layers: cross_entropy,
+    cross_entropy_silenced (without feed-forward layers), ffn_gain (their difference), in nats; active,
+    active_fraction (of intermediate_size), active_init (before the first step), fall (active_init / active);
+    cross_entropy_change in % of the mean at L1 = 0 (NaN without such a run); min_layer_active; dead_fraction
+    (no activation in the whole validation sample); dead_fraction_train (none in the last full window of
+    training tokens, NaN when no window was filled); status: "alive", "dead layer" or "unused", see the
+    constants above. Raises ValueError when no run is complete, or when they differ in model or token budget.
+    """
+    complete = runs[runs["complete"]]
+    if complete.empty:
+        raise ValueError(f"none of the {len(runs)} runs is complete: {', '.join(runs['run'])}")
+    budgets = complete[["hidden_size", "intermediate_size", "num_layers", "tokens"]].drop_duplicates()
+    if len(budgets) > 1:
+        found = budgets.to_string(index=False)
+        raise ValueError(f"a sweep compares runs of one model and token budget; these have\n{found}")
+
+    table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
+    valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
+    last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
+    means = last.groupby(["run", "metric"])["value"].mean().unstack()
+    layers = last.set_index("run")
+    dead_windows = training_curves(complete, log, "dead_fraction")
+
+    table["cross_entropy"] = means["cross_entropy"]
+    table["cross_entropy_silenced"] = means["cross_entropy_silenced"]
+    table["ffn_gain"] = table["cross_entropy_silenced"] - table["cross_entropy"]
+    table["active"] = means["active_mean"]
+    table["active_fraction"] = table["active"] / budgets["intermediate_size"].item()
+    init = valid[(valid["step"] == 0) & (valid["metric"] == "active_mean")]
+    table["active_init"] = init.groupby("run")["value"].mean()
+    table["fall"] = table["active_init"] / table["active"]
+    baseline = table.loc[table["l1_coefficient"] == 0, "cross_entropy"].mean()
+    table["cross_entropy_change"] = 100 * (table["cross_entropy"] / baseline - 1)
+    table["min_layer_active"] = layers.loc[layers["metric"] == "active_mean", "value"].groupby("run").min()
+    table["dead_fraction"] = means["dead_fraction"]
+    table["dead_fraction_train"] = dead_windows.groupby("run")["value"].last()
+
+    most_dead = layers.loc[layers["metric"] == "dead_fraction", "value"].groupby("run").max()
+    dead_layer = (table["min_layer_active"] < MIN_LAYER_ACTIVE) | (most_dead >= 1)
+    table["status"] = "alive"
+    table.loc[~(table["ffn_gain"] >= MIN_FFN_GAIN), "status"] = "unused"  # NaN too: no gain was shown
+    table.loc[dead_layer, "status"] = "dead layer"
+    return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
+
+
+def recommended(table: pd.DataFrame, max_price: float = MAX_PRICE) -> pd.Series:
+    """Return the row of `sweep` that stands for the paper's 2e-5: the sparsest alive run that is cheap enough.
+
+    Cheap enough is a cross_entropy_change of at most `max_price` %; where no level above 0 is, the cheapest
+    that is alive. Raises ValueError when no level above 0 is alive.
+    """
+    alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
+    if alive.empty:
+        levels = ", ".join(f"{l1:g}" for l1 in table["l1_coefficient"])
+        raise ValueError(f"no level above 0 is alive; the levels are {levels}")
+    cheap = alive[alive["cross_entropy_change"] <= max_price]
+    best = cheap["active"].idxmin() if len(cheap) else alive["cross_entropy"].idxmin()
+    return table.loc[best]
+
+
+def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train") -> pd.DataFrame:
+    """Return one metric over training, by coefficient and step (Figs 2, 9).
+
+    Columns: run, l1_coefficient, step, tokens, value. Metrics of layers are averaged over layers. Empty when
+    the metric was not reached in this split (dead_fraction before the first window of training tokens is
+    full). Raises ValueError for a metric that no run has.
+    """
+    if metric not in set(log["metric"]):
+        raise ValueError(f"no run logged {metric!r}; the log has {', '.join(sorted(set(log['metric'])))}")
+    rows = log[(log["metric"] == metric) & (log["split"] == split)]
+    curves = rows.groupby(["run", "step", "tokens"], as_index=False)["value"].mean()
+    curves = curves.merge(runs[["run", "l1_coefficient"]], on="run")
+    curves = curves.sort_values(["l1_coefficient", "run", "step"], ignore_index=True)
+    return curves[["run", "l1_coefficient", "step", "tokens", "value"]]
+
+
+# --- traces -------------------------------------------------------------------------------------
+
+
+def per_layer(trace: twell.Trace) -> pd.DataFrame:
+    """Return each layer's activity (Figs 6, 10, 11).
+
+    Columns: layer; mean, median, p99 and max of the active neurons per token; active_fraction (mean /
+    intermediate_size), max_over_mean, dead (fraction of neurons never active in the trace).
+    """
+    counts = trace.counts()
+    table = pd.DataFrame(
+        {
+            "layer": np.arange(trace.num_layers),
+            "mean": counts.mean(axis=1),
+            "median": np.median(counts, axis=1),
+            "p99": np.percentile(counts, 99, axis=1),
+            "max": counts.max(axis=1),
+        }
+    )
+    seen = [len(np.unique(trace.layer(layer).indices)) for layer in range(trace.num_layers)]
+    table["dead"] = 1 - np.array(seen) / trace.intermediate_size
+    table["active_fraction"] = table["mean"] / trace.intermediate_size
+    table["max_over_mean"] = table["max"] / table["mean"]
+    return table
+
+
+def per_token(trace: twell.Trace, min_frequency: float = 2**-14, min_count: int = 16) -> pd.DataFrame:
+    """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
+
+    Columns: token_id, token, count, frequency, mean_active (over its occurrences and all layers). Tokens are
+    left out below `min_frequency` (the paper's filter: 64 occurrences in its 2^20 tokens) and below
+    `min_count` occurrences, which is what keeps the means of a small trace from being those of one context.
+    """
+    tokens = pd.DataFrame({"token_id": trace.token_ids, "token": trace.strings, "active": trace.counts().mean(axis=0)})
+    table = tokens.groupby("token_id", as_index=False).agg(
+        token=("token", "first"), count=("active", "size"), mean_active=("active", "mean")
+    )
+    table.insert(3, "frequency", table["count"] / trace.num_tokens)
+    table = table[(table["frequency"] >= min_frequency) & (table["count"] >= min_count)]
+    return table.sort_values(["mean_active", "token_id"], ignore_index=True)
+
+
+def by_position(trace: twell.Trace) -> pd.DataFrame:
+    """Return the mean activity at each position of a sequence (Fig. 7b): position (0 first), mean_active, n.
+
+    The mean is over layers and over the n sequences that reach the position.
+    """
+    tokens = pd.DataFrame({"position": trace.position, "active": trace.counts().mean(axis=0)})
+    return tokens.groupby("position", as_index=False).agg(mean_active=("active", "mean"), n=("active", "size"))
+
+
+def by_neuron(trace: twell.Trace) -> pd.DataFrame:
+    """Return each neuron's habits: layer, neuron, rate, mean_value, max_abs.
+
+    rate is the fraction of tokens that activate it; mean_value the signed mean of h where it is active (NaN
+    if never); max_abs the largest |h| (0 if never).
+    """
+    tables = []
+    for layer in range(trace.num_layers):
+        h = trace.layer(layer)
+        counts = np.bincount(h.indices, minlength=trace.intermediate_size)
+        sums = np.bincount(h.indices, weights=h.data, minlength=trace.intermediate_size)
+        largest = np.zeros(trace.intermediate_size, dtype=h.data.dtype)
+        np.maximum.at(largest, h.indices, np.abs(h.data))
+        mean = np.full(trace.intermediate_size, np.nan)
+        np.divide(sums, counts, out=mean, where=counts > 0)
+        tables.append(
+            pd.DataFrame(
+                {
+                    "layer": layer,
+                    "neuron": np.arange(trace.intermediate_size),
+                    "rate": counts / trace.num_tokens,
+                    "mean_value": mean,
+                    "max_abs": largest,
+                }
+            )
+        )
+    return pd.concat(tables, ignore_index=True)
+
+
+def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
+    """Return the first tokens of one sequence: position, token, active (mean over layers), logprob (nats).
+
+    Raises ValueError for a sequence that the trace does not have.
+    """
+    rows = np.flatnonzero(trace.sequence == sequence)[:num_tokens]
+    if len(rows) == 0:
+        raise ValueError(f"no sequence {sequence} in the trace; it has 0 to {trace.sequence.max()}")
+    return pd.DataFrame(
+        {
+            "position": trace.position[rows],
+            "token": [trace.strings[row] for row in rows],
+            "active": trace.counts()[:, rows].mean(axis=0),
+            "logprob": trace.logprob[rows],
+        }
+    )
+
+
+def union_sizes(trace: twell.Trace, blocks: Sequence[int] = (16, 32, 64, 128, 256)) -> pd.DataFrame:
+    """Return how many different neurons a block of consecutive tokens activates.
+
+    Columns: layer, block, mean and max over the blocks, mean_active.     A kernel that treats `block` tokens
+    together has to read the weights of their union; mean_active is what one token needs. A last, partial
+    block is dropped; block sizes above the length of the trace have no row.
+    """
+    rows = []
+    for layer in range(trace.num_layers):
+        h = trace.layer(layer)
+        counts = np.diff(h.indptr)
+        token = np.repeat(np.arange(trace.num_tokens), counts)
+        for block in blocks:
+            num_blocks = trace.num_tokens // block
+            if num_blocks == 0:
+                continue
+            kept = token < num_blocks * block
+            pairs = np.unique(token[kept] // block * trace.intermediate_size + h.indices[kept])
+            sizes = np.bincount(pairs // trace.intermediate_size, minlength=num_blocks)
+            rows.append((layer, block, sizes.mean(), sizes.max(), counts[: num_blocks * block].mean()))
+    return pd.DataFrame(rows, columns=["layer", "block", "mean", "max", "mean_active"])
+
+
+def tile_overflow(trace: twell.Trace, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)) -> pd.DataFrame:
+    """Return how often TwELL's tiles are too small (section 3.2, App. A.1).
+
+    Columns: layer, compression, capacity, overflow_rows, overflow_tiles.     capacity is that of the
+    one-matrix form, tile_n / compression - 1 non-zeros; overflow_rows the fraction of tokens with any tile
+    above it, overflow_tiles the fraction of all tiles. Raises ValueError when a compression does not divide
+    tile_n.
+    """
+    for compression in compressions:
+        if tile_n % compression:
+            raise ValueError(f"compression {compression} does not divide tile_n {tile_n}; use one that does")
+    num_tiles = -(-trace.intermediate_size // tile_n)
+    rows = []
+    for layer in range(trace.num_layers):
+        h = trace.layer(layer)
+        token = np.repeat(np.arange(trace.num_tokens), np.diff(h.indptr))
+        tile = token * num_tiles + h.indices // tile_n
+        counts = np.bincount(tile, minlength=trace.num_tokens * num_tiles).reshape(trace.num_tokens, num_tiles)
+        for compression in compressions:
+            capacity = tile_n // compression - 1
+            over = counts > capacity
+            rows.append((layer, compression, capacity, over.any(axis=1).mean(), over.mean()))
+    return pd.DataFrame(rows, columns=["layer", "compression", "capacity", "overflow_rows", "overflow_tiles"])
+
+
+# --- formats ------------------------------------------------------------------------------------
+# twell.format needs torch, whose import takes seconds, and nothing above does: it is imported where it is
+# used.
+
+
+def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: int) -> pd.DataFrame:
+    """Return a small matrix packed in each format, cell by cell, to be drawn (Fig. 1).
+
+    dense [M, N] float32. Columns: format ("Dense", "ELL", "TwELL", "Hybrid"); part of that format; row and
+    slot of the cell within the part; token, the row of `dense` it belongs to; kind ("value", "count",
+    "unused", "zero"); label, the column in `dense` of a value, the number in a count, -1 otherwise. TwELL is
+    the one-matrix form. Read from the packed objects.
+    """
+    import torch
+
+    from twell.format import ELL, Hybrid, PackedTwELL
+
+    matrix = torch.from_numpy(dense).bfloat16()
+    ell = ELL.pack(matrix)
+    twell = PackedTwELL.pack(matrix, tile_n, compression)
+    hybrid = Hybrid.pack(matrix, ell_width)
+
+    def dense_row(row: torch.Tensor) -> list[tuple[str, int]]:
+        return [("value", column) if value else ("zero", -1) for column, value in enumerate(row.tolist())]
+
+    def slot_row(indices: torch.Tensor, count: int) -> list[tuple[str, int]]:
+        return [("value", i) if slot < count else ("unused", -1) for slot, i in enumerate(indices.tolist())]
+
+    def ell_part(ell: ELL) -> list[list[tuple[str, int]]]:
+        return [
+            [("count", count), *slot_row(i, count)] for i, count in zip(ell.indices, ell.counts.tolist(), strict=True)
+        ]
+
+    def twell_row(indices: torch.Tensor, counts: torch.Tensor) -> list[tuple[str, int]]:
+        tiles = zip(indices, counts.tolist(), strict=True)
+        return [cell for i, count in tiles for cell in [("count", count), *slot_row(i, count)]]
+
+    everyone = range(len(dense))
+    slots = hybrid.slot.tolist()
+    short = [token for token in everyone if slots[token] >= 0]
+    long = [token for token in everyone if slots[token] < 0]
+    tiles = [twell_row(i, counts) for i, counts in zip(twell.indices, twell.counts, strict=True)]
+    parts = [
+        ("Dense", "all rows", everyone, [dense_row(row) for row in matrix]),
+        ("ELL", "all rows", everyone, ell_part(ell)),
+        ("TwELL", "all rows", everyone, tiles),
+        (
+            "TwELL",
+            "overflow rows",
+            twell.overflow_rows.tolist(),
+            [dense_row(row) for row in twell.overflow_values],
+        ),
+        ("Hybrid", "ELL rows", short, ell_part(hybrid.ell)),
+        ("Hybrid", "backup rows", long, [dense_row(hybrid.backup[~slots[token]]) for token in long]),
+    ]
+    return pd.DataFrame(
+        [
+            (name, part, row, slot, token, kind, label)
+            for name, part, tokens, rows in parts
+            for row, (token, cells) in enumerate(zip(tokens, rows, strict=True))
+            for slot, (kind, label) in enumerate(cells)
+        ],
+        columns=["format", "part", "row", "slot", "token", "kind", "label"],
+    )
+
+
+def format_bytes(
+    num_tokens: int,
+    intermediate_size: int,
+    active: Sequence[float],
+    tile_n: int = 256,
+    compressions: Sequence[int] = (8, 4, 2),
+    ell_width: int = 128,
+    spread: float = 1.0,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Return the bytes of each format as activations grow denser, from packing random bf16 matrices (Fig. 1).
+
+    For each mean number of active neurons in `active`, a matrix [num_tokens, intermediate_size] is drawn
+    whose rows are uneven as the paper reports them: their means are lognormal with standard deviation
+    `spread` of the logarithm (at 1 the longest of 1,000 rows is about ten times the mean). Which neurons are
+    active is independent, as TwELL hopes. Columns: active and active_share as drawn, format, nbytes (of all
+    tensors held, overflow and backup rows included), relative (to dense bf16).
+    """
+    import torch
+
+    from twell.format import ELL, Hybrid, PackedTwELL
+
+    generator = np.random.default_rng(seed)
+    rows = []
+    for mean in active:
+        row_means = generator.lognormal(np.log(mean) - spread**2 / 2, spread, (num_tokens, 1))
+        mask = generator.random((num_tokens, intermediate_size), dtype=np.float32) < row_means / intermediate_size
+        dense = torch.from_numpy(mask).bfloat16()
+        packed = {
+            "Dense": dense,
+            "ELL": ELL.pack(dense),
+            f"Hybrid, width {ell_width}": Hybrid.pack(dense, ell_width),
+        }
+        for compression in compressions:
+            packed[f"TwELL, C = {compression}"] = PackedTwELL.pack(dense, tile_n, compression)
+        drawn = mask.sum() / num_tokens
+        for name, form in packed.items():
+            rows.append((drawn, drawn / intermediate_size, name, form.nbytes, form.nbytes / dense.nbytes))
+    return pd.DataFrame(rows, columns=["active", "active_share", "format", "nbytes", "relative"])
+
+
+# --- notebooks ----------------------------------------------------------------------------------
+
+
+def compare(rows: Iterable[tuple[str, Any, Any, bool | None, str]]) -> pd.DataFrame:
+    """Return the "paper | ours" table of a notebook.
+
+    rows: (finding, paper, ours, whether they agree or None where that cannot be said, reason if they do not).
+    Columns: finding, paper, ours, verdict ("agrees", "differs" or "not comparable"), reason (empty where they
+    agree). Numbers are printed with three digits, bool as yes or no.
+    """
+
+    def show(value: Any) -> str:
+        if isinstance(value, bool | np.bool):
+            return "yes" if value else "no"
+        return f"{value:.3g}" if isinstance(value, int | float | np.number) else str(value)
+
+    verdicts = {True: "agrees", False: "differs", None: "not comparable"}
+    table = []
+    for finding, paper, ours, agrees, reason in rows:
+        verdict = verdicts[None if agrees is None else bool(agrees)]
+        table.append((finding, show(paper), show(ours), verdict, "" if agrees else reason))
+    return pd.DataFrame(table, columns=["finding", "paper", "ours", "verdict", "reason"])

@@ -1,0 +1,384 @@
+"""One function a figure: a table from analysis.py in, a matplotlib Figure out, and `save`, which writes it.
+
+No file is read here. Every figure is built without pyplot, in one style, and saved so that the same inputs
+give the same bytes; a JSON beside it says what it was drawn from. In all of them L1 = 0 is
+black, and levels above it run from dark to light.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from twell import results
+
+COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
+BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
+STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
+ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
+MODULES = [Path(__file__).with_name(name) for name in ("analysis.py", "format.py", "plots.py")]
+
+
+def style() -> None:
+    """Set the one style of all figures: matplotlib's own fonts, 8 pt, thin lines, fonts embedded as text."""
+    sns.set_theme(context="paper", style="ticks", palette="colorblind", font="DejaVu Sans")
+    mpl.rcParams.update(
+        {
+            "font.size": 8,
+            "axes.labelsize": 8,
+            "axes.titlesize": 8.5,
+            "xtick.labelsize": 7.5,
+            "ytick.labelsize": 7.5,
+            "legend.fontsize": 7.5,
+            "legend.title_fontsize": 7.5,
+            "legend.frameon": False,
+            "legend.handlelength": 1.6,
+            "axes.linewidth": 0.6,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "grid.linewidth": 0.4,
+            "grid.color": "0.9",
+            "lines.linewidth": 1.3,
+            "xtick.major.width": 0.6,
+            "ytick.major.width": 0.6,
+            "xtick.major.size": 2.5,
+            "ytick.major.size": 2.5,
+            "xtick.minor.size": 0,
+            "ytick.minor.size": 0,
+            "pdf.fonttype": 42,
+        }
+    )
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, np.ndarray]:
+    """A figure in the style with its axes, [rows, columns]."""
+    style()
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
+    levels = sorted(set(levels) - {0})
+    scale = mpl.colormaps["viridis"](np.linspace(0.12, 0.88, len(levels)))
+    return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
+
+
+def _plain(axis: mpl.axis.Axis) -> None:
+    """Write a log axis' ticks as few plain numbers: 1, 2, 5 in each decade, or only 1 when it spans many."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,), numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> None:
+    """One line a run, coloured by its L1 coefficient; the running mean over `window` points."""
+    colours = _level_colours(curves["l1_coefficient"])
+    labelled = set()
+    for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
+        smooth = curve["value"].rolling(window, min_periods=1).mean()
+        label = None if l1 in labelled else f"{l1:g}"
+        ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1], label=label, **options)
+        labelled.add(l1)
+    ax.set_xlabel("training tokens (millions)")
+
+
+# --- formats (Fig. 1) ---------------------------------------------------------------------------
+
+
+def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
+    """Draw the same small matrix dense, as ELL, TwELL and hybrid, from `analysis.format_cells`; colours are tiles."""
+    tiles = [BLUE, ORANGE, GREEN, PURPLE]
+    names = [["Dense", "TwELL"], ["ELL", "Hybrid"]]
+    panels = dict(list(cells.groupby("format")))
+    heights = {name: (panel.groupby("part")["row"].max() + 2).sum() for name, panel in panels.items()}
+    rows = [max(heights[name] for name in row) for row in names]
+    width = cells["slot"].max() + 3.5
+    figure, axes = _figure(PAGE, PAGE * sum(rows) / (2 * width) + 0.7, 2, 2, height_ratios=rows)
+    for ax, name, height in zip(axes.flat, [*names[0], *names[1]], np.repeat(rows, 2), strict=True):
+        top = 0
+        for part, table in panels[name].groupby("part", sort=False):
+            if top:
+                ax.text(0, top - 0.15, part, fontsize=6.5, style="italic", va="bottom")
+            for cell in table.itertuples():
+                x, y = cell.slot, top + cell.row
+                face, edge, text = {
+                    "value": (tiles[cell.label // tile_n % len(tiles)], "white", "white"),
+                    "count": ("0.25", "white", "white"),
+                    "unused": ("0.93", "white", None),
+                    "zero": ("white", "0.85", None),
+                }[cell.kind]
+                ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
+                if text:
+                    ax.text(x + 0.5, y + 0.53, cell.label, color=text, fontsize=6, ha="center", va="center")
+            for row, token in table.groupby("row")["token"].first().items():
+                ax.text(-0.3, top + row + 0.53, f"$t_{{{token}}}$", fontsize=7, ha="right", va="center")
+            top += table["row"].max() + 2.0
+        ax.set(xlim=(-1.3, cells["slot"].max() + 1.1), ylim=(height - 0.7, -0.1), aspect="equal", anchor="NW")
+        ax.set_title(name, loc="left", weight="bold")
+        ax.axis("off")
+    kinds = [(tiles[t], f"non-zero of tile {t}, with its column") for t in range(2)]
+    kinds += [("0.25", "count"), ("0.93", "unused slot")]
+    handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour, _ in kinds]
+    figure.legend(handles, [name for _, name in kinds], loc="outside lower center", ncols=4, handlelength=1)
+    return figure
+
+
+def fig01_bytes(table: pd.DataFrame) -> Figure:
+    """Draw each format's bytes against dense as the active share grows, from `analysis.format_bytes`."""
+    figure, axes = _figure(COLUMN, 2.5)
+    ax = axes[0, 0]
+    shades = iter(sns.light_palette(BLUE, 5)[::-1])
+    looks = {"Dense": ("black", "--"), "ELL": (ORANGE, "-"), "Hybrid": (GREEN, "-")}
+    for name, line in table.groupby("format", sort=False):
+        colour, dash = looks.get(name.split(",")[0]) or (next(shades), "-")
+        order = 3 if name == "Dense" else 2  # its dashes lie on TwELL's line at C = 2, which is as large as dense
+        ax.plot(100 * line["active_share"], line["relative"], dash, color=colour, label=name, zorder=order)
+    ax.set(xscale="log", yscale="log", xlabel="active neurons (%)", ylabel="bytes / bytes of dense bf16")
+    _plain(ax.xaxis)
+    _plain(ax.yaxis)
+    ax.legend(loc="lower right", labelspacing=0.25)
+    return figure
+
+
+# --- sweeps (Figs 2, 3, 9) ----------------------------------------------------------------------
+
+
+def fig02_training_curves(curves: pd.DataFrame) -> Figure:
+    """Draw the cross-entropy over training for each L1 level, whole and its last half, smoothed over 5% of the points.
+
+    curves: `analysis.training_curves` of cross_entropy.
+    """
+    figure, axes = _figure(PAGE, 2.4, 1, 2)
+    window = max(1, curves.groupby("run").size().max() // 20)
+    half = curves[curves["tokens"] >= curves["tokens"].max() / 2]
+    _level_lines(axes[0, 0], curves, window)
+    # The running mean is that of the whole curve, so both panels show the same lines.
+    _level_lines(axes[0, 1], curves, window)
+    margin = 0.1 * (half["value"].max() - half["value"].min())
+    axes[0, 1].set_xlim(half["tokens"].min() / 1e6, half["tokens"].max() / 1e6)
+    axes[0, 1].set_ylim(half["value"].min() - margin, half["value"].max() + margin)
+    axes[0, 0].set(ylabel="training cross-entropy (nats)")
+    axes[0, 1].set_title("last half", loc="left")
+    axes[0, 0].set_title("whole run", loc="left")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center")
+    return figure
+
+
+def fig03_frontier(table: pd.DataFrame) -> Figure:
+    """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1 level, from `analysis.sweep`.
+
+    Levels at which a layer is dead or the feed-forward layers are unused have a mark of their own.
+    """
+    figure, axes = _figure(COLUMN, 3.6, 2, 1, sharex=True)
+    levels = sorted(table["l1_coefficient"].unique())
+    colours = _level_colours(levels)
+    table = table.assign(level=table["l1_coefficient"].map(levels.index))
+    means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
+    prices = means.loc[means.index > 0, "cross_entropy_change"].dropna().map("{:+.1f}%".format)
+    notes = {"cross_entropy": prices, "active": means["active"].map("{:.3g}".format)}
+    for ax, column in zip(axes.flat, notes, strict=True):
+        floor = ACTIVE_FLOOR if column == "active" else None
+        heights = means[column].clip(lower=floor)
+        ax.plot(heights, color="0.7", linewidth=1, zorder=1)
+        for status, rows in table.groupby("status"):
+            colour = [colours[l1] for l1 in rows["l1_coefficient"]]
+            ax.scatter(rows["level"], rows[column].clip(lower=floor), 28, colour, marker=STATUS_MARKERS[status])
+        for level, note in notes[column].items():
+            place = level, heights[level]
+            ax.annotate(note, place, (0, 5), textcoords="offset points", ha="center", fontsize=6.5)
+        ax.margins(0.09, 0.2)
+    axes[0, 0].set_ylabel("cross-entropy (nats)")
+    axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
+    axes[1, 0].set_xticks(range(len(levels)), [f"{l1:g}" for l1 in levels])
+    _plain(axes[1, 0].yaxis)
+    names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
+    shown = [status for status in names if status in set(table["status"])]
+    handles = [Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5) for s in shown]
+    labels = [names[status] for status in shown]
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
+    return figure
+
+
+def fig09_activity_over_training(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int) -> Figure:
+    """Draw active neurons and the dead fraction over training for each L1 level.
+
+    active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for how many
+    tokens a neuron that counts as dead was silent.
+    """
+    figure, axes = _figure(PAGE, 2.4, 1, 2)
+    _level_lines(axes[0, 0], active.assign(value=active["value"].clip(lower=ACTIVE_FLOOR)))
+    axes[0, 0].set(yscale="log", ylabel="active neurons per token")
+    _plain(axes[0, 0].yaxis)
+    if len(dead):
+        _level_lines(axes[0, 1], dead.assign(value=100 * dead["value"]), marker=".", markersize=4)
+    else:
+        axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
+    axes[0, 1].set(ylabel=f"dead neurons (%)\n(silent for {window_tokens:,} tokens)")
+    axes[0, 1].set_xlim(axes[0, 0].get_xlim())
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center")
+    return figure
+
+
+# --- layers (Figs 6, 10, 11) --------------------------------------------------------------------
+
+
+def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
+    """Draw mean, 99th percentile and maximum of the active neurons in each layer, from `analysis.per_layer`."""
+    figure, axes = _figure(COLUMN, 2.5)
+    ax = axes[0, 0]
+    layer = table["layer"]
+    shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
+    overall = table["mean"].mean()
+    bars = ax.bar(layer, shown["mean"], 0.7, color=BLUE)
+    line = ax.axhline(max(overall, ACTIVE_FLOOR), color=BLUE, linestyle=":", linewidth=1)
+    p99 = ax.scatter(layer, shown["p99"], 30, marker="_", color="black", linewidth=1.2)
+    largest = ax.scatter(layer, shown["max"], 16, marker="v", color=ORANGE)
+    ax.set(yscale="log", xlabel="layer", ylabel="active neurons per token")
+    ax.set_ylim(0.5 * shown["mean"].min(), 1.6 * shown["max"].max())
+    ax.set_xticks(layer[:: max(1, len(layer) // 10)])
+    ax.grid(False, axis="x")
+    _plain(ax.yaxis)
+    handles = {"mean": bars, f"mean of all: {overall:.3g}": line, "99th percentile": p99, "maximum": largest}
+    figure.legend(handles.values(), handles.keys(), title=title, loc="outside upper center", ncols=2, labelspacing=0.3)
+    return figure
+
+
+# --- tokens (Fig. 7) ----------------------------------------------------------------------------
+
+
+def _show(token: str) -> str:
+    """A token as one can read it: white space and control characters made visible."""
+    seen = {" ": "␣", "\n": "⏎", "\t": "⇥"}
+    return "".join(seen.get(c, c if c.isprintable() else repr(c)[1:-1]) for c in token)
+
+
+def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
+    """Draw the tokens of lowest and of highest mean activity, `num_tokens` each, from `analysis.per_token`.
+
+    Raises ValueError when there is no token.
+    """
+    if table.empty:
+        raise ValueError("no token is left to draw; lower min_count or trace a longer text")
+    lowest, highest = table.head(num_tokens), table.iloc[num_tokens:].tail(num_tokens)
+    both = pd.concat([lowest, highest])
+    figure, axes = _figure(COLUMN, 0.55 + 0.19 * len(both))
+    ax = axes[0, 0]
+    y = np.arange(len(both)) + 0.6 * (np.arange(len(both)) >= len(lowest))  # a gap between the two groups
+    ax.barh(y, both["mean_active"], 0.75, color=[BLUE] * len(lowest) + [ORANGE] * len(highest))
+    ax.invert_yaxis()
+    ax.set_yticks(y, [_show(token)[:16] for token in both["token"]])
+    for label in ax.get_yticklabels():
+        label.set_parse_math(False)
+    for at, value, count in zip(y, both["mean_active"], both["count"], strict=True):
+        text = f"{value:.3g} (n = {count})"
+        ax.annotate(text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5)
+    ax.set_xlim(0, 1.75 * both["mean_active"].max())
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("active neurons per token")
+    return figure
+
+
+def fig07b_positions(table: pd.DataFrame) -> Figure:
+    """Draw mean activity against position in the sequence, log-log.
+
+    table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them apart.
+    """
+    figure, axes = _figure(COLUMN, 2.3)
+    ax = axes[0, 0]
+    colours = _level_colours(table["l1_coefficient"])
+    for l1, line in table.groupby("l1_coefficient"):
+        ax.plot(line["position"] + 1, line["mean_active"].clip(lower=ACTIVE_FLOOR), color=colours[l1], label=f"{l1:g}")
+    ax.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="active neurons per token")
+    _plain(ax.xaxis)
+    _plain(ax.yaxis)
+    ax.legend(title="L1 coefficient")
+    return figure
+
+
+def fig_passage(table: pd.DataFrame, columns: int = 96) -> Figure:
+    """Draw a passage, each token coloured by its active neurons, from `analysis.passage`.
+
+    columns: characters a line.
+    """
+    style()
+    colours = mpl.colormaps["viridis"]
+    # Tokens without any active neuron get the colour of the least active ones: a log scale has no zero.
+    positive = table.loc[table["active"] > 0, "active"]
+    active = table["active"].clip(lower=ACTIVE_FLOOR if positive.empty else positive.min())
+    norm = LogNorm(active.min(), max(active.max(), 1.001 * active.min()))
+    places, x, y = [], 0, 0
+    for token in table["token"].map(_show):
+        if x and x + len(token) > columns:
+            x, y = 0, y + 1
+        places.append((x, y, token))
+        x = 0 if token.endswith("⏎") else x + len(token)
+        y += token.endswith("⏎")
+    figure, axes = _figure(PAGE, 0.17 * (y + 1) + 0.5)
+    ax = axes[0, 0]
+    size = 72 * (PAGE - 0.15) / columns / 0.602  # points; the advance of DejaVu Sans Mono is 0.602 of its size
+    for (x, y, token), value in zip(places, active, strict=True):
+        colour = colours(norm(value))
+        ax.add_patch(Rectangle((x, y), len(token), 0.94, facecolor=colour, linewidth=0))
+        ink = "white" if np.dot(colour[:3], (0.3, 0.59, 0.11)) < 0.5 else "black"
+        text = token.replace("␣", " ")
+        ax.text(x, y + 0.5, text, color=ink, family="DejaVu Sans Mono", fontsize=size, va="center", parse_math=False)
+    ax.set(xlim=(0, columns), ylim=(places[-1][1] + 1, 0))
+    ax.axis("off")
+    bar = figure.colorbar(
+        mpl.cm.ScalarMappable(norm, colours), ax=ax, location="bottom", aspect=60, shrink=0.6, pad=0.02
+    )
+    bar.set_label("active neurons per token, mean over layers")
+    _plain(bar.ax.xaxis)
+    bar.outline.set_visible(False)
+    return figure
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+def save(
+    figure: Figure, path: str | Path, inputs: Sequence[Path], parameters: dict, source: str, device: str | None = None
+) -> Path:
+    """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the PNG.
+
+    path: without suffix. inputs: the files that the numbers came from. source: where they came from: "live"
+    (measured by this run), "recorded" (kept in data/) or "paper"; device: on what they were measured. The
+    same inputs give the same bytes. Each file appears whole or not at all. Raises ValueError for another
+    source.
+    """
+    if source not in ("live", "recorded", "paper"):
+        raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")
+    path = Path(path)
+    without_dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
+    for suffix, metadata in without_dates.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
+        results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())
+    origin = {
+        "source": source,
+        "device": device,
+        "inputs": {os.path.relpath(file, results.root()): results.file_hash(file) for file in inputs},
+        "parameters": parameters,
+        "commit": results.source_commit(MODULES),
+        "versions": results.versions(),
+    }
+    results.write_atomically(path.with_name(f"{path.name}.json"), json.dumps(origin, indent=2) + "\n")
+    return path.with_name(f"{path.name}.png")
