@@ -59,7 +59,9 @@ def test_prepared_tokens_are_the_documents_in_order(tmp_path):
     assert np.array_equal(again.train, text.train)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == before
     write_jsonl(tmp_path / "a.jsonl", texts(40))  # other contents under the same name are no hit
-    assert not np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache").train, text.train)
+    assert not np.array_equal(
+        corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache").train, text.train
+    )
 
 
 def test_separate_validation_text_and_given_tokenizer(tmp_path):
@@ -67,7 +69,9 @@ def test_separate_validation_text_and_given_tokenizer(tmp_path):
     write_jsonl(tmp_path / "valid.jsonl", valid := texts(3))
     corpus.train_tokenizer(texts(30), 280).save_pretrained(tmp_path / "tokenizer")
     options = {"cache": tmp_path / "cache", "tokenizer": str(tmp_path / "tokenizer")}
-    text = corpus.prepare(str(tmp_path / "train.jsonl"), valid_source=str(tmp_path / "valid.jsonl"), vocab_size=70000, **options)
+    text = corpus.prepare(
+        str(tmp_path / "train.jsonl"), valid_source=str(tmp_path / "valid.jsonl"), vocab_size=70000, **options
+    )
     assert text.tokenizer.decode(text.valid) == "".join(d + corpus.END_OF_TEXT for d in valid)
     assert text.train.dtype == np.uint32
     with pytest.raises(ValueError, match="tokenizer has 280 entries; vocab_size 260"):

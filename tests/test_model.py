@@ -183,7 +183,10 @@ def test_silence():
     torch.testing.assert_close(none, without(input_ids=x).logits)
     assert not torch.allclose(one, plain) and not torch.allclose(one, none)
     assert torch.equal(model(input_ids=x).logits, plain)
-    with pytest.raises(IndexError, match="layer 3 does not exist: the model has SparseFFN layers 0 to 2"), silence(model, [3]):
+    with (
+        pytest.raises(IndexError, match="layer 3 does not exist: the model has SparseFFN layers 0 to 2"),
+        silence(model, [3]),
+    ):
         pass
 
 

@@ -37,7 +37,9 @@ def test_a_run_without_provenance_is_refused(tmp_path, missing):
 def test_runs_are_read_back(tmp_path):
     for name, value in (("a", 1.5), ("b", 2.5)):
         results.write_run(tmp_path / name, {"l1_coefficient": value}, PROVENANCE | {"complete": True})
-        (tmp_path / name / "log.csv").write_text(f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{value}\n4,8,train,1,x,2\n")
+        (tmp_path / name / "log.csv").write_text(
+            f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{value}\n4,8,train,1,x,2\n"
+        )
     runs, log = results.load_runs(tmp_path)
     assert runs.run.tolist() == ["a", "b"] and runs.l1_coefficient.tolist() == [1.5, 2.5] and runs.complete.all()
     assert log.value.tolist() == [1.5, 2, 2.5, 2] and log.layer.isna().tolist() == [True, False] * 2

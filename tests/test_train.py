@@ -65,7 +65,10 @@ def test_evaluate_is_the_mean_over_all_tokens(tiny_run, tiny_config):
 
 def test_same_seed_same_run_other_seed_other_run(tiny_config, tmp_path):
     short = dataclasses.replace(tiny_config, tokens=4 * 512)
-    runs = [train(dataclasses.replace(short, seed=seed), tmp_path / name, quiet=True) for seed, name in ((3, "a"), (3, "b"), (4, "c"))]
+    runs = [
+        train(dataclasses.replace(short, seed=seed), tmp_path / name, quiet=True)
+        for seed, name in ((3, "a"), (3, "b"), (4, "c"))
+    ]
     states = [AutoModelForCausalLM.from_pretrained(run / "model").state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
@@ -82,7 +85,9 @@ def test_micro_batches_change_nothing(tiny_config, tmp_path):
 def test_l1_reduces_activity(tiny_config, tmp_path):
     active = {}
     for coefficient in (0.0, 0.1):
-        run = train(dataclasses.replace(tiny_config, l1_coefficient=coefficient), tmp_path / str(coefficient), quiet=True)
+        run = train(
+            dataclasses.replace(tiny_config, l1_coefficient=coefficient), tmp_path / str(coefficient), quiet=True
+        )
         active[coefficient] = series(results.load_run(run)[1], "active_mean", "valid").loc[16].mean()
     assert active[0.1] < 0.5 * active[0.0]
 
@@ -96,7 +101,9 @@ def test_other_layers_train(tiny_config, tmp_path, changes):
 def test_reference_backend_follows_the_dense_one(tiny_config, tmp_path):
     short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1)
     dense = results.load_run(train(short, tmp_path / "dense", quiet=True))[1]
-    sparse = results.load_run(train(dataclasses.replace(short, backend="reference"), tmp_path / "sparse", quiet=True))[1]
+    sparse = results.load_run(train(dataclasses.replace(short, backend="reference"), tmp_path / "sparse", quiet=True))[
+        1
+    ]
     np.testing.assert_allclose(series(sparse, "loss"), series(dense, "loss"), rtol=1e-4)
 
 

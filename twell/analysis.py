@@ -21,7 +21,7 @@ MIN_LAYER_ACTIVE = 0.01
 # Silencing every feed-forward layer of a working model costs far more than this many nats; when it costs
 # less, the model has learnt to do without them, and its sparsity says nothing about sparse feed-forward
 # layers.
-MIN_FFN_GAIN = 0.02
+MIN_FFN_GAIN = 0.05
 # The rise of cross-entropy over L1 = 0, in %, that the paper accepts at its levels up to 3e-5 (section 4.2).
 MAX_PRICE = 2.0
 

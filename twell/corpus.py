@@ -91,7 +91,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Raises ValueError when vocab_size does not hold the 256 bytes and the end-of-text token.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size is {vocab_size}; a byte-level BPE needs at least 257 (256 bytes and {END_OF_TEXT})")
+        raise ValueError(
+            f"vocab_size is {vocab_size}; a byte-level BPE needs at least 257 (256 bytes and {END_OF_TEXT})"
+        )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -174,7 +176,9 @@ def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: i
             pieces[part].append(np.array([*ids, model.eos_token_id], dtype=dtype))
     for part, arrays in pieces.items():
         if not arrays:
-            raise ValueError(f"the {part} part of {source} is empty: no document with text ({HOLD_OUT_EVERY} are needed)")
+            raise ValueError(
+                f"the {part} part of {source} is empty: no document with text ({HOLD_OUT_EVERY} are needed)"
+            )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:

@@ -30,6 +30,7 @@ COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
 ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
+DRAWN_WITH = ("matplotlib", "numpy", "pandas")  # only these: tracked figures must not change with the torch build
 MODULES = [Path(__file__).with_name(name) for name in ("analysis.py", "format.py", "plots.py")]
 
 
@@ -378,7 +379,7 @@ def save(
         "inputs": {os.path.relpath(file, results.root()): results.file_hash(file) for file in inputs},
         "parameters": parameters,
         "commit": results.source_commit(MODULES),
-        "versions": results.versions(),
+        "versions": {name: version for name, version in results.versions().items() if name in DRAWN_WITH},
     }
     results.write_atomically(path.with_name(f"{path.name}.json"), json.dumps(origin, indent=2) + "\n")
     return path.with_name(f"{path.name}.png")

@@ -78,7 +78,9 @@ class Trace:
         rows = self.indptr[layer * self.num_tokens : (layer + 1) * self.num_tokens + 1]
         inside = slice(rows[0], rows[-1])
         shape = (self.num_tokens, self.intermediate_size)
-        return scipy.sparse.csr_array((self.values[inside], self.indices[inside].astype(np.int32), rows - rows[0]), shape)
+        return scipy.sparse.csr_array(
+            (self.values[inside], self.indices[inside].astype(np.int32), rows - rows[0]), shape
+        )
 
     def counts(self) -> np.ndarray:
         """Active neurons of each token in each layer, int32 [L, T]."""

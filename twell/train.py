@@ -90,11 +90,11 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be a finite number, 0 or more")
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(
-                    f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}"
-                )
+                raise ValueError(f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}")
         if self.valid_tokens < self.context:
-            raise ValueError(f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens")
+            raise ValueError(
+                f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens"
+            )
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
 
@@ -297,10 +297,14 @@ class _Run:
             self.origin = results.provenance() | {"parameters": parameters, "complete": False}
             results.write_run(self.folder, dataclasses.asdict(config), self.origin)
             self.log = Log(self.folder / "log.csv")
-            self.say(f"{self.folder}: {parameters / 1e6:.2f}M parameters, {config.steps} steps, {self.origin['device']}")
+            self.say(
+                f"{self.folder}: {parameters / 1e6:.2f}M parameters, {config.steps} steps, {self.origin['device']}"
+            )
         self.start = self.since = time.perf_counter()
         self.validate(0)
-        sums = torch.zeros(4, device=self.accelerator.device)  # loss, cross-entropy, L1, gradient norm since the last row
+        sums = torch.zeros(
+            4, device=self.accelerator.device
+        )  # loss, cross-entropy, L1, gradient norm since the last row
         for step in range(1, config.steps + 1):
             sums += self.step(step)
             if step % config.log_every == 0 or step == config.steps:
@@ -342,7 +346,9 @@ class _Run:
         dead = self.window.add([counts for counts, _ in taken], steps * config.batch_tokens)
         loss, cross_entropy, l1, norm = means.tolist()
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {step}; lower learning_rate (now {config.learning_rate})")
+            raise FloatingPointError(
+                f"the loss is {loss} at step {step}; lower learning_rate (now {config.learning_rate})"
+            )
         now = time.perf_counter()
         layers = [summarize_activity(*pair) for pair in taken]
         values = {

@@ -1,0 +1,59 @@
+"""Imports go one way (the order below); the test reads the sources and holds the line."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from twell import results
+
+PACKAGE = results.root() / "twell"
+# Every module with the modules of ours it may import.
+MAY_IMPORT = {
+    "format": set(),
+    "results": set(),
+    "corpus": set(),
+    "reference": {"format"},
+    "ffn": {"format", "reference"},
+    "model": {"format", "reference", "ffn"},
+    "train": {"ffn", "model", "corpus", "results"},
+    "trace": {"ffn", "model", "corpus", "results", "train"},
+    "analysis": {"format", "results"},
+    "plots": {"results", "analysis"},
+    "__init__": set(),
+    "__main__": {"train", "trace", "results"},
+}
+
+
+def imported(path):
+    """Names of our modules that a file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "twell":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("twell."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{path.name}: write imports in full, not relative")
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("twell."))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_go_one_way(path):
+    assert set(imported(path)) <= MAY_IMPORT[path.stem]
+
+
+def test_importing_twell_is_cheap():
+    code = "import sys, twell; print(sorted({'torch', 'transformers', 'triton', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_loads():
+    import twell
+
+    for name in twell.__all__:
+        assert getattr(twell, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        twell.nothing  # noqa: B018

@@ -1,0 +1,100 @@
+"""Every notebook runs on small runs and leaves its figures; none is committed with outputs."""
+
+import ast
+import dataclasses
+import json
+
+import nbformat
+import papermill
+import pytest
+import yaml
+
+from twell import analysis, results
+from twell.trace import trace_validation
+from twell.train import train
+
+FOLDER = results.root() / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+FIGURES = {
+    "01_format": ["fig01_formats", "fig01_bytes"],
+    "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training"],
+    "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
+    "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
+}
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+
+
+def parameters_of(path):
+    """Names that a notebook's parameters cell assigns."""
+    nodes = ast.walk(ast.parse(code_cells(path)[0].source))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+@pytest.fixture(scope="module")
+def live(tiny_config, tmp_path_factory):
+    """A sweep of three traced levels, and an unfinished run, which the notebooks leave out."""
+    folder = tmp_path_factory.mktemp("live")
+    for l1 in (0.0, 1e-3, 1e-1):
+        run = train(
+            dataclasses.replace(tiny_config, l1_coefficient=l1, tokens=48 * 512), folder / f"l1-{l1:g}", quiet=True
+        )
+        trace_validation(run).save(run / "trace.npz")
+    config = dataclasses.asdict(dataclasses.replace(tiny_config, l1_coefficient=0.5, num_layers=3))
+    results.write_run(folder / "unfinished", config, results.provenance() | {"complete": False})
+    (folder / "unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, live, tmp_path):
+    figures = tmp_path / "figures"
+    wanted = {"runs": str(live), "figures": str(figures), "tracked_figures": str(figures), "source": "recorded"}
+    wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
+    wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300]}
+    given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
+    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
+    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+
+    assert sorted(file.stem for file in figures.glob("*.png")) == sorted(FIGURES[path.stem])
+    data = 0
+    for name in FIGURES[path.stem]:
+        assert (figures / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        origin = json.loads((figures / f"{name}.json").read_text())
+        assert origin["source"] == ("live" if path.stem == "01_format" else "recorded")
+        for file, digest in origin["inputs"].items():
+            assert (results.root() / file).resolve().is_relative_to(live)
+            assert digest == results.file_hash(results.root() / file)
+            data += 1
+    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9}[path.stem]
+
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
+    table = outputs[-1]["data"]["text/html"]
+    assert all(heading in table for heading in ("finding", "paper", "ours", "verdict", "reason"))
+    assert "agrees" in table or "differs" in table
+    said = " ".join(output["data"].get("text/markdown", "") for output in outputs if "data" in output)
+    if path.stem == "02_sparsity":
+        best = analysis.recommended(analysis.sweep(*results.load_runs(live)))
+        assert f"**L1 = {best['l1_coefficient']:g}**, {best['active']:.1f} active neurons" in said
+        assert "3 complete runs" in said and "incomplete: ['unfinished']" in said
+    if path.stem == "04_tokens":
+        assert "512 tokens at L1 = 0.001" in said
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_clean_and_thin(path):
+    cells = code_cells(path)
+    nbformat.validate(nbformat.read(path, 4))
+    assert cells[0].metadata["tags"] == ["parameters"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    assert sum(bool(line.strip()) for cell in cells for line in cell.source.splitlines()) <= 70
+    assert path.stem in FIGURES
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "profiles").glob("*.yaml")), ids=lambda path: path.stem)
+def test_profile_names_parameters_of_the_notebooks(path):
+    known = set().union(*map(parameters_of, NOTEBOOKS))
+    assert set(yaml.safe_load(path.read_text())) <= known

@@ -1,0 +1,77 @@
+"""What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import yaml
+from packaging.requirements import Requirement
+
+from twell import results
+
+ROOT = results.root()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins():
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    return {name.lower().replace("_", "-"): version for name, version in (x.split("==") for x in lines if "==" in x)}
+
+
+def requirements():
+    extras = PROJECT["optional-dependencies"].values()
+    every = [*PROJECT["dependencies"], *(text for extra in extras for text in extra)]
+    return [Requirement(text) for text in every if not text.startswith("twell[")]
+
+
+def test_pins_lie_within_the_ranges():
+    for requirement in requirements():
+        assert requirement.specifier.contains(pins()[requirement.name]), requirement
+
+
+def test_conda_environment_has_the_same_versions():
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
+    assert pip == ["-r requirements.lock", "-e ."]
+    assert "python=3.11" in listed
+
+
+def test_the_wheel_works_elsewhere(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import twell, twell.train as t; "
+        "print(twell.__file__); print(sorted(f.name for f in t.CONFIGS.iterdir())); "
+        "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]"
+    )
+    # -P: the repository, as the working folder, must not lend its own files
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(tmp_path / "site")], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    where, configs = done.stdout.splitlines()
+    assert where.startswith(str(tmp_path / "site"))
+    assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
+
+
+def test_readme_names_real_commands_and_files():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ([a-z]+)", text)) <= targets
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        if not link.startswith("http"):
+            assert (ROOT / link).exists(), link
