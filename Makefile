@@ -19,8 +19,9 @@ LEVELS := 0 3e-4 1e-3 3e-3 1e-2 3e-2 1e-1
 TRACED := 0 3e-3 3e-2
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py) twell/configs/$(PROFILE).yaml
-DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml notebooks/profiles/$(PROFILE).yaml
+DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
 NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens
+RECORDED := 02_sparsity
 
 .PHONY: reproduce figures test lab clean
 .DELETE_ON_ERROR:
@@ -29,12 +30,19 @@ reproduce: $(VENV)/installed
 	@$(MAKE) --no-print-directory -j$(JOBS) figures
 	@echo "Figures are in figures/ and figures/live/, the executed notebooks in build/notebooks/."
 
-figures: $(NOTEBOOKS:%=build/notebooks/%.ipynb)
+figures: $(NOTEBOOKS:%=build/notebooks/%.ipynb) $(RECORDED:%=build/notebooks/recorded/%.ipynb)
 
-build/notebooks/%.ipynb: notebooks/%.ipynb $(DRAWING)
+define execute
 	@mkdir -p $(@D)
-	MPLCONFIGDIR=build/matplotlib $(RUN) -m papermill --no-progress-bar --cwd . -f notebooks/profiles/$(PROFILE).yaml $< $@.part.ipynb
+	MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f $(1) $< $@.part.ipynb
 	@mv $@.part.ipynb $@
+endef
+
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(PROFILE).yaml $(DRAWING)
+	$(call execute,notebooks/profiles/$(PROFILE).yaml)
+
+build/notebooks/recorded/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv)
+	$(call execute,notebooks/profiles/recorded.yaml)
 
 build/notebooks/02_sparsity.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/03_layerwise.ipynb build/notebooks/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)

@@ -8,7 +8,7 @@ import tomllib
 import yaml
 from packaging.requirements import Requirement
 
-from twell import results
+from twell import analysis, results
 
 ROOT = results.root()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,3 +75,29 @@ def test_readme_names_real_commands_and_files():
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         if not link.startswith("http"):
             assert (ROOT / link).exists(), link
+
+
+def test_readme_states_what_the_recorded_runs_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    runs, log = results.load_runs(ROOT / "data" / "runs")
+    quick = runs[runs["run"].str.startswith("quick-")]
+    table = analysis.sweep(quick, log).set_index("l1_coefficient")
+    dense, good, sparse = table.loc[0.0], table.loc[3e-3], table.loc[1e-2]
+    settled = (
+        analysis.training_curves(quick, log, "active_mean").query("l1_coefficient == 3e-3").set_index("step")["value"]
+    )
+    last = log[(log["run"] == good["run"]) & (log["split"] == "valid") & (log["step"] == 480)]
+    layers = last.pivot_table(index="layer", columns="metric", values="value")
+    over = layers["active_max"] / layers["active_mean"]
+    for words in (
+        f"{dense['active']:.0f} of 512 ({100 * dense['active_fraction']:.1f}%)",
+        f"{dense['active'] / good['active']:.1f} times for −{-good['cross_entropy_change']:.1f}% (L1 = 3e-3)",
+        f"{dense['active'] / sparse['active']:.0f} times for +{sparse['cross_entropy_change']:.1f}% (1e-2)",
+        f"fell {sparse['fall']:.0f} times since initialisation",
+        f"costs {sparse['ffn_gain']:.2f} nats",
+        f"{settled[100]:.1f} active after 21% of the training, {settled[480]:.1f} at its end",
+        f"{over.min():.0f} to {over.max():.0f} by layer",
+        f"{100 * good['dead_fraction_train']:.1f}% (3e-3; silent for 131,072 tokens)",
+    ):
+        assert words in text
+    assert sparse["min_layer_active"] > 1 and list(table["status"][-2:]) == ["unused", "dead layer"]
