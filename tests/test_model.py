@@ -1,11 +1,22 @@
 import copy
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from twell.ffn import summarize_activity
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence
+from twell.ffn import SparseFFN, summarize_activity
+from twell.model import (
+    SparseLlamaConfig,
+    SparseLlamaForCausalLM,
+    densify,
+    l1_by_layer,
+    load,
+    silence,
+    sparse_ffns,
+    sparsify,
+)
 
 VOCAB = 90
 
@@ -193,3 +204,217 @@ def test_silence():
 def test_negative_coefficient_is_refused():
     with pytest.raises(ValueError, match=r"l1_coefficient is -1\.0"):
         make(l1_coefficient=-1.0)
+
+
+# --- existing models and checkpoints
+
+
+def stock(kind, act="relu", **changes):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 84,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+    }
+    config = AutoConfig.for_model(kind, hidden_act=act, **sizes | changes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_sparsify_and_back(kind, backend, tmp_path):
+    model = stock(kind)
+    x = tokens(2, 12)
+    names = [name for name, _ in model.named_parameters()]
+    before, mlps = model(input_ids=x).logits, [layer.mlp for layer in model.model.layers]
+    assert sparsify(model, backend=backend) is model
+    assert all(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
+    torch.testing.assert_close(model(input_ids=x).logits, before, rtol=1e-4, atol=1e-5)
+    assert [name for name, _ in model.named_parameters()] == names
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=x).logits, before)
+    model.train()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)  # as training would
+    changed = model.eval()(input_ids=x).logits
+    assert densify(model) is model
+    assert [layer.mlp for layer in model.model.layers] == mlps
+    torch.testing.assert_close(model(input_ids=x).logits, changed, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(changed, before)
+
+
+def test_a_sparsified_model_trains_with_the_l1_term():
+    model = sparsify(stock("qwen2")).train()
+    x = tokens(2, 12)
+    with pytest.raises(RuntimeError, match="run the model in training mode first"):
+        l1_by_layer(model)
+    loss = model(input_ids=x, labels=x).loss
+    mask = torch.ones(2, 12)
+    mask[1, 7:] = 0
+    term = l1_by_layer(model, mask)
+    assert term.shape == (3,)
+    expected = [(ffn.l1 * mask).sum() / 19 for ffn in sparse_ffns(model)]
+    torch.testing.assert_close(term, torch.stack(expected))
+    (loss + 0.1 * term.mean()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_silu_is_refused_unless_told():
+    model = stock("llama", "silu")
+    x = tokens(2, 12)
+    before = model(input_ids=x).logits
+    with pytest.raises(ValueError, match="activation is 'silu', which makes nothing zero; relufy=True"):
+        sparsify(model)
+    assert torch.equal(model(input_ids=x).logits, before)
+    with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
+        sparsify(model, relufy=True)
+    relu = model(input_ids=x).logits
+    assert not torch.allclose(relu, before)
+    torch.testing.assert_close(densify(model)(input_ids=x).logits, relu)
+    assert model.config.hidden_act == "relu"
+    with pytest.raises(ValueError, match="was not made by twell.sparsify"):
+        densify(model)
+    with pytest.raises(ValueError, match="type 'gpt2' cannot be made sparse; supported are llama"):
+        sparsify(stock("gpt2", activation_function="relu", n_inner=84, hidden_size=32))
+    with pytest.raises(ValueError, match="has no SparseFFN layer"):
+        sparse_ffns(model)
+
+
+def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, **changes):
+    """Write a checkpoint as the paper's authors publish theirs; returns the model that it holds."""
+    model = make(
+        gated_mlp=gated,
+        tie_word_embeddings=tied,
+        l1_coefficient=2e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
+    frequencies = model.model.rotary_emb.inv_freq.clone()  # rotary tables stay fp32, as transformers loads a model
+    tensors = {name: t.detach().clone() for name, t in model.bfloat16().state_dict().items()}
+    model.model.rotary_emb.inv_freq = frequencies
+    if tied:
+        del tensors["lm_head.weight"]
+    if layout == "own":
+        for name in [name for name in tensors if ".mlp." in name]:
+            part = name.split(".")[-2].removesuffix("_proj")
+            turn = part == "gate" or part == "down" or not gated
+            weight = tensors.pop(name)
+            tensors[name.replace(f"{part}_proj.weight", f"{part}_weight")] = weight.t().contiguous() if turn else weight
+        tensors["model.layers.0.mlp.tracker.count"] = torch.ones(3)
+        tensors["metrics_accumulator.steps"] = torch.ones(1)
+    config = {
+        "model_type": kind,
+        "architectures": ["LlamaSparse"],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 4 * 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "sparsity_gated_mlp": gated,
+        "sparsity_l1_coeff": 2e-5,
+        "sparsity_new_intermediate_size": 84,
+        "sparsity_something_else": [1],
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    names = sorted(tensors)
+    parts = [{name: tensors[name] for name in names[n::shards]} for n in range(shards)]
+    if shards == 1:
+        save_file(parts[0], folder / "model.safetensors")
+    else:
+        files = [f"model-{n}.safetensors" for n in range(shards)]
+        for file, part in zip(files, parts, strict=True):
+            save_file(part, folder / file)
+        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model.eval()
+
+
+@pytest.mark.parametrize("layout", ["llama", "own"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "llama_sparse_relu"])
+def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, shards, kind):
+    expected = published(tmp_path, layout, gated, kind, tied, shards)
+    model, tokenizer = load(tmp_path)
+    assert tokenizer is None and not model.training
+    for (name, a), (_, b) in zip(expected.state_dict().items(), model.state_dict().items(), strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16 and torch.equal(a, b), name
+    assert model.config.rope_parameters["rope_theta"] == 100000
+    assert model.config.l1_coefficient == 2e-5 and model.config.hidden_act == "relu"
+    x = tokens(1, 9)
+    assert torch.equal(model(input_ids=x).logits, expected(input_ids=x).logits)
+
+
+def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
+    expected = stock("llama", rms_norm_eps=3e-6)
+    expected.save_pretrained(tmp_path)
+    x = tokens(2, 8)
+    model = load(tmp_path, backend="reference", dtype=torch.float64)[0]
+    torch.testing.assert_close(model(input_ids=x).logits, expected.double()(input_ids=x).logits)
+    stock("llama", "silu").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"activation 'silu'; load it with transformers and use twell\.sparsify"):
+        load(tmp_path)
+
+
+def test_own_checkpoints_keep_everything(tmp_path):
+    model = make(l1_coefficient=[0.1, 0.0, 0.3], gated_mlp=False)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)[0]
+    assert again.config.l1_coefficients == [0.1, 0.0, 0.3] and not again.config.gated_mlp
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_weight"),
+            r"model\.layers\.1\.mlp\.up_proj\.weight is missing, expected with shape \(84, 32\)",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(33)}),
+            r"model\.norm\.weight has shape \(33,\); expected \(32,\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.gate_weight": torch.ones(84, 32)}),
+            r"gate_proj\.weight has shape \(32, 84\); expected \(84, 32\)",
+        ),
+        (lambda t: t.update({"model.extra": torch.ones(1)}), r"the tensor model\.extra is not part of the model"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)}),
+            r"lm_head\.weight differs from model\.embed_tokens\.weight",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path, change, words):
+    published(tmp_path, "own")
+    change_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+def test_per_layer_coefficients_and_scale_weight_the_l1_term():
+    model = make(l1_coefficient=[0.1, 0.0, 0.3])
+    x = tokens(2, 10)
+    output = model(input_ids=x, labels=x, l1_scale=0.5)
+    layers = l1_by_layer(model)
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.5 * (0.1 * layers[0] + 0.3 * layers[2]) / 3)
+    torch.testing.assert_close(output.l1, layers.mean())
+    with pytest.raises(ValueError, match="l1_coefficient has 2 entries; the model has 3 layers"):
+        make(l1_coefficient=[0.1, 0.2])

@@ -93,7 +93,7 @@ def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, fl
 
 
 class _ReferenceTraining(torch.autograd.Function):
-    """The training step of section 4 in plain torch: (y, per-token L1 of h, active entries)."""
+    """The sparse training step in plain torch: (y, per-token L1 of h, active entries)."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -121,10 +121,12 @@ class SparseFFN(nn.Module):
 
     Input [..., K], output [..., K]. After a forward pass with `collect_l1` set (always on in training mode)
     `l1` holds sum_n |h| for each token, fp32, of the input's leading shape, part of the autograd graph;
-    with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero.
+    with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero. With
+    `silenced` set the output is zero.
 
     Raises ValueError for an activation or backend that does not exist, and RuntimeError for one that
-    cannot be used here, with the reason. Paper: section 2 (layer), sections 3 and 4 (sparse computation).
+    cannot be used here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1 for its sparse
+    computation.
     """
 
     def __init__(
@@ -155,9 +157,26 @@ class SparseFFN(nn.Module):
         self.stats = ActivityStats(intermediate_size)
         self.collect_l1 = False
         self.record = False
+        self.silenced = False  # a switch, not a hook: compiled layers do not see hooks that come later
         self.token_mask: Tensor | None = None
         self.l1: Tensor | None = None
+        self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
         self.backend = backend
+
+    @classmethod
+    def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
+        """Return a gated ReLU layer that shares the projections of an MLP with Llama's names; it keeps `mlp`."""
+        ffn = cls(mlp.gate_proj.in_features, mlp.gate_proj.out_features, backend=backend, device="meta")
+        ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        ffn.replaced = (mlp,)
+        return ffn.train(mlp.training)
+
+    def restored(self) -> nn.Module:
+        """Return the module that `around` took, now with ReLU, with this layer's projections as they are."""
+        (mlp,) = self.replaced
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = self.gate_proj, self.up_proj, self.down_proj
+        mlp.act_fn = nn.ReLU()
+        return mlp.train(self.training)
 
     @property
     def gated(self) -> bool:
@@ -187,6 +206,8 @@ class SparseFFN(nn.Module):
         self.l1 = l1.reshape(x.shape[:-1]) if with_l1 else None
         if self.record:
             self.stats.record(active, self.token_mask)
+        if self.silenced:
+            y = torch.zeros_like(y)
         return y.reshape(*x.shape[:-1], self.hidden_size)
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,36 @@
-"""A Llama whose feed-forward layers are SparseFFN: transformers' own classes with one part exchanged.
+"""Language models with sparse feed-forward layers: a Llama of our own, other models made sparse, checkpoints.
 
-Attention, norms, rotary positions, caching and generation are transformers' Llama, untouched. Weights have
-Llama's names, so a stock `LlamaForCausalLM` with `hidden_act="relu"` loads what a gated model saves. Importing
-this module registers the classes with `AutoConfig` and `AutoModelForCausalLM`.
+SparseLlamaForCausalLM is transformers' Llama with one part exchanged: attention, norms, rotary positions, caching
+and generation are untouched. Weights have Llama's names, so a stock `LlamaForCausalLM` with `hidden_act="relu"` loads
+what a gated model saves. `sparsify` exchanges the same part in a model that exists. Importing this module registers the
+classes with `AutoConfig` and `AutoModelForCausalLM`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twell.ffn import SparseFFN
@@ -25,7 +42,8 @@ class SparseLlamaConfig(LlamaConfig):
     Args:
         hidden_act: "relu", or "silu" for comparison.
         gated_mlp: gated or non-gated feed-forward layers.
-        l1_coefficient: weight of the L1 term in the training loss (SparseLlamaForCausalLM defines the term).
+        l1_coefficient: weight of the L1 term in the training loss, or a list with one for each layer
+            (SparseLlamaForCausalLM defines the term).
         ffn_backend: backend of every SparseFFN.
     """
 
@@ -41,13 +59,23 @@ class SparseLlamaConfig(LlamaConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     gated_mlp: bool = True
-    l1_coefficient: float = 0.0
+    l1_coefficient: float | list[float] = 0.0
     ffn_backend: str = "dense"
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if not self.l1_coefficient >= 0:
+        if len(self.l1_coefficients) != self.num_hidden_layers:
+            raise ValueError(
+                f"l1_coefficient has {len(self.l1_coefficients)} entries; the model has {self.num_hidden_layers} layers"
+            )
+        if not all(coefficient >= 0 for coefficient in self.l1_coefficients):
             raise ValueError(f"l1_coefficient is {self.l1_coefficient}; it has to be 0 or more")
+
+    @property
+    def l1_coefficients(self) -> list[float]:
+        """The coefficient of each layer."""
+        given = self.l1_coefficient
+        return list(given) if isinstance(given, list | tuple) else [given] * self.num_hidden_layers
 
 
 @dataclass
@@ -65,8 +93,9 @@ class SparseCausalLMOutput(CausalLMOutputWithPast):
 class SparseLlamaForCausalLM(LlamaForCausalLM):
     """Llama for causal language modelling with sparse feed-forward layers.
 
-    With `labels` [B, S], `loss` is cross_entropy + l1_coefficient * l1 in training mode and cross_entropy in
-    evaluation mode. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
+    With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training mode and cross_entropy in
+    evaluation mode; `l1_scale` is for schedules. With a coefficient for each layer, each layer's part of l1 is
+    weighted by its own. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
     paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
 
     A step of several micro-batches gives the value of one big batch when every call is told the totals of
@@ -109,6 +138,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         num_tokens_in_batch: Tensor | int | None = None,
+        l1_scale: Tensor | float = 1.0,
         **kwargs,
     ) -> SparseCausalLMOutput:
         """Run the model; see the class for `loss` and its parts, and LlamaForCausalLM for everything else."""
@@ -135,9 +165,13 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         cross_entropy = loss = output.loss
         l1 = None
         if labels is not None:
-            l1 = self._l1(mask, labels, num_items_in_batch, num_tokens_in_batch)
+            layers = l1_by_layer(self, mask, num_tokens_in_batch)
+            if num_items_in_batch is not None and num_tokens_in_batch is None:
+                layers = layers * (labels[:, 1:] != -100).sum() / num_items_in_batch
+            l1 = layers.mean()
             if self.training:
-                loss = cross_entropy + self.config.l1_coefficient * l1
+                weights = torch.tensor(self.config.l1_coefficients, dtype=layers.dtype, device=layers.device)
+                loss = cross_entropy + l1_scale * (weights * layers).mean()
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
 
     @staticmethod
@@ -147,27 +181,38 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             return None
         return attention_mask[:, -(embeds if input_ids is None else input_ids).shape[1] :]
 
-    def _l1(self, mask: Tensor | None, labels: Tensor, items_in_batch, tokens_in_batch) -> Tensor:
-        per_token = torch.stack([ffn.l1 for ffn in self.ffns]).mean(0)
-        if self.training and torch.is_grad_enabled() and not per_token.requires_grad and self._any_ffn_trains():
-            raise RuntimeError(
-                "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; "
-                "use model.gradient_checkpointing_enable({'use_reentrant': False})"
-            )
-        tokens = per_token.numel()
-        if mask is not None:
-            # not a product: whatever stands at a padding position, inf and NaN included, stays out
-            per_token = torch.where(mask != 0, per_token, 0.0)
-            tokens = (mask != 0).sum()
-        if tokens_in_batch is not None:
-            return per_token.sum() / tokens_in_batch
-        mean = per_token.sum() / tokens
-        if items_in_batch is not None:
-            mean = mean * (labels[:, 1:] != -100).sum() / items_in_batch
-        return mean
 
-    def _any_ffn_trains(self) -> bool:
-        return any(parameter.requires_grad for ffn in self.ffns for parameter in ffn.parameters())
+def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
+    """Return the SparseFFN layers of any model, in order. Raises ValueError when it has none."""
+    ffns = [module for module in model.modules() if isinstance(module, SparseFFN)]
+    if not ffns:
+        raise ValueError(f"{type(model).__name__} has no SparseFFN layer; twell.sparsify(model) puts them in")
+    return ffns
+
+
+def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None) -> Tensor:
+    """Return each layer's L1 term of the last forward pass, [L]: the sum over tokens of sum_n |h|, by `num_tokens`.
+
+    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. For any
+    model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
+    SparseLlamaForCausalLM says which definition. Raises RuntimeError when the layers kept no L1 term.
+    """
+    ffns = sparse_ffns(model)
+    if any(ffn.l1 is None for ffn in ffns):
+        raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
+    per_token = torch.stack([ffn.l1 for ffn in ffns])
+    trains = any(parameter.requires_grad for ffn in ffns for parameter in ffn.parameters())
+    if ffns[0].training and torch.is_grad_enabled() and trains and not per_token.requires_grad:
+        raise RuntimeError(
+            "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; "
+            "use model.gradient_checkpointing_enable({'use_reentrant': False})"
+        )
+    if token_mask is not None:
+        # not a product: whatever stands at a padding position, inf and NaN included, stays out
+        per_token = torch.where(token_mask != 0, per_token, 0.0)
+    if num_tokens is None:
+        num_tokens = per_token[0].numel() if token_mask is None else (token_mask != 0).sum()
+    return per_token.flatten(1).sum(1) / num_tokens
 
 
 @contextlib.contextmanager
@@ -176,17 +221,192 @@ def silence(model: nn.Module, layers: Iterable[int] | None = None) -> Iterator[N
 
     Raises IndexError for a layer that the model does not have.
     """
-    ffns = [module for module in model.modules() if isinstance(module, SparseFFN)]
+    ffns = sparse_ffns(model)
     chosen = range(len(ffns)) if layers is None else list(layers)
     for layer in chosen:
         if not 0 <= layer < len(ffns):
             raise IndexError(f"layer {layer} does not exist: the model has SparseFFN layers 0 to {len(ffns) - 1}")
-    hooks = [ffns[layer].register_forward_hook(lambda _, __, y: torch.zeros_like(y)) for layer in chosen]
+    before = [ffn.silenced for ffn in ffns]
     try:
+        for layer in chosen:
+            ffns[layer].silenced = True
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for ffn, was in zip(ffns, before, strict=True):
+            ffn.silenced = was
+
+
+# --- existing models --------------------------------------------------------------------------------
+
+SPARSIFIABLE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def sparsify(model: PreTrainedModel, *, relufy: bool = False, backend: str = "dense") -> PreTrainedModel:
+    """Put SparseFFN in place of the feed-forward layers of a Llama, Mistral or Qwen2/3 model, in place, and return it.
+
+    Weights are shared, not copied; names and saved files stay those of the model. A model with ReLU computes what it did
+    before. A model with SiLU is refused unless `relufy` is set, which exchanges the activation: the model then computes
+    something else and needs training. Raises ValueError for a model of another kind.
+    """
+    kind, activation = model.config.model_type, model.config.hidden_act
+    if kind not in SPARSIFIABLE:
+        raise ValueError(f"a model of type {kind!r} cannot be made sparse; supported are {', '.join(SPARSIFIABLE)}")
+    if activation != "relu" and not relufy:
+        raise ValueError(
+            f"the model's activation is {activation!r}, which makes nothing zero; relufy=True exchanges it for ReLU, "
+            "after which the model needs training"
+        )
+    if activation != "relu":
+        warnings.warn(f"activation {activation!r} became 'relu': the model needs training", stacklevel=2)
+    for layer in model.base_model.layers:
+        if not isinstance(layer.mlp, SparseFFN):
+            layer.mlp = SparseFFN.around(layer.mlp, backend=backend)
+    model.config.hidden_act = "relu"
+    return model
+
+
+def densify(model: PreTrainedModel) -> PreTrainedModel:
+    """Put the model's own feed-forward layers back, with the present weights: what `sparsify` did is undone, in place.
+
+    The activation stays ReLU, which the weights now belong to. Raises ValueError for a model that was not sparsified.
+    """
+    for layer in model.base_model.layers:
+        if not isinstance(layer.mlp, SparseFFN) or layer.mlp.replaced is None:
+            raise ValueError(f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo")
+    for layer in model.base_model.layers:
+        layer.mlp = layer.mlp.restored()
+    return model
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+def load(
+    name_or_path: str | Path, *, backend: str | None = None, dtype: torch.dtype | None = None
+) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]:
+    """Load a model, in evaluation mode, and its tokenizer (None when there is none) from a folder or the hub.
+
+    Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
+    sisters) in each of their layouts. Weights are taken bit for bit; `dtype` converts them, `backend` computes the
+    feed-forward layers. Raises FileNotFoundError for what is missing and ValueError for a file that is damaged or a
+    tensor that is missing, unknown or of the wrong shape, by name.
+    """
+    folder = _resolve(name_or_path)
+    config = _config_of(folder)
+    if backend is not None:
+        config.ffn_backend = backend
+    tensors = _canonical(_read_tensors(folder), config)
+    with torch.device("meta"):
+        expected = SparseLlamaForCausalLM(config).state_dict()
+    if config.tie_word_embeddings:
+        _check_tied(tensors, folder)
+        expected.pop("lm_head.weight")
+    _check_tensors(tensors, expected, folder)
+    dtype = dtype or next(iter(tensors.values())).dtype
+    model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def _resolve(name: str | Path) -> Path:
+    folder = Path(name)
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
+        return folder
+    if folder.exists():
+        raise ValueError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except HFValidationError:
+        raise FileNotFoundError(f"no model at {name}: it is no folder, and no name on the Hugging Face hub") from None
+    except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
+        raise FileNotFoundError(f"no model {name}: it is no folder here, and the hub answered: {error}") from None
+
+
+def _config_of(folder: Path) -> SparseLlamaConfig:
+    """The configuration, whatever its dialect: ours, Llama's with ReLU, or the paper's with `sparsity_` fields."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    kind = fields.pop("model_type", None)
+    if kind == SparseLlamaConfig.model_type:
+        return SparseLlamaConfig.from_dict(fields)
+    if kind not in ("llama", "llama_sparse_relu"):
+        raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
+    sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
+    if not sparsity and kind == "llama" and fields.get("hidden_act") != "relu":
+        raise ValueError(
+            f"{folder} holds a Llama with activation {fields.get('hidden_act')!r}; "
+            "load it with transformers and use twell.sparsify(model, relufy=True)"
+        )
+    fields |= {
+        "hidden_act": "relu",  # the paper's files may say "silu" and mean ReLU
+        "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
+        "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
+        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields["intermediate_size"],
+        # Llama's own default, which differs from that of SparseLlamaConfig
+        "tie_word_embeddings": fields.get("tie_word_embeddings", False),
+        "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
+    }
+    return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}, which holds weights of the model")
+        try:
+            tensors |= load_file(folder / name)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
+    return tensors
+
+
+def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[str, Tensor]:
+    """Llama's names and shapes from either layout; what is no weight (trackers, rotary tables) left out."""
+    found = {}
+    turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
+    for name, tensor in tensors.items():
+        if re.search(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$", name):
+            continue
+        if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix")
+            tensor = tensor.t().contiguous() if match[1] in turned else tensor
+            name = name.replace(match[1], f"{match[2]}_proj.weight")
+        found[name] = tensor
+    return found
+
+
+def _check_tied(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Drop a head that only repeats the embedding; one that differs would be lost silently."""
+    head = tensors.pop("lm_head.weight", None)
+    embedding = tensors.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise ValueError(f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
+
+
+def _check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
+    for name, tensor in expected.items():
+        if name not in tensors:
+            raise ValueError(f"{folder}: the tensor {name} is missing, expected with shape {tuple(tensor.shape)}")
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"{folder}: the tensor {name} has shape {tuple(tensors[name].shape)}; expected {tuple(tensor.shape)}"
+            )
+    unknown = sorted(set(tensors) - set(expected))
+    if unknown:
+        raise ValueError(f"{folder}: the tensor {unknown[0]} is not part of the model ({len(unknown)} such)")
 
 
 AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)
