@@ -2,6 +2,8 @@ import json
 import lzma
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -115,3 +117,92 @@ def test_errors_name_the_file(tmp_path):
     assert not list((tmp_path / "cache").glob("*"))
     with pytest.raises(ValueError, match="12 tokens are no block of 30"):
         corpus.Blocks(np.zeros(12, np.uint16), 30)
+
+
+def test_parquet_gives_its_documents(tmp_path):
+    documents = texts(70)
+    table = pyarrow.table({"id": range(70), "text": documents})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=16)
+    assert list(corpus.documents(str(tmp_path / "a.parquet"))) == documents
+    pyarrow.parquet.write_table(table.drop(["text"]), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r'b\.parquet has no column "text"'):
+        list(corpus.documents(str(tmp_path / "b.parquet")))
+    holes = pyarrow.table({"text": ["fine", None]})
+    pyarrow.parquet.write_table(holes, tmp_path / "c.parquet")
+    with pytest.raises(ValueError, match=r'c\.parquet, row 1: "text" is NoneType'):
+        list(corpus.documents(str(tmp_path / "c.parquet")))
+    (tmp_path / "d.jsonl.xz").write_bytes(lzma.compress(b'{"text": "a"}\n' * 500)[:-20])
+    with pytest.raises(ValueError, match=r"d\.jsonl\.xz is damaged or cut short"):
+        list(corpus.documents(str(tmp_path / "d.jsonl.xz")))
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """Three files of a data set as the hub would serve them, their documents in order, and a tokenizer."""
+    documents = texts(120)
+    (tmp_path / "data").mkdir()
+    for part in range(3):
+        write_jsonl(tmp_path / "data" / f"part-{part}.jsonl", documents[40 * part : 40 * part + 40])
+    return f"hf:{tmp_path / 'data'}", documents, corpus.train_tokenizer(documents, 300)
+
+
+def test_a_stream_holds_out_its_first_documents_and_repeats(streamed):
+    source, documents, tokenizer = streamed
+    coded = [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in documents]
+    stream = corpus.Stream(source, tokenizer, 16, valid_tokens=200)
+    held_out = next(n for n in range(120) if sum(map(len, coded[:n])) >= 200)
+    assert stream.valid.tolist() == sum(coded[:held_out], [])[:200]
+    training = sum(coded[held_out:], [])
+    drawn = torch.cat([stream.draw(range(30)), stream.draw(range(len(training) // 8))]).flatten().tolist()
+    assert len(drawn) > 2 * len(training) and drawn == (training * 3)[: len(drawn)]
+
+
+def test_a_stream_resumes_anywhere(streamed):
+    source, _, tokenizer = streamed
+    stream = corpus.Stream(source, tokenizer, 16, valid_tokens=64)
+    for size in (1, 7, 40, 500):  # the last passes the end
+        stream.draw(range(size))
+        state = json.loads(json.dumps(stream.state()))
+        expected = stream.draw(range(33))
+        again = corpus.Stream(source, tokenizer, 16, valid_tokens=64)
+        again.restore(state)
+        assert torch.equal(again.draw(range(33)), expected)
+
+
+def test_processes_share_a_stream_without_overlap(streamed):
+    source, documents, tokenizer = streamed
+    whole = "".join(documents)
+    seen = []
+    for process in range(2):
+        stream = corpus.Stream(source, tokenizer, 16, valid_tokens=64, process=process, num_processes=2)
+        texts_of = tokenizer.decode(stream.draw(range(40)).flatten()).split(corpus.END_OF_TEXT)[1:-1]
+        assert all(text in whole for text in texts_of)
+        seen.append(set(texts_of))
+    assert seen[0] and seen[1] and not seen[0] & seen[1]
+
+
+def test_a_stream_that_cannot_be_read_is_named(streamed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source, _, tokenizer = streamed
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.jsonl").write_text('{"words": "a"}\n')
+    with pytest.raises(ValueError, match='has no column "text" with strings; it has words'):
+        corpus.Stream(f"hf:{tmp_path / 'other'}", tokenizer, 16, valid_tokens=64)
+    with pytest.raises(FileNotFoundError, match="no data set 'no/such' for hf:no/such"):
+        corpus.Stream("hf:no/such", tokenizer, 16, valid_tokens=64)
+    with pytest.raises(ValueError, match="has no document left for training beside those held out"):
+        corpus.Stream(source, tokenizer, 16, valid_tokens=10**9).draw([0])
+
+
+def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path):
+    tokenizer = corpus.train_tokenizer(texts(20), 280)
+    tokenizer.save_pretrained(tmp_path / "good")
+    assert len(corpus.load_tokenizer(str(tmp_path / "good"), 280)) == 280
+    with pytest.raises(ValueError, match="has 280 entries; vocab_size 279 does not hold them"):
+        corpus.load_tokenizer(str(tmp_path / "good"), 279)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    with pytest.raises(ValueError, match="endless has no end-of-text token"):
+        corpus.load_tokenizer(str(tmp_path / "endless"), 280)
+    with pytest.raises(ValueError, match="no tokenizer at .*nothing"):
+        corpus.load_tokenizer(str(tmp_path / "nothing"), 280)

