@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -6,10 +7,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.kills import differences, kill_rounds
 from twell import corpus, results
-from twell.train import CONFIGS, DeadWindow, TrainConfig, evaluate, train
+from twell import train as train_module
+from twell.model import SparseLlamaForCausalLM, load
+from twell.train import CONFIGS, DeadWindow, TrainConfig, evaluate, l1_schedule, reinitialize, train
 
 
 def series(log, metric, split="train"):
@@ -168,6 +173,304 @@ def test_divergence_is_said(tiny_config, tmp_path):
 
 
 def test_blocks_of_a_run_cover_the_text(tiny_config):
-    text, blocks, valid = tiny_config.prepare_text()
+    _, blocks, valid = tiny_config.prepare_text()
     assert isinstance(blocks, corpus.Blocks) and len(valid) == 512 // 32
-    assert np.array_equal(np.sort(blocks.draw(range(len(blocks))).flatten()), np.sort(text.train[: len(blocks) * 32]))
+    drawn = blocks.draw(range(len(blocks))).flatten()
+    assert np.array_equal(np.sort(drawn), np.sort(blocks.tokens[: len(blocks) * 32]))
+
+
+# --- remedies, schedules and ways to compute the same
+
+
+def test_l1_warm_up_grows_from_zero(tiny_config, tmp_path):
+    assert [l1_schedule(step, 2, 4) for step in range(1, 9)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
+    assert [l1_schedule(step, 2, 0) for step in range(1, 5)] == [0, 0, 1, 1] and l1_schedule(1, 0, 0) == 1
+    warm = dataclasses.replace(tiny_config, tokens=8 * 512, log_every=1, l1_zero_steps=2, l1_warmup_steps=4)
+    _, log = results.load_run(train(warm, tmp_path / "run", quiet=True))
+    share = (series(log, "loss") - series(log, "cross_entropy")) / (1e-2 * series(log, "l1"))
+    np.testing.assert_allclose(share, [0, 0, 0.25, 0.5, 0.75, 1, 1, 1], atol=2e-3)
+
+
+def test_each_layer_can_have_its_own_coefficient(tiny_config, tmp_path):
+    uneven = dataclasses.replace(tiny_config, l1_coefficient=[0.3, 0.0])
+    run = train(uneven, tmp_path / "run", quiet=True)
+    active = series(results.load_run(run)[1], "active_mean", "valid").loc[16]
+    assert active[0] < 0.5 * active[1]
+    assert load(run)[0].config.l1_coefficients == [0.3, 0.0]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_reinitialisation_mixes_noise_into_dead_rows_alone(tiny_config, gated):
+    model = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, gated=gated).model_config())
+    weights = [(ffn.gate_proj or ffn.up_proj).weight for ffn in model.ffns]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    dead = [torch.rand(96) < 0.3 for _ in weights]
+    changed = ["gate_proj" if gated else "up_proj"]
+    reinitialize(model, dead, 0.25, [5, 1])
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in changed):
+            assert torch.equal(parameter, before[name]), name
+    for layer, (weight, rows) in enumerate(zip(weights, dead, strict=True)):
+        old = before[f"model.layers.{layer}.mlp.{changed[0]}.weight"]
+        assert torch.equal(weight[~rows], old[~rows])
+        noise = (weight[rows] - 0.75 * old[rows]) / 0.25
+        assert noise.std().item() == pytest.approx(0.02, rel=0.15) and abs(noise.mean().item()) < 0.002
+    again = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, gated=gated).model_config())
+    again.load_state_dict(before | {"lm_head.weight": before["model.embed_tokens.weight"]})
+    reinitialize(again, dead, 0.25, [5, 1])  # the noise follows from the seed alone: the same on every process
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    reinitialize(again, dead, 0.25, [5, 2])
+    assert not torch.equal((again.ffns[0].gate_proj or again.ffns[0].up_proj).weight, weights[0])
+
+
+def test_reinitialisation_revives_neurons_once_a_window(tiny_config, tmp_path):
+    killing = dataclasses.replace(tiny_config, l1_coefficient=1.0, tokens=64 * 512, learning_rate=1e-2)
+    dead = {}
+    for share in (0.0, 0.5):
+        _, log = results.load_run(train(dataclasses.replace(killing, reinit=share), tmp_path / str(share), quiet=True))
+        dead[share] = series(log, "dead_fraction").groupby("step").mean()
+    assert len(dead[0.5]) == 16
+    first = dead[0.0][dead[0.0] > 0].index[0]
+    assert (dead[0.0].loc[:first] == dead[0.5].loc[:first]).all()  # nothing acts before there are dead neurons
+    assert dead[0.5].iloc[-1] < dead[0.0].iloc[-1] - 0.05
+
+
+@pytest.mark.parametrize("changes", [{"checkpoint_activations": True}, {"compile": True}, {"micro_batch": 5}])
+def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, changes):
+    short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1)
+    one = results.load_run(train(short, tmp_path / "one", quiet=True))[1]
+    other = results.load_run(train(dataclasses.replace(short, **changes), tmp_path / "other", quiet=True))[1]
+    torch.compiler.reset()
+    for split, metrics in (
+        ("train", ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"]),
+        ("valid", ["cross_entropy", "cross_entropy_silenced", "active_mean"]),
+    ):
+        for metric in metrics:
+            np.testing.assert_allclose(
+                series(one, metric, split), series(other, metric, split), rtol=2e-4, err_msg=metric
+            )
+
+
+def test_bf16_autocast_trains_close_to_fp32(tiny_config, tmp_path):
+    run = train(dataclasses.replace(tiny_config, precision="bf16"), tmp_path / "run", quiet=True)
+    exact = train(tiny_config, tmp_path / "exact", quiet=True)
+    loss, expected = (series(results.load_run(path)[1], "cross_entropy") for path in (run, exact))
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    assert not np.allclose(loss, expected, rtol=1e-6)  # it did compute in bf16
+    assert load(run)[0].dtype == torch.float32  # weights stay fp32
+
+
+# Accelerate shards on accelerators only; this turns its FSDP2 on for processes on the CPU, and checks that it is.
+LAUNCHED = """
+import sys
+import accelerate
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from twell import train
+from twell.__main__ import main
+
+def sharded(**options):
+    accelerator = accelerate.Accelerator(**options)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    return accelerator
+
+def run(self, resume, train_run=train._Run.train):
+    weight = self.model.ffns[0].gate_proj.weight
+    assert self.accelerator.num_processes == 2
+    assert not fsdp or weight.to_local().shape[0] * 2 == weight.shape[0]
+    return train_run(self, resume)
+
+fsdp = sys.argv.pop(1) == "fsdp2"
+train._Run.train = run
+if fsdp:
+    train.Accelerator = sharded
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def launch(tmp_path, name, kind, *arguments):
+    """Train by the command line in two processes on the CPU; returns the run's log and model."""
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(results.root())}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [
+        str(tmp_path / "launched.py"),
+        kind,
+        "train",
+        str(tmp_path / "config.yaml"),
+        "--out",
+        str(tmp_path / name),
+    ]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return results.load_run(tmp_path / name)[1], load(tmp_path / name)[0]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
+    settings = {"tokens": 8 * 512, "micro_batch": 3, "reinit": 0.3, "checkpoint_every": 4, "learning_rate": 1e-2}
+    config = dataclasses.replace(tiny_config, **settings)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    one = results.load_run(train(config, tmp_path / "one", quiet=True))[1]
+    two, model = launch(tmp_path, "two", kind)
+    for split, metrics in (
+        ("train", ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"]),
+        ("valid", ["cross_entropy", "cross_entropy_silenced", "active_mean"]),
+    ):
+        for metric in metrics:
+            np.testing.assert_allclose(
+                series(two, metric, split), series(one, metric, split), rtol=3e-4, err_msg=metric
+            )
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), load(tmp_path / "one")[0].state_dict().items(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=name)
+
+
+# --- stopping and going on
+
+
+def test_kills_and_exact_resumes(tiny_config, tmp_path):
+    settings = {"checkpoint_every": 2, "log_every": 2, "tokens": 48 * 512, "l1_warmup_steps": 20, "reinit": 0.1}
+    config = dataclasses.replace(tiny_config, **settings)
+    config.prepare_text()
+    rounds = list(kill_rounds(config, tmp_path, 5))
+    assert len(rounds) == 5
+
+
+def stop_after(monkeypatch, step):
+    """Let a training stop, as if killed, right after the checkpoint of a step."""
+    save = train_module._Run.save_checkpoint
+
+    def save_and_stop(self, now):
+        save(self, now)
+        if now == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module._Run, "save_checkpoint", save_and_stop)
+
+
+def test_resume_continues_and_rewrites_rows_after_the_checkpoint(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, checkpoint_every=8)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    with open(tmp_path / "run" / "log.csv", "a") as log:
+        log.write("12,6144,train,,loss,1")  # a row that a kill cut short
+    assert train(config, tmp_path / "run", resume=True, quiet=True) == tmp_path / "run"
+    assert differences(tmp_path / "run", whole) == []
+    stamp = (tmp_path / "run" / "log.csv").stat().st_mtime_ns
+    train(config, tmp_path / "run", resume=True, quiet=True)  # complete: left as it is
+    assert (tmp_path / "run" / "log.csv").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match="run of another configuration: seed was 0 and is 1"):
+        train(dataclasses.replace(config, seed=1), tmp_path / "run", resume=True, quiet=True)
+
+
+def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, checkpoint_every=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    checkpoint, log = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "log.csv"
+    whole, rows = checkpoint.read_bytes(), log.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"nothing", b""):
+        checkpoint.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged or cut short"):
+            train(config, tmp_path / "run", resume=True, quiet=True)
+        assert checkpoint.read_bytes() == damaged and log.read_bytes() == rows
+    checkpoint.write_bytes(whole)
+    log.write_bytes(rows[:-100])
+    with pytest.raises(ValueError, match=r"log\.csv is shorter than the checkpoint says"):
+        train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+def stream_config(tiny_config, tiny_text, folder):
+    """The tiny configuration, streaming its text from a folder as from the hub, with a given tokenizer."""
+    folder.mkdir()
+    (folder / "part.jsonl").write_bytes(tiny_text.read_bytes())
+    tiny_config.prepare_text()[0].save_pretrained(folder.parent / "tokenizer")
+    given = {"source": f"hf:{folder}", "tokenizer": str(folder.parent / "tokenizer")}
+    return dataclasses.replace(tiny_config, checkpoint_every=8, valid_tokens=320, **given)
+
+
+def test_streamed_training_resumes_exactly(tiny_config, tiny_text, tmp_path, monkeypatch):
+    config = stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    whole = train(config, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    train(config, tmp_path / "run", resume=True, quiet=True)
+    assert differences(tmp_path / "run", whole) == []
+
+
+def test_the_papers_setting_starts(tiny_config, tiny_text, tmp_path):
+    """Three steps of the profile `paper` with its own schedule, accumulation, precision and streaming, in small."""
+    paper = TrainConfig.load("paper")
+    table2 = {row.metric: row.value for row in results.paper(source="Table 2", model="all (gated)").itertuples()}
+    assert paper.hidden_size == table2["hidden_size"] and paper.intermediate_size == table2["intermediate_size"]
+    assert paper.num_heads == table2["num_heads"] and paper.vocab_size == table2["vocab_size"]
+    assert paper.context == table2["max_seq_len"] and paper.batch_tokens == table2["tokens_per_step"]
+    assert paper.learning_rate == table2["learning_rate"] and paper.warmup_steps == table2["warmup_steps"]
+    assert (paper.adam_beta1, paper.adam_beta2, paper.adam_epsilon) == (0.9, 0.95, table2["adam_eps"])
+    assert paper.weight_decay == table2["weight_decay"] and paper.max_grad_norm == table2["max_grad_norm"]
+    assert paper.rope_theta == table2["rope_theta"] and paper.l1_coefficient == 2e-5 and paper.num_layers == 28
+    assert [TrainConfig.load(size).steps for size in ("0.5b", "1b", "1.5b", "2b")] == [10000, 20000, 30000, 40000]
+    local = stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    small = {"hidden_size": 32, "intermediate_size": 88, "num_layers": 2, "num_heads": 2, "context": 32}
+    small |= {"batch_tokens": 32 * 64, "tokens": 3 * 32 * 64, "source": local.source, "tokenizer": local.tokenizer}
+    small |= {"vocab_size": 320, "valid_tokens": 320, "log_every": 1, "checkpoint_every": 0, "compile": False}
+    run = train(dataclasses.replace(paper, **small), tmp_path / "run", quiet=True)
+    _, log = results.load_run(run)
+    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (1, 2, 3)], rtol=1e-5)
+    assert series(log, "loss").iloc[0] == pytest.approx(np.log(320), rel=0.02)
+
+
+def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
+    from torch.utils.data import Dataset, SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    config = dataclasses.replace(tiny_config, log_every=1)
+    ours = results.load_run(train(config, tmp_path / "ours", quiet=True))[1]
+    _, blocks, _ = config.prepare_text()
+
+    class Drawn(Dataset):
+        def __len__(self):
+            return config.steps * 16
+
+        def __getitem__(self, number):
+            tokens = blocks.draw([number])[0]
+            return {"input_ids": tokens, "labels": tokens}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        max_steps=config.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        lr_scheduler_type="cosine",
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    torch.manual_seed(0)
+    set_seed(config.seed)
+    model = SparseLlamaForCausalLM(config.model_config(bos_token_id=0, eos_token_id=0))
+    trainer = InOrder(model=model, args=arguments, train_dataset=Drawn())
+    trainer.train()
+    theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    np.testing.assert_allclose(theirs, series(ours, "loss"), rtol=2e-3)

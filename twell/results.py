@@ -152,6 +152,9 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+    except OSError as error:  # the system names no file when the disk is full
+        os.unlink(temporary)
+        raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from None
     except BaseException:
         os.unlink(temporary)
         raise

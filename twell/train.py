@@ -5,7 +5,13 @@ is added to the cross-entropy and nothing else differs from a dense baseline. A 
 says what it holds). What is drawn from the text, and in which order, depends on seed and step alone.
 
 A neuron is *dead* when no token of a whole window activated it. The paper's window is one step of 2^20 tokens; ours is
-`dead_window_tokens`, carried across steps, since at smaller steps most rare neurons would look dead.
+`dead_window_tokens`, carried across steps and checkpoints, since at smaller steps most rare neurons would look dead.
+Targeted re-initialisation, one of the paper's two remedies, acts on the dead neurons once a window; the other is
+an L1 warm-up.
+
+Everything runs through Accelerate: `accelerate launch -m twell train ...` spreads the same step over processes (DDP, or
+FSDP2 with `--use_fsdp --fsdp_version 2`). A checkpoint is one file that replaces the one before in an instant, so a
+run that was killed at any moment resumes from it.
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ import csv
 import dataclasses
 import difflib
 import io
+import json
 import math
 import os
+import pickle
 import shutil
 import time
 import types
@@ -25,15 +33,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from transformers import get_cosine_schedule_with_warmup
+from accelerate.utils import gather_object, set_seed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from twell import corpus, results
 from twell.ffn import summarize_activity
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence
+from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, sparse_ffns
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -45,6 +61,7 @@ class TrainConfig:
     # model
     vocab_size: int = 2048
     context: int = 128  # tokens of a sequence
+    rope_theta: float = 10_000.0
     hidden_size: int = 128
     intermediate_size: int = 512
     num_layers: int = 4
@@ -67,15 +84,23 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    precision: str = "fp32"
+    precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
+    checkpoint_activations: bool = False  # compute layers again in the backward pass instead of keeping them
+    compile: bool = False  # torch.compile each decoder layer
     seed: int = 0
     # sparsity
-    l1_coefficient: float = 0.0
+    l1_coefficient: float | list[float] = 0.0  # a list has one for each layer
+    l1_zero_steps: int = 0  # L1 warm-up: so many steps without the term ...
+    l1_warmup_steps: int = 0  # ... then so many in which it grows linearly
     dead_window_tokens: int = 2**20
+    reinit: float = (
+        0.0  # share of fresh noise in the gate weights of neurons that were dead for a window; the paper: 0.1
+    )
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last
     valid_tokens: int = 65_536
+    checkpoint_every: int = 0  # steps, a multiple of log_every; 0: none
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -85,8 +110,10 @@ class TrainConfig:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be more than 0")
-        for name in ("l1_coefficient", "warmup_steps", "weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
+        at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
+        for name in ("l1_coefficient", *at_least_0):
+            values = getattr(self, name) if isinstance(getattr(self, name), list) else [getattr(self, name)]
+            if not all(0 <= value < math.inf for value in values):
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be a finite number, 0 or more")
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
@@ -95,6 +122,14 @@ class TrainConfig:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens"
             )
+        if isinstance(self.l1_coefficient, list) and len(self.l1_coefficient) != self.num_layers:
+            raise ValueError(
+                f"l1_coefficient has {len(self.l1_coefficient)} entries; there are {self.num_layers} layers (num_layers)"
+            )
+        if not 0 <= self.reinit <= 1:
+            raise ValueError(f"reinit is {self.reinit}; it is a share, from 0 to 1")
+        if self.checkpoint_every % self.log_every:
+            raise ValueError(f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
 
@@ -122,8 +157,19 @@ class TrainConfig:
     def steps(self) -> int:
         return math.ceil(self.tokens / self.batch_tokens)
 
-    def prepare_text(self) -> tuple[corpus.Corpus, corpus.Blocks, corpus.Blocks]:
-        """The tokenised text, its training blocks in the seed's order, and the validation blocks of an evaluation."""
+    def prepare_text(
+        self, process: int = 0, num_processes: int = 1
+    ) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
+        """Return the tokenizer, the training blocks (of a stream: this process's share), and the validation blocks."""
+        if self.source.startswith("hf:"):
+            if self.tokenizer is None:
+                raise ValueError(f"source {self.source} is streamed, so no tokenizer is trained on it; set tokenizer")
+            if self.valid_source is not None:
+                raise ValueError(f"valid_source {self.valid_source}: of a stream the first documents are held out")
+            tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
+            share = {"process": process, "num_processes": num_processes}
+            stream = corpus.Stream(self.source, tokenizer, self.context, valid_tokens=self.valid_tokens, **share)
+            return tokenizer, stream, corpus.Blocks(stream.valid, self.context)
         text = corpus.prepare(
             self.source,
             vocab_size=self.vocab_size,
@@ -132,7 +178,7 @@ class TrainConfig:
             tokenizer=self.tokenizer,
         )
         valid = corpus.Blocks(text.valid[: self.valid_tokens], self.context)
-        return text, corpus.Blocks(text.train, self.context, self.seed), valid
+        return text.tokenizer, corpus.Blocks(text.train, self.context, self.seed), valid
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """The model's own configuration."""
@@ -143,6 +189,7 @@ class TrainConfig:
             num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads,
             max_position_embeddings=self.context,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             hidden_act=self.activation,
             gated_mlp=self.gated,
             l1_coefficient=self.l1_coefficient,
@@ -157,9 +204,11 @@ _TYPES = typing.get_type_hints(TrainConfig)
 def _coerce(name: str, kind: type, value):
     """The value as the field's type; YAML reads 1e-3 as text, and 1e6 is a fine number of tokens."""
     if isinstance(kind, types.UnionType):
-        if value is None:
+        kind, other = typing.get_args(kind)
+        if other is types.NoneType and value is None:
             return None
-        kind = typing.get_args(kind)[0]
+        if other == list[float] and isinstance(value, list):
+            return [_coerce(name, float, entry) for entry in value]
     try:
         if isinstance(value, str) and kind in (int, float):
             value = float(value)
@@ -212,11 +261,19 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: corpus.Blocks, batch: int = 
 
 
 class Log:
-    """Appends tidy rows to a run's log.csv, each call's rows at once."""
+    """Appends tidy rows to a run's log.csv, each call's rows at once.
 
-    def __init__(self, path: Path):
+    A resumed run gives the `size` in bytes that its checkpoint knew; rows after it, whole or not, are written again.
+    """
+
+    def __init__(self, path: Path, size: int | None = None):
         self.path = path
-        path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
+        if size is None:
+            path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
+        elif not path.is_file() or path.stat().st_size < size:
+            raise ValueError(f"{path} is shorter than the checkpoint says ({size} bytes): the run cannot be resumed")
+        else:
+            os.truncate(path, size)
 
     def write(self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]) -> None:
         """One row for each number, and for each layer of a list."""
@@ -225,8 +282,11 @@ class Log:
         for metric, value in values.items():
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
             writer.writerows([step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(text.getvalue())
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text.getvalue())
+        except OSError as error:  # the system names no file when the disk is full
+            raise OSError(error.errno, f"{self.path} could not be written: {error.strerror}") from None
 
 
 class DeadWindow:
@@ -236,6 +296,7 @@ class DeadWindow:
         self.window_tokens = window_tokens
         self.tokens = 0
         self.active: list[torch.Tensor | None] = [None] * num_layers
+        self.number = 0  # windows that have ended
 
     def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
         """Count tokens; at the end of a window return each layer's dead neurons [N] bool, and start the next."""
@@ -247,35 +308,104 @@ class DeadWindow:
             return None
         dead = [~active for active in self.active]
         self.tokens, self.active = 0, [None] * len(self.active)
+        self.number += 1
         return dead
 
+    def state(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"tokens": self.tokens, "active": self.active, "number": self.number}
 
-def train(config: TrainConfig, folder: str | Path, *, overwrite: bool = False, quiet: bool = False) -> Path:
+    def restore(self, state: dict, device: torch.device) -> None:
+        """Take up what `state` gave."""
+        self.tokens, self.number = state["tokens"], state["number"]
+        self.active = [None if active is None else active.to(device) for active in state["active"]]
+
+
+@torch.no_grad()
+def reinitialize(model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share: float, seed: list[int]) -> None:
+    """Mix noise into the weights that decide whether a dead neuron fires: w <- (1 - share) w + share N(0, 0.02^2).
+
+    `dead`: for each layer [N] bool; only these rows of the gate (non-gated: up) projection change. The noise follows
+    from `seed` alone, so that all processes draw the same, and the initial standard deviation is the configuration's
+    `initializer_range`. Paper: App. C.3.
+    """
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
+        weight = (ffn.gate_proj or ffn.up_proj).weight
+        noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
+        # (w + share * (noise - w)) at the dead rows, written as one product and one sum: works on sharded weights too
+        at = rows.cpu().to(noise.dtype)[:, None] * share
+        keep, add = ((1 - at).expand(weight.shape).contiguous(), at * noise)
+        if isinstance(weight, DTensor):
+            keep, add = (
+                distribute_tensor(t.to(weight.device), weight.device_mesh, weight.placements) for t in (keep, add)
+            )
+        weight.mul_(keep.to(weight.device, weight.dtype)).add_(add.to(weight.device, weight.dtype))
+
+
+def train(
+    config: TrainConfig, folder: str | Path, *, overwrite: bool = False, resume: bool = False, quiet: bool = False
+) -> Path:
     """Train a model and leave the run in `folder`.
 
-    Raises FileExistsError when the folder holds something and `overwrite` is not set.
+    `resume` goes on from the run's checkpoint (from the start where there is none), exactly as if it had not stopped; a
+    run that is complete is left as it is. Raises FileExistsError when the folder holds something and neither `resume`
+    nor `overwrite` is set, and ValueError for a run of another configuration or a damaged checkpoint.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise FileExistsError(f"{folder} already holds a run; choose another folder, or --overwrite it")
-        if not (folder / "config.yaml").is_file():
-            raise FileExistsError(f"{folder} is no run (it has no config.yaml), so it is not overwritten")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; a run is a folder")
+    # Every process looks before the first one writes. Hidden files are what a killed process was about to rename.
+    occupied = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
+    is_run = (folder / "config.yaml").is_file()
+    accelerator = Accelerator(mixed_precision="no")  # autocast is ours: Accelerate's cannot change within a process
+    accelerator.wait_for_everyone()
+    if occupied and not (resume or overwrite):
+        raise FileExistsError(f"{folder} already holds a run; choose another folder, --resume or --overwrite it")
+    if occupied and not is_run:
+        raise FileExistsError(f"{folder} is no run (it has no config.yaml), so it is left alone")
+    if occupied and resume:
+        _check_same(config, folder)
+        if _is_complete(folder):
+            return folder
+    elif occupied and accelerator.is_main_process:
         shutil.rmtree(folder)
-    return _Run(config, folder, quiet).train()
+    accelerator.wait_for_everyone()
+    return _Run(config, folder, accelerator, quiet).train(resume)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("complete"))
+    except FileNotFoundError:  # killed before it was written
+        return False
+
+
+def _check_same(config: TrainConfig, folder: Path) -> None:
+    before = dataclasses.asdict(TrainConfig.load(folder / "config.yaml"))
+    now = dataclasses.asdict(config)
+    changed = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in now if now[name] != before[name]]
+    if changed:
+        raise ValueError(f"{folder} holds a run of another configuration: {'; '.join(changed)}")
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, folder: Path, quiet: bool):
-        self.config, self.folder, self.quiet = config, folder, quiet
-        self.accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
-        self.main = self.accelerator.is_main_process
+    def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
+        self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
+        self.main = accelerator.is_main_process
         set_seed(config.seed)
-        with self.accelerator.main_process_first():
-            text, self.blocks, self.valid_blocks = config.prepare_text()
-        self.tokenizer = text.tokenizer
-        ends = {"bos_token_id": text.tokenizer.bos_token_id, "eos_token_id": text.tokenizer.eos_token_id}
+        with accelerator.main_process_first():
+            self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
+                accelerator.process_index, accelerator.num_processes
+            )
+        ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         self.model = SparseLlamaForCausalLM(config.model_config(**ends))
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if config.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            for layer in self.model.model.layers:
+                layer.compile(fullgraph=True)
         # As usual for transformers, the norms' gains do not decay.
         decay = [p for p in self.model.parameters() if p.dim() >= 2]
         rest = [p for p in self.model.parameters() if p.dim() < 2]
@@ -285,34 +415,87 @@ class _Run:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
         )
-        self.schedule = get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps)
-        self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.schedule = get_cosine_schedule_with_warmup(self.optimizer.optimizer, config.warmup_steps, config.steps)
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
+        self.checkpoint = folder / "checkpoint.pt"
 
-    def train(self) -> Path:
-        config = self.config
+    def train(self, resume: bool) -> Path:
+        config, done, size = self.config, 0, None
+        if resume and self.checkpoint.is_file():
+            done, size = self.load_checkpoint()
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            parameters = sum(p.numel() for p in self.model.parameters())
-            self.origin = results.provenance() | {"parameters": parameters, "complete": False}
+            for leftover in self.folder.glob(".*"):
+                leftover.unlink()
+            self.origin = results.provenance() | {"parameters": self.parameters, "complete": False}
             results.write_run(self.folder, dataclasses.asdict(config), self.origin)
-            self.log = Log(self.folder / "log.csv")
+            self.log = Log(self.folder / "log.csv", size)
+            where = f"from step {done} " if done else ""
             self.say(
-                f"{self.folder}: {parameters / 1e6:.2f}M parameters, {config.steps} steps, {self.origin['device']}"
+                f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, {config.steps} steps {where}on {self.origin['device']}"
             )
-        self.start = self.since = time.perf_counter()
-        self.validate(0)
-        sums = torch.zeros(
-            4, device=self.accelerator.device
-        )  # loss, cross-entropy, L1, gradient norm since the last row
-        for step in range(1, config.steps + 1):
+        self.done, self.start = done, time.perf_counter()
+        if not done:
+            self.validate(0)
+        self.since = time.perf_counter()
+        sums = torch.zeros(4, device=self.accelerator.device)  # since the last row
+        for step in range(done + 1, config.steps + 1):
             sums += self.step(step)
             if step % config.log_every == 0 or step == config.steps:
                 self.record(step, sums / ((step - 1) % config.log_every + 1))
                 sums.zero_()
             if step % config.valid_every == 0 or step == config.steps:
                 self.validate(step)
+            if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+                self.save_checkpoint(step)
         return self.finish()
+
+    def save_checkpoint(self, step: int) -> None:
+        """Replace the run's checkpoint: weights, optimiser, schedule, dead window, random state, place in text and log."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, optimizer = get_state_dict(self.wrapped, self.optimizer.optimizer, options=options)
+        streams = gather_object([self.blocks.state()])
+        if not self.main:
+            return
+        state = {
+            "step": step,  # and so the place in the text
+            "model": weights,
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict(),
+            "window": self.window.state(),
+            "random": torch.get_rng_state(),
+            "streams": streams,
+            "log": self.log.path.stat().st_size,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        results.write_atomically(self.checkpoint, buffer.getbuffer())
+
+    def load_checkpoint(self) -> tuple[int, int]:
+        """Take up the checkpoint; returns its step and the size of the log at that step."""
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.checkpoint} is damaged or cut short ({type(error).__name__})") from None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        set_state_dict(
+            self.wrapped,
+            self.optimizer.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+        self.schedule.load_state_dict(state["schedule"])
+        self.window.restore(state["window"], self.accelerator.device)
+        if len(state["streams"]) != self.accelerator.num_processes:
+            raise ValueError(
+                f"{self.checkpoint} was written by {len(state['streams'])} processes; "
+                f"resume with as many, not {self.accelerator.num_processes}"
+            )
+        self.blocks.restore(state["streams"][self.accelerator.process_index])
+        torch.set_rng_state(state["random"])
+        return state["step"], state["log"]
 
     def step(self, step: int) -> torch.Tensor:
         """One optimiser step; returns [loss, cross-entropy, L1, gradient norm] of the whole step, on the device."""
@@ -322,19 +505,22 @@ class _Run:
         share = range(first + self.accelerator.process_index, first + sequences, world)
         micro = config.micro_batch or len(share)
         totals = {"num_items_in_batch": sequences * (config.context - 1), "num_tokens_in_batch": config.batch_tokens}
+        totals["l1_scale"] = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         parts = torch.zeros(3, device=self.accelerator.device)
         self.wrapped.train()
         for at in range(0, len(share), micro):
             tokens = self.blocks.draw(share[at : at + micro]).to(self.accelerator.device)
             last = at + micro >= len(share)
             with self.accelerator.no_sync(self.wrapped) if not last else contextlib.nullcontext():
-                output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
+                with self.autocast():
+                    output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
                 self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
             parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return torch.cat([self.accelerator.reduce(parts), norm.detach().float().reshape(1)])
 
     def record(self, step: int, means: torch.Tensor) -> None:
@@ -359,14 +545,15 @@ class _Run:
             "grad_norm": norm,
             "tokens_per_second": steps * config.batch_tokens / (now - self.since),
         } | activity_columns(layers)
+        del values["dead_fraction"]  # of these steps alone; what counts is a whole window
         if dead is not None:
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
-        else:
-            del values["dead_fraction"]
+            if config.reinit:
+                reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
         if self.main:
             self.log.write(step, step * config.batch_tokens, "train", values)
             active = sum(layer["mean"] for layer in layers) / len(layers)
-            left = (now - self.start) / step * (config.steps - step)
+            left = (now - self.start) / (step - self.done) * (config.steps - step)
             self.say(
                 f"{self.folder.name}  step {step}/{config.steps}  cross-entropy {cross_entropy:.3f}  active {active:.1f} of "
                 f"{config.intermediate_size}  {values['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left"
@@ -375,28 +562,40 @@ class _Run:
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity; after the last step also the loss without feed-forward layers."""
-        if self.main:
+        # All processes evaluate the same: with sharded weights every forward pass needs all of them.
+        with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
-            values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
-            if step == self.config.steps:
-                with silence(self.model):
-                    silenced = evaluate(self.model, self.valid_blocks)
-                values["cross_entropy_silenced"] = silenced["cross_entropy"]
+        values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
+        if step == self.config.steps:
+            with silence(self.model), self.autocast():
+                silenced = evaluate(self.model, self.valid_blocks)
+            values["cross_entropy_silenced"] = silenced["cross_entropy"]
+        if self.main:
             self.log.write(step, step * self.config.batch_tokens, "valid", values)
             self.say(f"{self.folder.name}  step {step}/{self.config.steps}  validation {found['cross_entropy']:.3f}")
         self.since = time.perf_counter()
 
     def finish(self) -> Path:
-        self.accelerator.wait_for_everyone()
+        weights = get_model_state_dict(self.wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.main:
-            self.model.eval().save_pretrained(self.folder / "model")
+            self.model.eval().save_pretrained(self.folder / "model", state_dict=weights)
             self.tokenizer.save_pretrained(self.folder / "model")
             results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})
+            self.checkpoint.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
         return self.folder
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def say(self, line: str) -> None:
         if not self.quiet:
             print(line, flush=True)
+
+
+def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
+    """Return the factor on the L1 coefficient at a step (from 1): 0, then linear, then 1. Paper: App. C.3."""
+    return min(max(step - zero_steps, 0) / warmup_steps, 1.0) if warmup_steps else float(step > zero_steps)
 
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:

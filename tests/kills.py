@@ -1,0 +1,124 @@
+"""Kill a training at random moments, resume it, and compare with one that ran through.
+
+    python -m tests.kills --kills 50
+
+Each round starts a small training in a process of its own, ends it with SIGKILL at a random moment, resumes it until it
+is complete, and compares every weight and every logged number (but the clock's) with those of the training that
+was left alone. Prints one line a round and exits with status 1 at the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from twell import results
+from twell.train import TrainConfig, train
+
+
+def start(config: TrainConfig, folder: Path) -> int:
+    """Train in a forked process, which has everything imported already; returns its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train(config, folder, resume=True, quiet=True)
+            os._exit(0)
+        except BaseException as error:  # a forked process must never return into the test runner
+            print(f"training failed: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+    return child
+
+
+def finish(config: TrainConfig, folder: Path) -> None:
+    """Train, or go on, until the run is complete."""
+    _, status = os.waitpid(start(config, folder), 0)
+    if status:
+        raise AssertionError(f"the training in {folder} ended with status {status}")
+
+
+def differences(folder: Path, expected: Path) -> list[str]:
+    """What differs between two runs, clock aside."""
+    found = []
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
+    found += [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    logs = [results.load_run(path)[1].query("metric != 'tokens_per_second'") for path in (folder, expected)]
+    if not logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
+        found.append("log.csv")
+    if [path.name for path in folder.glob(".*")] or not results.load_run(folder)[0]["complete"]:
+        found.append("left-over files or an incomplete run")
+    return found
+
+
+def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None = None):
+    """Yield (seconds until the kill, step of the checkpoint then, or None) for each kill; AssertionError at a difference."""
+    expected = folder / "expected"
+    began = time.perf_counter()
+    finish(config, expected)
+    duration = time.perf_counter() - began
+    moments, done = random.Random(seed), 0
+    while done < kills:
+        run = folder / f"run-{done}"
+        delay = moments.uniform(0, duration)
+        child = start(config, run)
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            if status:
+                raise AssertionError(f"the training in {run} ended with status {status}")
+            for path in sorted(run.rglob("*"), reverse=True):  # it was faster than the kill: once more
+                path.unlink() if path.is_file() else path.rmdir()
+            duration *= 0.95
+            continue
+        checkpoint = run / "checkpoint.pt"
+        step = torch.load(checkpoint, weights_only=True)["step"] if checkpoint.is_file() else None
+        finish(config, run)
+        if found := differences(run, expected):
+            raise AssertionError(
+                f"killed after {delay:.2f} s (checkpoint of step {step}), resumed, and different: {found}"
+            )
+        done += 1
+        yield delay, step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = TrainConfig.load("quick", ["hidden_size=32", "intermediate_size=96", "num_layers=2", "num_heads=2"])
+    config = TrainConfig(
+        **vars(config)
+        | {
+            "vocab_size": 512,
+            "context": 32,
+            "batch_tokens": 512,
+            "tokens": 512 * 64,
+            "valid_tokens": 1024,
+            "valid_every": 16,
+        }
+        | {"log_every": 2, "checkpoint_every": 2, "l1_coefficient": 1e-2, "l1_warmup_steps": 20, "reinit": 0.1}
+        | {"dead_window_tokens": 2048}
+    )
+    config.prepare_text()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (delay, step) in enumerate(kill_rounds(config, Path(folder), options.kills, options.seed), 1):
+            print(
+                f"kill {number}/{options.kills} after {delay:.2f} s, checkpoint of step {step}: resumed exactly",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
