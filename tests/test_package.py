@@ -27,7 +27,7 @@ def requirements():
 
 def test_pins_lie_within_the_ranges():
     for requirement in requirements():
-        assert requirement.specifier.contains(pins()[requirement.name]), requirement
+        assert requirement.specifier.contains(pins()[requirement.name.lower().replace("_", "-")]), requirement
 
 
 def test_conda_environment_has_the_same_versions():

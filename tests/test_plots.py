@@ -284,7 +284,7 @@ def test_save_says_where_the_numbers_came_from(tmp_path):
         "device": "a GPU",
         "parameters": {"n": [1, 2]},
         "commit": results.source_commit(plots.MODULES),
-        "versions": results.versions(),
+        "versions": {name: results.versions()[name] for name in plots.DRAWN_WITH},
     }
 
 
