@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.test_trace import aggregate_of
 from twell import analysis
 from twell.trace import Trace
 
@@ -154,6 +155,37 @@ def test_tile_overflow(traced):
         assert row.overflow_tiles == pytest.approx(np.mean(over), abs=1e-12)
     with pytest.raises(ValueError, match="compression 7 does not divide tile_n 64"):
         analysis.tile_overflow(trace, tile_n=64, compressions=(7,))
+
+
+def test_an_aggregate_has_the_tables_of_its_trace(traced):
+    longer = make_trace(secrets.randbits(32), num_tokens=1100)  # more than four of the largest blocks
+    for trace, _ in (traced, longer):
+        counted = aggregate_of(trace)
+        for table in (
+            analysis.per_layer,
+            lambda found: analysis.per_token(found, min_count=1),
+            analysis.by_position,
+            analysis.union_sizes,
+            lambda found: analysis.union_sizes(found, blocks=(64, 16)),
+            analysis.tile_overflow,
+            lambda found: analysis.tile_overflow(found, compressions=(8, 2)),
+        ):
+            pd.testing.assert_frame_equal(table(counted), table(trace), check_exact=True)
+        ours, theirs = analysis.by_neuron(counted), analysis.by_neuron(trace)
+        exact = ["layer", "neuron", "rate", "max_abs"]
+        pd.testing.assert_frame_equal(ours[exact], theirs[exact], check_exact=True)
+        np.testing.assert_allclose(ours["mean_value"], theirs["mean_value"], rtol=1e-6, atol=1e-7)
+    assert len(analysis.union_sizes(counted)) == 3 * 5
+
+
+def test_an_aggregate_says_what_it_did_not_count():
+    counted = aggregate_of(make_trace(secrets.randbits(32))[0])
+    with pytest.raises(ValueError, match="block 48 was not counted; the aggregate has 16, 32, 64, 128, 256"):
+        analysis.union_sizes(counted, blocks=(16, 48))
+    with pytest.raises(ValueError, match="tile_n 64 was not counted; the aggregate has 256"):
+        analysis.tile_overflow(counted, tile_n=64)
+    with pytest.raises(ValueError, match="compression 32 was not counted; the aggregate has 2, 4, 8, 16"):
+        analysis.tile_overflow(counted, compressions=(32,))
 
 
 def test_tile_overflow_is_that_of_the_format():

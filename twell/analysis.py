@@ -1,6 +1,7 @@
 """Tables behind the figures: from runs, logs and traces to DataFrames, and nothing else.
 
-Everything here is a count or a mean of what a run logged or a trace stored. Nothing reads files or draws.
+Everything here is a count or a mean of what a run logged or a trace or an aggregate stored. Nothing reads files
+or draws.
 "Active" is always the number of neurons of one layer that are active for one token (the paper's "non-zeros"):
 what a trace stores is active, whatever its value is.
 """
@@ -109,83 +110,119 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: s
 
 
 # --- traces -------------------------------------------------------------------------------------
+# Each of these takes a trace or an aggregate, whose methods of the same names give the same counts.
 
 
-def per_layer(trace: twell.Trace) -> pd.DataFrame:
+def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     """Return each layer's activity (Figs 6, 10, 11).
 
     Columns: layer; mean, median, p99 and max of the active neurons per token; active_fraction (mean /
     intermediate_size), max_over_mean, dead (fraction of neurons never active in the trace).
     """
-    counts = trace.counts()
+    number = np.arange(trace.intermediate_size + 1)
+    counts = [np.repeat(number, tokens) for tokens in trace.histogram()]  # of every token, ascending
     table = pd.DataFrame(
         {
             "layer": np.arange(trace.num_layers),
-            "mean": counts.mean(axis=1),
-            "median": np.median(counts, axis=1),
-            "p99": np.percentile(counts, 99, axis=1),
-            "max": counts.max(axis=1),
+            "mean": [layer.mean() for layer in counts],
+            "median": [np.median(layer) for layer in counts],
+            "p99": [np.percentile(layer, 99) for layer in counts],
+            "max": [layer.max() for layer in counts],
         }
     )
-    seen = [len(np.unique(trace.layer(layer).indices)) for layer in range(trace.num_layers)]
-    table["dead"] = 1 - np.array(seen) / trace.intermediate_size
+    table["dead"] = (trace.neurons()[0] == 0).mean(axis=1)
     table["active_fraction"] = table["mean"] / trace.intermediate_size
     table["max_over_mean"] = table["max"] / table["mean"]
     return table
 
 
-def per_token(trace: twell.Trace, min_frequency: float = 2**-14, min_count: int = 16) -> pd.DataFrame:
+def per_token(trace: twell.Trace | twell.Aggregate, min_frequency: float = 2**-14, min_count: int = 16) -> pd.DataFrame:
     """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
 
     Columns: token_id, token, count, frequency, mean_active (over its occurrences and all layers). Tokens are
     left out below `min_frequency` (the paper's filter: 64 occurrences in its 2^20 tokens) and below
     `min_count` occurrences, which is what keeps the means of a small trace from being those of one context.
     """
-    tokens = pd.DataFrame({"token_id": trace.token_ids, "token": trace.strings, "active": trace.counts().mean(axis=0)})
-    table = tokens.groupby("token_id", as_index=False).agg(
-        token=("token", "first"), count=("active", "size"), mean_active=("active", "mean")
+    token_id, token, count, active = trace.by_token()
+    table = pd.DataFrame(
+        {
+            "token_id": token_id,
+            "token": token,
+            "count": count,
+            "frequency": count / trace.num_tokens,
+            "mean_active": active / (count * trace.num_layers),
+        }
     )
-    table.insert(3, "frequency", table["count"] / trace.num_tokens)
     table = table[(table["frequency"] >= min_frequency) & (table["count"] >= min_count)]
     return table.sort_values(["mean_active", "token_id"], ignore_index=True)
 
 
-def by_position(trace: twell.Trace) -> pd.DataFrame:
+def by_position(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     """Return the mean activity at each position of a sequence (Fig. 7b): position (0 first), mean_active, n.
 
     The mean is over layers and over the n sequences that reach the position.
     """
-    tokens = pd.DataFrame({"position": trace.position, "active": trace.counts().mean(axis=0)})
-    return tokens.groupby("position", as_index=False).agg(mean_active=("active", "mean"), n=("active", "size"))
+    n, active = trace.by_position()
+    means = active.sum(axis=0) / (n * trace.num_layers)
+    return pd.DataFrame({"position": np.arange(len(n)), "mean_active": means, "n": n})
 
 
-def by_neuron(trace: twell.Trace) -> pd.DataFrame:
+def by_neuron(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     """Return each neuron's habits: layer, neuron, rate, mean_value, max_abs.
 
     rate is the fraction of tokens that activate it; mean_value the signed mean of h where it is active (NaN
     if never); max_abs the largest |h| (0 if never).
     """
-    tables = []
-    for layer in range(trace.num_layers):
-        h = trace.layer(layer)
-        counts = np.bincount(h.indices, minlength=trace.intermediate_size)
-        sums = np.bincount(h.indices, weights=h.data, minlength=trace.intermediate_size)
-        largest = np.zeros(trace.intermediate_size, dtype=h.data.dtype)
-        np.maximum.at(largest, h.indices, np.abs(h.data))
-        mean = np.full(trace.intermediate_size, np.nan)
-        np.divide(sums, counts, out=mean, where=counts > 0)
-        tables.append(
-            pd.DataFrame(
-                {
-                    "layer": layer,
-                    "neuron": np.arange(trace.intermediate_size),
-                    "rate": counts / trace.num_tokens,
-                    "mean_value": mean,
-                    "max_abs": largest,
-                }
-            )
-        )
-    return pd.concat(tables, ignore_index=True)
+    counts, sums, largest = trace.neurons()
+    mean = np.full(counts.shape, np.nan)
+    np.divide(sums, counts, out=mean, where=counts > 0)
+    layer, neuron = np.indices(counts.shape)
+    columns = {"layer": layer, "neuron": neuron, "rate": counts / trace.num_tokens}
+    columns |= {"mean_value": mean, "max_abs": largest}
+    return pd.DataFrame({name: column.reshape(-1) for name, column in columns.items()})
+
+
+def value_histogram(aggregate: twell.Aggregate, layer: int, neuron: int) -> pd.DataFrame:
+    """Return how often a neuron's value h fell between `low` and `high`: low, high, count.
+
+    Both are powers of two or 0, the same for all neurons; values too small for the others count beside 0.
+    """
+    _check_neuron(aggregate, layer, neuron)
+    edges = aggregate.value_edges
+    return pd.DataFrame({"low": edges[:-1], "high": edges[1:], "count": aggregate.value_histogram[layer, neuron]})
+
+
+def contexts(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top") -> pd.DataFrame:
+    """Return places in the text where a neuron fires: the strongest ("top"), or one at each of set quantiles.
+
+    Columns: value (h, signed); quantile (of the neuron's signed values; NaN for the strongest); before, token,
+    after (text around the token that fires); sequence and position of that token. The strongest come by
+    falling |value|, the others by rising value. A neuron that never fires has no rows; one that fires rarely
+    has fewer. Raises ValueError for another kind, IndexError for a neuron that does not exist.
+    """
+    _check_neuron(aggregate, layer, neuron)
+    if kind == "top":
+        at, value = aggregate.top_at, aggregate.top_value
+        quantiles = [np.nan] * at.shape[-1]
+    elif kind == "quantile":
+        at, value, quantiles = aggregate.quantile_at, aggregate.quantile_value, aggregate.quantiles
+    else:
+        raise ValueError(f"kind is {kind!r}; use 'top' or 'quantile'")
+    rows = []
+    for place, h, quantile in zip(at[layer, neuron].tolist(), value[layer, neuron], quantiles, strict=True):
+        if place < 0:
+            continue
+        sequence, position, ids, here = aggregate.context(place)
+        words = [aggregate.strings[n] for n in np.searchsorted(aggregate.token_ids, ids)]
+        around = "".join(words[:here]), words[here], "".join(words[here + 1 :])
+        rows.append((float(h), quantile, *around, sequence, position))
+    return pd.DataFrame(rows, columns=["value", "quantile", "before", "token", "after", "sequence", "position"])
+
+
+def _check_neuron(aggregate: twell.Aggregate, layer: int, neuron: int) -> None:
+    layers, neurons = aggregate.num_layers, aggregate.intermediate_size
+    if not (0 <= layer < layers and 0 <= neuron < neurons):
+        raise IndexError(f"layer {layer}, neuron {neuron} does not exist: there are {layers} layers of {neurons}")
 
 
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
@@ -206,52 +243,41 @@ def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
     )
 
 
-def union_sizes(trace: twell.Trace, blocks: Sequence[int] = (16, 32, 64, 128, 256)) -> pd.DataFrame:
+def union_sizes(trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)) -> pd.DataFrame:
     """Return how many different neurons a block of consecutive tokens activates.
 
-    Columns: layer, block, mean and max over the blocks, mean_active.     A kernel that treats `block` tokens
+    Columns: layer, block, mean and max over the blocks, mean_active. A kernel that treats `block` tokens
     together has to read the weights of their union; mean_active is what one token needs. A last, partial
-    block is dropped; block sizes above the length of the trace have no row.
+    block is dropped; block sizes above the length of the trace have no row. Raises ValueError for a block
+    size that an aggregate did not count.
     """
-    rows = []
-    for layer in range(trace.num_layers):
-        h = trace.layer(layer)
-        counts = np.diff(h.indptr)
-        token = np.repeat(np.arange(trace.num_tokens), counts)
-        for block in blocks:
-            num_blocks = trace.num_tokens // block
-            if num_blocks == 0:
-                continue
-            kept = token < num_blocks * block
-            pairs = np.unique(token[kept] // block * trace.intermediate_size + h.indices[kept])
-            sizes = np.bincount(pairs // trace.intermediate_size, minlength=num_blocks)
-            rows.append((layer, block, sizes.mean(), sizes.max(), counts[: num_blocks * block].mean()))
-    return pd.DataFrame(rows, columns=["layer", "block", "mean", "max", "mean_active"])
+    blocks = np.array([block for block in blocks if block <= trace.num_tokens], dtype=np.int64)
+    total, largest, active = trace.unions(blocks.tolist())
+    num_blocks = trace.num_tokens // blocks
+    columns = {"layer": np.arange(trace.num_layers)[:, None], "block": blocks, "mean": total / num_blocks}
+    columns |= {"max": largest, "mean_active": active / (num_blocks * blocks)}
+    return pd.DataFrame({name: np.broadcast_to(part, total.shape).reshape(-1) for name, part in columns.items()})
 
 
-def tile_overflow(trace: twell.Trace, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)) -> pd.DataFrame:
+def tile_overflow(
+    trace: twell.Trace | twell.Aggregate, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)
+) -> pd.DataFrame:
     """Return how often TwELL's tiles are too small (section 3.2, App. A.1).
 
-    Columns: layer, compression, capacity, overflow_rows, overflow_tiles.     capacity is that of the
-    one-matrix form, tile_n / compression - 1 non-zeros; overflow_rows the fraction of tokens with any tile
-    above it, overflow_tiles the fraction of all tiles. Raises ValueError when a compression does not divide
-    tile_n.
+    Columns: layer, compression, capacity, overflow_rows, overflow_tiles. capacity is that of the one-matrix
+    form, tile_n / compression - 1 non-zeros; overflow_rows the fraction of tokens with any tile above it,
+    overflow_tiles the fraction of all tiles. Raises ValueError when a compression does not divide tile_n, or
+    for a width or compression that an aggregate did not count.
     """
     for compression in compressions:
         if tile_n % compression:
             raise ValueError(f"compression {compression} does not divide tile_n {tile_n}; use one that does")
-    num_tiles = -(-trace.intermediate_size // tile_n)
-    rows = []
-    for layer in range(trace.num_layers):
-        h = trace.layer(layer)
-        token = np.repeat(np.arange(trace.num_tokens), np.diff(h.indptr))
-        tile = token * num_tiles + h.indices // tile_n
-        counts = np.bincount(tile, minlength=trace.num_tokens * num_tiles).reshape(trace.num_tokens, num_tiles)
-        for compression in compressions:
-            capacity = tile_n // compression - 1
-            over = counts > capacity
-            rows.append((layer, compression, capacity, over.any(axis=1).mean(), over.mean()))
-    return pd.DataFrame(rows, columns=["layer", "compression", "capacity", "overflow_rows", "overflow_tiles"])
+    rows, tiles = trace.overflows(tile_n, compressions)
+    compression = np.array(compressions)
+    columns = {"layer": np.arange(trace.num_layers)[:, None], "compression": compression}
+    columns |= {"capacity": tile_n // compression - 1, "overflow_rows": rows / trace.num_tokens}
+    columns["overflow_tiles"] = tiles / (trace.num_tokens * -(-trace.intermediate_size // tile_n))
+    return pd.DataFrame({name: np.broadcast_to(part, rows.shape).reshape(-1) for name, part in columns.items()})
 
 
 # --- formats ------------------------------------------------------------------------------------
