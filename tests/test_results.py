@@ -75,3 +75,17 @@ def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         results.write_atomically(tmp_path / "x", "new")
     assert (tmp_path / "x").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_rows_are_kept_with_their_provenance(tmp_path):
+    origin = PROVENANCE | {"date": "2026-01-01"}
+    results.append_rows(tmp_path / "bench" / "a.csv", [{"tokens": 1, "p50": 0.5}, {"tokens": 2, "p50": 0.75}], origin)
+    results.append_rows(tmp_path / "bench" / "a.csv", [{"tokens": 3, "p50": 1.0}], origin | {"device": "there"})
+    rows = results.pd.read_csv(tmp_path / "bench" / "a.csv")
+    assert rows.tokens.tolist() == [1, 2, 3] and rows.device.tolist() == ["here", "here", "there"]
+    assert rows.versions.tolist() == ["python 3"] * 3 and rows.command.tolist() == ["make"] * 3
+    with pytest.raises(ValueError, match="a.csv has the columns .*; these rows have"):
+        results.append_rows(tmp_path / "bench" / "a.csv", [{"tokens": 3}], origin)
+    with pytest.raises(ValueError, match="provenance without commit"):
+        results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin | {"commit": None})
+    assert not (tmp_path / "b.csv").exists()

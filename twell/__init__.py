@@ -29,8 +29,9 @@ _HOME = {
     "TrainConfig": "train",
     "train": "train",
     "Trace": "trace",
+    "Aggregate": "trace",
 }
-_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots"}
+_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure"}
 __all__ = sorted(_HOME)
 
 

@@ -1,8 +1,9 @@
-"""The command line: `python -m twell train | trace`, each with --help."""
+"""The command line: `python -m twell train | trace | measure | info`, each with --help."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -17,22 +18,39 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change, e.g. l1_coefficient=3e-4")
     train.add_argument("--out", type=Path, help="the run's folder (default: data/runs/CONFIG-l1-COEFFICIENT-seed-SEED)")
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
+    train.add_argument("--resume", action="store_true", help="go on from the run's checkpoint (see checkpoint_every)")
 
     trace = commands.add_parser("trace", help="record which neurons fire for which token")
     trace.add_argument("run", type=Path, help="a run folder, or the folder of a model with its tokenizer")
     what = trace.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", help="the text itself")
     what.add_argument("--file", type=Path, help="a UTF-8 text file")
-    what.add_argument("--valid", action="store_true", help="the validation tokens of the run's last evaluation")
+    what.add_argument(
+        "--valid", action="store_true", help="the run's validation tokens: of an evaluation; with --aggregate all"
+    )
+    trace.add_argument("--aggregate", action="store_true", help="counts and examples over many tokens, under 2 MB")
+    trace.add_argument("--tokens", type=int, help="with --aggregate: how many tokens; default: all, at most 2^20")
+    trace.add_argument("--max-bytes", type=int, help="with --aggregate: what the file may have; default: 2000000")
     trace.add_argument("--out", type=Path, required=True, help="the .npz file to write")
+
+    measure = commands.add_parser("measure", help="time the layer on this GPU; a result is checked before it is timed")
+    measure.add_argument("what", choices=["ffn"], help="ffn: one gated layer, densely and by each path of the kernels")
+    measure.add_argument("--tokens", default="131072,16384,2048,64,16,1", help="numbers of tokens, with commas")
+    measure.add_argument("--active", default="29", help="mean active neurons, with commas")
+    measure.add_argument("--pattern", choices=["skewed", "even"], default="skewed", help="how activity is spread")
+    measure.add_argument("--out", type=Path, default=Path("data/bench/ffn.csv"), help="the CSV that the rows go to")
+
+    commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
     options = parser.parse_args(arguments)
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, ArithmeticError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"twell {options.command}: {message}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, LookupError, ImportError, RuntimeError, ArithmeticError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            text = error.strerror
+        print(f"twell {options.command}: {' '.join(str(text).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"twell {options.command}: interrupted", file=sys.stderr)
@@ -51,20 +69,61 @@ def _train(options: argparse.Namespace) -> None:
     from twell.train import TrainConfig, train
 
     config = TrainConfig.load(options.config, options.overrides)
-    name = f"{Path(options.config).stem}-l1-{config.l1_coefficient:g}-seed-{config.seed}"
-    train(config, options.out or Path("data") / "runs" / name, overwrite=options.overwrite)
+    levels = config.l1_coefficient if isinstance(config.l1_coefficient, list) else [config.l1_coefficient]
+    name = f"{Path(options.config).stem}-l1-{'-'.join(f'{level:g}' for level in levels)}-seed-{config.seed}"
+    train(config, options.out or Path("data") / "runs" / name, overwrite=options.overwrite, resume=options.resume)
 
 
 def _trace(options: argparse.Namespace) -> None:
     from twell import trace
 
-    if options.valid:
+    if not options.aggregate and (options.tokens, options.max_bytes) != (None, None):
+        raise ValueError("--tokens and --max-bytes belong to --aggregate; a trace keeps everything")
+    if options.out.is_dir():
+        raise IsADirectoryError(f"{options.out} is a folder; --out is the .npz file to write")
+    options.out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
+    text = options.text
+    if options.file:
+        try:
+            text = options.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.file} is not UTF-8 text: byte {error.start}") from None
+    if options.aggregate:
+        limit = trace.MAX_BYTES if options.max_bytes is None else options.max_bytes
+        say = functools.partial(print, flush=True)
+        found = trace.aggregate_run(options.run, text, options.tokens, max_bytes=limit, say=say)
+    elif options.valid:
         found = trace.trace_validation(options.run)
     else:
-        text = options.text if options.text is not None else options.file.read_text(encoding="utf-8")
-        found = trace.trace_text(*trace.load_model(options.run), text)
+        found = trace.trace_text(*trace.load_with_tokenizer(options.run), text)
     found.save(options.out)
-    print(f"{options.out}: {found.num_tokens} tokens, {found.num_layers} layers, {len(found.indices)} active neurons")
+    size = options.out.stat().st_size
+    print(f"{options.out}: {found.num_tokens} tokens, {found.num_layers} layers, {size} bytes")
+    for name, wanted in found.meta.get("reduced", {}).items():
+        print(f"to stay under {found.meta['max_bytes']} bytes: {name} {found.meta['kept'][name]} instead of {wanted}")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    from twell import measure
+
+    tokens = [int(number) for number in options.tokens.split(",")]
+    active = [float(number) for number in options.active.split(",")]
+    measure.save(measure.ffn(tokens, active, options.pattern == "skewed"), options.out)
+
+
+def _info(options: argparse.Namespace) -> None:
+    import torch
+
+    from twell import __version__, ffn, results
+
+    print(f"twell {__version__}, commit {results.commit()}")
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in results.versions().items()))
+    print(f"device: {results.device_name()}")
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        print(f"  cuda:{number}: {found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}")
+    for backend, reason in ffn.backend_status().items():
+        print(f"backend {backend}: {'on' if reason is None else 'off: ' + reason}")
 
 
 if __name__ == "__main__":

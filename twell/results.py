@@ -160,14 +160,36 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
         raise
 
 
-# --- runs ---------------------------------------------------------------------------------------
+# --- rows and runs ---------------------------------------------------------------------------------------
+
+
+def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
+    """Append measured rows to a CSV, each with device, versions, commit, command and date.
+
+    Raises ValueError when the provenance is not whole, or when the file has other columns.
+    """
+    _check_provenance(origin)
+    where = {field: origin[field] for field in ("device", "commit", "command", "date")}
+    where["versions"] = "; ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    table = pd.DataFrame([row | where for row in rows])
+    path = Path(path)
+    if path.is_file():
+        before = pd.read_csv(path)
+        if list(before.columns) != list(table.columns):
+            raise ValueError(f"{path} has the columns {list(before.columns)}; these rows have {list(table.columns)}")
+        table = pd.concat([before, table], ignore_index=True)
+    write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
+
+
+def _check_provenance(origin: dict) -> None:
+    missing = [field for field in PROVENANCE_FIELDS if not origin.get(field)]
+    if missing:
+        raise ValueError(f"provenance without {', '.join(missing)}: a result is only kept with where it came from")
 
 
 def write_run(folder: str | Path, config: dict, origin: dict) -> None:
     """Write a run's configuration and provenance. Raises ValueError when the provenance is not whole."""
-    missing = [field for field in PROVENANCE_FIELDS if not origin.get(field)]
-    if missing:
-        raise ValueError(f"provenance without {', '.join(missing)}: a result is only kept with where it came from")
+    _check_provenance(origin)
     folder = Path(folder)
     write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")

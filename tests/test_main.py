@@ -1,0 +1,270 @@
+"""What a user does wrong on the command line: one clear line each, exit status 2, and nothing overwritten."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from twell import results, trace
+from twell.__main__ import main
+from twell.ffn import backend_status
+
+SIZES = "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512 tokens=512".split()
+SMALL = [*SIZES, "vocab_size=320", "valid_tokens=512"]
+
+
+class Place:
+    """A folder with a finished run, an unfinished one with a checkpoint, and a text."""
+
+    def __init__(self, folder, run, config, text):
+        self.folder, self.config = folder, config
+        self.run = shutil.copytree(run, folder / "run")
+        self.text = shutil.copy(text, folder / "text.jsonl")
+
+    def write(self, name, data):
+        (self.folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        return str(self.folder / name)
+
+    def train(self, *overrides, config="quick"):
+        return ["train", config, *SMALL, f"source={self.text}", *overrides, "--out", str(self.folder / "new")]
+
+    def trace(self, *what, run=None):
+        return ["trace", str(run or self.run), *(what or ("--text", "ba de")), "--out", str(self.folder / "out.npz")]
+
+    def change_model(self, change):
+        change(self.run / "model")
+        return self.trace()
+
+
+def rewrite_config(**fields):
+    def change(model):
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def rewrite_tensors(edit):
+    def change(model):
+        tensors = load_file(model / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, model / "model.safetensors")
+
+    return change
+
+
+def cut(name):
+    def change(model):
+        (model / name).write_bytes((model / name).read_bytes()[:200])
+
+    return change
+
+
+def damaged_checkpoint(place):
+    run = place.folder / "stopped"
+    results.write_run(run, dataclasses.asdict(place.config), results.provenance())
+    (run / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
+    (run / "checkpoint.pt").write_bytes(b"PK half a file")
+    return ["train", str(run / "config.yaml"), "--out", str(run), "--resume"]
+
+
+def other_run(place):
+    return ["train", str(place.run / "config.yaml"), "seed=5", "--out", str(place.run), "--resume"]
+
+
+def damaged_log(place):
+    (place.run / "log.csv").write_text("step,tokens,split\n1,2")
+    return place.trace("--valid")
+
+
+MISTAKES = {
+    "unknown field": (
+        lambda p: p.train("l1_coeficient=1"),
+        r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
+    ),
+    "impossible value": (lambda p: p.train("l1_coefficient=-1"), r"l1_coefficient is -1.0; .* 0 or more"),
+    "wrong type": (lambda p: p.train("tokens=many"), r"tokens is 'many'; expected int"),
+    "not a number": (lambda p: p.train("learning_rate=.nan"), r"learning_rate is nan; it has to be more than 0"),
+    "unknown activation": (
+        lambda p: p.train("activation=gelu"),
+        r"activation 'gelu' is unknown; use one of relu, silu",
+    ),
+    "unknown backend": (lambda p: p.train("backend=cuda"), r"backend 'cuda' is unknown; use one of dense"),
+    "silu is not sparse": (
+        lambda p: p.train("activation=silu", "backend=reference"),
+        r"needs activation 'relu'; .*'silu'",
+    ),
+    "no key=value": (lambda p: p.train("fast"), r"'fast' is no override; write key=value"),
+    "heads do not divide": (lambda p: p.train("num_heads=5"), r"hidden_size 32 is no multiple of num_heads 5"),
+    "batch does not divide": (lambda p: p.train("batch_tokens=500"), r"batch_tokens 500 is no multiple of context 32"),
+    "coefficients and layers": (
+        lambda p: p.train("l1_coefficient=[1,2,3]"),
+        r"l1_coefficient has 3 entries; there are 2 layers",
+    ),
+    "checkpoint interval": (
+        lambda p: p.train("checkpoint_every=7"),
+        r"checkpoint_every 7 is no multiple of log_every 10",
+    ),
+    "vocabulary too small": (lambda p: p.train("vocab_size=100"), r"vocab_size is 100; .* at least 257"),
+    "vocabulary and tokenizer": (
+        lambda p: p.train(f"tokenizer={p.run / 'model'}", "vocab_size=300"),
+        r"the tokenizer has 320 entries; vocab_size 300 does not hold them",
+    ),
+    "no such tokenizer": (lambda p: p.train(f"tokenizer={p.folder / 'nothing'}"), r"no tokenizer at .*nothing"),
+    "no such configuration": (
+        lambda p: p.train(config="quik"),
+        r"no configuration quik: it is no file and none of .*quick",
+    ),
+    "configuration is no YAML": (lambda p: p.train(config=p.write("c.yaml", "a: [1")), r"c\.yaml is not YAML"),
+    "configuration is a list": (lambda p: p.train(config=p.write("c.yaml", "- a")), r"c\.yaml is no configuration"),
+    "no such text": (lambda p: p.train(f"source={p.folder / 'nothing.txt'}"), r"no text at .*nothing\.txt"),
+    "text is not UTF-8": (
+        lambda p: p.train("source=" + p.write("latin.txt", "café".encode("latin-1"))),
+        r"latin\.txt is not UTF-8 text: byte 3",
+    ),
+    "line is not JSON": (
+        lambda p: p.train("source=" + p.write("bad.jsonl", '{"text": "a"}\nnonsense\n')),
+        r'bad\.jsonl, line 2 is not a JSON object with a "text" field',
+    ),
+    "empty corpus": (
+        lambda p: p.train("source=" + p.write("empty.jsonl", "")),
+        r"the train part of .*empty\.jsonl is empty",
+    ),
+    "damaged xz": (
+        lambda p: p.train("source=" + p.write("bad.jsonl.xz", b"\xfd7zXZ\0 cut")),
+        r"bad\.jsonl\.xz is damaged",
+    ),
+    "damaged parquet": (
+        lambda p: p.train("source=" + p.write("bad.parquet", b"PAR1 cut")),
+        r"bad\.parquet is not a Parquet file",
+    ),
+    "stream without tokenizer": (
+        lambda p: p.train("source=hf:some/data"),
+        r"is streamed, so no tokenizer is trained on it",
+    ),
+    "no such data set": (
+        lambda p: p.train("source=hf:some/data", f"tokenizer={p.run / 'model'}"),
+        r"no data set 'some/data' for hf:some/data",
+    ),
+    "folder holds a run": (lambda p: [*p.train()[:-1], str(p.run)], r"run already holds a run; choose another folder"),
+    "folder holds something": (
+        lambda p: [*p.train()[:-1], str(p.folder), "--overwrite"],
+        r"is no run \(it has no config\.yaml\), so it is left alone",
+    ),
+    "folder is a file": (lambda p: [*p.train()[:-1], str(p.text)], r"text\.jsonl is a file; a run is a folder"),
+    "another run's folder": (other_run, r"holds a run of another configuration: seed was 0 and is 5"),
+    "damaged checkpoint": (damaged_checkpoint, r"checkpoint\.pt is damaged or cut short"),
+    "damaged log": (damaged_log, r"log\.csv has the columns .*a run's log has"),
+    "no model": (lambda p: p.trace(run=p.folder), r"holds no model: it has no config\.json"),
+    "no such model": (
+        lambda p: p.trace(run="nowhere/model"),
+        r"no model nowhere/model: it is no folder here, and the hub",
+    ),
+    "model cut short": (
+        lambda p: p.change_model(cut("model.safetensors")),
+        r"model\.safetensors is damaged or cut short",
+    ),
+    "config cut short": (lambda p: p.change_model(cut("config.json")), r"config\.json is not JSON"),
+    "weights missing": (
+        lambda p: p.change_model(lambda model: (model / "model.safetensors").unlink()),
+        r"has no model\.safetensors, which holds weights",
+    ),
+    "sizes do not match": (
+        lambda p: p.change_model(rewrite_config(intermediate_size=100)),
+        r"tensor model\.layers\.0\.mlp\.gate_proj\.weight has shape \(96, 32\); expected \(100, 32\)",
+    ),
+    "tensor missing": (
+        lambda p: p.change_model(rewrite_tensors(lambda t: t.pop("model.norm.weight"))),
+        r"the tensor model\.norm\.weight is missing",
+    ),
+    "other model": (
+        lambda p: p.change_model(rewrite_config(model_type="gpt2")),
+        r"a model of type 'gpt2'; expected a Llama",
+    ),
+    "no tokenizer": (
+        lambda p: p.change_model(lambda model: [file.unlink() for file in model.glob("tokenizer*")]),
+        r"run has no tokenizer; put tokenizer\.json beside the model",
+    ),
+    "empty text": (lambda p: p.trace("--text", ""), r"the text is empty; give at least one character"),
+    "file is not UTF-8": (
+        lambda p: p.trace("--file", p.write("latin.txt", "naïve".encode("latin-1"))),
+        r"latin\.txt is not UTF-8 text: byte 2",
+    ),
+    "measuring without a GPU": (
+        lambda p: ["measure", "ffn", "--out", str(p.folder / "b.csv")],
+        r"measuring needs a GPU, and torch sees none",
+    ),
+    "no such file": (lambda p: p.trace("--file", str(p.folder / "nothing.txt")), r"nothing\.txt"),
+}
+
+
+@pytest.fixture
+def place(tmp_path, tiny_run, tiny_config, tiny_text):
+    return Place(tmp_path, tiny_run, tiny_config, tiny_text)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def one_line(capsys, words, command):
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith(f"twell {command}: "), captured.err
+    assert re.search(words, captured.err), captured.err
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_line(mistake, place, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments, words = MISTAKES[mistake][0](place), MISTAKES[mistake][1]
+    before = contents(place.folder)
+    capsys.readouterr()
+    assert main(arguments) == 2
+    one_line(capsys, words, arguments[0])
+    assert contents(place.folder) == before
+
+
+@pytest.mark.parametrize("at", ["log.csv", "config.yaml"])
+def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if at == "log.csv":
+        monkeypatch.setattr("twell.train.open", full, raising=False)
+    else:
+        monkeypatch.setattr(results.os, "fsync", full)
+    capsys.readouterr()
+    assert main(place.train("log_every=1")) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"twell train: {place.folder / 'new' / at} could not be written: No space left on device\n"
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(place, capsys, monkeypatch):
+    assert main(place.trace()) == 0
+    before = (place.folder / "out.npz").read_bytes()
+    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert main(place.trace("--text", "other")) == 2
+    assert "out.npz could not be written: No space left on device" in capsys.readouterr().err
+    assert (place.folder / "out.npz").read_bytes() == before
+
+
+def test_commands_say_what_they_did(place, capsys):
+    assert main(place.train()) == 0
+    assert yaml.safe_load((place.folder / "new" / "config.yaml").read_text())["hidden_size"] == 32
+    assert main(place.trace()) == 0
+    found = trace.Trace.load(place.folder / "out.npz")
+    assert f"{found.num_tokens} tokens, 2 layers" in capsys.readouterr().out
+    assert np.array_equal(found.counts().sum(), len(found.indices))
+
+
+def test_info_names_versions_devices_and_backends(capsys):
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert "torch" in said and "device: " in said and "backend dense: on" in said
+    triton = backend_status()["triton"]
+    assert f"backend triton: {'on' if triton is None else 'off: ' + triton}" in said
