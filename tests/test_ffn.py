@@ -1,3 +1,6 @@
+import copy
+import sys
+
 import pytest
 import torch
 
@@ -150,7 +153,83 @@ def test_errors_name_the_value():
         SparseFFN(8, 16)(torch.zeros(2, 9))
 
 
-def test_triton_says_why_it_is_not_there():
-    assert backend_status()["dense"] is None
-    with pytest.raises(RuntimeError, match="backend 'triton' cannot be used: .*use backend='dense'"):
-        SparseFFN(8, 16, backend="triton")
+# --- the Triton backend, in Triton's interpreter where there is no GPU
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton_here = pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+
+
+@triton_here
+@pytest.mark.parametrize("path", [None, "rowwise", "union", "decode"])
+@pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
+def test_triton_computes_what_dense_does(gated, bias, path, monkeypatch):
+    from twell.kernels import ops
+
+    taken = []
+    for name, operator in list(ops.PATHS.items()):
+        monkeypatch.setitem(
+            ops.PATHS, name, lambda *t, name=name, operator=operator: taken.append(name) or operator(*t)
+        )
+    ffn = make(gated, bias, dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
+    x = torch.randn(3, 7, 32, dtype=torch.float16, device=DEVICE)
+    exact = copy.deepcopy(ffn).double()(x.double())
+    with torch.no_grad():
+        dense = ffn(x)
+        ffn.backend, ffn.path = "triton", path
+        sparse = ffn(x)
+    assert taken == [path or "decode"]
+    assert relative(sparse, exact) < max(1.25 * relative(dense, exact), 1e-3)
+
+
+@triton_here
+def test_triton_trains_and_counts_by_the_dense_path():
+    ffn = make(dtype=torch.float32, sizes=(32, 70)).to(DEVICE)
+    x = torch.randn(5, 32, device=DEVICE)
+    expected = []
+    for backend in ("dense", "triton"):
+        ffn.backend = backend
+        ffn.record = True
+        ffn.zero_grad()
+        y = ffn(x)
+        (y.sum() + ffn.l1.sum()).backward()
+        expected.append([y, ffn.l1, *ffn.stats.take(), *(p.grad for p in ffn.parameters())])
+    for dense, sparse in zip(*expected, strict=True):
+        torch.testing.assert_close(sparse, dense)
+
+
+@triton_here
+def test_the_down_weight_keeps_the_strides_of_the_kernels(tmp_path):
+    ffn = make(dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
+    state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in ffn.state_dict().items()}
+    x = torch.randn(4, 32, dtype=torch.float16, device=DEVICE)
+    ffn.backend = "triton"
+    for load in (
+        lambda: None,
+        lambda: ffn.load_state_dict(state),
+        lambda: ffn.load_state_dict(state, assign=True),
+        lambda: ffn.to(torch.float32).to(torch.float16),
+    ):
+        load()
+        assert ffn.down_proj.weight.shape == (32, 70) and ffn.down_proj.weight.stride() == (1, 32)
+        with torch.no_grad():
+            ffn(x)
+    ffn.down_proj.weight.data = ffn.down_proj.weight.data.contiguous()
+    with pytest.raises(ValueError, match=r"w_down has strides \(70, 1\), expected \(1, hidden_size\)"), torch.no_grad():
+        ffn(x)
+
+
+@triton_here
+def test_triton_refuses_other_types():
+    ffn = make(dtype=torch.float32, backend="triton", sizes=(32, 70)).to(DEVICE).eval()
+    with (
+        pytest.raises(TypeError, match=r"x has dtype torch\.float32, expected torch\.bfloat16 or torch\.float16"),
+        torch.no_grad(),
+    ):
+        ffn(torch.randn(4, 32, device=DEVICE))
+
+
+def test_backends_say_why_they_are_off(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert backend_status() == {"dense": None, "reference": None, "triton": "the package triton is not installed"}
+    with pytest.raises(RuntimeError, match="backend 'triton' cannot be used: the package triton is not installed"):
+        SparseFFN(16, 32, backend="triton")

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from twell.ffn import SparseFFN, summarize_activity
+from twell.ffn import SparseFFN, backend_status, summarize_activity
 from twell.model import (
     SparseLlamaConfig,
     SparseLlamaForCausalLM,
@@ -418,3 +418,22 @@ def test_per_layer_coefficients_and_scale_weight_the_l1_term():
     torch.testing.assert_close(output.l1, layers.mean())
     with pytest.raises(ValueError, match="l1_coefficient has 2 entries; the model has 3 layers"):
         make(l1_coefficient=[0.1, 0.2])
+
+
+@pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+def test_triton_backend_writes_the_dense_models_text(tmp_path):
+    model = make(hidden_size=64).half().eval()
+    model.save_pretrained(tmp_path)
+    x = tokens(1, 5)
+    dense = model(input_ids=x).logits
+    written = model.generate(x, max_new_tokens=4, do_sample=False)
+    sparse = load(tmp_path, backend="triton")[0]
+    assert all(ffn.down_proj.weight.stride() == (1, 64) for ffn in sparse.ffns)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(input_ids=x).logits, dense, rtol=2e-2, atol=2e-2)
+        assert torch.equal(sparse.generate(x, max_new_tokens=4, do_sample=False), written)
+    sparse.save_pretrained(tmp_path / "again")
+    again = SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")  # its configuration names the backend
+    assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (1, 64)
+    for (name, a), (_, b) in zip(again.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name

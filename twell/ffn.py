@@ -10,7 +10,8 @@ a neuron is *active* for a token where that entry is `!= 0`. Three backends comp
 
     dense      three matrix products; works for every activation
     reference  the sparse steps in plain torch (twell/reference.py): exact and slow
-    triton     the sparse steps as GPU kernels
+    triton     the sparse steps as GPU kernels (kernels/), for inference in bf16 or fp16; where gradients, the L1 term
+               or statistics are asked for it computes densely
 """
 
 from __future__ import annotations
@@ -31,8 +32,18 @@ def backend_status() -> dict[str, str | None]:
     return {
         "dense": None,
         "reference": None,
-        "triton": "the Triton kernels are not part of this version yet; use backend='dense' or 'reference'",
+        "triton": _why_no_triton(),
     }
+
+
+def _why_no_triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return "the package triton is not installed"
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        return "no GPU was found (TRITON_INTERPRET=1 runs the kernels on the CPU, for tests)"
+    return None
 
 
 class ActivityStats:
@@ -160,8 +171,10 @@ class SparseFFN(nn.Module):
         self.silenced = False  # a switch, not a hook: compiled layers do not see hooks that come later
         self.token_mask: Tensor | None = None
         self.l1: Tensor | None = None
+        self.path: str | None = None  # of the triton backend: "rowwise", "union" or "decode"; None: by number of tokens
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
         self.backend = backend
+        self.register_load_state_dict_post_hook(lambda module, _: module._keep_strides())
 
     @classmethod
     def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
@@ -196,6 +209,14 @@ class SparseFFN(nn.Module):
         if name != "dense" and self.activation != "relu":
             raise ValueError(f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}")
         self._backend = name
+        self._keep_strides()
+
+    @torch.no_grad()
+    def _keep_strides(self) -> None:
+        """Store the down weight [K, N] by neurons, strides (1, K), as the kernels read it; loading may undo that."""
+        weight = self.down_proj.weight
+        if self.backend == "triton" and not weight.t().is_contiguous():
+            weight.data = weight.t().contiguous().t()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.hidden_size:
@@ -223,13 +244,18 @@ class SparseFFN(nn.Module):
         l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32)) if with_l1 else None
         return self.down_proj(h), l1, g != 0 if with_active else None
 
-    def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
+    def _tensors(self, rows: Tensor) -> list[Tensor | None]:
+        """Arguments of a sparse layer: rows, three weights, three biases, in the type that autocast asks for."""
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         tensors = [rows, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
-        device = rows.device.type
-        if torch.is_autocast_enabled(device):
-            tensors = [None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors]
-        with torch.autocast(device, enabled=False):
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            tensors = [None if t is None else t.to(dtype) for t in tensors]
+        return tensors
+
+    def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
+        tensors = self._tensors(rows)
+        with torch.autocast(rows.device.type, enabled=False):
             if with_l1 or torch.is_grad_enabled():
                 return _ReferenceTraining.apply(*tensors)
             rows, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
@@ -240,6 +266,16 @@ class SparseFFN(nn.Module):
                 active = reference.gate_pack(rows, w_gate, b_gate)
                 y = reference.up_down(rows, active, w_up, w_down, b_up, b_down)
             return y, None, active.unpack() != 0 if with_active else None
+
+    def _triton(self, rows: Tensor, with_l1: bool, with_active: bool):
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in (rows, *self.parameters()))
+        if trains or with_l1 or with_active:
+            return self._dense(rows, with_l1, with_active)  # the kernels are for inference alone
+        from twell.kernels import ops
+
+        tensors = self._tensors(rows)
+        with torch.autocast(rows.device.type, enabled=False):
+            return ops.PATHS[self.path or ops.choose(rows.shape[0])](*tensors), None, None
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, backend={self.backend}"

@@ -120,6 +120,14 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             )
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As in transformers."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        for ffn in (loaded[0] if isinstance(loaded, tuple) else loaded).ffns:
+            ffn.backend = ffn.backend  # weights were assigned: the kernels' strides anew
+        return loaded
+
     @property
     def ffns(self) -> list[SparseFFN]:
         """The feed-forward layers in order."""

@@ -1,0 +1,105 @@
+"""A Llama whose layers run the kernels, against the same model computed densely: eager, compiled, in CUDA graphs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
+
+PATHS = [None, "rowwise", "union", "decode"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The model densely, with the kernels, and in fp32; about 2% of the neurons are active."""
+    torch.manual_seed(0)
+    config = SparseLlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        initializer_range=0.05,
+        mlp_bias=True,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    exact = SparseLlamaForCausalLM(config).cuda().eval()
+    with torch.no_grad():
+        for ffn in exact.ffns:
+            ffn.gate_proj.bias.fill_(-3.3)
+            ffn.down_proj.weight.mul_(4)
+    state = exact.state_dict()
+    dense = SparseLlamaForCausalLM(config).cuda().eval()
+    dense.load_state_dict(state)
+    sparse = SparseLlamaForCausalLM(config).cuda().eval()
+    sparse.load_state_dict(state)
+    dense, sparse = dense.bfloat16(), sparse.bfloat16()
+    sparse.set_ffn_backend("triton")
+    active = []
+    hooks = [
+        ffn.register_forward_hook(lambda f, x, _: active.append((f.activations(x[0])[0] != 0).float().mean()))
+        for ffn in dense.ffns
+    ]
+    with torch.no_grad():
+        dense(torch.randint(4096, (2, 200), device="cuda"))
+    [hook.remove() for hook in hooks]
+    assert 0.002 < torch.stack(active).mean() < 0.2
+    return exact, dense, sparse
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 57), (4, 512)], ids=str)
+@torch.no_grad()
+def test_logits_are_as_close_as_the_dense_models(models, path, shape):
+    exact, dense, sparse = models
+    x = torch.randint(4096, shape, device="cuda")
+    for ffn in sparse.ffns:
+        ffn.path = path
+    right = exact(x).logits
+    assert relative(sparse(x).logits, right) <= 1.25 * relative(dense(x).logits, right)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@torch.no_grad()
+def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
+    exact, dense, sparse = models
+    for ffn in sparse.ffns:
+        ffn.path = path
+    x = torch.randint(4096, (2, 64), device="cuda")
+    eager, right = sparse(x, use_cache=False).logits, exact(x).logits
+    torch.compiler.reset()
+    compiled = torch.compile(sparse, fullgraph=True)(x, use_cache=False).logits
+    assert relative(compiled, right) <= 1.25 * relative(dense(x).logits, right)
+    static = torch.zeros_like(x)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        sparse(static, use_cache=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sparse(static, use_cache=False).logits
+    static.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, eager)
+
+
+def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
+    _, dense, sparse = models
+    for ffn in sparse.ffns:
+        ffn.path = None
+    x = torch.randint(4096, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = dense.generate(x, **options)
+    assert expected.shape == (2, 52)
+    assert torch.equal(sparse.generate(x, **options), expected)
+    torch.compiler.reset()
+    # with a static cache transformers compiles the forward pass and captures it in CUDA graphs
+    assert torch.equal(sparse.generate(x, cache_implementation="static", **options), expected)
