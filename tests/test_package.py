@@ -16,7 +16,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def pins():
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    return {name.lower().replace("_", "-"): version for name, version in (x.split(" ;")[0].split("==") for x in lines if "==" in x)}
+    return {
+        name.lower().replace("_", "-"): version
+        for name, version in (x.split(" ;")[0].split("==") for x in lines if "==" in x)
+    }
 
 
 def requirements():
