@@ -1,0 +1,164 @@
+"""The sparse layer as PyTorch operators, one for each path, and the default choice between them.
+
+    twell::ffn_rowwise   any M; weight rows of each token's active neurons
+    twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 tokens
+    twell::ffn_decode    1 to 256 tokens; each weight row read at most once
+
+They compute the same y [M, K] for x [M, K]:
+
+    gated:      y = (relu(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T + b_down
+    non-gated:  y = relu(x w_up^T + b_up) w_down^T + b_down                          (w_gate is None)
+
+w_gate and w_up [N, K] are contiguous; w_down has the shape [K, N] and strides (1, K), so that w_down.t() is
+contiguous too. All tensors are bf16 or all fp16 and on one device. K is a multiple of 16, N at most 65,536, M
+anything; x may have any strides.
+
+The operators keep no state, never wait for the device, and give the same bits for the same call. They work
+under torch.compile(fullgraph=True), in CUDA graphs and on any stream. They are for inference: there is no
+autograd formula yet, and backward() through one raises. Non-finite values: a NaN in a row of x reaches that
+row of y alone; an inf or NaN in weights of a neuron that is inactive for a token does not reach the token,
+but w_down's may in ffn_union and ffn_decode, if another token of the same block has the neuron active.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from twell.format import MAX_COLUMNS, check_tensor
+from twell.kernels import decode, rowwise, union
+from twell.kernels.common import DTYPES, INTERPRETED
+from twell.kernels.gate import COMPRESSIONS
+
+
+def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
+    if w_up.dim() != 2:
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected [intermediate_size, hidden_size]")
+    hidden_size, intermediate_size = x.shape[1], w_up.shape[0]
+    if hidden_size % 16 or hidden_size == 0:
+        raise ValueError(f"x has hidden_size={hidden_size}, expected a multiple of 16")
+    if not 1 <= intermediate_size <= MAX_COLUMNS:
+        raise ValueError(f"w_up has intermediate_size={intermediate_size}, expected 1 to {MAX_COLUMNS}")
+    if w_gate is None and b_gate is not None:
+        raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
+    shape = intermediate_size, hidden_size
+    expected = dict(
+        w_gate=shape, w_up=shape, w_down=shape[::-1], b_gate=shape[:1], b_up=shape[:1], b_down=shape[1:]
+    )
+    given = dict(w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        check_tensor(name, tensor, expected[name], x.dtype)
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; expected one device")
+        if not (tensor.t() if name == "w_down" else tensor).is_contiguous():
+            wanted = "(1, hidden_size)" if name == "w_down" else "those of a contiguous tensor"
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected {wanted}")
+
+
+def _prepare(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
+    """x contiguous and at an address that tensor descriptors accept; refuses weights that are not."""
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise ValueError(
+            "x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)"
+        )
+    for name, w in (("w_gate", w_gate), ("w_up", w_up)):
+        if w is not None and w.data_ptr() % 16:
+            raise ValueError(f"{name} begins at address {w.data_ptr():#x}, expected a multiple of 16 bytes")
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _run(path, x, w_gate, w_up, w_down, b_gate, b_up, b_down, *options) -> Tensor:
+    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    if x.shape[0] == 0:
+        return x.new_empty(x.shape)
+    x = _prepare(x, w_gate, w_up)
+    # Triton launches on the current device, which need not be that of x.
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        return path(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, *options)
+
+
+@torch.library.custom_op("twell::ffn_rowwise", mutates_args=())
+def ffn_rowwise(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    compression: int = 8,
+) -> Tensor:
+    """The layer by rows from TwELL with tiles of 256 and 256 / `compression` words: 2, 4, 8 or 16.
+
+    Shapes, dtypes and errors: see the module. Only g is rounded on the way; u and h stay in fp32. Tiles that
+    overflow are computed again, densely, in the same launch. Paper: App. A.1.
+    """
+    return _run(rowwise.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
+
+
+@torch.library.custom_op("twell::ffn_union", mutates_args=())
+def ffn_union(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> Tensor:
+    """The layer by unions of the active neurons of 64 tokens.
+
+    Shapes, dtypes and errors: see the module; memory: see union.py. g and h are rounded, u is not.
+    """
+    return _run(union.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+
+@torch.library.custom_op("twell::ffn_decode", mutates_args=())
+def ffn_decode(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> Tensor:
+    """The layer for 1 to 256 tokens (more are done 256 at a time).
+
+    Shapes, dtypes and errors: see the module. g and h are rounded, u is not.
+    """
+    return _run(decode.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+
+@ffn_rowwise.register_fake
+def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression}, expected one of {COMPRESSIONS}")
+    return _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+
+@ffn_union.register_fake
+@ffn_decode.register_fake
+def _fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
+    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return x.new_empty(x.shape)
+
+
+PATHS = {"rowwise": ffn_rowwise, "union": ffn_union, "decode": ffn_decode}
+
+
+def choose(num_tokens: int) -> str:
+    """Name of the path in PATHS for so many tokens: "decode" up to 256, else "union".
+
+    Row-wise computation is an explicit choice: one heavy token holds up its launch.
+    """
+    return "decode" if num_tokens <= decode.MAX_TOKENS else "union"

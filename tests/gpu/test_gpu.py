@@ -1,0 +1,175 @@
+"""The kernels on a GPU at real shapes, in CUDA graphs, on streams, and compiled by Inductor."""
+
+import os
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests import fuzz
+from twell import reference
+from twell.kernels import gate, ops, union
+from twell.measure import synthetic_layer
+
+# One for all workers of pytest-xdist; it is part of every case that a failure prints.
+SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
+PATHS = sorted(ops.PATHS)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+def assert_close(y, tensors, dense_too=True):
+    """Relative RMS within the tolerance, and within 1.25 times the dense layer's."""
+    _, expected = fuzz.exact(tensors, None, None)
+    error = fuzz.relative_rms(y, expected)
+    assert error <= fuzz.TOLERANCE[y.dtype]
+    assert error <= 1.25 * fuzz.relative_rms_of_dense(tensors, expected)
+
+
+def skewed(num_tokens, hidden_size=2048, intermediate_size=5632, **options):
+    parts = synthetic_layer(num_tokens, hidden_size, intermediate_size, **{"seed": SEED, **options})
+    return dict(zip(("x", "w_gate", "w_up", "w_down"), parts, strict=True), b_gate=None, b_up=None, b_down=None)
+
+
+@pytest.mark.parametrize("shape", [(1024, 2816), (2048, 5632), (3072, 8192), (4096, 14_336), (1040, 2827)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 256, 2048])
+@pytest.mark.parametrize("path", PATHS)
+def test_skewed_layer(path, num_tokens, shape):
+    tensors = skewed(num_tokens, *shape)
+    assert_close(ops.PATHS[path](**tensors), tensors)
+
+
+@pytest.mark.parametrize("active", [1, 10, 100, 900])
+@pytest.mark.parametrize("path", PATHS)
+def test_activity(path, active):
+    tensors = skewed(1000, active=active)
+    assert_close(ops.PATHS[path](**tensors), tensors)
+
+
+@pytest.mark.parametrize("path", ["rowwise", "union"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_tokens(path, dtype):
+    tensors = skewed(16_384 - 5, dtype=dtype)
+    assert_close(ops.PATHS[path](**tensors), tensors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_integers_are_exact_at_real_shapes(path):
+    case = fuzz.Case(path, 200, 5632, 2048, pattern="heavy", values="integer", biases=True, seed=SEED)
+    assert fuzz.check(case, "cuda") == 0
+
+
+@pytest.mark.parametrize("compression", gate.COMPRESSIONS)
+@pytest.mark.parametrize("pattern", ["heavy", "tile", "full", "edges"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_overflow(gated, pattern, compression):
+    case = fuzz.Case("rowwise", 65, 8192, 2048, gated=gated, pattern=pattern, compression=compression, seed=SEED)
+    fuzz.check(case, "cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 16_384 + 7])
+def test_gate_words_are_those_of_the_format(num_tokens):
+    from twell.format import PackedTwELL
+
+    t = fuzz.layer(fuzz.Case("rowwise", num_tokens, 5632, 2048, values="integer", pattern="skewed", seed=SEED), "cuda")
+    g = torch.relu(t["x"].double() @ t["w_gate"].double().t()).to(torch.bfloat16)
+    assert torch.equal(gate.gate_words(t["x"], t["w_gate"]), PackedTwELL.pack(g).words)
+
+
+def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
+    tensors = skewed(131_072)
+    y = ops.ffn_union(**tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = ops.ffn_union(**tensors)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= union.WORKSPACE_BYTES + y.nbytes + 2**22
+    assert torch.equal(y, again)
+    monkeypatch.setattr(union, "WORKSPACE_BYTES", 2**27)
+    assert torch.equal(ops.ffn_union(**tensors), y)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_graph_replays_with_new_tokens(path):
+    tensors = skewed(64)
+    other = skewed(64, seed=SEED + 1)["x"]
+    fresh = ops.PATHS[path](**{**tensors, "x": other})
+    graph = torch.cuda.CUDAGraph()
+    static = {**tensors, "x": tensors["x"].clone()}
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = ops.PATHS[path](**static)
+    static["x"].copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, fresh)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_inductor_as_one_graph(path, mode):
+    torch.use_deterministic_algorithms(False)
+    tensors = skewed(64)
+    weights = list(tensors.values())[1:]
+
+    @torch.compile(fullgraph=True, mode=mode)
+    def residual(x):
+        return x + ops.PATHS[path](x, *weights)
+
+    expected = tensors["x"] + ops.PATHS[path](**tensors)
+    for _ in range(3):
+        torch.testing.assert_close(residual(tensors["x"]), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_two_models_on_two_streams():
+    models = [skewed(500, seed=SEED), skewed(500, 1024, 2816, seed=SEED + 1)]
+    expected = [[ops.PATHS[path](**tensors) for path in PATHS] for tensors in models]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = [[], []]
+        for i, path in enumerate(PATHS):
+            for model, (tensors, stream) in enumerate(zip(models, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    results[model].append(ops.PATHS[path](**tensors))
+                    assert len(results[model]) == i + 1
+        torch.cuda.synchronize()
+        for ours, right in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_operator_obeys_the_rules_of_operators(path):
+    torch.library.opcheck(ops.PATHS[path], (), skewed(100))
+
+
+def test_nothing_waits_for_the_device():
+    tensors = skewed(64)
+    for path in PATHS:
+        ops.PATHS[path](**tensors)
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for path in PATHS:
+            ops.PATHS[path](**tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_reference_agrees():
+    tensors = skewed(20)
+    y = reference.up_down(
+        tensors["x"], reference.gate_pack(tensors["x"], tensors["w_gate"]), tensors["w_up"], tensors["w_down"]
+    )
+    for path in PATHS:
+        assert fuzz.relative_rms(ops.PATHS[path](**tensors), y.double()) <= 5e-3

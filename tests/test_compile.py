@@ -1,0 +1,105 @@
+"""Every kernel compiles without a GPU for each architecture, as configured there, and fits its shared memory.
+
+A subprocess runs the paths as usual (K = 2048, N = 5632) on CPU tensors, with a driver that names the
+architecture and launches that compile and do not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+LIMITS = {
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
+KERNELS = {
+    "gate": {"gate_words_kernel", "gate_flags_kernel"},
+    "rowwise": {"up_down_kernel"},
+    "union": {"lists_kernel", "up_kernel", "down_kernel"},
+    "decode": {"up_kernel", "down_kernel", "sum_kernel"},
+    "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
+}
+
+
+@pytest.mark.parametrize("architecture", LIMITS)
+def test_all_kernels_compile_and_fit(architecture, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_compile", architecture],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared = json.loads(done.stdout.splitlines()[-1])
+    assert set(shared) == {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
+    assert max(shared.values()) <= LIMITS[architecture], shared
+
+
+def compile_all(architecture: str) -> dict[str, int]:
+    """Largest shared memory of each kernel, in bytes, over the ways in which it is launched."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction, driver
+
+    from twell.format import ELL, PackedTwELL
+    from twell.kernels import common, decode, pack, rowwise, union
+
+    cuda = architecture.startswith("sm_")
+    target = GPUTarget("cuda", int(architecture[3:]), 32) if cuda else GPUTarget("hip", architecture, 64)
+
+    class Driver:
+        def get_current_target(self):
+            return target
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    shared: dict[str, int] = {}
+
+    def compile_only(kernel, *args, grid, **options):
+        compiled = run(kernel, *args, grid=grid, **{**options, "warmup": True})
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
+        return compiled
+
+    run, JITFunction.run = JITFunction.run, compile_only
+    driver.set_active(Driver())
+    common.architecture = lambda device: architecture
+
+    hidden_size, intermediate_size = 2048, 5632
+    w = torch.empty(intermediate_size, hidden_size, dtype=torch.bfloat16)
+    for gated in (True, False):
+        tensors = (w if gated else None, w, w, None, None, None)
+        rowwise.ffn(torch.empty(128, hidden_size, dtype=w.dtype), *tensors, 8)
+        union.ffn(torch.empty(128, hidden_size, dtype=w.dtype), *tensors)
+        for num_tokens in (1, 64, 256):
+            decode.ffn(torch.empty(num_tokens, hidden_size, dtype=w.dtype), *tensors)
+    dense = torch.zeros(64, intermediate_size, dtype=w.dtype)
+    for sparse in (ELL.pack(dense), PackedTwELL.pack(dense)):
+        pack.unpack(sparse)
+    pack._pack(dense, 256, 32)
+    pack._pack(dense, 256, 31, words=True)
+    pack.to_union(dense)
+    return shared
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1])))

@@ -1,0 +1,448 @@
+"""The kernels at small shapes, in Triton's interpreter where there is no GPU.
+
+Exact equality where they pack and where values are small integers; close to fp64 where they sum.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests import fuzz
+from twell import format, reference
+from twell.kernels import common, decode, gate, ops, pack, rowwise, union
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One for all workers of pytest-xdist; it is part of every case that a failure prints.
+SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
+PATHS = sorted(ops.PATHS)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not common.INTERPRETED,
+        reason="the kernels were imported without TRITON_INTERPRET=1",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """torch.empty gives NaN and the largest integers, so that what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def seeds(number):
+    return pytest.mark.parametrize("seed", range(SEED, SEED + number))
+
+
+def bits(tensor):
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def integer_case(path="union", seed=SEED, **changes):
+    return replace(fuzz.Case(path, 70, 300, 48, values="integer", pattern="heavy", seed=seed), **changes)
+
+
+# The layer
+
+
+@seeds(100)
+def test_random_case(seed):
+    case = fuzz.draw(seed, large=False)
+    fuzz.check(case, DEVICE)
+
+
+@pytest.mark.parametrize("intermediate_size", [1, 70, 257, 300, 520])
+@pytest.mark.parametrize("hidden_size", [16, 48, 80, 128])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_width(path, hidden_size, intermediate_size):
+    fuzz.check(fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED), DEVICE)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 70, 130, 300])
+@pytest.mark.parametrize("path", ["union", "decode"])
+def test_every_number_of_tokens(path, num_tokens):
+    assert fuzz.check(integer_case(path, num_tokens=num_tokens, biases=True), DEVICE) == 0
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("compression", gate.COMPRESSIONS)
+@pytest.mark.parametrize("pattern", ["full", "heavy", "tile", "edges"])
+def test_overflow_is_exact(pattern, compression, gated, dtype):
+    case = integer_case(
+        "rowwise",
+        num_tokens=2,
+        pattern=pattern,
+        compression=compression,
+        gated=gated,
+        dtype=dtype,
+        biases=True,
+    )
+    assert fuzz.check(case, DEVICE) == 0
+
+
+@pytest.mark.parametrize("architecture", ["default", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_configuration(path, architecture, monkeypatch):
+    if DEVICE == "cuda":
+        pytest.skip("a GPU runs its own configuration")
+    monkeypatch.setattr(common, "architecture", lambda device: architecture)
+    assert fuzz.check(integer_case(path, num_tokens=2 if path == "rowwise" else 130, hidden_size=80), DEVICE) == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_tokens(path):
+    case = integer_case(path)
+    tensors = fuzz.layer(case, DEVICE)
+    tensors["x"] = tensors["x"][:0]
+    y = fuzz.run(case, tensors)
+    assert y.shape == (0, case.hidden_size) and y.dtype == case.dtype
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_nan_reaches_its_own_row_only(path, gated):
+    case = fuzz.Case(path, 9, 300, 48, gated=gated, pattern="skewed", seed=SEED)
+    tensors = fuzz.layer(case, DEVICE)
+    before = fuzz.run(case, tensors)
+    tensors["x"][4, 7] = float("nan")
+    after = fuzz.run(case, tensors)
+    assert after[4].isnan().all()
+    others = torch.arange(9, device=DEVICE) != 4
+    # Neurons that the NaN adds to the block hold no value for the others, but may change the order of their
+    # sums.
+    torch.testing.assert_close(after[others], before[others], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_of_inactive_neurons_do_not_matter(path, value):
+    case = integer_case(path, num_tokens=9, pattern="edges")  # only the first and the last neuron are active
+    tensors = fuzz.layer(case, DEVICE)
+    before = fuzz.run(case, tensors)
+    tensors["w_up"][1:-1] = value
+    tensors["w_down"][:, 1:-1] = value
+    assert torch.equal(fuzz.run(case, tensors), before)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
+    case = integer_case(path, num_tokens=9, pattern="edges")
+    tensors = fuzz.layer(case, DEVICE)
+    tensors["x"][:, 1] = 0
+    tensors["x"][5, 1] = 1
+    tensors["w_gate"][7, 1] = 80  # neuron 7 becomes active for token 5 only, for all the threshold of -212
+    tensors["w_gate"][7, 0] = 0
+    tensors["w_gate"][7, 2:] = 0
+    before = fuzz.run(case, tensors)
+    tensors["w_up"][7] = float("inf")
+    after = fuzz.run(case, tensors)
+    others = torch.arange(9, device=DEVICE) != 5
+    assert torch.equal(after[others], before[others])
+    assert not after[5].isfinite().any()
+
+
+def test_union_in_chunks_gives_the_same_bits(monkeypatch):
+    case = integer_case("union", num_tokens=300, values="normal")
+    tensors = fuzz.layer(case, DEVICE)
+    whole = fuzz.run(case, tensors)
+    monkeypatch.setattr(union, "WORKSPACE_BYTES", 1)
+    assert union.chunk_tokens(case.intermediate_size) == 128
+    assert torch.equal(fuzz.run(case, tensors), whole)
+
+
+@pytest.mark.parametrize("intermediate_size", [1, 2816, 5632, 65_536])
+def test_union_workspace_stays_below_its_bound(intermediate_size):
+    size = union.chunk_tokens(intermediate_size)
+    width = common.round_up(intermediate_size, 256)
+    assert size % 128 == 0
+    assert size * width * 2 * 2 + size // union.BLOCK_M * (width * 5 + 4) <= union.WORKSPACE_BYTES
+
+
+# What kernels hand on to the next
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 70, 130])
+@pytest.mark.parametrize("intermediate_size", [1, 257, 520])
+@pytest.mark.parametrize("compression", gate.COMPRESSIONS)
+@pytest.mark.parametrize("pattern", ["even", "heavy"])
+def test_gate_words_are_those_of_the_format(num_tokens, intermediate_size, compression, pattern):
+    case = integer_case(num_tokens=130, intermediate_size=intermediate_size, pattern=pattern, biases=True)
+    t = fuzz.layer(case, DEVICE)
+    x = t["x"][:num_tokens]
+    g = torch.relu(x.double() @ t["w_gate"].double().t() + t["b_gate"].double()).to(x.dtype)
+    expected = format.PackedTwELL.pack(g, compression=compression)
+    assert torch.equal(gate.gate_words(x, t["w_gate"], t["b_gate"], compression), expected.words)
+
+
+def test_gate_words_of_a_nan_row():
+    t = fuzz.layer(integer_case(nonfinite="nan"), DEVICE)
+    tiles = gate.gate_words(t["x"], t["w_gate"])[35].view(2, 32)
+    assert tiles[:, 0].tolist() == [256, 300 - 256]  # neurons beyond the last are not active, not even here
+    assert torch.equal(
+        tiles[:, 1:] & 0xFFFF, torch.arange(31, device=DEVICE) + torch.tensor([[0], [256]], device=DEVICE)
+    )
+    assert (tiles[:, 1:] >> 16).to(torch.int16).view(torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
+    tiny = torch.finfo(dtype).smallest_normal
+    x = torch.zeros(2, 16, dtype=dtype, device=DEVICE)
+    w = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
+    x[:, 0], w[:, 0] = tiny, 2.0**-30  # the product is above 0 in fp32 for fp16, and far below any bf16
+    g, flags = gate.gate_flags(x, w, None, 64)
+    assert not g[:2, :3].any() and not flags[:, :3].any()
+    assert not gate.gate_words(x, w).any()
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
+def test_gate_flags_are_those_of_any_token(num_tokens, biases):
+    case = integer_case(num_tokens=num_tokens, pattern="skewed", biases=biases)
+    t = fuzz.layer(case, DEVICE)
+    bias = t["b_gate"].double() if biases else None
+    exact = torch.relu(torch.nn.functional.linear(t["x"].double(), t["w_gate"].double(), bias))
+    g, flags = gate.gate_flags(t["x"], t["w_gate"], t["b_gate"], 64)
+    assert torch.equal(g[:num_tokens, :300].double(), exact.to(case.dtype).double())
+    for block, active in enumerate(flags[:, :300]):
+        assert torch.equal(active != 0, (exact[block * 64 : block * 64 + 64] != 0).any(0))
+
+
+@pytest.mark.parametrize("intermediate_size", [1, 256, 1500, 5000])
+@pytest.mark.parametrize("likely", [0.0, 0.01, 0.5, 1.0])
+def test_lists_are_sorted_complete_and_filled_up(intermediate_size, likely):
+    width = common.round_up(intermediate_size, 256)
+    flags = (torch.rand(3, width, device=DEVICE) < likely).to(torch.int8)
+    flags[1] = 0
+    flags[1, intermediate_size - 1] = 1
+    lists = torch.full((3, width), -1, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
+    union.lists_kernel[(3,)](flags, lists, counts, intermediate_size, width, STEP=128, CHUNK=1024)
+    for block in range(3):
+        expected = [n for n in range(intermediate_size) if flags[block, n]]
+        assert counts[block] == len(expected)
+        padding = [expected[0]] * (-len(expected) % 128) if expected else []
+        listed = expected + padding
+        assert lists[block, : len(listed)].tolist() == listed
+        assert (lists[block, len(listed) :] == -1).all()
+
+
+# Packing
+
+
+def dense_matrix(pattern, dtype, num_tokens=37, n_cols=300):
+    dense = torch.randn(num_tokens, n_cols, device=DEVICE).to(dtype)
+    likely = {"empty": 0.0, "sparse": 0.03, "half": 0.5, "full": 1.0}[pattern]
+    dense[torch.rand(num_tokens, n_cols, device=DEVICE) >= likely] = 0
+    dense[torch.rand(num_tokens, n_cols, device=DEVICE) < 0.05] *= -1  # also makes -0.0
+    if num_tokens:
+        dense[0] = 0
+        dense[num_tokens // 2] = 1.5
+        dense[-1] = 0
+        dense[-1, 0], dense[-1, -1] = float("nan"), float("-inf")
+        bits(dense)[-1, n_cols // 2] = torch.iinfo(bits(dense).dtype).max - 5  # a NaN with a payload
+    return dense
+
+
+def equal(a, b):
+    """Assert that two objects of a format hold the same bits.
+
+    b comes from the CPU: torch's deterministic assignment by index alters NaN payloads on a GPU.
+    """
+    a = a.to("cpu")
+    for name in vars(b):
+        left, right = getattr(a, name), getattr(b, name)
+        if isinstance(right, torch.Tensor):
+            assert left.dtype == right.dtype and left.shape == right.shape, name
+            assert torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)), name
+        elif isinstance(right, format.SparseRows):
+            equal(left, right)
+        else:
+            assert left == right, name
+
+
+def assert_round_trip(packed, dense):
+    back = pack.unpack(packed)
+    assert torch.equal(bits(back), bits(dense.masked_fill(dense == 0, 0)))
+
+
+shapes = pytest.mark.parametrize("shape", [(0, 5), (1, 1), (19, 300), (3, 513)], ids=str)
+patterns = pytest.mark.parametrize("pattern", ["empty", "sparse", "half", "full"])
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+@shapes
+@patterns
+@dtypes
+@pytest.mark.parametrize("tile", [(256, 8), (256, 2), (24, 3), (40, 40)], ids=str)
+def test_pack_twell(shape, pattern, dtype, tile):
+    dense = dense_matrix(pattern, dtype, *shape)
+    packed = pack.to_twell(dense, *tile)
+    equal(packed, format.TwELL.pack(dense.cpu(), *tile))
+    assert_round_trip(packed, dense)
+
+
+@shapes
+@patterns
+@pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
+@pytest.mark.parametrize("tile", [(256, 2), (256, 16), (12, 3)], ids=str)
+def test_pack_packed_twell(shape, pattern, dtype, tile):
+    dense = dense_matrix(pattern, dtype, *shape)
+    packed = pack.to_packed_twell(dense, *tile)
+    equal(packed, format.PackedTwELL.pack(dense.cpu(), *tile))
+    assert_round_trip(packed, dense)
+
+
+@shapes
+@patterns
+@dtypes
+def test_pack_ell(shape, pattern, dtype):
+    dense = dense_matrix(pattern, dtype, *shape)
+    for width in (None, shape[1] + 7):
+        packed = pack.to_ell(dense, width)
+        equal(packed, format.ELL.pack(dense.cpu(), width))
+        assert_round_trip(packed, dense)
+
+
+@shapes
+@patterns
+@dtypes
+@pytest.mark.parametrize("ell_width", [1, 16, 400])
+def test_pack_hybrid(shape, pattern, dtype, ell_width):
+    dense = dense_matrix(pattern, dtype, *shape)
+    for backup_rows in (None, shape[0]):
+        packed = pack.to_hybrid(dense, ell_width, backup_rows)
+        equal(packed, format.Hybrid.pack(dense.cpu(), ell_width, backup_rows))
+        assert_round_trip(packed, dense)
+        assert_round_trip(packed.to("cpu").transpose().to(DEVICE), dense.t())
+
+
+@shapes
+@patterns
+@dtypes
+@pytest.mark.parametrize("block_m", [1, 5, 64])
+def test_pack_union(shape, pattern, dtype, block_m):
+    dense = dense_matrix(pattern, dtype, *shape)
+    packed = pack.to_union(dense, block_m)
+    equal(packed, format.TileUnion.pack(dense.cpu(), block_m))
+    assert_round_trip(packed, dense)
+
+
+def test_packing_refuses_what_does_not_fit():
+    dense = dense_matrix("half", torch.bfloat16)
+    with pytest.raises(ValueError, match="width of 300 is needed"):
+        pack.to_ell(dense, 7)
+    with pytest.raises(format.BufferOverflow, match="backup_rows=1") as problem:
+        pack.to_hybrid(dense, 16, 1)
+    assert problem.value.needed == int(((dense != 0).sum(1) > 16).sum())
+    with pytest.raises(TypeError, match="float64"):
+        pack.to_twell(dense.double())
+    with pytest.raises(TypeError, match="float32"):
+        pack.to_packed_twell(dense.float())
+    with pytest.raises(ValueError, match="block_m=0"):
+        pack.to_union(dense, 0)
+    with pytest.raises(ValueError, match="compression=7"):
+        pack.to_twell(dense, 256, 7)
+    with pytest.raises(TypeError, match="float64"):
+        pack.unpack(format.ELL.pack(dense.double()))
+
+
+# Operators
+
+
+def test_choice():
+    assert [ops.choose(m) for m in (0, 1, 256, 257, 10**6)] == ["decode"] * 3 + ["union"] * 2
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda t: t.update(x=t["x"].float()), TypeError, "torch.float32"),
+        (lambda t: t.update(x=t["x"][0]), ValueError, r"\(48,\)"),
+        (lambda t: t.update(x=t["x"][:, :40]), ValueError, "hidden_size=40"),
+        (lambda t: t.update(w_up=t["w_up"][:, :32]), ValueError, r"w_up has shape \(300, 32\)"),
+        (lambda t: t.update(w_up=t["w_up"].half()), TypeError, "w_up has dtype torch.float16"),
+        (
+            lambda t: t.update(w_gate=t["w_gate"].t().contiguous().t()),
+            ValueError,
+            r"w_gate has strides \(1, 300\)",
+        ),
+        (lambda t: t.update(w_down=t["w_down"].contiguous()), ValueError, r"w_down has strides \(300, 1\)"),
+        (lambda t: t.update(b_up=t["b_up"][:5]), ValueError, r"b_up has shape \(5,\)"),
+        (lambda t: t.update(b_down=t["b_down"].to("meta")), ValueError, "b_down is on meta"),
+        (lambda t: t.update(w_gate=None), ValueError, "b_gate is given without w_gate"),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_operators_refuse(path, change, error, message):
+    tensors = fuzz.layer(integer_case(biases=True), DEVICE)
+    change(tensors)
+    with pytest.raises(error, match=message):
+        ops.PATHS[path](**tensors)
+
+
+def test_operators_refuse_compressions_and_addresses():
+    tensors = fuzz.layer(integer_case(), DEVICE)
+    with pytest.raises(ValueError, match="compression=3"):
+        ops.ffn_rowwise(**tensors, compression=3)
+    w = tensors["w_up"]
+    tensors["w_up"] = torch.cat([w.new_zeros(1), w.flatten()])[1:].view_as(w)
+    with pytest.raises(ValueError, match="w_up begins at address"):
+        ops.ffn_union(**tensors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_operator_obeys_the_rules_of_operators(path, gated):
+    tensors = fuzz.layer(integer_case(path, num_tokens=3, gated=gated, biases=gated), DEVICE)
+    torch.library.opcheck(ops.PATHS[path], (), tensors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_compiled_as_one_graph(path):
+    case = integer_case(path, num_tokens=3)
+    tensors = fuzz.layer(case, DEVICE)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def twice(x):
+        y = ops.PATHS[path](x, *list(tensors.values())[1:])
+        return y + 1
+
+    for rows in (3, 2):
+        x = tensors["x"][:rows]
+        assert torch.equal(twice(x), fuzz.run(case, {**tensors, "x": x}) + 1)
+
+
+def test_there_is_no_gradient():
+    tensors = fuzz.layer(integer_case(), DEVICE)
+    tensors["w_up"].requires_grad_()
+    with pytest.raises(RuntimeError, match="autograd"):
+        ops.ffn_union(**tensors).sum().backward()
+
+
+def test_rowwise_reads_what_the_reference_reads():
+    case = fuzz.Case("rowwise", 9, 300, 48, dtype=torch.float16, pattern="skewed", seed=SEED)
+    t = fuzz.layer(case, DEVICE)
+    g = reference.gate_pack(t["x"], t["w_gate"])
+    words = format.PackedTwELL.pack(g.unpack()).words
+    y = rowwise.up_down(t["x"], words, t["w_gate"], t["w_up"], t["w_down"].t(), None, None, None, 8)
+    expected = reference.up_down(t["x"], g, t["w_up"], t["w_down"])
+    torch.testing.assert_close(y, expected, rtol=2**-9, atol=1e-4)
+
+
+def test_decoding_reads_no_weights_of_idle_neurons():
+    assert decode.MAX_TOKENS == 256
+    case = integer_case("decode", num_tokens=2, pattern="empty", biases=True)
+    tensors = fuzz.layer(case, DEVICE)
+    y = fuzz.run(case, tensors)
+    assert torch.equal(y, tensors["b_down"].expand_as(y))
