@@ -26,12 +26,12 @@ def unwritten_memory_is_nan():
     torch.cuda.empty_cache()
 
 
-def assert_close(y, tensors, dense_too=True):
-    """Relative RMS within the tolerance, and within 1.25 times the dense layer's."""
+def assert_close(y, tensors):
+    """Relative RMS within the tolerance, and within 1.25 times the dense layer's where there are outputs enough to tell."""
     _, expected = fuzz.exact(tensors, None, None)
     error = fuzz.relative_rms(y, expected)
     assert error <= fuzz.TOLERANCE[y.dtype]
-    assert error <= 1.25 * fuzz.relative_rms_of_dense(tensors, expected)
+    assert y.numel() < fuzz.MANY or error <= 1.25 * fuzz.relative_rms_of_dense(tensors, expected)
 
 
 def skewed(num_tokens, hidden_size=2048, intermediate_size=5632, **options):

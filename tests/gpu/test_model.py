@@ -92,14 +92,24 @@ def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
 
 
 def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
-    _, dense, sparse = models
+    exact, dense, sparse = models
+    # With random weights the best two tokens are as good as tied; a few steps on one sequence make the model sure.
+    sequence = torch.randint(4096, (1, 64), device="cuda")
+    optimizer = torch.optim.AdamW(exact.parameters(), 5e-4)
+    exact.train()
+    for _ in range(60):
+        exact(sequence, labels=sequence).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exact.eval()
+    for model in (dense, sparse):
+        model.load_state_dict(exact.state_dict())
     for ffn in sparse.ffns:
         ffn.path = None
-    x = torch.randint(4096, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    options = {"max_new_tokens": 40, "do_sample": False}
-    expected = dense.generate(x, **options)
-    assert expected.shape == (2, 52)
-    assert torch.equal(sparse.generate(x, **options), expected)
+    options = {"max_new_tokens": 50, "do_sample": False}
+    expected = dense.generate(sequence[:, :12], **options)
+    assert (expected == sequence[:, :62]).float().mean() > 0.9  # it did learn
+    assert torch.equal(sparse.generate(sequence[:, :12], **options), expected)
     torch.compiler.reset()
     # with a static cache transformers compiles the forward pass and captures it in CUDA graphs
-    assert torch.equal(sparse.generate(x, cache_implementation="static", **options), expected)
+    assert torch.equal(sparse.generate(sequence[:, :12], cache_implementation="static", **options), expected)
