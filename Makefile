@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-RUN := TWELL_CACHE=build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python
+RUN := TWELL_CACHE=build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1 $(BIN)/python
 
 # glibc gives freed memory back at once and takes it anew; keeping it saves a fifth of a training step on a CPU.
 TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 $(RUN)

@@ -110,9 +110,7 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(
-    partial_ptr, bd_ptr, y_ptr, size, partial_size, K, num_splits, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+def sum_kernel(partial_ptr, bd_ptr, y_ptr, size, partial_size, K, num_splits, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     acc = tl.zeros((BLOCK,), tl.float32)

@@ -153,13 +153,9 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
     options = config("gate_words", x.device)
     num_column_tiles = triton.cdiv(intermediate_size, TILE_N)
-    words = torch.empty(
-        num_tokens, num_column_tiles * (TILE_N // compression), dtype=torch.int32, device=x.device
-    )
+    words = torch.empty(num_tokens, num_column_tiles * (TILE_N // compression), dtype=torch.int32, device=x.device)
     if num_tokens:
-        num_programs = min(
-            num_processors(x.device), triton.cdiv(num_tokens, options["BM"]) * num_column_tiles
-        )
+        num_programs = min(num_processors(x.device), triton.cdiv(num_tokens, options["BM"]) * num_column_tiles)
         gate_words_kernel[(num_programs,)](
             TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
             TensorDescriptor.from_tensor(w, [TILE_N, options["BK"]]),

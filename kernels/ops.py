@@ -48,9 +48,7 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> None:
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
     shape = intermediate_size, hidden_size
-    expected = dict(
-        w_gate=shape, w_up=shape, w_down=shape[::-1], b_gate=shape[:1], b_up=shape[:1], b_down=shape[1:]
-    )
+    expected = dict(w_gate=shape, w_up=shape, w_down=shape[::-1], b_gate=shape[:1], b_up=shape[:1], b_down=shape[1:])
     given = dict(w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
     for name, tensor in given.items():
         if tensor is None:
@@ -66,9 +64,7 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> None:
 def _prepare(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
     """x contiguous and at an address that tensor descriptors accept; refuses weights that are not."""
     if x.device.type == "cpu" and not INTERPRETED:
-        raise ValueError(
-            "x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)"
-        )
+        raise ValueError("x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)")
     for name, w in (("w_gate", w_gate), ("w_up", w_up)):
         if w is not None and w.data_ptr() % 16:
             raise ValueError(f"{name} begins at address {w.data_ptr():#x}, expected a multiple of 16 bytes")

@@ -103,9 +103,7 @@ def unpack_kernel(
 
 
 @triton.jit
-def flags_kernel(
-    dense_ptr, flags_ptr, M, N, block_m, MAGNITUDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
-):
+def flags_kernel(dense_ptr, flags_ptr, M, N, block_m, MAGNITUDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Whether any token of a block has a column active."""
     block = tl.program_id(1)
     columns = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -216,9 +214,7 @@ def to_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
     dense = _check_dense(dense)
     capacity = TwELL._capacity(tile_n, compression)
     values, indices, counts = _pack(dense, tile_n, capacity)
-    return TwELL(
-        values, indices, counts, *_overflow(dense, counts, capacity), dense.shape[1], tile_n, compression
-    )
+    return TwELL(values, indices, counts, *_overflow(dense, counts, capacity), dense.shape[1], tile_n, compression)
 
 
 def to_packed_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
@@ -240,9 +236,7 @@ def to_ell(dense: Tensor, width: int | None = None) -> ELL:
     longest = int(counts.max()) if num_tokens else 0
     width = longest if width is None else width
     if longest > width:
-        raise ValueError(
-            f"a row has {longest} non-zeros, more than width={width}; a width of {longest} is needed"
-        )
+        raise ValueError(f"a row has {longest} non-zeros, more than width={width}; a width of {longest} is needed")
     values, indices, counts = _pack(dense, n_cols, width)
     return ELL(values[:, 0], indices[:, 0], counts[:, 0], n_cols)
 
@@ -319,9 +313,7 @@ def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
         )
 
 
-def _scatter(
-    values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num_tiles: int, capacity: int
-) -> None:
+def _scatter(values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num_tiles: int, capacity: int) -> None:
     """Write the slots of all segments into `dense`, which is 0; words are values, indices, counts at once."""
     words = values is indices
     num_segments = dense.shape[0] * num_tiles

@@ -183,8 +183,8 @@ def test_triton_computes_what_dense_does(gated, bias, path, monkeypatch):
 
 @triton_here
 def test_triton_trains_and_counts_by_the_dense_path():
-    ffn = make(dtype=torch.float32, sizes=(32, 70)).to(DEVICE)
-    x = torch.randn(5, 32, device=DEVICE)
+    ffn = make(dtype=torch.float64, sizes=(32, 70)).to(DEVICE)
+    x = torch.randn(5, 32, dtype=torch.float64, device=DEVICE)
     expected = []
     for backend in ("dense", "triton"):
         ffn.backend = backend

@@ -422,12 +422,13 @@ def test_per_layer_coefficients_and_scale_weight_the_l1_term():
 
 @pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
 def test_triton_backend_writes_the_dense_models_text(tmp_path):
-    model = make(hidden_size=64).half().eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make(hidden_size=64).half().eval().to(device)
     model.save_pretrained(tmp_path)
-    x = tokens(1, 5)
+    x = tokens(1, 5).to(device)
     dense = model(input_ids=x).logits
     written = model.generate(x, max_new_tokens=4, do_sample=False)
-    sparse = load(tmp_path, backend="triton")[0]
+    sparse = load(tmp_path, backend="triton")[0].to(device)
     assert all(ffn.down_proj.weight.stride() == (1, 64) for ffn in sparse.ffns)
     with torch.no_grad():
         torch.testing.assert_close(sparse(input_ids=x).logits, dense, rtol=2e-2, atol=2e-2)
@@ -436,4 +437,4 @@ def test_triton_backend_writes_the_dense_models_text(tmp_path):
     again = SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")  # its configuration names the backend
     assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (1, 64)
     for (name, a), (_, b) in zip(again.state_dict().items(), model.state_dict().items(), strict=True):
-        assert torch.equal(a, b), name
+        assert torch.equal(a, b.cpu()), name

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 
+import pandas as pd
 import yaml
 from packaging.requirements import Requirement
 
@@ -59,7 +60,7 @@ def test_the_wheel_works_elsewhere(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import twell, twell.train as t; "
         "print(twell.__file__); print(sorted(f.name for f in t.CONFIGS.iterdir())); "
-        "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]"
+        "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]; import twell.kernels.ops"
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(
@@ -104,3 +105,15 @@ def test_readme_states_what_the_recorded_runs_say():
     ):
         assert words in text
     assert sparse["min_layer_active"] > 1 and list(table["status"][-2:]) == ["unused", "dead layer"]
+
+
+def test_readme_states_what_the_measured_rows_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = pd.read_csv(ROOT / "data" / "bench" / "ffn.csv").query("tokens == 131072 and pattern == 'skewed'")
+    times = rows.set_index("provider")["p50"]
+    speed = times["dense torch.compile"] / times
+    assert f"{speed['triton union']:.2f} times `torch.compile` by unions, {speed['triton rowwise']:.2f} by rows" in text
+    fuzz = pd.read_csv(ROOT / "data" / "bench" / "fuzz.csv")
+    worst = fuzz.query("dtype == 'bfloat16'")["worst_relative_rms"].max()
+    assert f"{fuzz['cases'][0]:,} random cases, worst relative RMS {worst:.1e}".replace("e-0", "e-") in text
+    assert (fuzz["failed"] == 0).all()
