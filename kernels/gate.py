@@ -49,16 +49,14 @@ def _gate_tile(
     BK: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """The tile [BM, BN] of g that begins at (row, column), in the storage type; 0 beyond column N."""
+    """The tile [BM, BN] of g that begins at (row, column), not yet rounded; 0 beyond column N but for rows with NaN."""
     acc = tl.zeros((BM, BN), tl.float32)
     columns = column + tl.arange(0, BN)
     for k in range(0, K, BK):
         acc = tl.dot(wide(x_desc.load([row, k])), wide(w_desc.load([column, k])).T, acc)
     if BIAS:
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    # Beyond column N the product is 0, but NaN in a row of x that has a NaN.
-    acc = tl.where((columns < N)[None, :], relu(acc), 0.0)
-    return narrow(acc, x_desc.dtype)
+    return relu(acc)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -82,7 +80,8 @@ def gate_words_kernel(
     for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs):
         row_tile, column_tile = _tile_of(number, num_row_tiles, num_column_tiles)
         columns = column_tile * BN + tl.arange(0, BN)
-        g = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
+        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
+        g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
         # Word 0 is the count, so the first non-zero of a row goes to word 1: its inclusive prefix sum.
         slot = tl.cumsum(active.to(tl.int32), 1)
@@ -121,14 +120,17 @@ def gate_flags_kernel(
     for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs, flatten=True):
         row_tile, column_tile = _tile_of(number, num_row_tiles, num_column_tiles)
         columns = column_tile * BN + tl.arange(0, BN)
-        g = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
-        # Rows beyond M may hold relu(bias); they are no tokens and flag nothing.
-        inside = (row_tile * BM + tl.arange(0, BM) < M)[:, None]
-        active = ((g.to(tl.float32) != 0) & inside).to(tl.int32)
-        flags = tl.max(tl.reshape(active, (BLOCKS, BLOCK_M, BN)), 1)
+        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
+        g_desc.store([row_tile * BM, column_tile * BN], narrow(acc, x_desc.dtype))
+        # Rounding keeps order, so only the largest value of a block is rounded and compared with 0. As integers values
+        # that are not negative stand in the same order, with NaN (its sign removed) above all.
+        bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if BIAS:  # rows beyond M hold relu(bias); they are no tokens and flag nothing
+            bits = tl.where((row_tile * BM + tl.arange(0, BM) < M)[:, None], bits, 0)
+        largest = tl.max(tl.reshape(bits, (BLOCKS, BLOCK_M, BN)), 1).to(tl.float32, bitcast=True)
+        flags = narrow(largest, x_desc.dtype).to(tl.float32) != 0
         blocks = row_tile * BLOCKS + tl.arange(0, BLOCKS)
         tl.store(flags_ptr + blocks.to(tl.int64)[:, None] * width + columns[None, :], flags.to(tl.int8))
-        g_desc.store([row_tile * BM, column_tile * BN], g)
 
 
 def _check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
