@@ -449,6 +449,7 @@ class _Run:
                 self.validate(step)
             if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
                 self.save_checkpoint(step)
+                self.since = time.perf_counter()  # the logged speed is that of training alone
         return self.finish()
 
     def save_checkpoint(self, step: int) -> None:
