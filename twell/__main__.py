@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -66,12 +67,20 @@ def _quiet_libraries() -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
+    from torch import distributed
+
     from twell.train import TrainConfig, train
 
     config = TrainConfig.load(options.config, options.overrides)
     levels = config.l1_coefficient if isinstance(config.l1_coefficient, list) else [config.l1_coefficient]
     name = f"{Path(options.config).stem}-l1-{'-'.join(f'{level:g}' for level in levels)}-seed-{config.seed}"
     train(config, options.out or Path("data") / "runs" / name, overwrite=options.overwrite, resume=options.resume)
+    if distributed.is_initialized():
+        # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
+        # two CPU processes), so it ends at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _trace(options: argparse.Namespace) -> None:
