@@ -50,10 +50,19 @@ def relu(value):
     return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def popcount(bits):
+    """Number of bits that are set in each int32."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
 # For each kernel the launch options of each architecture; "default" serves every other one and the
 # interpreter, and fits the 64 KiB of shared memory of gfx942. BM tokens, BN neurons (in products with w_down:
-# entries of the output), BK entries of the summed axis in one step of a product; decoding sets BM, BK of its
-# second product and the warps itself.
+# entries of the output), BK entries of the summed axis in one step of a product.
 CONFIGS: dict[str, dict[str, dict[str, int]]] = {
     # On an H200 at 16,384 tokens 128 rows took 0.87 ms, 64 took 1.06 and 32 took 1.86.
     "gate_words": {
@@ -64,8 +73,8 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_100": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
         "sm_120": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
     },
-    # 128 x 256 with three stages came within 4% of cuBLAS on an H200, 128 x 128 within 9%.
-    "gate_flags": {
+    # Tiles of 128 x 256 and 256 x 128 with three stages come within 5% of cuBLAS on an H200, smaller ones within 9%.
+    "gate_tokens": {
         "default": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
         "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
@@ -73,42 +82,78 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_100": {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
         "sm_120": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
     },
+    "gate_neurons": {
+        "default": {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_90": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "sm_100": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "sm_120": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+    },
     # Tiles that overflow: neurons at a time (registers limit them, the interpreter pays for steps).
     "rowwise": {
         "default": {"AGAIN_N": 4, "AGAIN_K": 512, "num_stages": 2},
         "cpu": {"AGAIN_N": 256, "AGAIN_K": 128, "num_stages": 2},
     },
-    "union_up": {
-        "default": {"BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_89": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_100": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_120": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
+    # By tokens in a block. PER_SM programs stay resident on each multiprocessor: many bytes have to be in flight.
+    "union_up_64": {
+        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
+        "sm_100": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
+        "sm_120": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
     },
-    "union_down": {
+    "union_up_128": {
+        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+        "sm_100": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+        "sm_120": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+    },
+    # The lists are read in the same loop as the rows they name, which takes two of the stages.
+    "union_down_64": {
         "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_100": {"BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_120": {"BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
+        "sm_80": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_90": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_100": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_120": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
     },
-    "decode_up": {
-        "default": {"BN": 16, "BK": 32, "num_stages": 2},
-        "sm_80": {"BN": 32, "BK": 64, "num_stages": 3},
-        "sm_89": {"BN": 32, "BK": 64, "num_stages": 2},
-        "sm_90": {"BN": 32, "BK": 64, "num_stages": 3},
-        "sm_100": {"BN": 32, "BK": 64, "num_stages": 3},
-        "sm_120": {"BN": 32, "BK": 64, "num_stages": 2},
+    "union_down_128": {
+        "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
+        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
+        "sm_90": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
+        "sm_100": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
+        "sm_120": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
     },
+    # By the tokens of a block: 16, or 32 and 64.
+    "decode_up_16": {
+        "default": {"BN": 16, "BK": 64, "num_warps": 2, "num_stages": 2},
+        "sm_80": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_89": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_90": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_100": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_120": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+    },
+    "decode_up_64": {
+        "default": {"BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
+        "sm_100": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
+        "sm_120": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+    },
+    # As many programs as there are multiples of BN in the outputs: 128 for 2,048.
     "decode_down": {
-        "default": {"BN": 64, "num_stages": 2},
-        "sm_80": {"BN": 128, "num_stages": 3},
-        "sm_89": {"BN": 128, "num_stages": 2},
-        "sm_90": {"BN": 128, "num_stages": 3},
-        "sm_100": {"BN": 128, "num_stages": 3},
-        "sm_120": {"BN": 128, "num_stages": 2},
+        "default": {"BN": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 5},
+        "sm_89": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
+        "sm_90": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
+        "sm_100": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
+        "sm_120": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
     },
 }
 # Architectures without a column of their own that have the shared memory of another one.

@@ -1,15 +1,16 @@
-"""The layer for 1 to 256 tokens, where time is the reading of weights: each row is read once, or not at all.
+"""The layer for 1 to 64 tokens, where time is the reading of weights: each row is read once, or not at all.
 
-Three launches, without a word to the host, so that a graph can hold them:
+Two launches, without a word to the host, so that a graph can hold them:
 
   1. Each program owns a few neurons. It reads their gate rows once for all tokens, then those of w_up whose
      neuron is active for some token (the others are masked out of the load, which then causes no traffic),
-     and leaves h = u * g with one flag per neuron.
-  2. Programs share out the outputs and the neurons. Each reads the flagged rows of w_down_t and leaves a
-     partial sum.
-  3. The partial sums are added in a fixed order, so the same call gives the same bits.
+     and leaves h = u * g with one flag per neuron. Up to four tokens are multiplied without tensor cores: their
+     tiles of 16 would be mostly padding, and loading those costs more than the arithmetic.
+  2. Each program owns 16 outputs. It turns the flags into a list of active neurons (all programs the same one, which is
+     cheaper than a launch that makes it once), reads its part of their rows of w_down_t and is done: no partial
+     sums, no third launch, and the same call gives the same bits.
 
-More than 256 tokens are done as several such blocks, each of which reads the weights again. What union.py
+More than 64 tokens are done as several such blocks, each of which reads the weights again. What union.py
 says of non-finite weights holds here, with all tokens of a call as one block.
 """
 
@@ -23,9 +24,79 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import config, launch_options, narrow, relu, round_up, wide
 
-MAX_TOKENS = 256
-# Neurons that the second kernel takes in one step; lists of flags are padded to whole steps.
-STEP = 32
+MAX_TOKENS = 64
+# Tokens that are multiplied without tensor cores.
+FEW_TOKENS = 4
+# Neurons of a program then.
+FEW_NEURONS = 1
+
+
+@triton.jit
+def _count(activity_ptr, first, M, entries, in_unions):
+    """Adds to `activity`; the first program of all adds the tokens and blocks of 64 of the call."""
+    if first:
+        tl.atomic_add(activity_ptr, tl.cast(M, tl.int64), sem="relaxed")
+        tl.atomic_add(activity_ptr + 1, tl.cast(tl.cdiv(M, 64), tl.int64), sem="relaxed")
+    tl.atomic_add(activity_ptr + 2, entries.to(tl.int64), sem="relaxed")
+    tl.atomic_add(activity_ptr + 3, in_unions.to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["N"])
+def few_up_kernel(
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    wu_ptr,
+    bu_ptr,
+    h_ptr,
+    flags_ptr,
+    activity_ptr,
+    N,
+    K,
+    M: tl.constexpr,
+    ACTIVITY: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_UP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """As up_kernel, for M tokens one after the other, with whole rows of weights in registers."""
+    neurons = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    place = neurons.to(tl.int64)[:, None] * K + k[None, :]
+    if EVEN:
+        w = tl.load(w_ptr + place).to(tl.float32)
+    else:
+        w = tl.load(w_ptr + place, mask=(neurons < N)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    flags = tl.zeros((BN,), tl.int32)
+    entries = tl.zeros((BN,), tl.int32)
+    h_ptrs = h_ptr + neurons * BM
+    for token in tl.static_range(M):
+        x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+        g = tl.sum(w * x[None, :], 1)
+        if BIAS:
+            g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
+        g = narrow(relu(g), h_ptr.dtype.element_ty)
+        active = (g.to(tl.float32) != 0) & (neurons < N)
+        tl.store(h_ptrs + token, g)
+        flags |= active.to(tl.int32)
+        entries += active.to(tl.int32)
+    tl.store(flags_ptr + neurons, flags.to(tl.int8))
+    if ACTIVITY:
+        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(entries, 0), tl.sum(flags, 0))
+    if GATED:
+        if tl.max(flags, 0) != 0:
+            wu = tl.load(wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            for token in tl.static_range(M):
+                again = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+                u = tl.sum(wu * again[None, :], 1)
+                if BIAS_UP:
+                    u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
+                h = tl.load(h_ptrs + token).to(tl.float32)
+                tl.store(h_ptrs + token, narrow(tl.where(h != 0, h * u, 0.0), h_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -37,10 +108,12 @@ def up_kernel(
     bu_ptr,
     h_ptr,
     flags_ptr,
+    activity_ptr,
     M,
     N,
     K,
     width,
+    ACTIVITY: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_UP: tl.constexpr,
@@ -48,77 +121,97 @@ def up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """h by neurons, [width, BM] for each block of tokens, and whether any token of the block has the neuron active."""
     dtype: tl.constexpr = x_desc.dtype
     first_row = tl.program_id(1) * BM
     first_neuron = tl.program_id(0) * BN
     rows = first_row + tl.arange(0, BM)
     neurons = first_neuron + tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BN, BM), tl.float32)
     for start in range(0, K, BK):
-        acc = tl.dot(wide(x_desc.load([first_row, start])), wide(w_desc.load([first_neuron, start])).T, acc)
+        acc = tl.dot(wide(w_desc.load([first_neuron, start])), wide(x_desc.load([first_row, start])).T, acc)
     if BIAS:
-        acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(acc), dtype).to(tl.float32)
     # Rows beyond M may hold relu(bias), neurons beyond N the NaN of a row of x.
-    active = (h != 0) & (rows < M)[:, None] & (neurons < N)[None, :]
-    flags = tl.max(active.to(tl.int32), 0)
-    tl.store(flags_ptr + tl.program_id(1) * width + neurons, flags.to(tl.int8))
+    active = (h != 0) & (rows < M)[None, :] & (neurons < N)[:, None]
+    flags = tl.max(active.to(tl.int32), 1)
+    place = tl.program_id(1) * width + neurons
+    tl.store(flags_ptr + place, flags.to(tl.int8))
+    if ACTIVITY:
+        SIZE: tl.constexpr = BM if BM < 64 else 64
+        in_unions = tl.max(tl.reshape(active.to(tl.int32), (BN, BM // SIZE, SIZE)), 2)
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        _count(activity_ptr, first, M, tl.sum(active.to(tl.int32)), tl.sum(in_unions))
     if GATED:
         k = tl.arange(0, BK)
         w_ptrs = wu_ptr + neurons.to(tl.int64)[:, None] * K + k[None, :]
-        u = tl.zeros((BM, BN), tl.float32)
+        u = tl.zeros((BN, BM), tl.float32)
         # Where nothing is active there is nothing to do. (Not tl.max(flags, 0): Triton 3.7 cannot compile the maximum of a
         # maximum over an accumulator in the tensor memory of sm_100.)
         for start in range(0, K * tl.max(active.to(tl.int32)), BK):
             w = tl.load(w_ptrs + start, mask=(flags != 0)[:, None] & (start + k < K)[None, :], other=0.0)
-            u = tl.dot(wide(x_desc.load([first_row, start])), wide(w).T, u)
+            u = tl.dot(wide(w), wide(x_desc.load([first_row, start])).T, u)
         if BIAS_UP:
-            u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[None, :]
+            u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
         h *= u
     h = tl.where(active, h, 0.0)
-    tl.store(h_ptr + rows[:, None] * width + neurons[None, :], narrow(h, dtype))
+    tl.store(h_ptr + place[:, None] * BM + tl.arange(0, BM)[None, :], narrow(h, dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def down_kernel(
     h_ptr,
     flags_ptr,
     wd_ptr,
-    partial_ptr,
+    bd_ptr,
+    lists_ptr,
+    y_ptr,
+    M,
     K,
     width,
-    per_split,
+    stride,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EIGHTS: tl.constexpr,
 ):
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
+    """y[BM tokens, BN outputs] in each program. Eight flags make a word of int64; `width` is a multiple of 8."""
+    block = tl.program_id(1)
+    place = tl.arange(0, EIGHTS)
+    flags = tl.load(flags_ptr + block * (width // 8) + place, mask=place < width // 8, other=0)
+    count = ((flags * 0x0101010101010101) >> 56).to(tl.int32)
+    slot = tl.cumsum(count, 0) - count
+    total = tl.sum(count, 0)
+    list_ptr = lists_ptr + (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * stride
+    for i in tl.static_range(8):
+        active = ((flags >> (8 * i)) & 1).to(tl.int32)
+        tl.store(list_ptr + slot, place * 8 + i, mask=active != 0)
+        slot += active
+    # The last step is filled up with neuron 0, whose h does not count then.
+    rest = total + tl.arange(0, BK)
+    tl.store(list_ptr + rest, tl.zeros((BK,), tl.int32), mask=rest < tl.cdiv(total, BK) * BK)
+    tl.debug_barrier()
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    first = tl.program_id(1) * per_split
     acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(first, tl.minimum(first + per_split, width), BK):
-        neurons = start + tl.arange(0, BK)
-        flags = tl.load(flags_ptr + tl.program_id(2) * width + neurons).to(tl.int32)
-        if tl.max(flags, 0) != 0:
-            h = tl.load(h_ptr + rows[:, None] * width + neurons[None, :])
-            w_ptrs = wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
-            w = tl.load(w_ptrs, mask=(flags != 0)[:, None] & (columns < K)[None, :], other=0.0)
-            acc = tl.dot(wide(h), wide(w), acc)
-    num_rows = tl.num_programs(2) * BM
-    place = (tl.program_id(1) * num_rows + rows).to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(partial_ptr + place, acc, mask=(columns < K)[None, :])
-
-
-@triton.jit
-def sum_kernel(partial_ptr, bd_ptr, y_ptr, size, partial_size, K, num_splits, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for split in range(num_splits):
-        acc += tl.load(partial_ptr + tl.cast(split, tl.int64) * partial_size + place, mask=inside, other=0.0)
+    for start in range(0, total, BK):
+        slots = start + tl.arange(0, BK)
+        neurons = tl.load(list_ptr + slots)
+        w_ptrs = wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
+        if EVEN:
+            w = tl.load(w_ptrs)
+        else:
+            w = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0)
+        h = wide(tl.load(h_ptr + (block * width + neurons)[:, None] * BM + tl.arange(0, BM)[None, :]))
+        h = tl.where((slots < total)[:, None], h, 0.0)
+        acc = tl.dot(h.T, wide(w), acc)
     if BIAS:
-        acc += tl.load(bd_ptr + place % K, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + place, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+        acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    rows = block * BM + tl.arange(0, BM)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    tl.store(y_ptr + rows[:, None] * K + columns[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
 def ffn(
@@ -129,12 +222,14 @@ def ffn(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    *,
+    activity: Tensor | None = None,
 ) -> Tensor:
-    """The layer for few tokens: y [M, K], M at least 1 and best at most 256.
+    """The layer for few tokens: y [M, K], M at least 1 and best at most 64.
 
     x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
-    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. Workspace: h, and at most 8,192
-    rows of fp32 partial sums for each 256 tokens. Ours: the paper has no kernel for decoding.
+    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
+    Workspace: h, and a list of N neurons for each 16 outputs and 64 tokens. Ours: the paper has no kernel for decoding.
     """
     num_tokens, hidden_size = x.shape
     intermediate_size = w_up.shape[0]
@@ -142,59 +237,71 @@ def ffn(
     w, b = (w_gate, b_gate) if gated else (w_up, b_up)
     block_m = min(max(triton.next_power_of_2(num_tokens), 16), MAX_TOKENS)
     num_blocks = triton.cdiv(num_tokens, block_m)
-    num_warps = 4 if block_m <= 64 else 8
-    width = round_up(intermediate_size, STEP)
-    h = x.new_empty(num_blocks * block_m, width)
-    flags = torch.empty(num_blocks, width, dtype=torch.int8, device=x.device)
-    options = config("decode_up", x.device)
-    up_kernel[(width // options["BN"], num_blocks)](
-        TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
-        TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
-        b,
-        w_up,
-        b_up,
-        h,
-        flags,
-        num_tokens,
-        intermediate_size,
-        hidden_size,
-        width,
-        GATED=gated,
-        BIAS=b is not None,
-        BIAS_UP=gated and b_up is not None,
-        BM=block_m,
-        num_warps=num_warps,
-        **options,
-    )
+    # Flags are read eight at a time, and every program writes all of its own.
+    width = round_up(intermediate_size, 64)
+    h = x.new_empty(num_blocks * width, block_m)
+    flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
+    given = dict(ACTIVITY=activity is not None, GATED=gated, BIAS=b is not None, BIAS_UP=gated and b_up is not None)
+    if num_tokens <= FEW_TOKENS:
+        block_k = triton.next_power_of_2(hidden_size)
+        few_up_kernel[(width // FEW_NEURONS,)](
+            x,
+            w,
+            b,
+            w_up,
+            b_up,
+            h,
+            flags.view(torch.int8),
+            activity,
+            intermediate_size,
+            hidden_size,
+            M=num_tokens,
+            EVEN=block_k == hidden_size and width == intermediate_size,
+            BM=block_m,
+            BN=FEW_NEURONS,
+            BK=block_k,
+            **given,
+            **launch_options(num_warps=max(block_k // 2048, 1), num_stages=1),
+        )
+    else:
+        options = config("decode_up_16" if block_m == 16 else "decode_up_64", x.device)
+        up_kernel[(width // options["BN"], num_blocks)](
+            TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
+            TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
+            b,
+            w_up,
+            b_up,
+            h,
+            flags.view(torch.int8),
+            activity,
+            num_tokens,
+            intermediate_size,
+            hidden_size,
+            width,
+            BM=block_m,
+            **given,
+            **options,
+        )
     options = config("decode_down", x.device)
-    # Few tokens: many splits, so that all multiprocessors read weights. Many: few, as partial sums are large.
-    per_split = round_up(triton.cdiv(width, max(4, 512 // block_m)), STEP)
-    num_splits = triton.cdiv(width, per_split)
-    partial = torch.empty(num_splits, len(h), hidden_size, dtype=torch.float32, device=x.device)
-    down_kernel[(triton.cdiv(hidden_size, options["BN"]), num_splits, num_blocks)](
+    num_columns = triton.cdiv(hidden_size, options["BN"])
+    stride = round_up(width, options["BK"])
+    lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=x.device)
+    y = torch.empty_like(x)
+    down_kernel[(num_columns, num_blocks)](
         h,
         flags,
         w_down_t,
-        partial,
+        b_down,
+        lists,
+        y,
+        num_tokens,
         hidden_size,
         width,
-        per_split,
-        BM=block_m,
-        BK=STEP,
-        num_warps=num_warps,
-        **options,
-    )
-    y = torch.empty_like(x)
-    sum_kernel[(triton.cdiv(y.numel(), 512),)](
-        partial,
-        b_down,
-        y,
-        y.numel(),
-        partial[0].numel(),
-        hidden_size,
-        num_splits,
+        stride,
         BIAS=b_down is not None,
-        BLOCK=512,
-        **launch_options(num_warps=4, num_stages=1),
+        EVEN=hidden_size % options["BN"] == 0,
+        BM=block_m,
+        EIGHTS=triton.next_power_of_2(width // 8),
+        **options,
     )
     return y

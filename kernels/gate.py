@@ -4,10 +4,11 @@ x is [M, K] and w [N, K], both row-major, with K a multiple of 16; M and N are f
 w_up. A fixed number of programs stays resident and takes tiles in turn. Operands come through tensor
 descriptors, which give zeros outside the matrices, so the product itself needs no masks. Two epilogues:
 
-  gate_words  packs each row of a tile as TwELL (twell.format.PackedTwELL); a tile of the matmul is one of the
-              format too.
-  gate_flags  stores g dense, and for each block of tokens and each neuron whether any of the tokens has it
-              active.
+  gate_bits   stores g dense, by tokens or by neurons (transposed), and one bit an entry that says whether it is active.
+              32 bits make a word by one sum in registers, so this costs a few percent of the product; the lists of both
+              fast paths are made from these words.
+  gate_words  packs each row of a tile as TwELL (twell.format.PackedTwELL), as in the paper; a tile of the matmul is
+              one of the format too. The scan and the scattered stores cost more than half of the product.
 """
 
 from __future__ import annotations
@@ -40,22 +41,29 @@ def _gate_tile(
     x_desc,
     w_desc,
     b_ptr,
-    row,
-    column,
+    token,
+    neuron,
     N,
     K,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BIAS: tl.constexpr,
+    BY_NEURON: tl.constexpr,
 ):
-    """The tile [BM, BN] of g that begins at (row, column), not yet rounded; 0 beyond column N but for rows with NaN."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    columns = column + tl.arange(0, BN)
+    """The tile of g, not yet rounded, that begins at (token, neuron): [BM, BN], or [BN, BM] if BY_NEURON.
+
+    0 beyond neuron N but for tokens with NaN.
+    """
+    acc = tl.zeros((BN, BM) if BY_NEURON else (BM, BN), tl.float32)
+    neurons = neuron + tl.arange(0, BN)
     for k in range(0, K, BK):
-        acc = tl.dot(wide(x_desc.load([row, k])), wide(w_desc.load([column, k])).T, acc)
+        x = wide(x_desc.load([token, k]))
+        w = wide(w_desc.load([neuron, k]))
+        acc = tl.dot(w, x.T, acc) if BY_NEURON else tl.dot(x, w.T, acc)
     if BIAS:
-        acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
+        acc += b[:, None] if BY_NEURON else b[None, :]
     return relu(acc)
 
 
@@ -80,7 +88,7 @@ def gate_words_kernel(
     for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs):
         row_tile, column_tile = _tile_of(number, num_row_tiles, num_column_tiles)
         columns = column_tile * BN + tl.arange(0, BN)
-        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
+        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS, False)
         g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
         # Word 0 is the count, so the first non-zero of a row goes to word 1: its inclusive prefix sum.
@@ -97,40 +105,51 @@ def gate_words_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "N"])
-def gate_flags_kernel(
+def gate_bits_kernel(
     x_desc,
     w_desc,
     b_ptr,
     g_desc,
-    flags_ptr,
+    bits_ptr,
+    zero_ptr,
     M,
     N,
     K,
-    width,
+    bits_stride,
     num_programs,
+    ZERO: tl.constexpr,
     BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BY_NEURON: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    num_row_tiles = tl.cdiv(M, BM)
-    num_column_tiles = tl.cdiv(N, BN)
-    BLOCKS: tl.constexpr = BM // BLOCK_M
-    for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs, flatten=True):
-        row_tile, column_tile = _tile_of(number, num_row_tiles, num_column_tiles)
-        columns = column_tile * BN + tl.arange(0, BN)
-        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS)
-        g_desc.store([row_tile * BM, column_tile * BN], narrow(acc, x_desc.dtype))
-        # Rounding keeps order, so only the largest value of a block is rounded and compared with 0. As integers values
-        # that are not negative stand in the same order, with NaN (its sign removed) above all.
-        bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if BIAS:  # rows beyond M hold relu(bias); they are no tokens and flag nothing
-            bits = tl.where((row_tile * BM + tl.arange(0, BM) < M)[:, None], bits, 0)
-        largest = tl.max(tl.reshape(bits, (BLOCKS, BLOCK_M, BN)), 1).to(tl.float32, bitcast=True)
-        flags = narrow(largest, x_desc.dtype).to(tl.float32) != 0
-        blocks = row_tile * BLOCKS + tl.arange(0, BLOCKS)
-        tl.store(flags_ptr + blocks.to(tl.int64)[:, None] * width + columns[None, :], flags.to(tl.int8))
+    if ZERO:
+        if tl.program_id(0) == 0:
+            tl.store(zero_ptr, 0)
+    num_token_tiles = tl.cdiv(M, BM)
+    num_neuron_tiles = tl.cdiv(N, BN)
+    ROWS: tl.constexpr = BN if BY_NEURON else BM
+    WORDS: tl.constexpr = (BM if BY_NEURON else BN) // 32
+    for number in tl.range(tl.program_id(0), num_token_tiles * num_neuron_tiles, num_programs, flatten=True):
+        token_tile, neuron_tile = _tile_of(number, num_token_tiles, num_neuron_tiles)
+        token, neuron = token_tile * BM, neuron_tile * BN
+        acc = _gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BIAS, BY_NEURON)
+        g = narrow(acc, x_desc.dtype)
+        row, column = (neuron, token) if BY_NEURON else (token, neuron)
+        g_desc.store([row, column], g)
+        active = (g.to(tl.uint16, bitcast=True).to(tl.int32) & 0x7FFF) != 0  # not 0 and not -0
+        place = tl.arange(0, 32)[None, None, :]
+        bits = tl.sum(tl.reshape(active.to(tl.int32), (ROWS, WORDS, 32)) << place, 2)
+        # What is beyond the last column may hold relu(bias) or NaN, and is not active.
+        words = column // 32 + tl.arange(0, WORDS)
+        inside = (M if BY_NEURON else N) - words * 32
+        bits &= tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)[None, :]
+        rows = row + tl.arange(0, ROWS)
+        if BY_NEURON:
+            tl.store(bits_ptr + words.to(tl.int64)[None, :] * bits_stride + rows[:, None], bits)
+        else:
+            tl.store(bits_ptr + rows.to(tl.int64)[:, None] * bits_stride + words[None, :], bits)
 
 
 def _check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
@@ -175,35 +194,49 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
     return words
 
 
-def gate_flags(x: Tensor, w: Tensor, b: Tensor | None, block_m: int) -> tuple[Tensor, Tensor]:
-    """relu(x w^T + b) dense, and which neurons are active for any token of each block of `block_m`.
+def gate_bits(
+    x: Tensor, w: Tensor, b: Tensor | None, *, by_neuron: bool, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """relu(x w^T + b) dense, by tokens or by neurons, and a bit for each entry: whether it is active.
 
-    x [M, K], w [N, K] contiguous, b [N] or None, all bf16 or all fp16; M at least 1. Returns g [rows, width]
-    in x.dtype and flags [rows / block_m, width] int8. rows is M rounded up to whole tiles, width N rounded up
-    to a multiple of 256; what is beyond column N is anything, what is beyond row M flags nothing. Raises
-    ValueError for shapes that do not fit. Ours: the paper packs each row (App. A.1).
+    x [M, K], w [N, K] contiguous, b [N] or None, all bf16 or all fp16; M at least 1. Returns g in x.dtype and the
+    bits, 32 to a word of int32, the lowest first:
+
+        by tokens    g [M, width], bits [tokens, words]: bit i of bits[m, j] is neuron 32 j + i of token m
+        by neurons   g [N, tokens], bits [tokens / 32, width]: bit i of bits[j, n] is token 32 j + i of neuron n
+
+    with `tokens` M rounded up to whole tiles (by neurons at least to a multiple of 128), and width >= N. Bits of columns
+    outside x or w are 0; other entries outside may be anything. The first entry of `zero` is set to 0 on the way, which
+    saves its owner a launch. Raises ValueError for shapes that do not fit. Ours: the paper packs each row at once
+    (App. A.1), which costs more than these words and one more pass.
     """
     _check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
-    options = config("gate_flags", x.device)
-    rows, width = round_up(num_tokens, options["BM"]), round_up(intermediate_size, 256)
-    g = x.new_empty(rows, width)
-    flags = torch.empty(rows // block_m, width, dtype=torch.int8, device=x.device)
-    num_tiles = rows // options["BM"] * triton.cdiv(intermediate_size, options["BN"])
+    options = config("gate_neurons" if by_neuron else "gate_tokens", x.device)
+    tokens, width = round_up(num_tokens, options["BM"]), round_up(intermediate_size, 256)
+    if by_neuron:
+        g, block = x.new_empty(intermediate_size, tokens), [options["BN"], options["BM"]]
+        bits = torch.empty(tokens // 32, width, dtype=torch.int32, device=x.device)
+    else:
+        g, block = x.new_empty(num_tokens, width), [options["BM"], options["BN"]]
+        bits = torch.empty(tokens, width // 32, dtype=torch.int32, device=x.device)
+    num_tiles = triton.cdiv(num_tokens, options["BM"]) * triton.cdiv(intermediate_size, options["BN"])
     num_programs = min(num_processors(x.device), num_tiles)
-    gate_flags_kernel[(num_programs,)](
+    gate_bits_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
         TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
         b,
-        TensorDescriptor.from_tensor(g, [options["BM"], options["BN"]]),
-        flags,
+        TensorDescriptor.from_tensor(g, block),
+        bits,
+        zero,
         num_tokens,
         intermediate_size,
         hidden_size,
-        width,
+        bits.shape[1],
         num_programs,
+        ZERO=zero is not None,
         BIAS=b is not None,
-        BLOCK_M=block_m,
+        BY_NEURON=by_neuron,
         **options,
     )
-    return g, flags
+    return g, bits

@@ -1,8 +1,9 @@
-"""The sparse layer as PyTorch operators, one for each path, and the default choice between them.
+"""The layer as PyTorch operators: one for each sparse path, one dense, and the default choice between the sparse ones.
 
     twell::ffn_rowwise   any M; weight rows of each token's active neurons
-    twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 tokens
-    twell::ffn_decode    1 to 256 tokens; each weight row read at most once
+    twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 or 128 tokens
+    twell::ffn_decode    1 to 64 tokens; each weight row read at most once
+    twell::ffn_dense     any M; all weights, for layers that are not sparse enough
 
 They compute the same y [M, K] for x [M, K]:
 
@@ -13,11 +14,17 @@ w_gate and w_up [N, K] are contiguous; w_down has the shape [K, N] and strides (
 contiguous too. All tensors are bf16 or all fp16 and on one device. K is a multiple of 16, N at most 65,536, M
 anything; x may have any strides.
 
+`run` computes the same by the name of a path. Called eagerly it leaves out PyTorch's dispatcher, whose bookkeeping takes
+as long as a small layer, and the sparse paths then count what they see where they are given `activity`, an int64
+tensor [4] on x's device: each call adds its tokens, its blocks of 64 consecutive tokens (a last one that is not full is
+one), the active neurons of each token, and the neurons that any token of each block has active.
+
 The operators keep no state, never wait for the device, and give the same bits for the same call. They work
 under torch.compile(fullgraph=True), in CUDA graphs and on any stream. They are for inference: there is no
 autograd formula yet, and backward() through one raises. Non-finite values: a NaN in a row of x reaches that
 row of y alone; an inf or NaN in weights of a neuron that is inactive for a token does not reach the token,
-but w_down's may in ffn_union and ffn_decode, if another token of the same block has the neuron active.
+but w_down's may in ffn_union and ffn_decode, if another token of the same block has the neuron active, and any
+may in ffn_dense.
 """
 
 from __future__ import annotations
@@ -28,12 +35,12 @@ import torch
 from torch import Tensor
 
 from twell.format import MAX_COLUMNS, check_tensor
-from twell.kernels import decode, rowwise, union
+from twell.kernels import decode, dense, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED
 from twell.kernels.gate import COMPRESSIONS
 
 
-def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> None:
+def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
     if x.dtype not in DTYPES:
@@ -59,6 +66,10 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> None:
         if not (tensor.t() if name == "w_down" else tensor).is_contiguous():
             wanted = "(1, hidden_size)" if name == "w_down" else "those of a contiguous tensor"
             raise ValueError(f"{name} has strides {tensor.stride()}, expected {wanted}")
+    if activity is not None and (activity.dtype, tuple(activity.shape)) != (torch.int64, (4,)):
+        raise ValueError(f"activity is {activity.dtype} {tuple(activity.shape)}, expected torch.int64 (4,)")
+    if activity is not None and activity.device != x.device:
+        raise ValueError(f"activity is on {activity.device} and x on {x.device}; expected one device")
 
 
 def _prepare(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
@@ -72,14 +83,14 @@ def _prepare(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _run(path, x, w_gate, w_up, w_down, b_gate, b_up, b_down, *options) -> Tensor:
-    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+def _run(path, x, w_gate, w_up, w_down, b_gate, b_up, b_down, **options) -> Tensor:
+    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     x = _prepare(x, w_gate, w_up)
     # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        return path(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, *options)
+        return path(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, **options)
 
 
 @torch.library.custom_op("twell::ffn_rowwise", mutates_args=())
@@ -91,14 +102,16 @@ def ffn_rowwise(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    compression: int = 8,
+    compression: int = 1,
 ) -> Tensor:
-    """The layer by rows from TwELL with tiles of 256 and 256 / `compression` words: 2, 4, 8 or 16.
+    """The layer by rows: each token's active neurons, one after the other.
 
-    Shapes, dtypes and errors: see the module. Only g is rounded on the way; u and h stay in fp32. Tiles that
-    overflow are computed again, densely, in the same launch. Paper: App. A.1.
+    With `compression` 1 these are listed whole, which is the fastest. 2, 4, 8 and 16 read TwELL as the paper's gate packs
+    it, with tiles of 256 neurons and 256 / `compression` words; tiles that overflow are computed again, densely, in
+    the same launch. Shapes, dtypes and errors: see the module. Only g is rounded on the way; u and h stay in
+    fp32. Paper: App. A.1.
     """
-    return _run(rowwise.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
+    return _run(rowwise.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression=compression)
 
 
 @torch.library.custom_op("twell::ffn_union", mutates_args=())
@@ -111,7 +124,7 @@ def ffn_union(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """The layer by unions of the active neurons of 64 tokens.
+    """The layer by unions of the active neurons of 64 or 128 tokens.
 
     Shapes, dtypes and errors: see the module; memory: see union.py. g and h are rounded, u is not.
     """
@@ -128,32 +141,73 @@ def ffn_decode(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """The layer for 1 to 256 tokens (more are done 256 at a time).
+    """The layer for 1 to 64 tokens (more are done 64 at a time).
 
     Shapes, dtypes and errors: see the module. g and h are rounded, u is not.
     """
     return _run(decode.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
 
 
+@torch.library.custom_op("twell::ffn_dense", mutates_args=())
+def ffn_dense(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> Tensor:
+    """The layer by dense products; it looks for no zeros and so counts nothing.
+
+    Shapes, dtypes and errors: see the module; memory: see dense.py. g, u and h are rounded.
+    """
+    return _run(dense.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+
 @ffn_rowwise.register_fake
-def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression}, expected one of {COMPRESSIONS}")
+def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=1):
+    if compression not in (1, *COMPRESSIONS):
+        raise ValueError(f"compression={compression}, expected 1 or one of {COMPRESSIONS}")
     return _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
 
 
 @ffn_union.register_fake
 @ffn_decode.register_fake
+@ffn_dense.register_fake
 def _fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
     _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return x.new_empty(x.shape)
 
 
+def takes(x: Tensor, intermediate_size: int) -> bool:
+    """Whether the operators compute layers of N = `intermediate_size` for an x [M, K] of this device, dtype and K."""
+    here = x.is_cuda or (bool(INTERPRETED) and x.device.type == "cpu")
+    return here and x.dtype in DTYPES and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
+
+
+# The sparse ones.
 PATHS = {"rowwise": ffn_rowwise, "union": ffn_union, "decode": ffn_decode}
 
 
+def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None = None) -> Tensor:
+    """y [M, K] by a path of PATHS or "dense", for x and the six other tensors of the operators; no gradients.
+
+    `activity` (see the module; dense ignores it) is for eager calls: raises ValueError under torch.compile.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        if activity is not None:
+            raise ValueError("activity cannot be counted under torch.compile")
+        return (ffn_dense if path == "dense" else PATHS[path])(x, *tensors)
+    options = {"compression": 1} if path == "rowwise" else {}
+    if activity is not None and path != "dense":
+        options["activity"] = activity
+    kernels = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
+    return _run(kernels[path], x, *tensors, **options)
+
+
 def choose(num_tokens: int) -> str:
-    """Name of the path in PATHS for so many tokens: "decode" up to 256, else "union".
+    """Name of the sparse path for so many tokens: "decode" up to 64, else "union".
 
     Row-wise computation is an explicit choice: one heavy token holds up its launch.
     """

@@ -1,16 +1,20 @@
-"""The layer for many tokens: blocks of 64 tokens share one list, the union of their active neurons.
+"""The layer for many tokens: blocks of 64 or 128 tokens share one list, the union of their active neurons.
 
-Tokens that stand together activate many of the same neurons. For each block the gate flags the neurons that
-any token has active; these become a sorted list; then two ordinary tensor-core products gather the listed
-weight rows: u = x Wu[union], h = u * g, y = h Wd[union]. Products at entries that are inactive for a token
-are computed and set to exactly 0. There are no slots, so there is no overflow: a list may hold all N neurons,
-and a heavy token costs its block no more than the neurons it adds.
+Tokens that stand together activate many of the same neurons. The gate leaves g by neurons and a bit for each
+entry; for each block the neurons that any token has active become a sorted list; then two ordinary tensor-core
+products gather the listed weight rows: u^T = Wu[union] x^T, h^T = u^T * g^T[union], y = h Wd[union]. With g and h
+by neurons, a block's part of a neuron's row is one contiguous line, so that gathering it costs no more than
+reading it. Products at entries that are inactive for a token are computed and set to exactly 0. There are no
+slots, so there is no overflow: a list may hold all N neurons, and a heavy token costs its block no more than the
+neurons it adds.
 
-Memory. Lists are padded to whole steps of the products (with a neuron of the list and h = 0), so that loads
-need no masks. g and h take 2 bytes each for every token and neuron (N rounded up to 256), lists and flags 5
-bytes for every block and neuron. So that the longest lists fit without asking the device how long they are,
-tokens are processed in chunks whose workspace stays below WORKSPACE_BYTES (or in chunks of 128 tokens, where
-not even these do).
+The lists are cut into tiles of equal length, and resident programs take these from one queue: blocks differ in
+their number of tiles by ten times and more.
+
+Memory. Lists are padded to whole tiles (with a neuron of the list and h = 0), so that loads need no masks. g and
+h take 2 bytes each for every token and neuron (N rounded up to 256), bits and lists up to 9 / 64 more. So that the
+longest lists fit without asking the device how long they are, tokens are processed in chunks whose workspace
+stays below WORKSPACE_BYTES (or in chunks of 256 tokens, where not even these do).
 
 Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or NaN in w_up does not reach
 tokens for which its neuron is inactive; in w_down it may reach the other tokens of the block, where h is 0,
@@ -25,33 +29,75 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import config, launch_options, narrow, wide
-from twell.kernels.gate import gate_flags
+from twell.kernels.common import config, launch_options, narrow, num_processors, popcount, round_up, wide
+from twell.kernels.gate import gate_bits
 
-# On an H200 at 131,072 tokens blocks of 64 took 2.95 ms for both products, blocks of 128 took 3.28.
-BLOCK_M = 64
 # Less than a dense layer keeps at 131,072 tokens for one of g, u and h with N = 5632.
 WORKSPACE_BYTES = 2**30
+# Up to so many tokens blocks of 128 are faster on an H200, which then has no more than a few tiles for each program
+# (2,048 tokens: 146 us instead of 157); with more, blocks of 64 read fewer rows for each token (131,072: 6.9 ms
+# instead of 7.1, and 9.4 instead of 10.8 where activity is even).
+FEW_TOKENS = 16_384
 
 
-@triton.jit(do_not_specialize=["N"])
-def lists_kernel(flags_ptr, lists_ptr, counts_ptr, N, width, STEP: tl.constexpr, CHUNK: tl.constexpr):
-    """Turns a block's flags into its sorted list and fills up the last step with the list's first neuron."""
+def block_tokens(num_tokens: int) -> int:
+    """Tokens that share a list."""
+    return 128 if num_tokens <= FEW_TOKENS else 64
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def lists_kernel(
+    bits_ptr,
+    lists_ptr,
+    counts_ptr,
+    tiles_ptr,
+    activity_ptr,
+    M,
+    N,
+    width,
+    max_tiles,
+    ACTIVITY: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A block's list: sorted, its last tile filled up with the first neuron; and its tiles, appended to the queue.
+
+    The queue begins with its length; a tile is block * max_tiles + number. Its order differs from run to run, which no
+    result depends on.
+    """
     block = tl.program_id(0)
-    flags_ptr += block.to(tl.int64) * width
+    words = (block * WORDS + tl.arange(0, WORDS)).to(tl.int64)
     lists_ptr += block.to(tl.int64) * width
     total = 0
     first = N
+    entries = 0
+    in_unions = 0
     for start in range(0, N, CHUNK):
         neurons = start + tl.arange(0, CHUNK)
-        active = tl.load(flags_ptr + neurons, mask=neurons < N, other=0).to(tl.int32)
+        bits = tl.load(bits_ptr + words[:, None] * width + neurons[None, :], mask=(neurons < N)[None, :], other=0)
+        some = (bits != 0).to(tl.int32)
+        active = tl.max(some, 0)
         place = total + tl.cumsum(active, 0) - active
         tl.store(lists_ptr + place, neurons, mask=active != 0)
         total += tl.sum(active, 0)
         first = tl.minimum(first, tl.min(tl.where(active != 0, neurons, N), 0))
+        if ACTIVITY:
+            entries += tl.sum(popcount(bits))
+            in_unions += tl.sum(tl.max(tl.reshape(some, (WORDS // 2, 2, CHUNK)), 1))
     tl.store(counts_ptr + block, total)
     place = total + tl.arange(0, STEP)
-    tl.store(lists_ptr + place, tl.zeros((STEP,), tl.int32) + first, mask=place < tl.cdiv(total, STEP) * STEP)
+    num_tiles = tl.cdiv(total, STEP)
+    tl.store(lists_ptr + place, tl.zeros((STEP,), tl.int32) + first, mask=place < num_tiles * STEP)
+    place = 1 + tl.atomic_add(tiles_ptr, num_tiles, sem="relaxed")
+    for tile in range(0, num_tiles):
+        tl.store(tiles_ptr + place + tile, block * max_tiles + tile)
+    if ACTIVITY:
+        if block == 0:
+            tl.atomic_add(activity_ptr, M.to(tl.int64), sem="relaxed")
+            tl.atomic_add(activity_ptr + 1, tl.cdiv(M, 64).to(tl.int64), sem="relaxed")
+        tl.atomic_add(activity_ptr + 2, entries.to(tl.int64), sem="relaxed")
+        tl.atomic_add(activity_ptr + 3, in_unions.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -63,8 +109,12 @@ def up_kernel(
     h_ptr,
     lists_ptr,
     counts_ptr,
+    tiles_ptr,
+    tokens,
     width,
     K,
+    max_tiles,
+    num_programs,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -72,36 +122,39 @@ def up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """h over the union, [BM, BN] of it in each program: u * g, in a non-gated layer g gathered."""
-    block = tl.program_id(1)
-    places = tl.program_id(0) * BN + tl.arange(0, BN)
-    count = tl.load(counts_ptr + block)
-    if tl.program_id(0) * BN < count:
-        neurons = tl.load(lists_ptr + block.to(tl.int64) * width + places)
-        rows = (block * BM + tl.arange(0, BM)).to(tl.int64)[:, None] * width
-        h = tl.load(g_ptr + rows + neurons[None, :]).to(tl.float32)
-        active = (h != 0) & (places < count)[None, :]
+    """h over the unions, by neurons: u * g for BN neurons of a block's list at a time, non-gated a copy of g."""
+    k = tl.arange(0, BK)
+    columns = tl.arange(0, BM)
+    for number in range(tl.program_id(0), tl.load(tiles_ptr), num_programs):
+        tile = tl.load(tiles_ptr + 1 + number)
+        block = tile // max_tiles
+        places = tile % max_tiles * BN + tl.arange(0, BN)
+        count = tl.load(counts_ptr + block)
+        neurons = tl.load(lists_ptr + block.to(tl.int64) * width + places).to(tl.int64)
         if GATED:
-            k = tl.arange(0, BK)
-            w_ptrs = wu_ptr + neurons.to(tl.int64)[:, None] * K + k[None, :]
-            acc = tl.zeros((BM, BN), tl.float32)
+            w_ptrs = wu_ptr + neurons[:, None] * K + k[None, :]
+            u = tl.zeros((BN, BM), tl.float32)
             for start in range(0, K, BK):
                 if EVEN:
                     w = tl.load(w_ptrs + start)
                 else:
                     w = tl.load(w_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
-                acc = tl.dot(wide(x_desc.load([block * BM, start])), wide(w).T, acc)
+                u = tl.dot(wide(w), wide(x_desc.load([block * BM, start])).T, u)
             if BIAS:
-                acc += tl.load(bu_ptr + neurons).to(tl.float32)[None, :]
-            h *= acc
+                u += tl.load(bu_ptr + neurons).to(tl.float32)[:, None]
+        h = tl.load(g_ptr + neurons[:, None] * tokens + (block * BM + columns)[None, :]).to(tl.float32)
+        active = (h != 0) & (places < count)[:, None]
+        if GATED:
+            h *= u
         # u may be infinite where the token is inactive, and 0 * inf is NaN: select, do not multiply.
         h = tl.where(active, h, 0.0)
-        tl.store(h_ptr + rows + places[None, :], narrow(h, h_ptr.dtype.element_ty))
+        h_ptrs = h_ptr + (block.to(tl.int64) * width + places)[:, None] * BM + columns[None, :]
+        tl.store(h_ptrs, narrow(h, h_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["M"])
 def down_kernel(
-    h_ptr,
+    h_desc,
     wd_ptr,
     bd_ptr,
     lists_ptr,
@@ -122,24 +175,58 @@ def down_kernel(
     columns = tl.program_id(0) % num_columns * BN + tl.arange(0, BN)
     count = tl.load(counts_ptr + block)
     list_ptr = lists_ptr + block.to(tl.int64) * width
-    rows = block * BM + tl.arange(0, BM)
-    h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * width
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, count, BK):
-        places = start + tl.arange(0, BK)
-        neurons = tl.load(list_ptr + places)
-        h = tl.load(h_ptrs + places[None, :])
-        w_ptrs = wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
+        neurons = tl.load(list_ptr + start + tl.arange(0, BK)).to(tl.int64)
+        w_ptrs = wd_ptr + neurons[:, None] * K + columns[None, :]
         if EVEN:
             w = tl.load(w_ptrs)
         else:
             w = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0)
-        acc = tl.dot(wide(h), wide(w), acc)
+        acc = tl.dot(wide(h_desc.load([block * width + start, 0])).T, wide(w), acc)
     if BIAS:
         acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    rows = block * BM + tl.arange(0, BM)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
     y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+
+
+def make_lists(
+    bits: Tensor,
+    tiles: Tensor,
+    num_tokens: int,
+    intermediate_size: int,
+    block_m: int,
+    step: int,
+    activity: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Lists and counts from the bits that `gate_bits` left by neurons; appends to the queue of tiles.
+
+    Returns lists [blocks, width] int32, of which the first counts[block], rounded up to a multiple of `step`, are set,
+    and counts [blocks] int32. tiles [1 + blocks * ceil(N / step)] int32 begins with the number that follow, 0 at first.
+    """
+    num_blocks, width = triton.cdiv(num_tokens, block_m), bits.shape[1]
+    lists = torch.empty(num_blocks, width, dtype=torch.int32, device=bits.device)
+    counts = torch.empty(num_blocks, dtype=torch.int32, device=bits.device)
+    max_tiles = triton.cdiv(intermediate_size, step)
+    lists_kernel[(num_blocks,)](
+        bits,
+        lists,
+        counts,
+        tiles,
+        activity,
+        num_tokens,
+        intermediate_size,
+        width,
+        max_tiles,
+        ACTIVITY=activity is not None,
+        WORDS=block_m // 32,
+        STEP=step,
+        CHUNK=4096,
+        **launch_options(num_warps=8, num_stages=1),
+    )
+    return lists, counts
 
 
 def _chunk(
@@ -151,48 +238,45 @@ def _chunk(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    block_m: int,
+    activity: Tensor | None,
 ) -> None:
     """One chunk of tokens, x and y [M, K]."""
     num_tokens, hidden_size = x.shape
     intermediate_size = w_up.shape[0]
     gated = w_gate is not None
     w, b = (w_gate, b_gate) if gated else (w_up, b_up)
-    g, flags = gate_flags(x, w, b, BLOCK_M)
-    num_blocks, width = flags.shape
-    lists = torch.empty(num_blocks, width, dtype=torch.int32, device=x.device)
-    counts = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
-    options = config("union_up", x.device)
-    lists_kernel[(num_blocks,)](
-        flags,
-        lists,
-        counts,
-        intermediate_size,
-        width,
-        STEP=options["BN"],
-        CHUNK=1024,
-        **launch_options(num_warps=4, num_stages=1),
-    )
-    h = torch.empty_like(g)
-    up_kernel[(triton.cdiv(intermediate_size, options["BN"]), num_blocks)](
-        TensorDescriptor.from_tensor(x, [BLOCK_M, options["BK"]]),
+    options = config(f"union_up_{block_m}", x.device)
+    max_tiles = triton.cdiv(intermediate_size, options["BN"])
+    tiles = torch.empty(1 + triton.cdiv(num_tokens, block_m) * max_tiles, dtype=torch.int32, device=x.device)
+    g, bits = gate_bits(x, w, b, by_neuron=True, zero=tiles)
+    lists, counts = make_lists(bits, tiles, num_tokens, intermediate_size, block_m, options["BN"], activity)
+    num_blocks, width = lists.shape
+    h = x.new_empty(num_blocks * width, block_m)
+    num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(tiles) - 1)
+    up_kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
         w_up,
         b_up,
         g,
         h,
         lists,
         counts,
+        tiles,
+        g.shape[1],
         width,
         hidden_size,
+        max_tiles,
+        num_programs,
         GATED=gated,
         BIAS=gated and b_up is not None,
         EVEN=hidden_size % options["BK"] == 0,
-        BM=BLOCK_M,
+        BM=block_m,
         **options,
     )
-    options = config("union_down", x.device)
-    num_columns = triton.cdiv(hidden_size, options["BN"])
-    down_kernel[(triton.cdiv(num_tokens, BLOCK_M) * num_columns,)](
-        h,
+    options = config(f"union_down_{block_m}", x.device)
+    down_kernel[(num_blocks * triton.cdiv(hidden_size, options["BN"]),)](
+        TensorDescriptor.from_tensor(h, [options["BK"], block_m]),
         w_down_t,
         b_down,
         lists,
@@ -203,16 +287,17 @@ def _chunk(
         hidden_size,
         BIAS=b_down is not None,
         EVEN=hidden_size % options["BN"] == 0,
-        BM=BLOCK_M,
+        BM=block_m,
         **options,
     )
 
 
 def chunk_tokens(intermediate_size: int) -> int:
-    """Tokens that are processed at a time, a multiple of 128: what WORKSPACE_BYTES has room for."""
-    width = -(-intermediate_size // 256) * 256
-    bytes_per_128_tokens = 128 * 2 * 2 * width + 128 // BLOCK_M * (5 * width + 4)
-    return 128 * max(1, WORKSPACE_BYTES // bytes_per_128_tokens)
+    """Tokens that are processed at a time, a multiple of 256: what WORKSPACE_BYTES has room for."""
+    width = round_up(intermediate_size, 256)
+    # g and h; one word of bits for 32 tokens; list and count, and at most one tile of the queue for 64 neurons.
+    bytes_per_256_tokens = 256 * 2 * 2 * width + 256 // 32 * 4 * width + 256 // 64 * 4 * (width + 1 + width // 64 + 1)
+    return 256 * max(1, WORKSPACE_BYTES // bytes_per_256_tokens)
 
 
 def ffn(
@@ -223,14 +308,20 @@ def ffn(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    *,
+    activity: Tensor | None = None,
 ) -> Tensor:
     """The layer by unions of blocks of tokens: y [M, K], M at least 1.
 
     x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
-    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. Ours, not the paper's.
+    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
+    Ours, not the paper's.
     """
     y = torch.empty_like(x)
-    size = chunk_tokens(w_up.shape[0])
+    num_tokens = len(x)
+    num_chunks = triton.cdiv(num_tokens, chunk_tokens(w_up.shape[0]))
+    size = round_up(triton.cdiv(num_tokens, num_chunks), 256)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        _chunk(x_chunk, y_chunk, w_gate, w_up, w_down_t, b_gate, b_up, b_down)
+        weights = w_gate, w_up, w_down_t, b_gate, b_up, b_down
+        _chunk(x_chunk, y_chunk, *weights, block_tokens(num_tokens), activity)
     return y

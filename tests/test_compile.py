@@ -25,10 +25,11 @@ LIMITS = {
     "gfx942": 65_536,
 }
 KERNELS = {
-    "gate": {"gate_words_kernel", "gate_flags_kernel"},
-    "rowwise": {"up_down_kernel"},
+    "gate": {"gate_words_kernel", "gate_bits_kernel"},
+    "rowwise": {"lists_kernel", "count_kernel", "up_down_kernel"},
     "union": {"lists_kernel", "up_kernel", "down_kernel"},
-    "decode": {"up_kernel", "down_kernel", "sum_kernel"},
+    "decode": {"few_up_kernel", "up_kernel", "down_kernel"},
+    "dense": {"relu_times_kernel"},
     "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
 }
 
@@ -57,7 +58,7 @@ def compile_all(architecture: str) -> dict[str, int]:
     from triton.runtime import JITFunction, driver
 
     from twell.format import ELL, PackedTwELL
-    from twell.kernels import common, decode, pack, rowwise, union
+    from twell.kernels import common, decode, dense, pack, rowwise, union
 
     cuda = architecture.startswith("sm_")
     target = GPUTarget("cuda", int(architecture[3:]), 32) if cuda else GPUTarget("hip", architecture, 64)
@@ -88,10 +89,16 @@ def compile_all(architecture: str) -> dict[str, int]:
     w = torch.empty(intermediate_size, hidden_size, dtype=torch.bfloat16)
     for gated in (True, False):
         tensors = (w if gated else None, w, w, None, None, None)
-        rowwise.ffn(torch.empty(128, hidden_size, dtype=w.dtype), *tensors, 8)
-        union.ffn(torch.empty(128, hidden_size, dtype=w.dtype), *tensors)
-        for num_tokens in (1, 64, 256):
-            decode.ffn(torch.empty(num_tokens, hidden_size, dtype=w.dtype), *tensors)
+        x = torch.empty(256, hidden_size, dtype=w.dtype)
+        activity = torch.zeros(4, dtype=torch.int64)
+        rowwise.ffn(x, *tensors, 8)
+        for counted in (None, activity):
+            rowwise.ffn(x, *tensors, 1, activity=counted)
+            for union.FEW_TOKENS in (0, 256):
+                union.ffn(x, *tensors, activity=counted)
+            for num_tokens in (1, 16, 64):
+                decode.ffn(x[:num_tokens], *tensors, activity=counted)
+    dense.relu_times_kernel[(1,)](w, w, w.numel(), BLOCK=dense.BLOCK, num_warps=dense.NUM_WARPS)
     dense = torch.zeros(64, intermediate_size, dtype=w.dtype)
     for sparse in (ELL.pack(dense), PackedTwELL.pack(dense)):
         pack.unpack(sparse)

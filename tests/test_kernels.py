@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests import fuzz
 from twell import format, reference
-from twell.kernels import common, decode, gate, ops, pack, rowwise, union
+from twell.kernels import common, decode, dense, gate, ops, pack, rowwise, union
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One for all workers of pytest-xdist; it is part of every case that a failure prints.
@@ -67,7 +67,7 @@ def test_every_width(path, hidden_size, intermediate_size):
     fuzz.check(fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED), DEVICE)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 17, 70, 130, 300])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 17, 70, 130, 300])
 @pytest.mark.parametrize("path", ["union", "decode"])
 def test_every_number_of_tokens(path, num_tokens):
     assert fuzz.check(integer_case(path, num_tokens=num_tokens, biases=True), DEVICE) == 0
@@ -156,7 +156,22 @@ def test_union_in_chunks_gives_the_same_bits(monkeypatch):
     tensors = fuzz.layer(case, DEVICE)
     whole = fuzz.run(case, tensors)
     monkeypatch.setattr(union, "WORKSPACE_BYTES", 1)
-    assert union.chunk_tokens(case.intermediate_size) == 128
+    assert union.chunk_tokens(case.intermediate_size) == 256
+    assert torch.equal(fuzz.run(case, tensors), whole)
+
+
+def test_blocks_of_64_and_of_128_tokens_agree(monkeypatch):
+    case = integer_case("union", num_tokens=300, biases=True)
+    assert union.block_tokens(300) == 128 and fuzz.check(case, DEVICE) == 0
+    monkeypatch.setattr(union, "FEW_TOKENS", 0)
+    assert union.block_tokens(300) == 64 and fuzz.check(case, DEVICE) == 0
+
+
+def test_rows_in_chunks_give_the_same_bits(monkeypatch):
+    case = integer_case("rowwise", num_tokens=260, intermediate_size=70, values="normal")
+    tensors = fuzz.layer(case, DEVICE)
+    whole = fuzz.run(case, tensors)
+    monkeypatch.setattr(rowwise, "WORKSPACE_BYTES", 1)
     assert torch.equal(fuzz.run(case, tensors), whole)
 
 
@@ -164,8 +179,12 @@ def test_union_in_chunks_gives_the_same_bits(monkeypatch):
 def test_union_workspace_stays_below_its_bound(intermediate_size):
     size = union.chunk_tokens(intermediate_size)
     width = common.round_up(intermediate_size, 256)
-    assert size % 128 == 0
-    assert size * width * 2 * 2 + size // union.BLOCK_M * (width * 5 + 4) <= union.WORKSPACE_BYTES
+    assert size % 256 == 0
+    g_and_h = 2 * 2 * size * width
+    bits = size // 32 * width * 4
+    blocks = size // 64
+    lists = blocks * (width + 1 + -(-intermediate_size // 64)) * 4
+    assert g_and_h + bits + lists <= union.WORKSPACE_BYTES
 
 
 # What kernels hand on to the next
@@ -200,41 +219,95 @@ def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
     x = torch.zeros(2, 16, dtype=dtype, device=DEVICE)
     w = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
     x[:, 0], w[:, 0] = tiny, 2.0**-30  # the product is above 0 in fp32 for fp16, and far below any bf16
-    g, flags = gate.gate_flags(x, w, None, 64)
-    assert not g[:2, :3].any() and not flags[:, :3].any()
+    for by_neuron in (True, False):
+        g, words = gate.gate_bits(x, w, None, by_neuron=by_neuron)
+        g = g.t() if by_neuron else g
+        assert not g[:2, :3].any() and not (words[:, :3] if by_neuron else words[:2, :1]).any()
     assert not gate.gate_words(x, w).any()
 
 
+def unpacked(words):
+    """[M, W] int32 -> [M, 32 W] bool."""
+    place = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (((words[:, :, None] >> place) & 1) != 0).reshape(len(words), -1)
+
+
+@pytest.mark.parametrize("nonfinite", ["", "nan", "inf"])
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
-def test_gate_flags_are_those_of_any_token(num_tokens, biases):
-    case = integer_case(num_tokens=num_tokens, pattern="skewed", biases=biases)
+@pytest.mark.parametrize("num_tokens", [1, 32, 65, 300])
+@pytest.mark.parametrize("intermediate_size", [1, 32, 300])
+@pytest.mark.parametrize("by_neuron", [True, False])
+def test_gate_bits(by_neuron, intermediate_size, num_tokens, biases, nonfinite):
+    case = integer_case(
+        num_tokens=num_tokens,
+        intermediate_size=intermediate_size,
+        pattern="skewed",
+        biases=biases,
+        nonfinite=nonfinite,
+    )
     t = fuzz.layer(case, DEVICE)
     bias = t["b_gate"].double() if biases else None
     exact = torch.relu(torch.nn.functional.linear(t["x"].double(), t["w_gate"].double(), bias))
-    g, flags = gate.gate_flags(t["x"], t["w_gate"], t["b_gate"], 64)
-    assert torch.equal(g[:num_tokens, :300].double(), exact.to(case.dtype).double())
-    for block, active in enumerate(flags[:, :300]):
-        assert torch.equal(active != 0, (exact[block * 64 : block * 64 + 64] != 0).any(0))
+    g, words = gate.gate_bits(t["x"], t["w_gate"], t["b_gate"], by_neuron=by_neuron)
+    active = unpacked(words.t()).t() if by_neuron else unpacked(words)
+    if by_neuron:
+        g, active = g.t(), active[:, :intermediate_size]  # beyond these rows of bits nobody reads
+        assert not active[num_tokens:].any()
+    else:
+        active = active[:num_tokens, : -(-intermediate_size // 32) * 32]
+        assert not active[:, intermediate_size:].any()
+    g, active = g[:num_tokens, :intermediate_size], active[:num_tokens, :intermediate_size]
+    torch.testing.assert_close(g.double(), exact.to(case.dtype).double(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(active, exact != 0)
 
 
 @pytest.mark.parametrize("intermediate_size", [1, 256, 1500, 5000])
 @pytest.mark.parametrize("likely", [0.0, 0.01, 0.5, 1.0])
-def test_lists_are_sorted_complete_and_filled_up(intermediate_size, likely):
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_lists_are_sorted_complete_and_filled_up(block_m, intermediate_size, likely):
     width = common.round_up(intermediate_size, 256)
-    flags = (torch.rand(3, width, device=DEVICE) < likely).to(torch.int8)
-    flags[1] = 0
-    flags[1, intermediate_size - 1] = 1
-    lists = torch.full((3, width), -1, dtype=torch.int32, device=DEVICE)
-    counts = torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
-    union.lists_kernel[(3,)](flags, lists, counts, intermediate_size, width, STEP=128, CHUNK=1024)
+    active = torch.rand(3, block_m, width, device=DEVICE) < likely / block_m
+    active[1] = False
+    active[1, block_m - 1, intermediate_size - 1] = True
+    place = torch.arange(32, device=DEVICE)[:, None]
+    words = (active.view(3, block_m // 32, 32, width).long() << place).sum(2).to(torch.int32).view(-1, width)
+    activity = torch.tensor([1, 2, 3, 4], device=DEVICE)
+    num_tokens = 3 * block_m - 1
+    tiles = torch.zeros(1 + 3 * -(-intermediate_size // 128), dtype=torch.int32, device=DEVICE)
+    lists, counts = union.make_lists(words, tiles, num_tokens, intermediate_size, block_m, 128, activity)
+    active = active[:, :, :intermediate_size]
+    flags = active.any(1)
+    max_tiles = -(-intermediate_size // 128)
+    queue = []
     for block in range(3):
-        expected = [n for n in range(intermediate_size) if flags[block, n]]
+        expected = flags[block].nonzero().flatten().tolist()
         assert counts[block] == len(expected)
         padding = [expected[0]] * (-len(expected) % 128) if expected else []
-        listed = expected + padding
-        assert lists[block, : len(listed)].tolist() == listed
-        assert (lists[block, len(listed) :] == -1).all()
+        assert lists[block, : len(expected + padding)].tolist() == expected + padding
+        queue += [block * max_tiles + tile for tile in range(-(-len(expected) // 128))]
+    assert tiles[0] == len(queue) and sorted(tiles[1 : 1 + len(queue)].tolist()) == queue
+    in_unions = int(active.view(3, block_m // 64, 64, -1).any(2).sum())
+    counted = [num_tokens, -(-num_tokens // 64), int(active.sum()), in_unions]
+    assert (activity.tolist()) == [a + b for a, b in zip(counted, (1, 2, 3, 4), strict=True)]
+
+
+@pytest.mark.parametrize("intermediate_size", [1, 31, 300])
+@pytest.mark.parametrize("likely", [0.0, 0.05, 1.0])
+def test_lists_of_rows(intermediate_size, likely):
+    g = torch.randn(5, common.round_up(intermediate_size, 256), device=DEVICE).abs().to(torch.bfloat16)
+    active = torch.rand(5, g.shape[1], device=DEVICE) < likely
+    active[:, intermediate_size:] = False
+    active[2], active[3, intermediate_size - 1] = False, True
+    g[4, 0] = float("nan")
+    active[4, 0] = True
+    place = torch.arange(32, device=DEVICE)
+    words = (active.view(5, -1, 32).long() << place).sum(2).to(torch.int32)
+    packed = rowwise.make_lists(g, words, intermediate_size)
+    for row in range(5):
+        neurons = active[row].nonzero().flatten()
+        expected = (bits(g[row, neurons]).int() << 16) | neurons.int()
+        assert packed[row, 0] == len(neurons)
+        assert torch.equal(packed[row, 1 : 1 + len(neurons)], expected)
 
 
 # Packing
@@ -361,7 +434,7 @@ def test_packing_refuses_what_does_not_fit():
 
 
 def test_choice():
-    assert [ops.choose(m) for m in (0, 1, 256, 257, 10**6)] == ["decode"] * 3 + ["union"] * 2
+    assert [ops.choose(m) for m in (0, 1, 64, 65, 10**6)] == ["decode"] * 3 + ["union"] * 2
 
 
 @pytest.mark.parametrize(
@@ -431,6 +504,7 @@ def test_there_is_no_gradient():
 
 
 def test_rowwise_reads_what_the_reference_reads():
+    """From TwELL, in the format's own words."""
     case = fuzz.Case("rowwise", 9, 300, 48, dtype=torch.float16, pattern="skewed", seed=SEED)
     t = fuzz.layer(case, DEVICE)
     g = reference.gate_pack(t["x"], t["w_gate"])
@@ -441,8 +515,110 @@ def test_rowwise_reads_what_the_reference_reads():
 
 
 def test_decoding_reads_no_weights_of_idle_neurons():
-    assert decode.MAX_TOKENS == 256
+    assert decode.MAX_TOKENS == 64
     case = integer_case("decode", num_tokens=2, pattern="empty", biases=True)
     tensors = fuzz.layer(case, DEVICE)
     y = fuzz.run(case, tensors)
     assert torch.equal(y, tensors["b_down"].expand_as(y))
+
+
+# The dense path
+
+
+def exact_dense(tensors, dtype=torch.float64):
+    """y [M, K] in fp64, where g, u and h are rounded to `dtype`."""
+    t = {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
+
+    def linear(name):
+        return torch.nn.functional.linear(t["x"], t[f"w_{name}"], t[f"b_{name}"]).to(dtype).double()
+
+    h = linear("up").relu() if t["w_gate"] is None else (linear("gate").relu() * linear("up")).to(dtype).double()
+    return torch.nn.functional.linear(h, t["w_down"], t["b_down"])
+
+
+@seeds(60)
+def test_dense_path_in_a_random_case(seed):
+    case = fuzz.draw(seed, large=False)
+    tensors = fuzz.layer(case, DEVICE)
+    y = ops.ffn_dense(**tensors)
+    assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
+    if case.values == "integer":
+        expected = exact_dense(tensors, case.dtype).to(case.dtype)
+        assert fuzz.relative_rms(y, expected.double()) == 0, case
+    else:
+        assert fuzz.relative_rms(y, exact_dense(tensors)) <= fuzz.TOLERANCE[case.dtype], case
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_dense_product_of_every_kind_of_value(dtype):
+    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -2.5, 3.0, 6e-8, 1e4]
+    g, u = torch.tensor(special, dtype=dtype), torch.tensor(special, dtype=dtype)
+    g, u = (part.contiguous().to(DEVICE) for part in torch.meshgrid(g, u, indexing="ij"))
+    size = 77  # not all 81: what lies behind the end stays as it is
+    expected = torch.cat([(g.float().relu() * u.float()).to(dtype).flatten()[:size], g.flatten()[size:]])
+    dense.relu_times_kernel[(3,)](g, u, size, BLOCK=32)
+    torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dense_path_of_several_programs_and_none():
+    case = integer_case(num_tokens=31, intermediate_size=401, hidden_size=32)
+    assert 31 * 401 > 3 * dense.BLOCK
+    tensors = fuzz.layer(case, DEVICE)
+    assert torch.equal(ops.ffn_dense(**tensors), exact_dense(tensors, case.dtype).to(case.dtype))
+    assert ops.ffn_dense(**{**tensors, "x": tensors["x"][:0]}).shape == (0, 32)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_operator_obeys_the_rules_of_operators(gated):
+    tensors = fuzz.layer(integer_case(num_tokens=3, gated=gated, biases=gated), DEVICE)
+    torch.library.opcheck(ops.ffn_dense, (), tensors)
+    w_down = tensors["w_down"]
+    with pytest.raises(ValueError, match=r"w_down has strides \(300, 1\)"):
+        ops.ffn_dense(**{**tensors, "w_down": w_down.contiguous()})
+    compiled = torch.compile(lambda x: ops.ffn_dense(x, *list(tensors.values())[1:]) + 1, fullgraph=True)
+    assert torch.equal(compiled(tensors["x"]), ops.ffn_dense(**tensors) + 1)
+
+
+# Counting
+
+
+def counted(tensors):
+    """Tokens, blocks of 64, active entries and entries of the blocks' unions, with the layer's own rounding."""
+    w, b = ("w_up", "b_up") if tensors["w_gate"] is None else ("w_gate", "b_gate")
+    bias = None if tensors[b] is None else tensors[b].double()
+    g = torch.nn.functional.linear(tensors["x"].double(), tensors[w].double(), bias)
+    active = g.relu().to(tensors["x"].dtype) != 0
+    blocks = active.split(64)
+    return [len(active), len(blocks), int(active.sum()), sum(int(block.any(0).sum()) for block in blocks)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("path", "num_tokens"), [(path, m) for path in PATHS for m in (1, 64, 65, 130)])
+def test_activity_is_counted(path, num_tokens, gated):
+    case = integer_case(path, num_tokens=num_tokens, gated=gated, biases=True)
+    tensors = fuzz.layer(case, DEVICE)
+    before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
+    activity = before.clone()
+    y = ops.run(path, *tensors.values(), activity=activity)
+    assert (activity - before).tolist() == counted(tensors)
+    assert torch.equal(y, ops.PATHS[path](**tensors))
+    ops.run(path, *{**tensors, "x": tensors["x"][:0]}.values(), activity=activity)
+    assert (activity - before).tolist() == counted(tensors)
+
+
+def test_counting_refuses():
+    tensors = fuzz.layer(integer_case(num_tokens=3), DEVICE)
+    activity = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"activity is torch\.int32 \(4,\), expected torch\.int64 \(4,\)"):
+        ops.run("union", *tensors.values(), activity=activity.int())
+    with pytest.raises(ValueError, match="activity is on meta"):
+        ops.run("union", *tensors.values(), activity=activity.to("meta"))
+
+
+@pytest.mark.parametrize("path", ["dense", *PATHS])
+def test_run_under_compilation_is_the_operator(path):
+    tensors = fuzz.layer(integer_case(path, num_tokens=3), DEVICE)
+    compiled = torch.compile(
+        lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(tensors["x"]), ops.run(path, *tensors.values()))
