@@ -1,10 +1,13 @@
 import copy
+import pickle
 import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from twell import reference
+from twell import choose, reference
+from twell.choose import Calibration, Point
 from twell.ffn import ActivityStats, SparseFFN, backend_status, summarize_activity
 
 
@@ -166,10 +169,8 @@ def test_triton_computes_what_dense_does(gated, bias, path, monkeypatch):
     from twell.kernels import ops
 
     taken = []
-    for name, operator in list(ops.PATHS.items()):
-        monkeypatch.setitem(
-            ops.PATHS, name, lambda *t, name=name, operator=operator: taken.append(name) or operator(*t)
-        )
+    run = ops.run
+    monkeypatch.setattr(ops, "run", lambda name, *t, **o: taken.append(name) or run(name, *t, **o))
     ffn = make(gated, bias, dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
     x = torch.randn(3, 7, 32, dtype=torch.float16, device=DEVICE)
     exact = copy.deepcopy(ffn).double()(x.double())
@@ -230,6 +231,219 @@ def test_triton_refuses_other_types():
 
 def test_backends_say_why_they_are_off(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert backend_status() == {"dense": None, "reference": None, "triton": "the package triton is not installed"}
+    assert backend_status() == {
+        "dense": None,
+        "reference": None,
+        "triton": "the package triton is not installed",
+        "auto": None,
+    }
     with pytest.raises(RuntimeError, match="backend 'triton' cannot be used: the package triton is not installed"):
         SparseFFN(16, 32, backend="triton")
+
+
+# --- the backend that chooses
+
+
+def calibration(gated=True, hidden_size=32, **changes):
+    """Decoding (up to 8 tokens) and unions are fast for unions of up to 35 of 70 neurons."""
+    times = [Point(m, 70, 70, {"dense": 1.0}) for m in (1, 8, 9, 100)]
+    for m in (1, 8, 9, 100):
+        sparse = "decode" if m <= 8 else "union"
+        times += [Point(m, 1, 35, {sparse: 0.5}), Point(m, 1, 35.01, {sparse: 2.0}), Point(m, 70, 70, {sparse: 3.0})]
+    about = {"device": "", "intermediate_size": 70, "dtype": "float16", "versions": "", "date": ""}
+    return Calibration(hidden_size=hidden_size, gated=gated, times=tuple(times), **about | changes)
+
+
+def make_auto(gated=True, bias=False, dtype=torch.float16):
+    """A layer with 3 of 70 neurons active for positive inputs and 67 for negative ones, and who was called for it."""
+    ffn = make(gated, bias, dtype=dtype, sizes=(32, 70)).to(DEVICE).eval().requires_grad_(False)
+    gate = ffn.gate_proj if gated else ffn.up_proj
+    sign = torch.where(torch.arange(70, device=DEVICE) < 3, 1, -1)[:, None]
+    gate.weight.data = (gate.weight.abs() + 0.5) * sign
+    ffn.backend = "auto"
+    ffn.calibration = calibration(gated)
+    return ffn
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Names of the operators called, in order; the layer reads its counters at every call."""
+    from twell.kernels import ops
+
+    names = []
+    run = ops.run
+    monkeypatch.setattr(ops, "run", lambda name, *t, **o: names.append(name) or run(name, *t, **o))
+    monkeypatch.setattr(choose, "READ_EVERY", 1)
+    return names
+
+
+def exact(ffn, x):
+    ffn = copy.deepcopy(ffn).double()
+    ffn.backend = "dense"
+    return ffn(x.double())
+
+
+def call(ffn, x):
+    """The layer's output, after a look at its error; on a GPU a copy of the counters has arrived by the next call."""
+    with torch.no_grad():
+        y = ffn(x)
+    assert relative(y, exact(ffn, x)) < 1e-3
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return y
+
+
+@triton_here
+@pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
+def test_auto_follows_what_it_sees(taken, gated, bias):
+    ffn = make_auto(gated, bias)
+    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    assert ffn.observed is None and ffn.plan == ((2**20, "dense"),)
+    for _ in range(8):
+        call(ffn, x)
+    # on a GPU the counters are on their way for a call longer
+    assert taken[0] == "dense" and taken[-1] == "union" and taken.count("dense") <= 2
+    assert ffn.observed == (3, 3)
+    taken.clear()
+    for _ in range(8):
+        call(ffn, -x)
+    assert taken[0] == "union" and taken[-1] == "dense"
+    assert ffn.observed[0] > 60
+    # dense calls look at their activity only now and then
+    ffn.chooser._unprobed = choose.PROBE_EVERY
+    taken.clear()
+    for _ in range(8):
+        call(ffn, x)
+    assert taken[0] == "dense" and taken[-1] == "union" and ffn.observed == (3, 3)
+
+
+@triton_here
+def test_auto_takes_the_path_of_the_number_of_tokens(taken):
+    ffn = make_auto()
+    ffn.observe(3, 20)
+    assert ffn.plan == ((8, "decode"), (2**20, "union"))
+    for shape in ((1, 1), (8,), (2, 5), (3, 30)):
+        call(ffn, torch.rand(*shape, 32, dtype=torch.float16, device=DEVICE))
+    assert taken == ["decode", "decode", "union", "union"]
+    with torch.no_grad():
+        assert ffn(torch.zeros(3, 0, 32, dtype=torch.float16, device=DEVICE)).shape == (3, 0, 32)
+
+
+@triton_here
+def test_auto_is_right_whatever_the_plan_says(taken):
+    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    x[7, 3] = float("nan")
+    for sign in (1, -1):
+        for observed in ((0, 0), (3, 3), (70, 70)):
+            ffn = make_auto()
+            ffn.observe(*observed)
+            with torch.no_grad():
+                y = ffn(sign * x)
+            assert y[7].isnan().all()
+            keep = torch.arange(70, device=DEVICE) != 7
+            assert relative(y[keep], exact(ffn, sign * x)[keep]) < 1e-3
+    assert set(taken) == {"union", "dense"}
+
+
+@triton_here
+def test_auto_keeps_to_its_plan_in_compiled_code(monkeypatch):
+    monkeypatch.setattr(choose, "READ_EVERY", 1)
+    torch.compiler.reset()
+    ffn = make_auto()
+    ffn.observe(3, 20)
+    graphs = CompileCounter()
+    compiled = torch.compile(ffn, fullgraph=True, backend=graphs)
+    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    with torch.no_grad():
+        for _ in range(3):
+            assert relative(compiled(x), ffn(x)) < 1e-3  # the call on the right counts and plans
+        assert graphs.frame_count == 1
+        assert ffn.observed == (3, 3) or x.is_cuda  # the compiled ones do not
+        ffn.observe(70, 70)
+        assert ffn.plan == ((2**20, "dense"),)
+        compiled(x)
+        assert graphs.frame_count == 2
+        ffn.observe(3, 21)
+        compiled(x)
+        assert graphs.frame_count == 2  # the code for that plan is there
+
+
+@triton_here
+def test_auto_with_gradients_l1_or_statistics_is_dense(taken):
+    ffn = make_auto(dtype=torch.float64)
+    ffn.observe(3, 3)
+    ffn.requires_grad_(True)
+    x = torch.rand(70, 32, dtype=torch.float64, device=DEVICE)
+    results = []
+    for backend in ("dense", "auto"):
+        ffn.backend = backend
+        ffn.record = True
+        for training in (True, False):
+            ffn.train(training).zero_grad()
+            y = ffn(x)
+            y.sum().backward()
+            results.append([y, *ffn.stats.take(), *(p.grad.clone() for p in ffn.parameters())])
+    for dense, auto in zip(results[:2], results[2:], strict=True):
+        for a, b in zip(dense, auto, strict=True):
+            torch.testing.assert_close(a, b)
+    assert taken == []
+
+
+@pytest.mark.parametrize("case", ["no triton", "float64", "odd width"])
+def test_auto_works_where_the_kernels_do_not(case, monkeypatch):
+    if case == "no triton":
+        monkeypatch.setitem(sys.modules, "triton", None)
+    width, dtype = (
+        (24, torch.float16) if case == "odd width" else (32, torch.float64 if case == "float64" else torch.float16)
+    )
+    ffn = make(dtype=dtype, sizes=(width, 70), backend="auto").to(DEVICE).eval()
+    ffn.calibration = calibration(hidden_size=width)
+    ffn.observe(3, 3)
+    x = torch.randn(70, width, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        y = ffn(x)
+        ffn.backend = "dense"
+        torch.testing.assert_close(y, ffn(x))
+
+
+@triton_here
+def test_auto_under_autocast(taken):
+    ffn = make_auto(dtype=torch.float32)
+    ffn.observe(3, 3)
+    x = torch.rand(70, 32, device=DEVICE)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = ffn(x)
+    assert y.dtype == torch.bfloat16 and taken == ["union"]
+    assert relative(y, ffn.requires_grad_(True)(x)) < 1e-2
+
+
+@triton_here
+def test_copies_of_an_auto_layer_plan_alike():
+    ffn = make_auto()
+    names = list(ffn.state_dict())
+    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    with torch.inference_mode():
+        ffn(x)
+    ffn.observe(3, 20)
+    for again in (copy.deepcopy(ffn), pickle.loads(pickle.dumps(ffn))):
+        assert again.plan == ffn.plan != ((2**20, "dense"),)
+        assert torch.equal(call(again, x), call(ffn, x))
+    assert list(ffn.state_dict()) == names == [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    assert not list(ffn.buffers())
+
+
+def test_calibrations_of_other_layers_are_refused():
+    ffn = SparseFFN(32, 71, backend="auto")
+    with pytest.raises(ValueError, match="intermediate_size=70, gated=True; this layer has .*intermediate_size=71"):
+        ffn.calibration = calibration()
+
+
+@triton_here
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_layers_around_others_keep_the_strides_of_the_kernels(backend):
+    mlp = torch.nn.Module()
+    for name, sizes in (("gate_proj", (32, 70)), ("up_proj", (32, 70)), ("down_proj", (70, 32))):
+        mlp.add_module(name, torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE))
+    ffn = SparseFFN.around(mlp, backend=backend).eval().requires_grad_(False)
+    assert ffn.down_proj is mlp.down_proj and ffn.down_proj.weight.stride() == (1, 32)
+    call(ffn, torch.randn(4, 32, dtype=torch.float16, device=DEVICE))

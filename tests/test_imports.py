@@ -16,15 +16,16 @@ MAY_IMPORT = {
     "corpus": set(),
     "reference": {"format"},
     "kernels": {"format", "kernels"},
-    "ffn": {"format", "reference", "kernels"},
-    "model": {"format", "reference", "ffn"},
+    "choose": set(),
+    "ffn": {"format", "reference", "choose", "kernels"},
+    "model": {"format", "reference", "choose", "ffn"},
     "train": {"ffn", "model", "corpus", "results"},
     "trace": {"ffn", "model", "corpus", "results", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
     "__init__": set(),
-    "measure": {"ffn", "kernels", "results"},
-    "__main__": {"train", "trace", "measure", "ffn", "results"},
+    "measure": {"choose", "ffn", "kernels", "results"},
+    "__main__": {"choose", "train", "trace", "measure", "model", "ffn", "results"},
 }
 
 

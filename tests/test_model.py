@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from twell.choose import Calibration, Point
 from twell.ffn import SparseFFN, backend_status, summarize_activity
 from twell.model import (
     SparseLlamaConfig,
@@ -438,3 +439,71 @@ def test_triton_backend_writes_the_dense_models_text(tmp_path):
     assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (1, 64)
     for (name, a), (_, b) in zip(again.state_dict().items(), model.state_dict().items(), strict=True):
         assert torch.equal(a, b.cpu()), name
+
+
+def calibration(**changes):
+    times = tuple(Point(m, 84, 84, {"dense": 1.0, "decode": 0.5, "union": 0.6}) for m in (1, 1000))
+    about = {"hidden_size": 32, "intermediate_size": 84, "gated": True, "expected": (2.0, 30.0)}
+    about |= {"device": "a device", "dtype": "bfloat16", "versions": "", "date": "2026-01-01"}
+    return Calibration(times=times, **about | changes)
+
+
+def test_a_calibration_beside_the_weights_is_read_for_auto(tmp_path, monkeypatch):
+    make().save_pretrained(tmp_path / "model")
+    dense = SparseFFN(32, 84).plan
+    assert all(ffn.plan == dense for ffn in load(tmp_path, backend="auto")[0].ffns)
+    calibration().save(tmp_path / "model" / "calibration.json")
+    model = load(tmp_path, backend="auto")[0]
+    assert model.config.ffn_backend == "auto"
+    for ffn in model.ffns:
+        assert ffn.backend == "auto" and ffn.calibration.times == calibration().times
+        assert ffn.plan == ((2**20, "decode"),) != dense
+    assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
+    x = tokens(2, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=x).logits, load(tmp_path)[0](input_ids=x).logits)
+
+    model.save_pretrained(tmp_path / "again")  # the configuration names the backend
+    calibration().save(tmp_path / "again" / "calibration.json")
+    assert load(tmp_path / "again")[0].ffns[0].calibration is not None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
+        load(tmp_path, backend="auto")
+    monkeypatch.undo()
+
+    calibration(gated=False).save(tmp_path / "model" / "calibration.json")
+    with pytest.raises(ValueError, match=r"gated=False; this layer has .*gated=True"):
+        load(tmp_path, backend="auto")
+    (tmp_path / "model" / "calibration.json").write_text("{")
+    with pytest.raises(ValueError, match=r"calibration\.json is no calibration: it is not JSON"):
+        load(tmp_path, backend="auto")
+    load(tmp_path)
+
+
+def test_a_calibration_can_be_given():
+    model = make()
+    given = calibration()
+    model.set_ffn_backend("auto", given)
+    assert all(ffn.calibration is given for ffn in model.ffns)
+    model.set_ffn_backend("dense")
+    model.set_ffn_backend("auto")
+    assert all(ffn.calibration is given for ffn in model.ffns)
+
+
+@pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+def test_auto_computes_what_dense_does_and_trains():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make(hidden_size=64).half().eval().to(device)
+    x = tokens(2, 7).to(device)
+    with torch.no_grad():
+        dense = model(input_ids=x).logits
+        model.set_ffn_backend("auto", calibration(hidden_size=64))
+        torch.testing.assert_close(model(input_ids=x).logits, dense, rtol=2e-2, atol=2e-2)
+        cache = model(input_ids=x[:, :5]).past_key_values  # a prompt, then token by token
+        for n in (5, 6):
+            step = model(input_ids=x[:, n : n + 1], past_key_values=cache).logits
+            torch.testing.assert_close(step[:, 0], dense[:, n], rtol=2e-2, atol=2e-2)
+    model.train()(input_ids=x, labels=x).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

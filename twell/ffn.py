@@ -6,12 +6,14 @@ A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
     non-gated:  h = act(x Wu)              y = h Wd
 
 With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h;
-a neuron is *active* for a token where that entry is `!= 0`. Three backends compute the same y:
+a neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
 
     dense      three matrix products; works for every activation
     reference  the sparse steps in plain torch (twell/reference.py): exact and slow
     triton     the sparse steps as GPU kernels (kernels/), for inference in bf16 or fp16; where gradients, the L1 term
                or statistics are asked for it computes densely
+    auto       the fastest for the number of tokens and the activity that the layer sees (twell/choose.py): dense or one
+               of triton's paths; dense wherever triton cannot be used
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twell import reference
+from twell.choose import Calibration, Chooser
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
 
@@ -33,6 +36,7 @@ def backend_status() -> dict[str, str | None]:
         "dense": None,
         "reference": None,
         "triton": _why_no_triton(),
+        "auto": None,
     }
 
 
@@ -128,12 +132,17 @@ class SparseFFN(nn.Module):
         gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
         activation: "relu", or "silu" for comparison (dense backend only: nothing is zero after SiLU).
         bias: whether the two or three projections have biases.
-        backend: "dense", "reference" or "triton".
+        backend: "dense", "reference", "triton" or "auto".
 
     Input [..., K], output [..., K]. After a forward pass with `collect_l1` set (always on in training mode)
     `l1` holds sum_n |h| for each token, fp32, of the input's leading shape, part of the autograd graph;
     with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero. With
     `silenced` set the output is zero.
+
+    The backend "auto" goes by `plan`, pairs (most tokens, path), which follows from `calibration` (measured times; None:
+    those of an H200) and from `observed`, the layer's newest activity. It counts and plans in ordinary calls; code
+    compiled by torch.compile or captured in a CUDA graph keeps to the plan of its making (compiled code is compiled
+    again for another). So run a batch before, call `observe`, or have a calibration that says what to expect.
 
     Raises ValueError for an activation or backend that does not exist, and RuntimeError for one that
     cannot be used here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1 for its sparse
@@ -172,15 +181,17 @@ class SparseFFN(nn.Module):
         self.token_mask: Tensor | None = None
         self.l1: Tensor | None = None
         self.path: str | None = None  # of the triton backend: "rowwise", "union" or "decode"; None: by number of tokens
+        self.chooser = Chooser(hidden_size, intermediate_size, gated)  # of the auto backend
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
         self.backend = backend
-        self.register_load_state_dict_post_hook(lambda module, _: module._keep_strides())
+        self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     @classmethod
     def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
         """Return a gated ReLU layer that shares the projections of an MLP with Llama's names; it keeps `mlp`."""
-        ffn = cls(mlp.gate_proj.in_features, mlp.gate_proj.out_features, backend=backend, device="meta")
+        ffn = cls(mlp.gate_proj.in_features, mlp.gate_proj.out_features, device="meta")
         ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        ffn.backend = backend
         ffn.replaced = (mlp,)
         return ffn.train(mlp.training)
 
@@ -209,13 +220,38 @@ class SparseFFN(nn.Module):
         if name != "dense" and self.activation != "relu":
             raise ValueError(f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}")
         self._backend = name
+        # Looked up here: torch.compile traces what stands in forward.
+        self._has_kernels = name in ("triton", "auto") and status["triton"] is None
         self._keep_strides()
 
+    @property
+    def calibration(self) -> Calibration | None:
+        """Measured times of such layers, for the backend "auto"; ValueError for a calibration of others."""
+        return self.chooser.calibration
+
+    @calibration.setter
+    def calibration(self, calibration: Calibration | None) -> None:
+        self.chooser.calibration = calibration
+
+    @property
+    def observed(self) -> tuple[float, float] | None:
+        """Mean active neurons per token and mean union of a block, newest; None when "auto" has seen nothing yet."""
+        return self.chooser.observed
+
+    @property
+    def plan(self) -> tuple[tuple[int, str], ...]:
+        """Pairs (most tokens, path) of the backend "auto"; the last path for any number above too."""
+        return self.chooser.plan
+
+    def observe(self, active: float, union: float, tokens: int = 64) -> None:
+        """Plan for this activity: see `Chooser.observe`."""
+        self.chooser.observe(active, union, tokens)
+
     @torch.no_grad()
-    def _keep_strides(self) -> None:
+    def _keep_strides(self, _: object = None) -> None:
         """Store the down weight [K, N] by neurons, strides (1, K), as the kernels read it; loading may undo that."""
         weight = self.down_proj.weight
-        if self.backend == "triton" and not weight.t().is_contiguous():
+        if self._has_kernels and not weight.t().is_contiguous():
             weight.data = weight.t().contiguous().t()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,15 +303,42 @@ class SparseFFN(nn.Module):
                 y = reference.up_down(rows, active, w_up, w_down, b_up, b_down)
             return y, None, active.unpack() != 0 if with_active else None
 
-    def _triton(self, rows: Tensor, with_l1: bool, with_active: bool):
+    def _infers(self, rows: Tensor, with_l1: bool, with_active: bool) -> bool:
+        """Whether y alone is wanted: the kernels are for inference."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in (rows, *self.parameters()))
-        if trains or with_l1 or with_active:
-            return self._dense(rows, with_l1, with_active)  # the kernels are for inference alone
+        return not (trains or with_l1 or with_active)
+
+    def _triton(self, rows: Tensor, with_l1: bool, with_active: bool):
+        if not self._infers(rows, with_l1, with_active):
+            return self._dense(rows, with_l1, with_active)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
-            return ops.PATHS[self.path or ops.choose(rows.shape[0])](*tensors), None, None
+            return ops.run(self.path or ops.choose(rows.shape[0]), *tensors), None, None
+
+    def _auto(self, rows: Tensor, with_l1: bool, with_active: bool):
+        if not self._has_kernels or not self._infers(rows, with_l1, with_active):
+            return self._dense(rows, with_l1, with_active)
+        from twell.kernels import ops
+
+        tensors = self._tensors(rows)
+        if not ops.takes(tensors[0], self.intermediate_size):
+            return self._dense(rows, with_l1, with_active)
+        num_tokens = rows.shape[0]
+        watched = not torch.compiler.is_compiling() and num_tokens > 0
+        watched = watched and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+        with torch.autocast(rows.device.type, enabled=False):
+            if watched:
+                self.chooser.update(num_tokens)
+            path = self.chooser.path(num_tokens)
+            if path != "dense":
+                activity = self.chooser.counters(num_tokens, rows.device) if watched else None
+                return ops.run(path, *tensors, activity=activity), None, None
+            if watched:
+                rows, w_gate, w_up, _, b_gate, b_up, _ = tensors
+                self.chooser.probe(rows, *((w_gate, b_gate) if self.gated else (w_up, b_up)))
+            return ops.run("dense", *tensors), None, None
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, backend={self.backend}"

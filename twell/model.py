@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from twell.choose import Calibration
 from twell.ffn import SparseFFN
 
 
@@ -133,10 +134,12 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         """The feed-forward layers in order."""
         return [layer.mlp for layer in self.model.layers]
 
-    def set_ffn_backend(self, backend: str) -> None:
-        """Compute every feed-forward layer with `backend` from now on."""
+    def set_ffn_backend(self, backend: str, calibration: Calibration | None = None) -> None:
+        """Compute every feed-forward layer with `backend` from now on; `calibration`, if given, is for "auto"."""
         for ffn in self.ffns:
             ffn.backend = backend
+            if calibration is not None:
+                ffn.calibration = calibration
         self.config.ffn_backend = backend
 
     def forward(
@@ -288,6 +291,8 @@ def densify(model: PreTrainedModel) -> PreTrainedModel:
 
 # --- checkpoints --------------------------------------------------------------------------------------
 
+CALIBRATION = "calibration.json"  # beside the weights
+
 
 def load(
     name_or_path: str | Path, *, backend: str | None = None, dtype: torch.dtype | None = None
@@ -296,8 +301,9 @@ def load(
 
     Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
     sisters) in each of their layouts. Weights are taken bit for bit; `dtype` converts them, `backend` computes the
-    feed-forward layers. Raises FileNotFoundError for what is missing and ValueError for a file that is damaged or a
-    tensor that is missing, unknown or of the wrong shape, by name.
+    feed-forward layers, "auto" by the times in `calibration.json`, where the folder of the weights has one. Raises
+    FileNotFoundError for what is missing and ValueError for a file that is damaged or a tensor that is missing, unknown
+    or of the wrong shape, by name.
     """
     folder = _resolve(name_or_path)
     config = _config_of(folder)
@@ -312,8 +318,21 @@ def load(
     _check_tensors(tensors, expected, folder)
     dtype = dtype or next(iter(tensors.values())).dtype
     model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
+        model.set_ffn_backend("auto", _calibration_of(folder))
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def _calibration_of(folder: Path) -> Calibration:
+    calibration = Calibration.load(folder / CALIBRATION)
+    if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != calibration.device:
+        warnings.warn(
+            f"{folder / CALIBRATION} has times of {calibration.device!r}, and this is {device!r}: "
+            "`twell measure calibrate` measures here",
+            stacklevel=3,
+        )
+    return calibration
 
 
 def _resolve(name: str | Path) -> Path:
