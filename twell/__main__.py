@@ -35,11 +35,50 @@ def main(arguments: list[str] | None = None) -> int:
     trace.add_argument("--out", type=Path, required=True, help="the .npz file to write")
 
     measure = commands.add_parser("measure", help="time the layer on this GPU; a result is checked before it is timed")
-    measure.add_argument("what", choices=["ffn"], help="ffn: one gated layer, densely and by each path of the kernels")
-    measure.add_argument("--tokens", default="131072,16384,2048,64,16,1", help="numbers of tokens, with commas")
-    measure.add_argument("--active", default="29", help="mean active neurons, with commas")
-    measure.add_argument("--pattern", choices=["skewed", "even"], default="skewed", help="how activity is spread")
-    measure.add_argument("--out", type=Path, default=Path("data/bench/ffn.csv"), help="the CSV that the rows go to")
+    what = measure.add_subparsers(dest="what", required=True)
+    ffn = what.add_parser(
+        "ffn",
+        help="time one layer densely and by each path of the kernels",
+        description="Time one layer in bf16 on this GPU: densely (eager, compiled, ours), by each path of the kernels, "
+        "and by auto. Rows are appended to DIR/ffn.csv and kernels.csv after each case, what the GPU can do to "
+        "DIR/ceilings.csv.",
+    )
+    ffn.add_argument("--tokens", default="131072,16384,2048,64,16,1", help="numbers of tokens, with commas")
+    ffn.add_argument("--active", default="29", help="mean active neurons per token, with commas; default: 29")
+    ffn.add_argument(
+        "--pattern",
+        default="skewed",
+        help="how activity is spread: skewed, even, recorded (a real text's), with commas",
+    )
+    ffn.add_argument("--hidden", type=int, help="hidden_size; default: 2048, for recorded patterns 1024")
+    ffn.add_argument("--intermediate", type=int, default=5632, help="intermediate_size; a recorded pattern has its own")
+    ffn.add_argument("--non-gated", action="store_true", help="a layer without a gate")
+    ffn.add_argument(
+        "--mode",
+        choices=["stream", "graph"],
+        help="stream: eager calls, cache emptied between; graph: a CUDA graph with 8 sets of weights in rotation; "
+        "default: graph up to 4096 tokens",
+    )
+    ffn.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
+    ffn.add_argument("--kernels", action="store_true", help="also measure each kernel of our paths")
+    ffn.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
+    ffn.add_argument("--trace", type=Path, help="a trace (see `twell trace`) for the recorded pattern, with --layer")
+    ffn.add_argument("--layer", type=int, help="the layer of the trace")
+    ffn.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+
+    calibrate = what.add_parser(
+        "calibrate",
+        help='time all paths over tokens and activity: what backend="auto" chooses by',
+        description="Time all paths of one kind of layer on this GPU over numbers of tokens and levels of activity, "
+        'write the times that backend="auto" chooses by, and compare its choices with torch.compile. About a minute.',
+    )
+    calibrate.add_argument("--model", help="a run or model folder: its layers; the file goes beside its weights")
+    calibrate.add_argument("--hidden", type=int, help="hidden_size; default: 2048")
+    calibrate.add_argument("--intermediate", type=int, help="intermediate_size; default: 5632")
+    calibrate.add_argument("--non-gated", action="store_true", help="a layer without a gate")
+    calibrate.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: calibration.json, here or beside the model"
+    )
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
@@ -112,12 +151,70 @@ def _trace(options: argparse.Namespace) -> None:
         print(f"to stay under {found.meta['max_bytes']} bytes: {name} {found.meta['kept'][name]} instead of {wanted}")
 
 
-def _measure(options: argparse.Namespace) -> None:
-    from twell import measure
+def _numbers(option: str, text: str, kind: type) -> list:
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; write numbers with commas, such as 1,16,256") from None
 
-    tokens = [int(number) for number in options.tokens.split(",")]
-    active = [float(number) for number in options.active.split(",")]
-    measure.save(measure.ffn(tokens, active, options.pattern == "skewed"), options.out)
+
+def _measure(options: argparse.Namespace) -> None:
+    globals()[f"_measure_{options.what}"](options)
+
+
+def _measure_ffn(options: argparse.Namespace) -> None:
+    from twell import measure
+    from twell.choose import Calibration
+
+    patterns = options.pattern.split(",")
+    if (options.trace is None) != (options.layer is None):
+        raise ValueError("--trace FILE and --layer NUMBER go together")
+    if options.trace and "recorded" not in patterns:
+        raise ValueError(f"--trace is for --pattern recorded; the pattern is {options.pattern}")
+    measure.ffn(
+        _numbers("--tokens", options.tokens, int),
+        _numbers("--active", options.active, float),
+        patterns,
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        gated=not options.non_gated,
+        mode=options.mode,
+        masks=_mask_of_trace(options.trace, options.layer) if options.trace else None,
+        energy=options.energy,
+        kernels=options.kernels,
+        calibration=Calibration.load(options.calibration) if options.calibration else None,
+        out=options.out,
+    )
+
+
+def _mask_of_trace(path: Path, layer: int) -> dict:
+    import numpy as np
+
+    from twell.trace import Trace
+
+    h = Trace.load(path).layer(layer)
+    mask = np.zeros(h.shape, bool)
+    mask[np.repeat(np.arange(len(mask)), np.diff(h.indptr)), h.indices] = True  # a stored zero is active too
+    return {f"{path.stem}_{layer}": mask}
+
+
+def _measure_calibrate(options: argparse.Namespace) -> None:
+    from twell import measure
+    from twell.model import CALIBRATION, _config_of, _resolve
+
+    hidden_size = 2048 if options.hidden is None else options.hidden
+    intermediate_size = 5632 if options.intermediate is None else options.intermediate
+    gated, out = not options.non_gated, Path(CALIBRATION)
+    if options.model is not None:
+        if (options.hidden, options.intermediate, options.non_gated) != (None, None, False):
+            raise ValueError("--model says what its layers are; leave out --hidden, --intermediate and --non-gated")
+        folder = _resolve(options.model)
+        config = _config_of(folder)
+        if config.hidden_act != "relu":
+            raise ValueError(f"{folder} has the activation {config.hidden_act!r}; sparse layers need 'relu'")
+        hidden_size, intermediate_size, gated = config.hidden_size, config.intermediate_size, config.gated_mlp
+        out = folder / CALIBRATION
+    measure.calibrate(hidden_size, intermediate_size, gated=gated, out=options.out or out)
 
 
 def _info(options: argparse.Namespace) -> None:
