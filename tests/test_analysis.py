@@ -362,3 +362,227 @@ def test_compare():
         ["b", ">30", "[0, 1]", "differs", "why"],
         ["c", "yes", "no", "not comparable", "because"],
     ]
+
+
+# --- speed of the layer -------------------------------------------------------------------------
+
+
+def speed_rows(tokens, active, times, **columns):
+    """Rows of ffn.csv, as one call leaves them for one case; times: provider -> ms."""
+    case = {"tokens": tokens, "hidden_size": 2048, "intermediate_size": 5632, "gated": True, "dtype": "bfloat16"}
+    case |= {"pattern": "skewed", "active": active, "active_max": 99, "union": 200.0, "mode": "stream"}
+    case |= {"weight_sets": 1, "relative_rms": 0.003, "energy": np.nan, "device": "NVIDIA H200", "commit": "a" * 40}
+    case |= {"command": "python -m twell measure ffn", "date": "2026-11-22T10:00:00+00:00"} | columns
+    return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+
+
+def together(*frames):
+    """The frames as one table, in a random order, as nothing may depend on it."""
+    return pd.concat(frames, ignore_index=True).sample(frac=1, random_state=secrets.randbits(32))
+
+
+def found(table, *columns):
+    return sorted(table[list(columns)].itertuples(index=False, name=None))
+
+
+def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
+    base = "dense torch.compile"
+    rows = together(
+        speed_rows(64, 29.0, {base: 3.0, "triton union": 2.0}),
+        speed_rows(64, 29.0, {base: 5.0, "triton union": 2.0}, mode="graph", weight_sets=8),
+        speed_rows(64, 29.0, {base: 7.0, "triton union": 2.0}, mode="graph"),
+        speed_rows(64, 29.0, {base: 9.0, "triton union": 2.0}, device="other"),
+        speed_rows(64, 29.0, {base: 11.0, "triton union": 2.0}, gated=False),
+        speed_rows(64, 29.0, {base: 13.0, "triton union": 2.0}, pattern="even"),
+        speed_rows(64, 31.0, {base: 15.0, "triton union": 2.0}),
+    )
+    table = analysis.speedups(rows)
+    union = table[table["provider"] == "triton union"]
+    assert sorted(union["speedup"]) == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]
+    assert (union["speedup"] == union["p50_dense"] / 2).all()
+    assert (table.loc[table["provider"] == base, "speedup"] == 1).all() and len(table) == 14
+    assert set(rows.columns) | {"p50_dense", "speedup", "energy_per_token", "energy_change"} == set(table.columns)
+
+
+def test_speedups_give_the_energy_of_a_token():
+    times = {"dense torch.compile": 2.0, "triton union": 1.0, "auto": 1.0}
+    table = analysis.speedups(speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan])).set_index("provider")
+    assert table["energy_per_token"].round(6).tolist()[:2] == [2.0, 1.2]
+    assert table["energy_change"].round(6).tolist()[:2] == [0.0, -40.0]
+    assert table.loc["auto", ["energy_per_token", "energy_change"]].isna().all()
+
+
+def test_speedups_take_the_newest_call_of_a_case():
+    base, later = "dense torch.compile", {"date": "2026-11-23T10:00:00+00:00", "commit": "b" * 40}
+    rows = together(
+        speed_rows(64, 29.28, {base: 4.0, "triton union": 1.0, "triton rowwise": 1.0}),
+        speed_rows(64, 29.27, {base: 4.0, "triton union": 2.0}, **later),  # the same level: rounded otherwise
+        speed_rows(64, 98.0, {base: 4.0, "triton union": 8.0}),  # only measured earlier
+        speed_rows(64, 29.28, {base: 4.0, "triton union": 0.5}, device="other"),  # another device's newest
+    )
+    table = analysis.speedups(rows)
+    paths = table[table["provider"] != base]
+    expected = [(29.27, "NVIDIA H200", 2.0), (29.28, "other", 8.0), (98.0, "NVIDIA H200", 0.5)]
+    assert found(paths, "active", "device", "speedup") == expected
+    # A path timed again within one call counts once, as timed last.
+    again = pd.concat([speed_rows(64, 29.0, {base: 4.0, "auto": 1.0}), speed_rows(64, 29.0, {"auto": 2.0})])
+    assert analysis.speedups(again)["speedup"].tolist() == [1.0, 2.0]
+
+
+def test_speedups_leave_out_rows_without_a_partner_and_say_so():
+    base, later = "dense torch.compile", {"date": "2026-11-23T10:00:00+00:00"}
+    whole = speed_rows(64, 29.0, {base: 4.0, "triton union": 1.0})
+    alone = speed_rows(64, 29.0, {"triton union": 3.0}, **later)
+    with pytest.warns(
+        UserWarning, match=r"left out: 1 of 3 rows have no dense torch.compile .* 64 tokens on 2026-11-23"
+    ):
+        table = analysis.speedups(together(whole, alone))
+    assert found(table, "provider", "speedup") == [(base, 1.0), ("triton union", 4.0)]
+    with pytest.raises(ValueError, match=r"^1 of 1 rows have no dense torch.compile"):
+        analysis.speedups(alone)
+
+
+def test_speedups_refuse_rows_that_are_not_whole():
+    rows = speed_rows(64, 29.0, {"dense torch.compile": 4.0, "auto": 1.0})
+    with pytest.raises(ValueError, match="rows of ffn.csv need the columns mode, energy; `twell measure ffn` writes"):
+        analysis.speedups(rows.drop(columns=["mode", "energy"]))
+    with pytest.raises(ValueError, match="ffn.csv has no row"):
+        analysis.speedups(rows[:0])
+    with pytest.raises(ValueError, match="ffn.csv has empty cells in commit, p50"):
+        analysis.speedups(rows.assign(p50=[4.0, np.nan], commit=[None, "a"]))
+    with pytest.raises(ValueError, match="p50 of auto is 0 ms on 2026-11-22T10:00:00.00:00; a time is above 0"):
+        analysis.speedups(rows.assign(p50=[4.0, 0.0]))
+
+
+def speed_line(provider, points, **columns):
+    """A line of `speedups`: points of (active, speed-up)."""
+    calls = [speed_rows(64, active, {provider: 1.0}, speedup=gain, **columns) for active, gain in points]
+    return pd.concat(calls, ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("points", "crossover", "verdict"),
+    [
+        ([(10, 2.0), (1000, 0.5)], 100.0, "faster below 100 active"),
+        ([(1, 9.0), (10, 4.0), (40, 0.5), (90, 0.1)], 10 * 4 ** (2 / 3), "faster below 25 active"),
+        ([(0, 9.0), (10, 2.0), (1000, 0.5)], 100.0, "faster below 100 active"),
+        ([(10, 1.0), (20, 0.5)], 10.0, "faster below 10 active"),
+        ([(10, 2.0), (30, 0.5), (50, 1.5), (80, 0.5)], 10 * 3**0.5, "faster below 17 active"),
+        ([(10, 2.0), (1003, 1.0)], None, "faster at 1003 active, the most measured"),
+        ([(29, 0.9), (300, 0.2)], None, "slower from 29 active on, the fewest measured"),
+        ([(29, 0.9)], None, "slower from 29 active on, the fewest measured"),
+    ],
+)
+def test_crossovers(points, crossover, verdict):
+    other = speed_line("triton rowwise", [(5, 4.0), (20, 0.25)], pattern="even")
+    table = together(speed_line("triton union", points), other, speed_line("auto", points))
+    table = analysis.crossovers(table).set_index("provider")
+    assert set(table.index) == {"triton union", "triton rowwise"}
+    row = table.loc["triton union"]
+    assert row["crossover"] == pytest.approx(crossover) if crossover else math.isnan(row["crossover"])
+    assert row["verdict"] == verdict
+    measured = [(active, gain) for active, gain in points if active]
+    assert (row["lowest"], row["highest"]) == (measured[0][0], measured[-1][0])
+    assert row["best"] == max(gain for _, gain in measured)
+    assert table.loc["triton rowwise", "crossover"] == pytest.approx(10)
+    assert table.loc["triton rowwise", "pattern"] == "even"
+
+
+def test_crossovers_keep_batches_apart_and_need_no_path():
+    line = speed_line("triton union", [(10, 2.0), (1000, 0.5)])
+    shifted = speed_line("triton union", [(1, 2.0), (100, 0.5)]).assign(tokens=128)
+    table = analysis.crossovers(together(line, shifted))
+    assert table["tokens"].tolist() == [64, 128]
+    assert table["crossover"].tolist() == pytest.approx([100, 10])
+    none = analysis.crossovers(speed_line("auto", [(10, 2.0)]))
+    assert none.empty and list(none.columns) == list(table.columns)
+
+
+def test_at_level_takes_the_nearest_of_each_case():
+    table = together(
+        speed_line("triton union", [(9.7, 1.0), (29.3, 2.0), (98.0, 3.0)]),
+        speed_line("dense eager", [(29.3, 4.0)]),
+        speed_line("triton union", [(0.0, 6.0), (178.0, 5.0)]).assign(tokens=1),
+        speed_line("triton union", [(10.0, 7.0), (70.0, 8.0)], mode="graph"),
+    )
+    assert found(analysis.at_level(table, 29), "active", "speedup") == [
+        (29.3, 2.0),
+        (29.3, 4.0),
+        (70.0, 8.0),
+        (178.0, 5.0),
+    ]
+    assert found(analysis.at_level(table, 1), "active", "speedup")[:2] == [(0.0, 6.0), (9.7, 1.0)]
+    kernels = table.drop(columns=["mode", "weight_sets"])
+    assert found(analysis.at_level(kernels, 29), "active", "speedup") == [(29.3, 2.0), (29.3, 4.0), (178.0, 5.0)]
+    assert analysis.at_level(table[:0], 29).empty
+
+
+def test_by_case_has_a_row_a_case_and_a_column_a_provider():
+    dirty = {"commit": "0123456789abcdef-dirty", "pattern": "even"}
+    rows = together(
+        speed_rows(64, 29.0, {"dense torch.compile": 4.0, "triton union": 2.0, "auto": 1.0}),
+        speed_rows(64, 10.0, {"dense torch.compile": 4.0, "triton union": 1.0}, energy=[8.0, np.nan], **dirty),
+    )
+    table = analysis.speedups(rows)
+    gains = analysis.by_case(table)
+    assert list(gains.columns) == ["auto", "dense torch.compile", "triton union"]
+    np.testing.assert_array_equal(gains.to_numpy(), [[np.nan, 1, 4], [4, 1, 2]])
+    assert gains.index.get_level_values("commit").tolist() == ["0123456-dirty", "a" * 7]
+    assert set(gains.index.get_level_values("date")) == {"2026-11-22"}
+    energy = analysis.by_case(table, "energy_per_token")
+    assert list(energy.columns) == ["dense torch.compile"] and energy.to_numpy().tolist() == [[0.125]]
+    assert analysis.by_case(table.assign(energy_change=np.nan), "energy_change").empty
+
+
+def kernel_rows(*kernels, provider="triton union", **columns):
+    """Rows of kernels.csv; kernels: (name, ms, flops, bytes)."""
+    case = speed_rows(64, 29.0, {provider: 1.0}, **columns).drop(columns=["mode", "weight_sets", "p50", "relative_rms"])
+    names = ["kernel", "ms", "flops", "bytes"]
+    return case.merge(pd.DataFrame(kernels, columns=names), how="cross")
+
+
+def ceiling_rows(matmul=800.0, copy=4000.0, date="2026-11-22T10:00:00+00:00", device="NVIDIA H200"):
+    rows = [("matmul", matmul, "TFLOP/s"), ("copy bandwidth", copy, "GB/s")]
+    return pd.DataFrame(rows, columns=["metric", "value", "unit"]).assign(date=date, device=device)
+
+
+def test_roofline():
+    kernels = kernel_rows(
+        ("gate", 5.0, 3.2e12, 2e9),  # 4 ms of operations, 0.5 of bytes
+        ("lists", 0.04, 0.0, 8e7),  # 0.02 ms of bytes
+        ("up", 2.0, 1.6e11, 4e9),  # 0.2 ms of operations, 1 of bytes
+        ("other", 0.1, np.nan, np.nan),
+        ("half", 1.0, 4e11, np.nan),
+    )
+    older = ceiling_rows(100.0, 100.0, date="2026-11-21T10:00:00+00:00")
+    ceilings = together(ceiling_rows(), older, ceiling_rows(1.0, 1.0, device="other"))
+    table = analysis.roofline(kernels, ceilings).set_index("kernel")
+    assert (table["peak"] == 800).all() and (table["bandwidth"] == 4000).all()
+    np.testing.assert_allclose(table["intensity"], [1600, 0, 40, np.nan, np.nan])
+    np.testing.assert_allclose(table["tflops"], [640, 0, 80, np.nan, 400])
+    np.testing.assert_allclose(table["floor"], [4, 0.02, 1, np.nan, 0.5])
+    np.testing.assert_allclose(table["share"], [0.8, 0.5, 0.5, np.nan, 0.5])
+    assert table["bound"].tolist() == ["compute", "memory", "memory", "", "compute"]
+
+
+def test_roofline_takes_the_newest_call_of_each_provider():
+    kernels = together(
+        kernel_rows(("gate", 5.0, 1e9, 1e9), ("gone", 1.0, 1e9, 1e9)),
+        kernel_rows(("gate", 4.0, 1e9, 1e9), date="2026-11-23T10:00:00+00:00"),
+        kernel_rows(("gate", 6.0, 1e9, 1e9), provider="dense"),
+    )
+    expected = [("dense", "gate", 6.0), ("triton union", "gate", 4.0)]
+    assert found(analysis.roofline(kernels, ceiling_rows()), "provider", "kernel", "ms") == expected
+
+
+def test_roofline_refuses_what_it_cannot_use():
+    kernels = kernel_rows(("gate", 5.0, 1e9, 1e9))
+    with pytest.raises(ValueError, match="rows of kernels.csv need the columns ms, bytes"):
+        analysis.roofline(kernels.drop(columns=["ms", "bytes"]), ceiling_rows())
+    with pytest.raises(ValueError, match="rows of ceilings.csv need the columns unit"):
+        analysis.roofline(kernels, ceiling_rows().drop(columns="unit"))
+    with pytest.raises(ValueError, match="the ceiling 'copy bandwidth' is in 'TB/s'; it has to be in GB/s"):
+        analysis.roofline(kernels, ceiling_rows().replace("GB/s", "TB/s"))
+    for ceilings in (ceiling_rows(device="other"), ceiling_rows()[:1]):
+        with pytest.raises(ValueError, match="ceilings.csv lacks matmul or copy bandwidth of NVIDIA H200"):
+            analysis.roofline(kernels, ceilings)

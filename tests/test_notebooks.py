@@ -5,10 +5,12 @@ import dataclasses
 import json
 
 import nbformat
+import pandas as pd
 import papermill
 import pytest
 import yaml
 
+from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows
 from twell import analysis, results
 from twell.trace import trace_validation
 from twell.train import train
@@ -20,6 +22,7 @@ FIGURES = {
     "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
+    "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline"],
 }
 
 
@@ -45,7 +48,22 @@ def live(tiny_config, tmp_path_factory):
     config = dataclasses.asdict(dataclasses.replace(tiny_config, l1_coefficient=0.5, num_layers=3))
     results.write_run(folder / "unfinished", config, results.provenance() | {"complete": False})
     (folder / "unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
+    write_bench(folder / "bench")
     return folder
+
+
+def write_bench(folder):
+    """Rows of speed: a sparse path that is twice as fast as dense at 29 active, half as fast at 464, and energy."""
+    compiled, few = "dense torch.compile", {"mode": "graph", "weight_sets": 8}
+    times = {compiled: 4.0, "dense eager": 5.0, "auto": 2.5}
+    rows = [speed_rows(16384, 29.0, times | {"triton union": 2.0}, energy=[40.0, 50.0, 25.0, 10.0])]
+    rows += [speed_rows(16384, 464.0, times | {"triton union": 8.0}), speed_rows(1, 31.0, times, **few)]
+    rows += [speed_rows(16384, 29.0, times | {"triton rowwise": 3.0}, pattern="even")]
+    rows += [speed_rows(16384, 7.0, times | {"triton union": 1.0}, hidden_size=1024, pattern="recorded busy")]
+    folder.mkdir()
+    pd.concat(rows).to_csv(folder / "ffn.csv", index=False)
+    kernel_rows(("gate", 5.0, 3.2e12, 2e9), ("lists", 0.04, None, None)).to_csv(folder / "kernels.csv", index=False)
+    ceiling_rows().to_csv(folder / "ceilings.csv", index=False)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -53,7 +71,7 @@ def test_notebook_runs(path, live, tmp_path):
     figures = tmp_path / "figures"
     wanted = {"runs": str(live), "figures": str(figures), "tracked_figures": str(figures), "source": "recorded"}
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
-    wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300]}
+    wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
     done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
@@ -68,7 +86,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9}[path.stem]
+    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 4}[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
@@ -82,6 +100,31 @@ def test_notebook_runs(path, live, tmp_path):
         assert "3 complete runs" in said and "incomplete: ['unfinished']" in said
     if path.stem == "04_tokens":
         assert "512 tokens at L1 = 0.001" in said
+    if path.stem == "05_speedup":
+        tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+        # Half way between 29 and 464 neurons in logarithms; energy a token; a layer of another width.
+        assert "faster below 116 active" in tables
+        assert "recorded busy" in tables and ">-75.000<" in tables
+        assert "not drawn" not in said and "no rows" not in said
+        assert ">agrees<" in table and ">100<" in table and ">1.6<" in table
+
+
+def test_speed_of_what_was_measured(tmp_path):
+    """Few cases and no kernels, no energy, no sparse path: what is missing is said, and nothing empty is drawn."""
+    rows = speed_rows(16384, 29.0, {"dense torch.compile": 4.0, "dense eager": 5.0}, pattern="even")
+    alone = speed_rows(16384, 29.0, {"triton union": 1.0})
+    pd.concat([rows, alone]).to_csv(tmp_path / "ffn.csv", index=False)
+    path, given = FOLDER / "05_speedup.ipynb", {"bench": str(tmp_path), "figures": str(tmp_path / "figures")}
+    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
+    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    assert [file.stem for file in (tmp_path / "figures").glob("*.png")] == ["ffn_activity"]
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
+    assert "left out: 1 of 3 rows have no dense torch.compile" in said
+    assert "**ffn_tokens is not drawn:**" in said and "**ffn_roofline is not drawn:**" in said
+    assert "**energy_per_token:** no rows" in said
+    table = outputs[-1]["data"]["text/html"]
+    assert table.count("not measured") == 4 and "agrees" not in table and "differs" not in table
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -238,6 +238,142 @@ def test_fig_passage_of_equal_tokens(active):
     draw(plots.fig_passage(pd.DataFrame({"token": ["a"] * len(active), "active": active})))
 
 
+# --- speed of the layer -------------------------------------------------------------------------
+
+
+def make_speeds(random, cases, providers=tuple(plots.PROVIDERS), **columns):
+    """A table as of `analysis.speedups`, with random speed-ups; cases: (tokens, active, pattern, mode, weight_sets)."""
+    table = pd.DataFrame(cases, columns=["tokens", "active", "pattern", "mode", "weight_sets"])
+    table = table.merge(pd.DataFrame({"provider": list(providers)}), how="cross").assign(
+        hidden_size=2048, intermediate_size=5632, gated=True, dtype="bfloat16", device="a GPU", **columns
+    )
+    return table.assign(speedup=0.2 + 2 * random.random(len(table))).sample(frac=1, random_state=1)
+
+
+def curves(ax, provider):
+    """The curves of a provider, each as a list of points."""
+    found = [line for line in ax.get_lines() if line.get_color() == plots.PROVIDERS[provider][0]]
+    return sorted(line.get_xydata().tolist() for line in found if line.get_marker() != "|")
+
+
+def test_ffn_activity(random):
+    levels = (3, 29.2, 300)
+    cases = [(t, a, p, "stream", 1) for t in (131072, 16384) for a in levels for p in ("even", "skewed")]
+    table = make_speeds(random, cases)
+    crossings = pd.DataFrame(
+        [
+            ("skewed", 131072, "triton union", 150.4),
+            ("skewed", 16384, "triton rowwise", 39.6),
+            ("skewed", 16384, "triton union", np.nan),
+            ("even", 16384, "triton union", 77.0),
+            ("even", 16384, "triton decode", 50.0),  # not drawn, so not marked
+        ],
+        columns=["pattern", "tokens", "provider", "crossover"],
+    )
+    figure = plots.ffn_activity(table, crossings)
+    draw(figure)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["skewed", "even"]
+    assert [sorted(texts(ax)) for ax in figure.axes] == [["150", "40"], ["77"]]
+    for ax in figure.axes:
+        assert ax.get_xscale() == ax.get_yscale() == "log"
+        for provider in ("auto", "triton union", "triton rowwise", "dense eager"):
+            rows = table[(table["pattern"] == ax.get_title(loc="left")) & (table["provider"] == provider)]
+            wanted = [
+                r[["active", "speedup"]].to_numpy().tolist() for _, r in rows.sort_values("active").groupby("tokens")
+            ]
+            assert curves(ax, provider) == sorted(wanted)
+        assert not curves(ax, "dense")
+        marks = [line for line in ax.get_lines() if line.get_marker() == "|"]
+        assert [line.get_ydata()[0] for line in marks] == [1] * len(texts(ax))
+        assert sorted(f"{line.get_xdata()[0]:.0f}" for line in marks) == sorted(texts(ax))
+    assert legend(figure)[-3:] == ["dense torch.compile", "131,072 tokens", "16,384 tokens"]
+    assert legend(figure)[:-3] == ["auto", "triton union", "triton rowwise", "dense eager"]
+    assert figure.get_suptitle() == "gated layer, 2048 x 5632, bfloat16, a GPU"
+    dashed = {line.get_linestyle() for line in figure.axes[0].get_lines() if line.get_color() == plots.BLUE}
+    assert len(dashed - {"None"}) == 2  # batch sizes differ without colour
+
+
+def test_ffn_activity_of_what_there_is(random):
+    table = make_speeds(random, [(64, 29.0, "even", "stream", 1)], ["triton union", "dense torch.compile"])
+    figure = plots.ffn_activity(table, analysis.crossovers(table))
+    draw(figure)
+    assert len(figure.axes) == 1 and legend(figure) == ["triton union", "dense torch.compile", "64 tokens"]
+    with pytest.raises(ValueError, match="shows one layer on one device; this table has 0"):
+        plots.ffn_activity(table[:0], table)
+    with pytest.raises(ValueError, match="shows one layer on one device; this table has 2"):
+        plots.ffn_activity(pd.concat([table, table.assign(gated=False)]), table)
+    many = make_speeds(random, [(tokens, 29.0, "even", "stream", 1) for tokens in range(1, 5)])
+    with pytest.raises(ValueError, match="4 batch sizes cannot be told apart in one figure; give at most 3"):
+        plots.ffn_activity(many, analysis.crossovers(many))
+
+
+def test_ffn_tokens(random):
+    cases = [(1, 178.0, "graph", 8), (1, 178.0, "stream", 1), (1000, 30.0, "graph", 8), (1024, 29.0, "stream", 1)]
+    cases += [(131072, 23.5, "stream", 1), (16384, 23.0, "stream", 1)]
+    table = make_speeds(random, [(t, a, "skewed", mode, sets) for t, a, mode, sets in cases])
+    figure = plots.ffn_tokens(table, 29)
+    draw(figure)
+    ax = figure.axes[0]
+    labels = [label.get_text() for label in ax.get_xticklabels()]
+    assert labels == ["1\n(178)", "1,000", "1k", "16k\n(23)", "128k"]
+    assert ax.get_xlabel() == "tokens in the batch (in brackets: active, where it is far from 29)"
+    for provider in set(plots.PROVIDERS) - {"dense torch.compile"}:
+        rows = table[table["provider"] == provider].sort_values("tokens")
+        wanted = [r[["tokens", "speedup"]].to_numpy().tolist() for _, r in rows.groupby("mode")]
+        assert curves(ax, provider) == sorted(wanted)
+    ways = ["one call after the other", "CUDA graph, 8 sets of weights in turn"]
+    assert legend(figure) == [*plots.PROVIDERS, *ways]
+    assert ax.get_title(loc="left") == "gated layer, 2048 x 5632, bfloat16, a GPU; skewed, 29 active"
+    near = plots.ffn_tokens(table[table["tokens"] == 1024], 29)
+    assert near.axes[0].get_xlabel() == "tokens in the batch"
+    assert legend(near)[-1] == "one call after the other"
+    with pytest.raises(ValueError, match="one figure shows one pattern; this table has even, skewed"):
+        plots.ffn_tokens(pd.concat([table, table.assign(pattern="even")]), 29)
+
+
+def make_kernels(random):
+    case = make_speeds(random, [(131072, 29.4, "skewed", "stream", 1)], ["triton union", "dense torch.compile"])
+    kernels = pd.DataFrame(
+        [("gate", 5.0, 640.0, 1600.0, 4.0), ("lists", 0.04, 0.0, 0.0, 0.02), ("other", 0.1, *[np.nan] * 3)]
+        + [("up", 2.0, 640.0, 1500.0, 3.0), ("down", 1.0, 4.0, 2.0, 0.5)],
+        columns=["kernel", "ms", "tflops", "intensity", "floor"],
+    )
+    table = case.merge(kernels, how="cross").assign(peak=800.0, bandwidth=4000.0)
+    return table.assign(share=table["floor"] / table["ms"])
+
+
+def test_ffn_roofline(random):
+    table = make_kernels(random)
+    figure = plots.ffn_roofline(table)
+    draw(figure)
+    left, right = figure.axes
+    roof, *points = left.get_lines()
+    x, y = roof.get_xdata(), roof.get_ydata()
+    assert (x[1], y[1], y[2]) == (200, 800, 800) and y[0] == pytest.approx(4 * x[0])
+    places = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in points)
+    assert places == [(2, 4)] * 2 + [(1500, 640)] * 2 + [(1600, 640)] * 2
+    # The sparse path comes first; kernels that lie together share a label.
+    assert texts(left) == ["matmul 800 TFLOP/s", "copy 4000 GB/s", "1, 4, 6, 9", "5, 10"]
+    names = ["gate", "lists", "other", "up", "down"]
+    assert [label.get_text() for label in right.get_yticklabels()] == [f"{n}  {i + 1}" for i, n in enumerate(2 * names)]
+    bars = [bar.get_width() for bar in right.patches]
+    assert bars[:10] == 2 * [5, 0.04, 0.1, 2, 1]
+    assert bars[10:] == 2 * [4, 0.02, 0, 2, 0.5]  # no floor beyond the time
+    shares = ["5 ms, 80%", "0.04 ms, 50%", "0.1 ms, floor not known", "2 ms, 150%", "1 ms, 50%"]
+    assert texts(right) == 2 * shares
+    assert legend(figure) == ["triton union", "dense torch.compile"]
+    assert figure.get_suptitle().endswith("a GPU; 131,072 tokens, skewed, 29 active")
+
+
+def test_ffn_roofline_of_what_there_is(random):
+    table = make_kernels(random)
+    draw(plots.ffn_roofline(table[table["kernel"] == "other"]))  # nothing known: a roof and a bar
+    with pytest.raises(ValueError, match="one figure shows one case; this table has 2"):
+        plots.ffn_roofline(pd.concat([table, table.assign(tokens=64)]))
+    with pytest.raises(ValueError, match="shows one layer on one device; this table has 0"):
+        plots.ffn_roofline(table[:0])
+
+
 # --- saving -------------------------------------------------------------------------------------
 
 SAVE = """

@@ -1,13 +1,14 @@
-"""Tables behind the figures: from runs, logs and traces to DataFrames, and nothing else.
+"""Tables behind the figures: from runs, logs, traces and measured rows to DataFrames, and nothing else.
 
-Everything here is a count or a mean of what a run logged or a trace or an aggregate stored. Nothing reads files
-or draws.
+Everything here is a count, a mean or a ratio of what a run logged, a trace or an aggregate stored or a call measured.
+Nothing reads files or draws.
 "Active" is always the number of neurons of one layer that are active for one token (the paper's "non-zeros"):
 what a trace stores is active, whatever its value is.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -409,3 +410,153 @@ def compare(rows: Iterable[tuple[str, Any, Any, bool | None, str]]) -> pd.DataFr
         verdict = verdicts[None if agrees is None else bool(agrees)]
         table.append((finding, show(paper), show(ours), verdict, "" if agrees else reason))
     return pd.DataFrame(table, columns=["finding", "paper", "ours", "verdict", "reason"])
+
+
+# --- speed of the layer (ours) ------------------------------------------------------------------
+
+BASELINE = "dense torch.compile"  # what every speed-up is over
+# What makes two measured rows the same case, together with `active`; rows of kernels have no mode and weight_sets.
+CASE = ["tokens", "hidden_size", "intermediate_size", "gated", "dtype", "pattern", "device", "mode", "weight_sets"]
+CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
+SAME_ACTIVE = 0.01  # the same seed gives the same activity but for rounding; levels of a grid are further apart
+
+
+def _case_of(rows: pd.DataFrame) -> list[str]:
+    return [column for column in CASE if column in rows]
+
+
+def _check_rows(rows: pd.DataFrame, file: str, columns: Sequence[str], or_empty: Sequence[str] = ()) -> None:
+    missing = [column for column in (*columns, *or_empty) if column not in rows]
+    if missing:
+        raise ValueError(f"rows of {file} need the columns {', '.join(missing)}; `twell measure ffn` writes such rows")
+    if rows.empty:
+        raise ValueError(f"{file} has no row")
+    empty = [column for column in columns if rows[column].isna().any()]
+    if empty:
+        raise ValueError(f"{file} has empty cells in {', '.join(empty)}, which every row needs")
+
+
+def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
+    """Of each case, with `active` the same within SAME_ACTIVE, the rows of the newest date."""
+    ordered = rows.sort_values("active", kind="stable")
+    steps = ordered.groupby(case)["active"].transform(lambda active: (active.diff() > SAME_ACTIVE * active).cumsum())
+    newest = ordered.groupby([*case, steps.rename("level")])["date"].transform("max")
+    return ordered[ordered["date"] == newest].sort_index()
+
+
+def speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/ffn.csv, each with its speed-up over dense torch.compile in the same case and call.
+
+    A case measured by several calls is that of the newest. Added columns: p50_dense (ms), speedup (p50_dense / p50),
+    energy_per_token (mJ) and energy_change (% of dense torch.compile), both NaN where no energy was measured. Rows
+    without dense torch.compile beside them are left out with a warning that counts them. Raises ValueError for
+    rows that lack columns or their values, for a time that is not positive, and when no row is left. Ours.
+    """
+    _check_rows(rows, "ffn.csv", [*CASE, *CALL, "active", "provider", "p50"], ["energy"])
+    wrong = rows[rows["p50"] <= 0]
+    if len(wrong):
+        first = wrong.iloc[0]
+        raise ValueError(f"p50 of {first['provider']} is {first['p50']:g} ms on {first['date']}; a time is above 0")
+    call = [*CASE, *CALL, "active"]
+    rows = rows.drop_duplicates([*call, "provider"], keep="last")
+    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", "energy"]]
+    table = rows.merge(dense, on=call, how="left", suffixes=("", "_dense"))
+    alone = table["p50_dense"].isna()
+    if alone.any():
+        first = table[alone].iloc[0]
+        said = f"{alone.sum()} of {len(table)} rows have no {BASELINE} of the same case and call beside them"
+        said += f", the first: {first['provider']} at {first['tokens']} tokens on {first['date']}"
+        if alone.all():
+            raise ValueError(said)
+        warnings.warn(f"left out: {said}", stacklevel=2)
+    table = _newest(table[~alone], CASE)
+    table["speedup"] = table["p50_dense"] / table["p50"]
+    table["energy_per_token"] = table["energy"] / table["tokens"]
+    table["energy_change"] = 100 * (table["energy"] / table["energy_dense"] - 1)
+    return table.drop(columns="energy_dense").reset_index(drop=True)
+
+
+def crossovers(table: pd.DataFrame) -> pd.DataFrame:
+    """Return up to how many active neurons each Triton path is faster than dense, from `speedups`; one row a line.
+
+    Columns: those of the case, provider, best (the largest speed-up), lowest and highest (the active neurons measured),
+    crossover: where the speed-up first falls below 1 as activity rises, interpolated in the logarithms of
+    both (NaN when it does not fall from above), and verdict, the same in words. Levels with 0 active neurons, which
+    have no logarithm, are left out. Ours.
+    """
+    paths = table[table["provider"].str.startswith("triton ") & (table["active"] > 0)]
+    case = _case_of(table)
+    found = []
+    for keys, line in paths.groupby([*case, "provider"]):
+        line = line.sort_values("active")
+        active, gain = np.log(line["active"].to_numpy()), np.log(line["speedup"].to_numpy())
+        lowest, highest = line["active"].iloc[0], line["active"].iloc[-1]
+        falls = np.flatnonzero((gain[:-1] >= 0) & (gain[1:] < 0))
+        crossing = np.nan
+        if len(falls):
+            at = falls[0]
+            crossing = np.exp(active[at] + (active[at + 1] - active[at]) * gain[at] / (gain[at] - gain[at + 1]))
+            verdict = f"faster below {crossing:.0f} active"
+        elif gain[-1] >= 0:
+            verdict = f"faster at {highest:.0f} active, the most measured"
+        else:
+            verdict = f"slower from {lowest:.0f} active on, the fewest measured"
+        found.append((*keys, line["speedup"].max(), lowest, highest, crossing, verdict))
+    return pd.DataFrame(found, columns=[*case, "provider", "best", "lowest", "highest", "crossover", "verdict"])
+
+
+def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
+    """Return of each case the rows whose active neurons are nearest to `active` (by ratio), from `speedups` or `roofline`.
+
+    What was measured stays in the column active: small batches of the same layer differ from the mean. Ours.
+    """
+    distance = np.log(table["active"].clip(lower=MIN_LAYER_ACTIVE) / active).abs()
+    nearest = distance.groupby([table[column] for column in _case_of(table)]).transform("min")
+    return table[distance == nearest].reset_index(drop=True)
+
+
+def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
+    """Return one column of `speedups` to be read: a row a case, a column a provider, with the day and commit of the call.
+
+    Index: pattern, hidden_size, intermediate_size, gated, tokens, active, mode, weight_sets, device, date (the day),
+    commit (7 digits). Providers of which no row has a value are left out. Ours.
+    """
+    short = table["commit"].str.replace(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", regex=True)
+    table = table.assign(date=table["date"].str[:10], commit=short)
+    index = ["pattern", "hidden_size", "intermediate_size", "gated", "tokens", "active", "mode", "weight_sets"]
+    return table.pivot_table(index=[*index, "device", "date", "commit"], columns="provider", values=column)
+
+
+def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/kernels.csv, each with how near its time is to the least its work could take.
+
+    Of each case and provider the newest call is taken. ceilings: rows of data/bench/ceilings.csv; the newest of each
+    metric on the kernel's device. Added columns: peak (TFLOP/s) and bandwidth (GB/s), the ceilings; intensity (flop /
+    byte) and tflops (achieved TFLOP/s), NaN where the operations or bytes of a kernel are not known; floor (ms), the larger
+    of flops / peak and bytes / bandwidth, with share = floor / ms and bound ("compute" or "memory", empty where
+    neither is known). A share above 1 is possible where data comes from the cache, which the copy does not use.
+    Raises ValueError for rows that lack columns or values, other units, and a device without both ceilings. Ours.
+    """
+    case = [column for column in CASE if column not in ("mode", "weight_sets")]
+    _check_rows(kernels, "kernels.csv", [*case, "active", "provider", "kernel", "ms", "date"], ["flops", "bytes"])
+    _check_rows(ceilings, "ceilings.csv", ["metric", "value", "unit", "device", "date"])
+    units = {"matmul": "TFLOP/s", "copy bandwidth": "GB/s"}
+    for row in ceilings.itertuples():
+        if units.get(row.metric, row.unit) != row.unit:
+            raise ValueError(f"the ceiling {row.metric!r} is in {row.unit!r}; it has to be in {units[row.metric]}")
+    last = (
+        ceilings.sort_values("date").groupby(["device", "metric"])["value"].last().unstack().reindex(columns=[*units])
+    )
+    table = _newest(kernels, [*case, "provider"]).reset_index(drop=True)
+    table["peak"], table["bandwidth"] = (table["device"].map(last[metric]) for metric in units)
+    without = table.loc[table[["peak", "bandwidth"]].isna().any(axis=1), "device"]
+    if len(without):
+        raise ValueError(f"ceilings.csv lacks {' or '.join(units)} of {without.iloc[0]}; measure them in the same call")
+    compute = table["flops"] / table["peak"] / 1e9  # ms
+    memory = table["bytes"] / table["bandwidth"] / 1e6
+    table["intensity"] = table["flops"] / table["bytes"]
+    table["tflops"] = table["flops"] / table["ms"] / 1e9
+    table["floor"] = np.fmax(compute, memory)
+    table["share"] = table["floor"] / table["ms"]
+    table["bound"] = np.where(table["floor"].isna(), "", np.where(table["floor"] == compute, "compute", "memory"))
+    return table
