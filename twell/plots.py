@@ -429,12 +429,18 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         _speed_lines(ax, table[table["pattern"] == pattern], "active", "tokens", styles)
         marked = crossovers[crossovers["provider"].isin(names) & crossovers["tokens"].isin(list(styles))]
         falls = marked[(marked["pattern"] == pattern) & marked["crossover"].notna()]
-        for row in falls.itertuples():
+        last = {}  # where the last number of a side stands, and how high
+        for row in falls.sort_values("crossover").itertuples():
             above = list(styles).index(row.tokens) == 0  # the largest batch above the line, others below
             colour = PROVIDERS[row.provider][0]
             ax.plot(row.crossover, 1, marker="|", markersize=9, markeredgewidth=1.4, color=colour, zorder=4)
             text = f"{row.crossover:.0f}"
-            place = {"xytext": (1, 6), "va": "bottom"} if above else {"xytext": (-1, -6), "va": "top", "ha": "right"}
+            at, height = last.get(above, (0, 6))
+            height = height + 8 if row.crossover < 1.5 * at else 6
+            last[above] = row.crossover, height
+            place = {"xytext": (1, height), "va": "bottom"}
+            if not above:
+                place = {"xytext": (-1, -height), "va": "top", "ha": "right"}
             halo = [withStroke(linewidth=1.5, foreground="white")]
             look = {"color": colour, "fontsize": 7, "path_effects": halo, "zorder": 5}
             ax.annotate(text, (row.crossover, 1), textcoords="offset points", **place, **look)
