@@ -200,7 +200,7 @@ def _mask_of_trace(path: Path, layer: int) -> dict:
 
 def _measure_calibrate(options: argparse.Namespace) -> None:
     from twell import measure
-    from twell.model import CALIBRATION, _config_of, _resolve
+    from twell.model import CALIBRATION, load_config
 
     hidden_size = 2048 if options.hidden is None else options.hidden
     intermediate_size = 5632 if options.intermediate is None else options.intermediate
@@ -208,8 +208,7 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
     if options.model is not None:
         if (options.hidden, options.intermediate, options.non_gated) != (None, None, False):
             raise ValueError("--model says what its layers are; leave out --hidden, --intermediate and --non-gated")
-        folder = _resolve(options.model)
-        config = _config_of(folder)
+        folder, config = load_config(options.model)
         if config.hidden_act != "relu":
             raise ValueError(f"{folder} has the activation {config.hidden_act!r}; sparse layers need 'relu'")
         hidden_size, intermediate_size, gated = config.hidden_size, config.intermediate_size, config.gated_mlp

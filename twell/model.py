@@ -305,8 +305,7 @@ def load(
     FileNotFoundError for what is missing and ValueError for a file that is damaged or a tensor that is missing, unknown
     or of the wrong shape, by name.
     """
-    folder = _resolve(name_or_path)
-    config = _config_of(folder)
+    folder, config = load_config(name_or_path)
     if backend is not None:
         config.ffn_backend = backend
     tensors = _canonical(_read_tensors(folder), config)
@@ -322,6 +321,12 @@ def load(
         model.set_ffn_backend("auto", _calibration_of(folder))
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def load_config(name_or_path: str | Path) -> tuple[Path, SparseLlamaConfig]:
+    """Return the folder with a model's weights, and its configuration, by what `load` takes; errors as there."""
+    folder = _resolve(name_or_path)
+    return folder, _config_of(folder)
 
 
 def _calibration_of(folder: Path) -> Calibration:
