@@ -92,7 +92,7 @@ def compile_all(architecture: str) -> dict[str, int]:
         x = torch.empty(256, hidden_size, dtype=w.dtype)
         activity = torch.zeros(4, dtype=torch.int64)
         rowwise.ffn(x, *tensors, 8)
-        for counted in (None, activity):
+        for counted in (None, activity) if gated else (None,):
             rowwise.ffn(x, *tensors, 1, activity=counted)
             for union.FEW_TOKENS in (0, 256):
                 union.ffn(x, *tensors, activity=counted)

@@ -542,9 +542,12 @@ def test_dense_path_in_a_random_case(seed):
     tensors = fuzz.layer(case, DEVICE)
     y = ops.ffn_dense(**tensors)
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
-    if case.values == "integer":
+    active, _ = fuzz.exact(tensors, None, None)
+    few = int((active > 0).sum()) < fuzz.FEW  # a rounding error or two decide: see fuzz.check
+    if case.values == "integer" or few:
+        slack = 0 if case.values == "integer" else 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
         expected = exact_dense(tensors, case.dtype).to(case.dtype)
-        assert fuzz.relative_rms(y, expected.double()) == 0, case
+        assert fuzz.relative_rms(y, expected.double()) <= slack, case
     else:
         assert fuzz.relative_rms(y, exact_dense(tensors)) <= fuzz.TOLERANCE[case.dtype], case
 
