@@ -70,8 +70,6 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
         "sm_89": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
         "sm_90": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_100": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_120": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
     },
     # Tiles of 128 x 256 and 256 x 128 with three stages come within 5% of cuBLAS on an H200, smaller ones within 9%.
     "gate_tokens": {
@@ -79,16 +77,12 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
         "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
         "sm_90": {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_100": {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_120": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
     },
     "gate_neurons": {
         "default": {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
         "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
         "sm_90": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_100": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_120": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
     },
     # Tiles that overflow: neurons at a time (registers limit them, the interpreter pays for steps).
     "rowwise": {
@@ -101,16 +95,12 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
         "sm_89": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
         "sm_90": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
-        "sm_100": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
-        "sm_120": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
     },
     "union_up_128": {
         "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
         "sm_89": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
         "sm_90": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-        "sm_100": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-        "sm_120": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
     },
     # The lists are read in the same loop as the rows they name, which takes two of the stages.
     "union_down_64": {
@@ -118,16 +108,12 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
         "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
         "sm_90": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
-        "sm_100": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
-        "sm_120": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
     },
     "union_down_128": {
         "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
         "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
         "sm_90": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
-        "sm_100": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
-        "sm_120": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
     },
     # By the tokens of a block: 16, or 32 and 64.
     "decode_up_16": {
@@ -135,16 +121,12 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
         "sm_89": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
         "sm_90": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-        "sm_100": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-        "sm_120": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
     },
     "decode_up_64": {
         "default": {"BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
         "sm_89": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
         "sm_90": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
-        "sm_100": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
-        "sm_120": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
     },
     # As many programs as there are multiples of BN in the outputs: 128 for 2,048.
     "decode_down": {
@@ -152,12 +134,11 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_80": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 5},
         "sm_89": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
         "sm_90": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
-        "sm_100": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
-        "sm_120": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
     },
 }
-# Architectures without a column of their own that have the shared memory of another one.
-LIKE = {"sm_86": "sm_89", "sm_87": "sm_80", "sm_103": "sm_100", "sm_121": "sm_120"}
+# Architectures without a row of their own that have the shared memory of another one.
+LIKE = {"sm_86": "sm_89", "sm_87": "sm_80"}
+LIKE |= dict.fromkeys(("sm_100", "sm_103"), "sm_90") | dict.fromkeys(("sm_120", "sm_121"), "sm_89")
 
 
 @cache
@@ -168,13 +149,13 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
-    return LIKE.get(f"sm_{major}{minor}", f"sm_{major}{minor}")
+    return f"sm_{major}{minor}"
 
 
 def config(kernel: str, device: torch.device) -> dict[str, int]:
     """Launch options of a kernel on a device, block sizes among them."""
-    table = CONFIGS[kernel]
-    return launch_options(**table.get(architecture(device), table["default"]))
+    table, name = CONFIGS[kernel], architecture(device)
+    return launch_options(**table.get(LIKE.get(name, name), table["default"]))
 
 
 def launch_options(**options: int) -> dict[str, int]:

@@ -199,9 +199,7 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
         return (ffn_dense if path == "dense" else PATHS[path])(x, *tensors)
-    options = {"compression": 1} if path == "rowwise" else {}
-    if activity is not None and path != "dense":
-        options["activity"] = activity
+    options = {} if activity is None or path == "dense" else {"activity": activity}
     kernels = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
     return _run(kernels[path], x, *tensors, **options)
 

@@ -246,7 +246,7 @@ def ffn(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    compression: int,
+    compression: int = 1,
     *,
     activity: Tensor | None = None,
 ) -> Tensor:

@@ -543,9 +543,8 @@ def ffn(
         out: the folder of ffn.csv, kernels.csv and ceilings.csv, to which rows are appended after each case.
 
     Returns the rows of ffn.csv without their provenance, COLUMNS["ffn"]; data/README.md says what they mean. The dense
-    baselines have w_down as nn.Linear stores it; "auto" knows the activity, and goes by `calibration`
-    or by what is assumed without one. Decoding is
-    timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises ValueError for arguments that do not fit,
+    baselines have w_down as nn.Linear stores it; "auto" knows the activity, and goes by `calibration` or by what is
+    assumed without one. Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises ValueError for arguments that do not fit,
     ArithmeticError when a result is wrong, RuntimeError without a GPU. Ours.
     """
     device = _gpu()
