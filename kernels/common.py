@@ -115,6 +115,27 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
         "sm_90": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
     },
+    # Training. BN of "training_elements" divides the neurons of a tile of "union_up_64"; WORDS are of 32 tokens.
+    "training_index": {"default": {"BN": 16, "WORDS": 128, "num_warps": 4, "num_stages": 1}},
+    # On an H200 at 65,536 tokens, 60 active: 0.43 ms for each of the two kernels; 64 neurons with 4 warps 0.57 and 0.48.
+    "training_elements": {"default": {"BN": 32, "num_warps": 8, "num_stages": 1}},
+    "training_lists": {"default": {"UNROLL": 4, "num_stages": 1}},
+    # 128 x 256 takes 1.24 ms at 65,536 tokens, 128 x 128 1.5, 64 x 128 2.1; with few rows 128 x 128 is 0.05 ms faster.
+    "training_backup": {
+        "default": {"BH": 64, "BN": 64, "BT": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BH": 128, "BN": 256, "BT": 64, "num_warps": 8, "num_stages": 3},
+    },
+    # SLOTS: entries of a list at a time (on a GPU registers limit them, the interpreter pays for steps).
+    "hybrid_rows": {"default": {"SLOTS": 1, "num_stages": 2}, "cpu": {"SLOTS": 32, "num_stages": 1}},
+    "hybrid_weights": {"default": {"SLOTS": 4, "num_stages": 2}, "cpu": {"SLOTS": 64, "num_stages": 1}},
+    "hybrid_backup": {
+        "default": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    },
     # By the tokens of a block: 16, or 32 and 64.
     "decode_up_16": {
         "default": {"BN": 16, "BK": 64, "num_warps": 2, "num_stages": 2},

@@ -4,6 +4,7 @@
     twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 or 128 tokens
     twell::ffn_decode    1 to 64 tokens; each weight row read at most once
     twell::ffn_dense     any M; all weights, for layers that are not sparse enough
+    twell::train_*       the same y with gradients, on two paths: see `train`
 
 They compute the same y [M, K] for x [M, K]:
 
@@ -20,8 +21,8 @@ tensor [4] on x's device: each call adds its tokens, its blocks of 64 consecutiv
 one), the active neurons of each token, and the neurons that any token of each block has active.
 
 The operators keep no state, never wait for the device, and give the same bits for the same call. They work
-under torch.compile(fullgraph=True), in CUDA graphs and on any stream. They are for inference: there is no
-autograd formula yet, and backward() through one raises. Non-finite values: a NaN in a row of x reaches that
+under torch.compile(fullgraph=True), in CUDA graphs and on any stream. Those of inference have no autograd formula, and
+backward() through one raises. Non-finite values: a NaN in a row of x reaches that
 row of y alone; an inf or NaN in weights of a neuron that is inactive for a token does not reach the token,
 but w_down's may in ffn_union and ffn_decode, if another token of the same block has the neuron active, and any
 may in ffn_dense.
@@ -30,12 +31,13 @@ may in ffn_dense.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from twell.format import MAX_COLUMNS, check_tensor
-from twell.kernels import decode, dense, rowwise, union
+from twell.kernels import decode, dense, hybrid, rowwise, training, union
 from twell.kernels.common import DTYPES, INTERPRETED
 from twell.kernels.gate import COMPRESSIONS
 
@@ -210,3 +212,159 @@ def choose(num_tokens: int) -> str:
     Row-wise computation is an explicit choice: one heavy token holds up its launch.
     """
     return "decode" if num_tokens <= decode.MAX_TOKENS else "union"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+MAX_ENTRIES = 2**31  # their places are 32-bit integers
+
+
+class Trained(NamedTuple):
+    """What `train` returns.
+
+    y [M, K], and l1 [M] fp32, the sum over neurons of |h|, h as rounded: both differentiable. token_counts [M] int32,
+    active neurons of each token; neuron_counts [N] int32, tokens that have each neuron active, without those that
+    token_mask leaves out. needed, int64 0-d: the least capacity that suffices: if it is above that given, y, l1 and the
+    gradients are wrong, and the step has to be done again with more.
+    """
+
+    y: Tensor
+    l1: Tensor
+    token_counts: Tensor
+    neuron_counts: Tensor
+    needed: Tensor
+
+
+def train(
+    path: str,
+    capacity: int,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    token_mask: Tensor | None = None,
+) -> Trained:
+    """The layer with gradients for x, weights, biases and the L1 term; between forward and backward entries are kept.
+
+    `path` is "union" or "hybrid" (see training.py and hybrid.py, the paper's); `capacity`, at least 1, is the room for
+    entries, per token, which hybrid takes for backup rows. `token_mask`, of M
+    entries in any shape, is 0 for tokens that neuron_counts leaves out. Other shapes, dtypes and errors: see the module;
+    M is at least 1. Raises ValueError for another path. Paper: App. B.2.
+    """
+    if path not in TRAIN_PATHS:
+        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
+    found = TRAIN_PATHS[path](x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
+    return Trained(*found[:5])
+
+
+def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity) -> None:
+    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    if x.shape[0] == 0:
+        raise ValueError("x has no token, expected at least 1")
+    if not 1 <= capacity <= 2**31 // x.shape[0]:
+        raise ValueError(
+            f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below 2^31 entries in all"
+        )
+    if token_mask is not None and token_mask.numel() != x.shape[0]:
+        raise ValueError(f"token_mask has shape {tuple(token_mask.shape)}, expected {x.shape[0]} entries, one a token")
+
+
+def _register(name: str, path) -> torch.library.CustomOpDef:
+    """The operators of one way to train: `path` has forward, backward, saved_like and Saved as kernels/training.py."""
+    fields = ("y", "l1", "token_counts", "neuron_counts", "needed", *path.Saved._fields)
+    arguments = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
+    outputs = ", ".join(["Tensor"] * len(fields))
+    saved = ", ".join(f"Tensor {field}" for field in path.Saved._fields)
+
+    def forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
+        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
+        x = _prepare(x, w_gate, w_up)
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            if token_mask is not None:
+                token_mask = token_mask.reshape(-1) != 0
+            return path.forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, token_mask, capacity)
+
+    def backward(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
+        *saved, dy, dl1 = rest
+        x, dy = _prepare(x, w_gate, w_up), _prepare(dy.to(x.dtype), None, w_down.t())
+        saved = path.Saved(*saved)
+        # A copy, though it may be fp32 already: in a thread of autograd's the device has no context before PyTorch runs
+        # something on it, and tensor descriptors need one.
+        dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            found = path.backward(x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1)
+        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in found)
+
+    forward_op = torch.library.custom_op(
+        f"twell::train_{name}",
+        forward,
+        mutates_args=(),
+        schema=f"({arguments}, Tensor? b_down, Tensor? token_mask, int capacity) -> ({outputs})",
+    )
+    backward_op = torch.library.custom_op(
+        f"twell::train_{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"({arguments}, {saved}, Tensor dy, Tensor dl1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+
+    @forward_op.register_fake
+    def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
+        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
+        num_tokens, intermediate_size = x.shape[0], w_up.shape[0]
+        return (
+            x.new_empty(x.shape),
+            x.new_empty(num_tokens, dtype=torch.float32),
+            x.new_empty(num_tokens, dtype=torch.int32),
+            x.new_empty(intermediate_size, dtype=torch.int32),
+            x.new_empty((), dtype=torch.int64),
+            *path.saved_like(x, intermediate_size, capacity, w_gate is not None),
+        )
+
+    @backward_op.register_fake
+    def _(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
+        absent = x.new_empty(0)
+        return (
+            x.new_empty(x.shape),
+            absent if w_gate is None else torch.empty_like(w_gate),
+            torch.empty_like(w_up),
+            torch.empty_like(w_down.t()),
+            x.new_empty(0) if b_gate is None else torch.empty_like(b_gate),
+            x.new_empty(0) if b_up is None else torch.empty_like(b_up),
+        )
+
+    def keep(ctx, inputs, output):
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down, _, _ = inputs
+        ctx.has_down_bias = b_down is not None
+        ctx.set_materialize_grads(False)  # else zeros are made for all that is kept
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *output[5:])
+
+    def differentiate(ctx, dy, dl1, *_):
+        tensors = ctx.saved_tensors
+        dy = torch.zeros_like(tensors[0]) if dy is None else dy
+        dl1 = dy.new_zeros(len(dy), dtype=torch.float32) if dl1 is None else dl1
+        w_gate, b_gate, b_up = tensors[1], tensors[4], tensors[5]
+        dx, d_gate, d_up, d_down, d_b_gate, d_b_up = backward_op(*tensors, dy, dl1)
+        d_b_down = dy.sum(0, dtype=torch.float32).to(dx.dtype) if ctx.has_down_bias else None
+        return (
+            dx,
+            None if w_gate is None else d_gate,
+            d_up,
+            d_down.t(),
+            None if b_gate is None else d_b_gate,
+            None if b_up is None else d_b_up,
+            d_b_down,
+            None,
+            None,
+        )
+
+    forward_op.register_autograd(differentiate, setup_context=keep)
+    return forward_op
+
+
+TRAIN_PATHS = {"union": _register("union", training), "hybrid": _register("hybrid", hybrid)}

@@ -105,6 +105,7 @@ def up_kernel(
     x_desc,
     wu_ptr,
     bu_ptr,
+    add_ptr,
     g_ptr,
     h_ptr,
     lists_ptr,
@@ -117,12 +118,17 @@ def up_kernel(
     num_programs,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     EVEN: tl.constexpr,
+    PRODUCT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """h over the unions, by neurons: u * g for BN neurons of a block's list at a time, non-gated a copy of g."""
+    """h over the unions, by neurons: u * g for BN neurons of a block's list at a time, non-gated a copy of g.
+
+    PRODUCT leaves out g: u itself, rounded, also where it is not active; ADD: plus a number for each token.
+    """
     k = tl.arange(0, BK)
     columns = tl.arange(0, BM)
     for number in range(tl.program_id(0), tl.load(tiles_ptr), num_programs):
@@ -142,12 +148,17 @@ def up_kernel(
                 u = tl.dot(wide(w), wide(x_desc.load([block * BM, start])).T, u)
             if BIAS:
                 u += tl.load(bu_ptr + neurons).to(tl.float32)[:, None]
-        h = tl.load(g_ptr + neurons[:, None] * tokens + (block * BM + columns)[None, :]).to(tl.float32)
-        active = (h != 0) & (places < count)[:, None]
-        if GATED:
-            h *= u
-        # u may be infinite where the token is inactive, and 0 * inf is NaN: select, do not multiply.
-        h = tl.where(active, h, 0.0)
+        if PRODUCT:
+            h = u
+            if ADD:
+                h += tl.load(add_ptr + block * BM + columns)[None, :]
+        else:
+            h = tl.load(g_ptr + neurons[:, None] * tokens + (block * BM + columns)[None, :]).to(tl.float32)
+            active = (h != 0) & (places < count)[:, None]
+            if GATED:
+                h *= u
+            # u may be infinite where the token is inactive, and 0 * inf is NaN: select, do not multiply.
+            h = tl.where(active, h, 0.0)
         h_ptrs = h_ptr + (block.to(tl.int64) * width + places)[:, None] * BM + columns[None, :]
         tl.store(h_ptrs, narrow(h, h_ptr.dtype.element_ty))
 
@@ -156,6 +167,8 @@ def up_kernel(
 def down_kernel(
     h_desc,
     wd_ptr,
+    h2_desc,
+    w2_ptr,
     bd_ptr,
     lists_ptr,
     counts_ptr,
@@ -163,13 +176,14 @@ def down_kernel(
     M,
     width,
     K,
+    PAIR: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """y[BM tokens, BN outputs] in each program: the block's h times the listed rows of w_down_t."""
+    """y[BM tokens, BN outputs] in each program: the block's h times the listed rows of w_down_t; PAIR: plus h2 w2."""
     num_columns = tl.cdiv(K, BN)
     block = tl.program_id(0) // num_columns
     columns = tl.program_id(0) % num_columns * BN + tl.arange(0, BN)
@@ -184,6 +198,15 @@ def down_kernel(
         else:
             w = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0)
         acc = tl.dot(wide(h_desc.load([block * width + start, 0])).T, wide(w), acc)
+    if PAIR:
+        for start in range(0, count, BK):
+            neurons = tl.load(list_ptr + start + tl.arange(0, BK)).to(tl.int64)
+            w_ptrs = w2_ptr + neurons[:, None] * K + columns[None, :]
+            if EVEN:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0)
+            acc = tl.dot(wide(h2_desc.load([block * width + start, 0])).T, wide(w), acc)
     if BIAS:
         acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     rows = block * BM + tl.arange(0, BM)
@@ -198,17 +221,20 @@ def make_lists(
     num_tokens: int,
     intermediate_size: int,
     block_m: int,
-    step: int,
     activity: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Lists and counts from the bits that `gate_bits` left by neurons; appends to the queue of tiles.
 
-    Returns lists [blocks, width] int32, of which the first counts[block], rounded up to a multiple of `step`, are set,
-    and counts [blocks] int32. tiles [1 + blocks * ceil(N / step)] int32 begins with the number that follow, 0 at first.
+    Returns (or writes to `out`) lists [blocks, width] int32, of which the first counts[block], rounded up to a multiple of a tile's neurons, are
+    set, and counts [blocks] int32. `tiles`, from `queue`, begins with the number that follow, 0 at first.
     """
+    step = config(f"union_up_{block_m}", bits.device)["BN"]
     num_blocks, width = triton.cdiv(num_tokens, block_m), bits.shape[1]
-    lists = torch.empty(num_blocks, width, dtype=torch.int32, device=bits.device)
-    counts = torch.empty(num_blocks, dtype=torch.int32, device=bits.device)
+    lists, counts = out or (
+        torch.empty(num_blocks, width, dtype=torch.int32, device=bits.device),
+        torch.empty(num_blocks, dtype=torch.int32, device=bits.device),
+    )
     max_tiles = triton.cdiv(intermediate_size, step)
     lists_kernel[(num_blocks,)](
         bits,
@@ -229,6 +255,94 @@ def make_lists(
     return lists, counts
 
 
+def queue(num_tokens: int, intermediate_size: int, block_m: int, device: torch.device) -> Tensor:
+    """An empty queue of tiles, long enough for lists of all neurons; its first entry is for `gate_bits` to set to 0."""
+    max_tiles = triton.cdiv(intermediate_size, config(f"union_up_{block_m}", device)["BN"])
+    return torch.empty(1 + triton.cdiv(num_tokens, block_m) * max_tiles, dtype=torch.int32, device=device)
+
+
+def up(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    g: Tensor | None,
+    unions: tuple[Tensor, Tensor, Tensor],
+    block_m: int,
+    gated: bool = True,
+    add: Tensor | None = None,
+) -> Tensor:
+    """(x w^T + b) * g over the unions, by neurons; without g the product alone. x [M, K], w [N, K]; see `up_kernel`.
+
+    `add` [blocks * block_m] fp32 is added to each token's products, which needs that there is no g.
+
+    `unions` are lists, counts and the queue of tiles. Returns [blocks * width, block_m], of which the first counts[block]
+    of a block's `width` rows are set.
+    """
+    lists, counts, tiles = unions
+    (num_blocks, width), hidden_size = lists.shape, x.shape[1]
+    options = config(f"union_up_{block_m}", x.device)
+    h = x.new_empty(num_blocks * width, block_m)
+    num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(tiles) - 1)
+    up_kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
+        w,
+        b,
+        add,
+        g,
+        h,
+        lists,
+        counts,
+        tiles,
+        0 if g is None else g.shape[1],
+        width,
+        hidden_size,
+        triton.cdiv(len(w), options["BN"]),
+        num_programs,
+        GATED=gated,
+        BIAS=gated and b is not None,
+        ADD=add is not None,
+        EVEN=hidden_size % options["BK"] == 0,
+        PRODUCT=g is None,
+        BM=block_m,
+        **options,
+    )
+    return h
+
+
+def down(
+    h: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    unions: tuple[Tensor, Tensor, Tensor],
+    y: Tensor,
+    second: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """y = h w + b for h as `up` returns it and w [N, K]; `second`: another such h and w, whose product is added."""
+    lists, counts, _ = unions
+    num_blocks, width = lists.shape
+    (num_tokens, hidden_size), block_m = y.shape, h.shape[1]
+    options = config(f"union_down_{block_m}", h.device)
+    h2, w2 = second or (h, None)
+    down_kernel[(num_blocks * triton.cdiv(hidden_size, options["BN"]),)](
+        TensorDescriptor.from_tensor(h, [options["BK"], block_m]),
+        w,
+        TensorDescriptor.from_tensor(h2, [options["BK"], block_m]),
+        w2,
+        b,
+        lists,
+        counts,
+        y,
+        num_tokens,
+        width,
+        hidden_size,
+        PAIR=second is not None,
+        BIAS=b is not None,
+        EVEN=hidden_size % options["BN"] == 0,
+        BM=block_m,
+        **options,
+    )
+
+
 def _chunk(
     x: Tensor,
     y: Tensor,
@@ -242,54 +356,14 @@ def _chunk(
     activity: Tensor | None,
 ) -> None:
     """One chunk of tokens, x and y [M, K]."""
-    num_tokens, hidden_size = x.shape
-    intermediate_size = w_up.shape[0]
+    num_tokens, intermediate_size = len(x), len(w_up)
     gated = w_gate is not None
     w, b = (w_gate, b_gate) if gated else (w_up, b_up)
-    options = config(f"union_up_{block_m}", x.device)
-    max_tiles = triton.cdiv(intermediate_size, options["BN"])
-    tiles = torch.empty(1 + triton.cdiv(num_tokens, block_m) * max_tiles, dtype=torch.int32, device=x.device)
+    tiles = queue(num_tokens, intermediate_size, block_m, x.device)
     g, bits = gate_bits(x, w, b, by_neuron=True, zero=tiles)
-    lists, counts = make_lists(bits, tiles, num_tokens, intermediate_size, block_m, options["BN"], activity)
-    num_blocks, width = lists.shape
-    h = x.new_empty(num_blocks * width, block_m)
-    num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(tiles) - 1)
-    up_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
-        w_up,
-        b_up,
-        g,
-        h,
-        lists,
-        counts,
-        tiles,
-        g.shape[1],
-        width,
-        hidden_size,
-        max_tiles,
-        num_programs,
-        GATED=gated,
-        BIAS=gated and b_up is not None,
-        EVEN=hidden_size % options["BK"] == 0,
-        BM=block_m,
-        **options,
-    )
-    options = config(f"union_down_{block_m}", x.device)
-    down_kernel[(num_blocks * triton.cdiv(hidden_size, options["BN"]),)](
-        TensorDescriptor.from_tensor(h, [options["BK"], block_m]),
-        w_down_t,
-        b_down,
-        lists,
-        counts,
-        y,
-        num_tokens,
-        width,
-        hidden_size,
-        BIAS=b_down is not None,
-        EVEN=hidden_size % options["BN"] == 0,
-        BM=block_m,
-        **options,
-    )
+    lists, counts = make_lists(bits, tiles, num_tokens, intermediate_size, block_m, activity)
+    h = up(x, w_up, b_up, g, (lists, counts, tiles), block_m, gated)
+    down(h, w_down_t, b_down, (lists, counts, tiles), y)
 
 
 def chunk_tokens(intermediate_size: int) -> int:

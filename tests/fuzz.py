@@ -1,4 +1,4 @@
-"""Random cases of the sparse layer against fp64: python -m tests.fuzz --cases 300 --seed 1
+"""Random cases of the sparse layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
 
 A case draws path, sizes, dtype, biases, layout of x, and a pattern of activity; it is given by one number
 alone. Values are of two kinds:
@@ -9,6 +9,10 @@ alone. Values are of two kinds:
   integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit, the layer
             in fp64 that rounds g, h (row-wise does not round h) and y to the storage type.
 
+With --training the gradients of every tensor and of the L1 term are checked too, with u, du and dg (and in the path by
+unions dh, of a gated layer) rounded where values are integers. Errors are relative to the RMS that the result has, or would have if no sum
+cancelled, whichever is larger.
+
 Without a GPU set TRITON_INTERPRET=1.
 """
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -212,6 +216,132 @@ def check(case: Case, device: torch.device | str) -> float:
     return error
 
 
+# Integers above this are not exact in fp32.
+LARGEST = 2.0**24
+# Sums in fp32 are exact to this share of the sum of their terms' absolute values.
+EDGE = 2.0**-20
+
+
+def exact_training(
+    tensors: dict[str, Tensor | None],
+    dy: Tensor,
+    dl1: Tensor,
+    dtype: torch.dtype | None = None,
+    round_dh: bool = False,
+    edge: float = 0.0,
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """y, l1 and the gradient of each tensor in fp64, g rounded to x.dtype deciding what is active.
+
+    Each with the sums of the absolute values of its terms, and with the roots of those of their squares. With `dtype` all
+    roundings of the kernels, to this type. Active is what is above `edge` times the sum of the gate's absolute terms.
+    """
+
+    def rounded(value: Tensor) -> Tensor:
+        return value if dtype is None else value.to(dtype).double()
+
+    t = {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
+    gated = t["w_gate"] is not None
+
+    def linear(name: str) -> Tensor:
+        return torch.nn.functional.linear(t["x"], t[f"w_{name}"], t[f"b_{name}"])
+
+    pre = linear("gate" if gated else "up")
+    active = torch.relu(pre).to(tensors["x"].dtype) != 0
+    if edge:
+        active = ~(pre <= edge * (t["x"].abs() @ t["w_gate" if gated else "w_up"].abs().t()))
+    zero = torch.zeros((), dtype=torch.float64, device=dy.device)
+    g = torch.where(active, rounded(pre), zero)
+    u = rounded(linear("up"))
+    h = torch.where(active, rounded(g * u), zero) if gated else g
+    dy, dl1 = dy.double(), dl1.double()
+    dh = dy @ t["w_down"]
+    dh = torch.where(active, (rounded(dh) if round_dh and gated else dh) + h.sign() * dl1[:, None], zero)
+    du = torch.where(active, rounded(dh * g), zero) if gated else rounded(dh)
+    dg = torch.where(active, rounded(dh * u), zero)
+
+    def product(*pairs: tuple[Tensor, Tensor], add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        value = sum(a @ b for a, b in pairs)
+        squares = sum((a * a) @ (b * b) for a, b in pairs)
+        return value if add is None else value + add, sum(a.abs() @ b.abs() for a, b in pairs), squares.sqrt()
+
+    found = {
+        "y": product((h, t["w_down"].t()), add=t["b_down"]),
+        "l1": (h.abs().sum(1), h.abs().sum(1), h.abs().sum(1)),
+        "x": product((du, t["w_up"]), *([(dg, t["w_gate"])] if gated else [])),
+        "w_up": product((du.t(), t["x"])),
+        "w_down": product((dy.t(), h)),
+    }
+    if gated:
+        found["w_gate"] = product((dg.t(), t["x"]))
+    for name, part in (("b_gate", dg), ("b_up", du), ("b_down", dy)):
+        if tensors[name] is not None:
+            found[name] = part.sum(0), part.abs().sum(0), part.square().sum(0).sqrt()
+    return found
+
+
+def check_training(case: Case, device: torch.device | str, path: str, capacity: int | None = None) -> float:
+    """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0); AssertionError if one is wrong."""
+    from twell.kernels import ops
+
+    tensors = layer(case, device)
+    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    given = {name: t for name, t in leaves.items() if t is not None}
+    g = torch.Generator(device).manual_seed(case.seed + 1)
+    dy = torch.randn(case.num_tokens, case.hidden_size, generator=g, device=device)
+    dl1 = 0.1 * torch.randn(case.num_tokens, generator=g, device=device)  # more would cancel in sums over tokens
+    if case.values == "integer":
+        dy, dl1 = dy.round(), (10 * dl1).round()
+    dy = dy.to(case.dtype)
+    mask = torch.rand(case.num_tokens, generator=g, device=device) < 0.7
+    found = ops.train(path, capacity or case.intermediate_size, **leaves, token_mask=mask)
+    gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
+    got = {"y": found.y.detach(), "l1": found.l1.detach(), **dict(zip(given, gradients, strict=True))}
+    for name, gradient in zip(given, gradients, strict=True):
+        assert gradient.shape == given[name].shape and gradient.dtype == case.dtype, name
+    expected = exact_training(tensors, dy, dl1)
+    # A gate within the rounding of fp32 sums from zero may be active or not; either is right.
+    fewest, most = (exact_training(tensors, dy, dl1, edge=edge) for edge in (EDGE, -EDGE))
+    pre = torch.nn.functional.linear(
+        *(t.double() for t in (tensors["x"], tensors["w_gate" if case.gated else "w_up"])),
+        None if (b := tensors["b_gate" if case.gated else "b_up"]) is None else b.double(),
+    )
+    active = torch.relu(pre).to(case.dtype) != 0
+    if case.values == "integer":
+        assert torch.equal(found.token_counts, active.sum(1).int())
+        assert torch.equal(found.neuron_counts, (active & mask[:, None]).sum(0).int())
+    assert int(found.token_counts.sum()) <= int(found.needed) * case.num_tokens or path != "union"
+    finite_rows = tensors["x"].isfinite().all(1)
+    if (
+        case.nonfinite
+    ):  # as in a dense layer it may reach all weights' gradients; y and dx it reaches in its own row only
+        assert torch.equal(got["y"].isnan().any(1), expected["y"][0].isnan().any(1))
+        got = {name: got[name][finite_rows] for name in ("y", "x")}
+    num_active = int(active[finite_rows].sum())
+    strict = exact_training(tensors, dy, dl1, case.dtype, path == "union")
+    worst = 0.0
+    for name, value in got.items():
+        rows = finite_rows if case.nonfinite else slice(None)
+        wanted, bound, _ = (part[rows] for part in strict[name])
+        wanted = wanted if name == "l1" else wanted.to(case.dtype).double()
+        if case.values == "integer":
+            known = bound <= LARGEST
+            assert torch.equal(value.double()[known], wanted[known]), f"{name} differs from the rounded result"
+            continue
+        limit = TOLERANCE[case.dtype]
+        few = num_active < FEW or int((wanted != 0).sum()) < FEW
+        if few:
+            limit = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
+        else:
+            wanted = expected[name][0][rows]
+        fits = wanted.to(value.dtype).isfinite()  # fp16 overflows
+        scale = max(float(part[rows][fits].norm()) for part in (expected[name][0], expected[name][2]))
+        slack = float((most[name][0] - fewest[name][0])[rows][fits].norm())
+        error = max(float((value.double() - wanted)[fits].norm()) - slack, 0.0) / (scale or 1.0)
+        assert error <= limit, f"{name}: relative RMS {error:.2e} is above {limit:.2e}"  # so is NaN
+        worst = max(worst, 0.0 if few else error)
+    return worst
+
+
 def relative_rms_of_dense(tensors: dict[str, Tensor | None], expected: Tensor) -> float:
     """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
     y = reference.ffn(**tensors).double()
@@ -220,10 +350,13 @@ def relative_rms_of_dense(tensors: dict[str, Tensor | None], expected: Tensor) -
 
 
 def main() -> None:
+    from twell.kernels import ops
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
+    parser.add_argument("--training", action="store_true", help="gradients too, on the paths of training")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     worst: dict[tuple[str, torch.dtype], float] = {}
@@ -231,8 +364,10 @@ def main() -> None:
     begin = time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
         case = draw(seed, large=device == "cuda" and not options.small)
+        if options.training:
+            case = replace(case, path=random.Random(seed).choice(sorted(ops.TRAIN_PATHS)))
         try:
-            error = check(case, device)
+            error = check_training(case, device, case.path) if options.training else check(case, device)
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
             print(f"FAILED {asdict(case)}: {type(problem).__name__}: {problem}", flush=True)

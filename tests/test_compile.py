@@ -28,6 +28,28 @@ KERNELS = {
     "gate": {"gate_words_kernel", "gate_bits_kernel"},
     "rowwise": {"lists_kernel", "count_kernel", "up_down_kernel"},
     "union": {"lists_kernel", "up_kernel", "down_kernel"},
+    "training": {
+        "index_kernel",
+        "multiply_kernel",
+        "gradient_kernel",
+        "lists_gradient_kernel",
+        "backup_kernel",
+        "backup_gradient_kernel",
+    },
+    "hybrid": {
+        "needed_kernel",
+        "pack_kernel",
+        "count_kernel",
+        "row_forward_kernel",
+        "row_backward_kernel",
+        "backup_up_kernel",
+        "backup_product_kernel",
+        "backup_backward_kernel",
+        "mark_kernel",
+        "rank_kernel",
+        "weights_kernel",
+        "backup_weights_kernel",
+    },
     "decode": {"few_up_kernel", "up_kernel", "down_kernel"},
     "dense": {"relu_times_kernel"},
     "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
@@ -58,7 +80,7 @@ def compile_all(architecture: str) -> dict[str, int]:
     from triton.runtime import JITFunction, driver
 
     from twell.format import ELL, PackedTwELL
-    from twell.kernels import common, decode, dense, pack, rowwise, union
+    from twell.kernels import common, decode, dense, hybrid, pack, rowwise, training, union
 
     cuda = architecture.startswith("sm_")
     target = GPUTarget("cuda", int(architecture[3:]), 32) if cuda else GPUTarget("hip", architecture, 64)
@@ -96,6 +118,11 @@ def compile_all(architecture: str) -> dict[str, int]:
             rowwise.ffn(x, *tensors, 1, activity=counted)
             for union.FEW_TOKENS in (0, 256):
                 union.ffn(x, *tensors, activity=counted)
+            bias = None if counted is None else w[:, 0].contiguous()
+            mask = None if counted is None else torch.ones(256, dtype=torch.bool)
+            for path in (training, hybrid):
+                _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
+                path.backward(x, *tensors[:3], bias, bias, path.Saved(*saved), x, torch.zeros(256))
             for num_tokens in (1, 16, 64):
                 decode.ffn(x[:num_tokens], *tensors, activity=counted)
     dense.relu_times_kernel[(1,)](w, w, w.numel(), BLOCK=dense.BLOCK, num_warps=dense.NUM_WARPS)

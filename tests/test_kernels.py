@@ -266,6 +266,7 @@ def test_gate_bits(by_neuron, intermediate_size, num_tokens, biases, nonfinite):
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_lists_are_sorted_complete_and_filled_up(block_m, intermediate_size, likely):
     width = common.round_up(intermediate_size, 256)
+    step = common.config(f"union_up_{block_m}", torch.device(DEVICE))["BN"]
     active = torch.rand(3, block_m, width, device=DEVICE) < likely / block_m
     active[1] = False
     active[1, block_m - 1, intermediate_size - 1] = True
@@ -273,18 +274,18 @@ def test_lists_are_sorted_complete_and_filled_up(block_m, intermediate_size, lik
     words = (active.view(3, block_m // 32, 32, width).long() << place).sum(2).to(torch.int32).view(-1, width)
     activity = torch.tensor([1, 2, 3, 4], device=DEVICE)
     num_tokens = 3 * block_m - 1
-    tiles = torch.zeros(1 + 3 * -(-intermediate_size // 128), dtype=torch.int32, device=DEVICE)
-    lists, counts = union.make_lists(words, tiles, num_tokens, intermediate_size, block_m, 128, activity)
+    tiles = union.queue(num_tokens, intermediate_size, block_m, torch.device(DEVICE)).zero_()
+    lists, counts = union.make_lists(words, tiles, num_tokens, intermediate_size, block_m, activity)
     active = active[:, :, :intermediate_size]
     flags = active.any(1)
-    max_tiles = -(-intermediate_size // 128)
+    max_tiles = -(-intermediate_size // step)
     queue = []
     for block in range(3):
         expected = flags[block].nonzero().flatten().tolist()
         assert counts[block] == len(expected)
-        padding = [expected[0]] * (-len(expected) % 128) if expected else []
+        padding = [expected[0]] * (-len(expected) % step) if expected else []
         assert lists[block, : len(expected + padding)].tolist() == expected + padding
-        queue += [block * max_tiles + tile for tile in range(-(-len(expected) // 128))]
+        queue += [block * max_tiles + tile for tile in range(-(-len(expected) // step))]
     assert tiles[0] == len(queue) and sorted(tiles[1 : 1 + len(queue)].tolist()) == queue
     in_unions = int(active.view(3, block_m // 64, 64, -1).any(2).sum())
     counted = [num_tokens, -(-num_tokens // 64), int(active.sum()), in_unions]

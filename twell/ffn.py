@@ -10,15 +10,19 @@ a neuron is *active* for a token where that entry is `!= 0`. Four backends compu
 
     dense      three matrix products; works for every activation
     reference  the sparse steps in plain torch (twell/reference.py): exact and slow
-    triton     the sparse steps as GPU kernels (kernels/), for inference in bf16 or fp16; where gradients, the L1 term
-               or statistics are asked for it computes densely
+    triton     the sparse steps as GPU kernels (kernels/), in bf16 or fp16; where gradients are asked for it computes
+               densely, unless twell.SparseTraining has the layer train sparsely
     auto       the fastest for the number of tokens and the activity that the layer sees (twell/choose.py): dense or one
                of triton's paths; dense wherever triton cannot be used
+
+Gradients on the sparse path need buffers whose size is chosen before the activity is known. That they were large enough
+is for twell/sparse_training.py to check, once a step; without it gradients are always computed densely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +30,9 @@ from torch.nn import functional as F
 
 from twell import reference
 from twell.choose import Calibration, Chooser
+
+if TYPE_CHECKING:
+    from twell.kernels.ops import Trained
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
 
@@ -67,15 +74,26 @@ class ActivityStats:
     @torch.no_grad()
     def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
         """Count tokens: `active` [M, N] bool, `token_mask` [M], zero for the tokens to leave out (padding)."""
-        if self.neuron_counts is None or self.neuron_counts.device != active.device:
-            self.neuron_counts = torch.zeros(self.intermediate_size, dtype=torch.int64, device=active.device)
-            self.histogram = torch.zeros(self.intermediate_size + 1, dtype=torch.int64, device=active.device)
-        keep = torch.ones(active.shape[0], dtype=torch.int64, device=active.device)
         if token_mask is not None:
+            active = active & (token_mask.reshape(-1, 1) != 0)
+        self.add(active.sum(0), active.sum(1), token_mask)
+
+    @torch.no_grad()
+    def add(self, neuron_counts: Tensor, token_counts: Tensor, token_mask: Tensor | None = None) -> None:
+        """Add counts: `neuron_counts` [N] of the tokens that `token_mask` keeps, `token_counts` [M] of all.
+
+        The counters are replaced, not written, so that who holds the old ones can put them back.
+        """
+        device = neuron_counts.device
+        if self.neuron_counts is None or self.neuron_counts.device != device:
+            self.neuron_counts = torch.zeros(self.intermediate_size, dtype=torch.int64, device=device)
+            self.histogram = torch.zeros(self.intermediate_size + 1, dtype=torch.int64, device=device)
+        if token_mask is None:
+            keep = torch.ones(token_counts.shape[0], dtype=torch.int64, device=device)
+        else:
             keep = (token_mask.reshape(-1) != 0).to(torch.int64)
-            active = active & keep.bool()[:, None]
-        self.neuron_counts += active.sum(0)
-        self.histogram.scatter_add_(0, active.sum(1), keep)
+        self.neuron_counts = self.neuron_counts + neuron_counts
+        self.histogram = self.histogram.scatter_add(0, token_counts.to(torch.int64), keep)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return (neuron_counts, histogram) and start again from zero."""
@@ -144,6 +162,10 @@ class SparseFFN(nn.Module):
     compiled by torch.compile or captured in a CUDA graph keeps to the plan of its making (compiled code is compiled
     again for another). So run a batch before, call `observe`, or have a calibration that says what to expect.
 
+    With `train_path` set (by twell.SparseTraining, which sees to it that nothing is lost) the backends "triton" and "auto"
+    compute gradients sparsely, with room for `capacity` active entries per token. With `watched` set, `needed` is the most
+    room that any pass in training mode needed since it was last set to None (int64, on the device).
+
     Raises ValueError for an activation or backend that does not exist, and RuntimeError for one that
     cannot be used here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1 for its sparse
     computation.
@@ -182,6 +204,10 @@ class SparseFFN(nn.Module):
         self.l1: Tensor | None = None
         self.path: str | None = None  # of the triton backend: "rowwise", "union" or "decode"; None: by number of tokens
         self.chooser = Chooser(hidden_size, intermediate_size, gated)  # of the auto backend
+        self.train_path: str | None = None  # how gradients are computed sparsely: "union" or "hybrid"; None: densely
+        self.capacity = 0  # of the buffers of a sparse training pass: entries per token
+        self.watched = False  # whether `needed` is kept
+        self.needed: Tensor | None = None
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
         self.backend = backend
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
@@ -259,10 +285,13 @@ class SparseFFN(nn.Module):
             raise ValueError(f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}")
         rows = x.reshape(-1, self.hidden_size)
         with_l1 = self.training or self.collect_l1
-        y, l1, active = getattr(self, f"_{self.backend}")(rows, with_l1, self.record)
+        watched = self.watched and self.training
+        y, l1, active = getattr(self, f"_{self.backend}")(rows, with_l1, self.record or watched)
         self.l1 = l1.reshape(x.shape[:-1]) if with_l1 else None
         if self.record:
-            self.stats.record(active, self.token_mask)
+            self._record(active)
+        if watched:
+            self._need(active)
         if self.silenced:
             y = torch.zeros_like(y)
         return y.reshape(*x.shape[:-1], self.hidden_size)
@@ -273,7 +302,24 @@ class SparseFFN(nn.Module):
         g = ACTIVATIONS[self.activation](gate(x))
         return g, g if self.gate_proj is None else g * self.up_proj(x)
 
-    # Each backend takes rows [M, K] and returns (y [M, K], l1 [M] fp32 or None, active [M, N] bool or None).
+    def _record(self, active: Tensor | Trained) -> None:
+        if isinstance(active, Tensor):
+            self.stats.record(active, self.token_mask)
+        else:
+            self.stats.add(active.neuron_counts, active.token_counts, self.token_mask)
+
+    @torch.no_grad()
+    def _need(self, active: Tensor | Trained) -> None:
+        """Keep the largest mean of active neurons per token, rounded up, and the largest room that a pass needed."""
+        tokens = max(active.shape[0] if isinstance(active, Tensor) else active.token_counts.shape[0], 1)
+        entries = (active if isinstance(active, Tensor) else active.token_counts).sum()
+        needed = (entries + (tokens - 1)) // tokens
+        if not isinstance(active, Tensor):
+            needed = torch.maximum(needed, active.needed)
+        self.needed = needed if self.needed is None else torch.maximum(self.needed, needed)
+
+    # Each backend takes rows [M, K] and returns y [M, K], l1 [M] fp32 or None, and what was active or None: [M, N] bool, or
+    # what ops.train counted.
 
     def _dense(self, rows: Tensor, with_l1: bool, with_active: bool):
         g, h = self.activations(rows)
@@ -304,13 +350,29 @@ class SparseFFN(nn.Module):
             return y, None, active.unpack() != 0 if with_active else None
 
     def _infers(self, rows: Tensor, with_l1: bool, with_active: bool) -> bool:
-        """Whether y alone is wanted: the kernels are for inference."""
+        """Whether y alone is wanted."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in (rows, *self.parameters()))
         return not (trains or with_l1 or with_active)
 
+    def _train(self, rows: Tensor, with_l1: bool, with_active: bool):
+        """What `_triton` and `_auto` do where more than y is wanted: gradients sparsely if they may be, else all densely."""
+        if self.train_path is None or not (torch.is_grad_enabled() and rows.numel()):
+            return self._dense(rows, with_l1, with_active)
+        from twell.kernels import ops
+
+        tensors = self._tensors(rows)
+        fits = self.capacity * rows.shape[0] < ops.MAX_ENTRIES
+        if not fits or not ops.takes(tensors[0], self.intermediate_size):
+            return self._dense(rows, with_l1, with_active)
+        if not tensors[3].t().is_contiguous():  # a shard that was gathered has lost its strides
+            tensors[3] = tensors[3].t().contiguous().t()
+        with torch.autocast(rows.device.type, enabled=False):
+            found = ops.train(self.train_path, self.capacity, *tensors, token_mask=self.token_mask)
+        return found.y, found.l1 if with_l1 else None, found
+
     def _triton(self, rows: Tensor, with_l1: bool, with_active: bool):
         if not self._infers(rows, with_l1, with_active):
-            return self._dense(rows, with_l1, with_active)
+            return self._train(rows, with_l1, with_active)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
@@ -318,8 +380,10 @@ class SparseFFN(nn.Module):
             return ops.run(self.path or ops.choose(rows.shape[0]), *tensors), None, None
 
     def _auto(self, rows: Tensor, with_l1: bool, with_active: bool):
-        if not self._has_kernels or not self._infers(rows, with_l1, with_active):
+        if not self._has_kernels:
             return self._dense(rows, with_l1, with_active)
+        if not self._infers(rows, with_l1, with_active):
+            return self._train(rows, with_l1, with_active)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)

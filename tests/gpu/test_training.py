@@ -1,0 +1,173 @@
+"""Training on a GPU: gradients at real shapes, compiled by Inductor, and whole runs beside dense ones."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests import fuzz
+from tests.gpu.test_gpu import SEED, skewed
+from twell import results
+from twell.ffn import SparseFFN
+from twell.kernels import ops
+from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.sparse_training import SparseTraining
+from twell.train import TrainConfig, train
+
+PATHS = sorted(ops.TRAIN_PATHS)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", range(SEED, SEED + 25))
+def test_random_case(path, seed):
+    fuzz.check_training(fuzz.draw(seed, large=True), "cuda", path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("skew", [True, False], ids=["skewed", "even"])
+@pytest.mark.parametrize("active", [1, 29, 300, 5632])
+def test_gradients_at_full_width(active, skew, path):
+    num_tokens = 4096 - 3
+    tensors = skewed(num_tokens, active=active, skewed=skew)
+    dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
+    dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
+    exact = fuzz.exact_training(tensors, dy, dl1)
+    fewest, most = (fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in (fuzz.EDGE, -fuzz.EDGE))
+    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    given = {name: t for name, t in leaves.items() if t is not None}
+    found = ops.train(path, 5632, **leaves)
+    gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
+    for name, value in {"y": found.y, "l1": found.l1, **dict(zip(given, gradients, strict=True))}.items():
+        error = (value.double() - exact[name][0]).norm() - (most[name][0] - fewest[name][0]).norm()
+        assert error <= 5e-3 * exact[name][0].norm(), name
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_less_is_kept_than_by_a_dense_layer(path):
+    tensors = {name: None if t is None else t.requires_grad_() for name, t in skewed(16_384).items()}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    capacity = {"union": 48, "hybrid": 192}[path]  # of the latter for backup rows alone
+    found = ops.train(path, capacity, **tensors)
+    assert int(found.needed) <= capacity
+    x = tensors["x"]
+    held = torch.cuda.memory_allocated() - before  # y, which is not kept, is as large as x, which is
+    assert held <= 0.25 * (2 * x.numel() + 3 * 2 * 16_384 * 5632)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_compiled_by_inductor(gated, path):
+    torch.manual_seed(SEED)
+    ffn = SparseFFN(512, 1408, gated=gated, bias=True, backend="triton", device="cuda")
+    with torch.no_grad():
+        (ffn.gate_proj if gated else ffn.up_proj).bias.fill_(-1.0)
+    ffn.train_path, ffn.capacity, ffn.watched, ffn.record = path, 1408, True, True
+    x = torch.randn(4, 256, 512, device="cuda")
+
+    def step(call):
+        ffn.zero_grad()
+        leaf = x.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = call(leaf)
+        (y.float().square().mean() + 1e-3 * ffn.l1.mean()).backward()
+        counts = ffn.stats.take()
+        return [y, leaf.grad, *(p.grad for p in ffn.parameters())], counts
+
+    expected, counted = step(ffn)
+    torch.compiler.reset()
+    found, recounted = step(torch.compile(ffn, fullgraph=True))
+    assert ffn.needed is not None and 0 < int(ffn.needed) < 700
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).float().norm() <= 5e-3 * b.float().norm()
+    for a, b in zip(recounted, counted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_that_overflows_is_the_step_with_enough_room():
+    """The weights after three steps, bit for bit, whether buffers were too small at first or not."""
+    weights = {}
+    for name in ("small", "large"):
+        torch.manual_seed(0)
+        config = SparseLlamaConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4
+        )
+        config.ffn_backend = "triton"
+        model = SparseLlamaForCausalLM(config).cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        sparse = SparseTraining(model)
+        sparse.capacity = {"small": sparse.rooms[0], "large": sparse.rooms[-1]}[name]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            tokens = torch.randint(512, (8, 128), generator=generator).cuda()
+            for _ in sparse.attempts():
+                optimizer.zero_grad()
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+            optimizer.step()
+        assert (sparse.repeated > 0) == (name == "small")
+        weights[name] = [p.detach().clone() for p in model.parameters()]
+    for a, b in zip(*weights.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_200_steps_follow_the_dense_ones(tmp_path):
+    """Losses of the sparse run differ from the dense run's by no more than those of a second dense run do.
+
+    The three differ in nothing but rounding: the second dense run is compiled, which fuses and so rounds less.
+    """
+    random = np.random.default_rng(0)
+    words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un", "ir", "el")]
+    follow = random.integers(0, len(words), (len(words), 4))
+    with open(tmp_path / "text.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(
+            4000
+        ):  # each word decides the next but for two bits, so there is more to learn than 200 steps do
+            chain = [int(random.integers(len(words)))]
+            for choice in random.integers(0, 4, 200):
+                chain.append(int(follow[chain[-1], choice]))
+            file.write(json.dumps({"text": " ".join(words[word] for word in chain)}) + "\n")
+    config = TrainConfig(
+        source=str(tmp_path / "text.jsonl"),
+        vocab_size=400,
+        context=128,
+        hidden_size=256,
+        intermediate_size=704,
+        num_layers=4,
+        num_heads=4,
+        tokens=200 * 8192,
+        batch_tokens=8192,
+        warmup_steps=20,
+        precision="bf16",
+        l1_coefficient=3e-3,
+        log_every=5,
+        valid_every=200,
+        valid_tokens=4096,
+    )
+    losses, active = {}, {}
+    for name, changes in {
+        "dense": {},
+        "compiled": {"compile": True},
+        "sparse": {"backend": "triton"},
+        "auto": {"backend": "auto"},
+    }.items():
+        folder = train(dataclasses.replace(config, **changes), tmp_path / name, quiet=True)
+        _, log = results.load_run(folder)
+        rows = log[log.split == "train"]
+        losses[name] = rows[rows.metric == "cross_entropy"].value.to_numpy()
+        active[name] = rows[rows.metric == "active_mean"].groupby("step").value.mean().to_numpy()
+    torch.compiler.reset()
+    assert losses["dense"][-1] < losses["dense"][0] - 1 and active["dense"][-1] < 200
+    late = slice(len(losses["dense"]) // 2, None)
+
+    def distance(name, of):
+        return float(np.sqrt(np.mean((of[name][late] - of["dense"][late]) ** 2)))
+
+    for name in ("sparse", "auto"):
+        assert distance(name, losses) <= 2 * distance("compiled", losses) + 2e-3
+        assert distance(name, active) <= 2 * distance("compiled", active) + 0.02 * active["dense"][-1]
