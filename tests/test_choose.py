@@ -148,9 +148,9 @@ def test_fit_takes_the_median_and_leaves_other_providers_out():
 # --- files
 
 
-@pytest.mark.parametrize("expected", [None, (3.5, 20.0)])
-def test_files_keep_everything(tmp_path, expected):
-    made = from_grid(random_rows(), expected=expected, margin=0.07, gated=False)
+@pytest.mark.parametrize(("expected", "training"), [(None, 0.5), ((3.5, 20.0), None), (None, 1000)])
+def test_files_keep_everything(tmp_path, expected, training):
+    made = from_grid(random_rows(), expected=expected, margin=0.07, gated=False, training=training)
     made.save(tmp_path / "c.json")
     again = Calibration.load(tmp_path / "c.json")
     for field in Calibration.__dataclass_fields__:
@@ -183,6 +183,10 @@ def test_files_keep_everything(tmp_path, expected):
         (lambda f: f.update(expected=[1]), "expected is"),
         (lambda f: f.update(expected=[1, 1001]), "expected two numbers from 0 to 1000"),
         (lambda f: f.update(expected="29"), "expected is '29'"),
+        (lambda f: f.update(training=1001), "training is 1001; expected a number from 0 to 1000"),
+        (lambda f: f.update(training=-1), "training is -1"),
+        (lambda f: f.update(training=True), "training is True"),
+        (lambda f: f.update(training=float("inf")), "training is inf"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path, change, words):
@@ -201,6 +205,14 @@ def test_other_files_are_refused(tmp_path, content):
         Calibration.load(tmp_path / "c.json")
     with pytest.raises(FileNotFoundError):
         Calibration.load(tmp_path / "d.json")
+
+
+def test_files_from_before_training_was_measured_still_load(tmp_path):
+    threshold(training=80.0).save(tmp_path / "c.json")
+    fields = json.loads((tmp_path / "c.json").read_text())
+    assert fields.pop("training") == 80.0
+    (tmp_path / "c.json").write_text(json.dumps(fields))
+    assert Calibration.load(tmp_path / "c.json").training is None
 
 
 def test_calibrations_of_other_layers_are_refused():
@@ -230,11 +242,13 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
 def test_all_neurons_stay_all_neurons(intermediate_size):
     made = default(64, intermediate_size, True)
     assert max(point.active for point in made.times) == max(point.union for point in made.times) == intermediate_size
+    assert threshold(training=1000).scaled(64, intermediate_size, True).training == intermediate_size
 
 
 def test_scaling_keeps_the_time_of_equal_work():
     made = threshold()
     half = made.scaled(32, 500, True)
+    assert half.training is None and threshold(training=90).scaled(64, 500, True).training == 45
     assert half.predict(64, 20, 40) == pytest.approx(made.predict(32, 40, 80))
     rows = [(8, 10, 20, "dense", 6.0), (8, 10, 20, "union", 3.0), (8, 10, 20, "rowwise", 90.0)]
     other = calibration(rows).scaled(32, 1000, False)

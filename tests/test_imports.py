@@ -19,13 +19,15 @@ MAY_IMPORT = {
     "choose": set(),
     "ffn": {"format", "reference", "choose", "kernels"},
     "model": {"format", "reference", "choose", "ffn"},
-    "train": {"ffn", "model", "corpus", "results"},
+    "sparse_training": {"choose", "ffn"},
+    "train": {"ffn", "model", "corpus", "results", "sparse_training"},
     "trace": {"ffn", "model", "corpus", "results", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
-    "__main__": {"choose", "train", "trace", "measure", "model", "ffn", "results"},
+    "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
+    "__main__": {"choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
 }
 
 

@@ -286,13 +286,14 @@ fsdp = sys.argv.pop(1) == "fsdp2"
 train._Run.train = run
 if fsdp:
     train.Accelerator = sharded
+PRELUDE
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def launch(tmp_path, name, kind, *arguments):
-    """Train by the command line in two processes on the CPU; returns the run's log and model."""
-    (tmp_path / "launched.py").write_text(LAUNCHED)
+def launch(tmp_path, name, kind, *arguments, prelude=""):
+    """Train by the command line in two processes on the CPU, after `prelude`; returns the run's log and model."""
+    (tmp_path / "launched.py").write_text(LAUNCHED.replace("PRELUDE", prelude))
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(results.root())}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [

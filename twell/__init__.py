@@ -26,6 +26,7 @@ _HOME = {
     "load": "model",
     "l1_by_layer": "model",
     "silence": "model",
+    "SparseTraining": "sparse_training",
     "TrainConfig": "train",
     "train": "train",
     "Trace": "trace",

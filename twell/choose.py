@@ -61,6 +61,8 @@ class Calibration:
         expected: mean active neurons and mean union of 64 tokens of the model that was calibrated: what a layer
             assumes until it has seen its own. None: it starts densely.
         margin: by how much a sparse path has to be predicted faster than dense to be chosen, as a fraction.
+        training: mean active neurons per token below which a sparse training step is faster than a dense one. None: a
+            sparse one never is.
 
     Raises ValueError for a size below 1, a time that is not positive, and other values that cannot be.
     """
@@ -75,6 +77,7 @@ class Calibration:
     times: tuple[Point, ...]
     expected: tuple[float, float] | None = None
     margin: float = MARGIN
+    training: float | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size"):
@@ -85,6 +88,9 @@ class Calibration:
             pair = isinstance(self.expected, tuple) and len(self.expected) == 2
             good = pair and all(_is_number(value) and 0 <= value <= self.intermediate_size for value in self.expected)
             _require(good, "expected", self.expected, f"two numbers from 0 to {self.intermediate_size}")
+        if self.training is not None:
+            good = _is_number(self.training) and 0 <= self.training <= self.intermediate_size
+            _require(good, "training", self.training, f"a number from 0 to {self.intermediate_size}")
         for point in self.times:
             _require(_is_number(point.tokens) and point.tokens > 0, "tokens", point.tokens, "a number above 0")
             for name in ("active", "union"):
@@ -218,6 +224,7 @@ class Calibration:
             date=self.date,
             times=times,
             margin=SCALED_MARGIN,
+            training=None if self.training is None else self.training * other / own,
         )
 
 

