@@ -376,6 +376,23 @@ def speed_rows(tokens, active, times, **columns):
     return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
 
 
+def training_rows(tokens, active, times, **columns):
+    """Rows of training.csv, as one call leaves them for one case; times: provider -> ms."""
+    rows = speed_rows(tokens, active, times).drop(columns=["mode", "weight_sets"])
+    more = {"forward": rows["p50"] / 4, "held": 600, "peak": 1000, "capacity": np.nan, "worst": "dx"}
+    return rows.assign(command="python -m twell measure ffn --backward", **more | columns)
+
+
+def step_rows(times, **columns):
+    """Rows of train_step.csv, as one call leaves them; times: provider -> ms."""
+    case = {"model": "1.5b", "num_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32}
+    case |= {"vocab_size": 49152, "gated": True, "context": 2048, "micro_batch": 4, "precision": "bf16"}
+    case |= {"checkpoint_activations": False, "active": 29.0, "active_max": 31.0, "peak": 50, "energy": np.nan}
+    case |= {"device": "NVIDIA H200", "commit": "a" * 40, "command": "python -m twell measure train-step"}
+    case |= {"date": "2026-11-22T10:00:00+00:00"} | columns
+    return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+
+
 def together(*frames):
     """The frames as one table, in a random order, as nothing may depend on it."""
     return pd.concat(frames, ignore_index=True).sample(frac=1, random_state=secrets.randbits(32))
@@ -532,6 +549,167 @@ def test_by_case_has_a_row_a_case_and_a_column_a_provider():
     energy = analysis.by_case(table, "energy_per_token")
     assert list(energy.columns) == ["dense torch.compile"] and energy.to_numpy().tolist() == [[0.125]]
     assert analysis.by_case(table.assign(energy_change=np.nan), "energy_change").empty
+
+
+def test_short_says_where_rows_are_from_apart():
+    base = {"dense torch.compile": 4.0, "triton union": 2.0}
+    rows = together(speed_rows(64, 29.0, base), speed_rows(64, 98.0, base, commit="b" * 40, device="other"))
+    where, table = analysis.short(analysis.by_case(analysis.speedups(rows)))
+    assert set(where.split("; ")) == {f"NVIDIA H200 2026-11-22 {'a' * 7}", f"other 2026-11-22 {'b' * 7}"}
+    assert list(table.index.names) == [
+        *("pattern", "hidden_size", "intermediate_size", "gated"),
+        *("tokens", "active", "mode"),
+    ]
+    np.testing.assert_array_equal(table.to_numpy(), [[1, 2], [1, 2]])
+    where, empty = analysis.short(
+        analysis.by_case(analysis.speedups(rows).assign(energy_change=np.nan), "energy_change")
+    )
+    assert where == "" and empty.empty
+    trained = analysis.by_case(analysis.training_speedups(training_rows(64, 29.0, base)), "held_share")
+    assert analysis.short(trained)[1].to_numpy().tolist() == [[100, 100]]
+    assert analysis.short(pd.DataFrame())[0] == ""
+
+
+# --- training of the layer, and of models -------------------------------------------------------
+
+
+def test_training_speedups_are_over_compiled_dense_of_the_same_case_and_call():
+    base, later = "dense torch.compile", {"date": "2026-11-23T10:00:00+00:00"}
+    rows = together(
+        training_rows(64, 29.0, {base: 8.0, "triton union": 4.0}, held=[800, 200], peak=[1000, 900]),
+        training_rows(64, 60.0, {base: 8.0, "triton union": 4.0}, forward=[3.0, 1.0], energy=[64.0, 16.0]),
+        training_rows(128, 29.0, {base: 6.0, "triton union": 4.0}, pattern="even"),
+        training_rows(128, 29.1, {base: 9.0, "triton union": 3.0}, pattern="even", **later),  # the same level, later
+    )
+    table = analysis.training_speedups(rows)
+    union = table[table["provider"] == "triton union"]
+    expected = [
+        (64, 29.0, 2.0, 2.0, 25.0, 90.0),
+        (64, 60.0, 2.0, 3.0, 100.0, 100.0),
+        (128, 29.1, 3.0, 3.0, 100.0, 100.0),
+    ]
+    assert found(union, "tokens", "active", "speedup", "forward_speedup", "held_share", "peak_share") == expected
+    assert union.loc[union["active"] == 60, ["energy_per_token", "energy_change"]].to_numpy().tolist() == [[0.25, -75]]
+    assert (table.loc[table["provider"] == base, ["speedup", "held_share", "forward_speedup"]] == [1, 100, 1]).all(
+        axis=None
+    )
+    added = {"p50_dense", "speedup", "energy_per_token", "energy_change"}
+    assert set(table.columns) == set(rows.columns) | added | {"forward_speedup", "held_share", "peak_share"}
+
+
+def test_training_speedups_refuse_rows_that_are_not_whole():
+    rows = training_rows(64, 29.0, {"dense torch.compile": 4.0, "triton union": 1.0})
+    with pytest.raises(ValueError, match="training.csv need the columns held; `twell measure ffn --backward` writes"):
+        analysis.training_speedups(rows.drop(columns="held"))
+    with pytest.raises(ValueError, match="training.csv has empty cells in p50"):
+        analysis.training_speedups(rows.assign(p50=[4.0, np.nan]))
+    with pytest.raises(ValueError, match="^1 of 1 rows have no dense torch.compile"):
+        analysis.training_speedups(rows[1:])
+    with pytest.warns(UserWarning, match="left out: 1 of 3 rows") as warned:
+        analysis.training_speedups(together(rows, training_rows(64, 90.0, {"triton union": 4.0})))
+    assert warned[0].filename == __file__
+
+
+def training_line(points, **columns):
+    base = "dense torch.compile"
+    return pd.concat([training_rows(64, a, {base: gain, "triton union": 1.0}, **columns) for a, gain in points])
+
+
+def test_the_training_crossover_is_the_least_of_all_cases():
+    falls = training_line([(10, 2.0), (1000, 0.5)])  # at 100
+    for other, least in (
+        (training_line([(10, 2.0), (250, 0.4)], pattern="even"), 40),
+        (training_line([(10, 3.0), (60, 2.0)], pattern="even"), 60),  # faster as far as was measured
+        (training_line([(10, 9.0), (600, 2.0)], pattern="even"), 100),
+        (training_line([(10, 0.9), (60, 0.5)], pattern="even"), 0),  # never faster
+    ):
+        table = analysis.training_speedups(together(falls, other))
+        assert analysis.training_crossover(table) == pytest.approx(least, abs=0.1)
+    with pytest.raises(ValueError, match="the table has no row of 'triton hybrid' with active neurons"):
+        analysis.training_crossover(table, "triton hybrid")
+
+
+def test_step_speedups():
+    base = {"dense torch.compile": 8.0, "dense eager": 10.0, "triton union torch.compile": 4.0}
+    rows = together(
+        step_rows(base, peak=[80, 100, 40], energy=[8192.0, 8192.0, 4096.0]),
+        step_rows({"dense torch.compile": 6.0, "triton union": 4.0}, checkpoint_activations=True),
+    )
+    table = analysis.step_speedups(rows)
+    columns = ("provider", "checkpoint_activations", "tokens", "speedup", "peak_change", "energy_change")
+    expected = [
+        ("dense eager", False, 8192, 0.8, 25.0, 0.0),
+        ("triton union torch.compile", False, 8192, 2.0, -50.0, -50.0),
+    ]
+    assert found(table[table["provider"].isin([e[0] for e in expected])], *columns) == expected
+    assert table.loc[table["provider"] == "triton union", "speedup"].tolist() == [1.5]
+    assert table.loc[table["energy"] == 4096, "energy_per_token"].tolist() == [0.5]
+    with pytest.raises(
+        ValueError, match="rows of train_step.csv need the columns peak; `twell measure train-step` writes"
+    ):
+        analysis.step_speedups(rows.drop(columns="peak"))
+
+
+PAPER = pd.DataFrame(
+    [
+        ("max_forward_speedup", 30.0, None, None),
+        ("energy_per_token_change", -17.0, "2B", 2e-5),
+        ("energy_per_token_change", 0.0, "2B", 0.0),
+        ("max_training_speedup", 24.0, "1.5B", None),
+        *(("training_throughput_change", change, "1.5B", l1) for change, l1 in ((0.0, 0.0), (11.6, 2e-5))),
+        *(("training_peak_memory_change", change, "1.5B", l1) for change, l1 in ((0.0, 0.0), (-28.1, 2e-5))),
+        ("training_throughput_change", 21.9, "2B", 2e-5),
+    ],
+    columns=["metric", "value", "model", "l1"],
+)
+
+
+def test_findings_of_forward_passes():
+    base = "dense torch.compile"
+    rows = together(
+        speed_rows(64, 29.0, {base: 4.0, "triton union": 2.0, "auto": 1.0}, energy=[8.0, 4.0, 1.0]),
+        speed_rows(64, 98.0, {base: 4.0, "triton union": 0.5}),
+        speed_rows(1, 29.0, {base: 4.0, "triton union": 0.5}),
+    )
+    table = analysis.speedups(rows)
+    assert [row[1:4] for row in analysis.forward_findings(PAPER, table, 29, [64])] == [
+        (True, True, True),
+        (30.0, 100.0, None),
+        (-17.0, -50.0, None),
+    ]
+    none = analysis.forward_findings(PAPER, table[table["provider"] == base], 29, [64])
+    assert none[0][2:4] == (None, None) and all(math.isnan(row[2]) for row in none[1:])
+
+
+def test_findings_of_training():
+    base = "dense torch.compile"
+    rows = together(
+        training_rows(64, 29.0, {base: 4.0, "triton union": 5.0}, held=[800, 200]),
+        training_rows(64, 29.0, {base: 4.0, "triton hybrid": 2.0}, held=[800, 400], pattern="even"),
+        training_rows(64, 464.0, {base: 4.0, "triton hybrid": 8.0}, held=[800, 700], pattern="even"),
+    )
+    steps = together(
+        step_rows({base: 8.0, "triton union": 6.4, "triton union torch.compile": 5.0}, peak=[80, 50, 40]),
+        step_rows({base: 8.0, "triton union": 4.0}, model="171m"),  # of no model in the paper
+    )
+    table, steps = analysis.training_speedups(rows), analysis.step_speedups(steps)
+    findings = analysis.training_findings(PAPER, table, steps, 29)
+    assert [row[1:4] for row in findings] == [
+        (True, True, True),
+        (24.0, 100.0, None),
+        ("–", -75.0, None),
+        ("–", pytest.approx(116, abs=0.5), None),
+        (11.6, pytest.approx(60), None),
+        (-28.1, -50.0, None),
+    ]
+    assert [row[0][:22] for row in findings[4:]] == ["step of the 1.5B model"] * 2
+    nothing = analysis.training_findings(PAPER, pd.DataFrame(), pd.DataFrame(), 29)
+    assert len(nothing) == 4 and nothing[0][2:4] == (None, None) and all(math.isnan(row[2]) for row in nothing[1:])
+    assert analysis.training_findings(PAPER, table[table["pattern"] == "skewed"], steps, 29)[0][1:4] == (
+        True,
+        False,
+        False,
+    )
 
 
 def kernel_rows(*kernels, provider="triton union", **columns):

@@ -199,6 +199,18 @@ MISTAKES = {
         lambda p: ["measure", "ffn", "--out", str(p.folder / "b.csv")],
         r"measuring needs a GPU, and torch sees none",
     ),
+    "measuring training without a GPU": (
+        lambda p: ["measure", "ffn", "--backward", "--out", str(p.folder / "b")],
+        r"measuring needs a GPU, and torch sees none",
+    ),
+    "a way of calling that training has not": (
+        lambda p: ["measure", "ffn", "--backward", "--mode", "graph", "--out", str(p.folder / "b")],
+        r"--mode graph is for forward passes; with --backward calls come one after the other",
+    ),
+    "measuring a step without a GPU": (
+        lambda p: ["measure", "train-step", "--model", "1m", "--out", str(p.folder / "b")],
+        r"measuring needs a GPU, and torch sees none",
+    ),
     "no such file": (lambda p: p.trace("--file", str(p.folder / "nothing.txt")), r"nothing\.txt"),
 }
 

@@ -10,7 +10,7 @@ import papermill
 import pytest
 import yaml
 
-from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows
+from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows, step_rows, training_rows
 from twell import analysis, results
 from twell.trace import trace_validation
 from twell.train import train
@@ -22,7 +22,7 @@ FIGURES = {
     "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
-    "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline"],
+    "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
 }
 
 
@@ -64,6 +64,16 @@ def write_bench(folder):
     pd.concat(rows).to_csv(folder / "ffn.csv", index=False)
     kernel_rows(("gate", 5.0, 3.2e12, 2e9), ("lists", 0.04, None, None)).to_csv(folder / "kernels.csv", index=False)
     ceiling_rows().to_csv(folder / "ceilings.csv", index=False)
+    # A training step: twice as fast at 10 active, half as fast at 640, and 30% of the memory held; on another GPU slower.
+    times = {compiled: 4.0, "dense eager": 5.0}
+    held = {"held": [1000, 1000, 300]}
+    rows = [training_rows(16384, a, times | {"triton union": t}, **held) for a, t in ((10.0, 2.0), (640.0, 8.0))]
+    rows += [training_rows(16384, 10.0, times | {"triton union": 3.0}, device="other GPU", **held)]
+    rows += [training_rows(16384, 10.0, times | {"triton union": 3.5}, pattern="even", **held)]
+    rows += [training_rows(16384, 10.0, times | {"triton union": 0.1}, pattern="recorded busy", **held)]
+    pd.concat(rows).to_csv(folder / "training.csv", index=False)
+    steps = step_rows({compiled: 800.0, "triton union torch.compile": 500.0}, peak=[80, 60])
+    steps.to_csv(folder / "train_step.csv", index=False)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -86,7 +96,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 4}[path.stem]
+    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 6}[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
@@ -107,6 +117,12 @@ def test_notebook_runs(path, live, tmp_path):
         assert "recorded busy" in tables and ">-75.000<" in tables
         assert "not drawn" not in said and "no rows" not in said
         assert ">agrees<" in table and ">100<" in table and ">1.6<" in table
+        # Training: half way between 10 and 640; the step of a model; nothing from the other GPU or a recorded pattern.
+        assert "faster below 80 active" in tables and "triton union torch.compile" in tables and ">-25.00<" in tables
+        assert ">-70<" in table and ">80<" in table and ">60<" in table and ">11.6<" in table
+        devices = json.loads((figures / "ffn_training_devices.json").read_text())["device"]
+        assert devices == "NVIDIA H200; other GPU"
+        assert json.loads((figures / "ffn_training.json").read_text())["device"] == "NVIDIA H200"
 
 
 def test_speed_of_what_was_measured(tmp_path):
@@ -124,7 +140,8 @@ def test_speed_of_what_was_measured(tmp_path):
     assert "**ffn_tokens is not drawn:**" in said and "**ffn_roofline is not drawn:**" in said
     assert "**energy_per_token:** no rows" in said
     table = outputs[-1]["data"]["text/html"]
-    assert table.count("not measured") == 4 and "agrees" not in table and "differs" not in table
+    assert "**ffn_training is not drawn:**" in said and "**ffn_training_devices is not drawn:**" in said
+    assert table.count("not measured") == 4 + 4 and "agrees" not in table and "differs" not in table
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -307,6 +307,88 @@ def test_ffn_activity_of_what_there_is(random):
         plots.ffn_activity(many, analysis.crossovers(many))
 
 
+def make_training(random, cases, providers=("triton union", "triton hybrid", "dense eager", "dense torch.compile")):
+    """A table as of `analysis.training_speedups`; cases: (tokens, active, pattern)."""
+    table = make_speeds(random, [(*case, "stream", 1) for case in cases], providers).drop(
+        columns=["mode", "weight_sets"]
+    )
+    return table.assign(held_share=10 + 90 * random.random(len(table)))
+
+
+def test_training_activity(random):
+    cases = [(t, a, p) for t in (65536, 16384) for a in (3, 29.2, 300) for p in ("even", "skewed")]
+    table = make_training(random, cases)
+    crossings = pd.DataFrame(
+        [("skewed", 65536, "triton union", 150.4), ("skewed", 16384, "triton hybrid", 39.6)]
+        + [("even", 16384, "triton union", np.nan), ("even", 65536, "triton rowwise", 50.0)],  # the last is not drawn
+        columns=["pattern", "tokens", "provider", "crossover"],
+    )
+    figure = plots.training_activity(table, crossings)
+    draw(figure)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["skewed", "", "even", ""]
+    assert [sorted(texts(ax)) for ax in figure.axes] == [["150", "40"], [], [], []]
+    for at, ax in enumerate(figure.axes):
+        column, pattern, level = ("speedup", "held_share")[at % 2], ("skewed", "even")[at // 2], (1, 100)[at % 2]
+        for provider in ("triton union", "triton hybrid", "dense eager"):
+            rows = table[(table["pattern"] == pattern) & (table["provider"] == provider)].sort_values("active")
+            wanted = [r[["active", column]].to_numpy().tolist() for _, r in rows.groupby("tokens")]
+            assert curves(ax, provider) == sorted(wanted)
+        baseline = [line for line in ax.get_lines() if line.get_color() == "black"]
+        assert [set(line.get_ydata()) for line in baseline] == [{level}]
+        assert ax.get_xscale() == "log" and ax.get_ylim()[0] <= level <= ax.get_ylim()[1]
+    names = ["triton union", "triton hybrid", "dense eager", "dense torch.compile"]
+    assert legend(figure) == [*names, "65,536 tokens", "16,384 tokens"]
+    looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].get_lines() if line.get_marker() in "oXv"}
+    assert len({marker for _, marker in looks}) == 3  # providers differ without colour
+    assert figure.get_suptitle() == "gated layer, 2048 x 5632, bfloat16, a GPU; forward and backward"
+
+
+def test_training_activity_of_what_there_is(random):
+    table = make_training(random, [(64, 29.0, "recorded a")], ["triton union", "dense torch.compile"])
+    figure = plots.training_activity(table, analysis.crossovers(table))
+    draw(figure)
+    assert len(figure.axes) == 2 and legend(figure) == ["triton union", "dense torch.compile", "64 tokens"]
+    with pytest.raises(ValueError, match="shows one layer on one device; this table has 2"):
+        plots.training_activity(pd.concat([table, table.assign(device="other")]), table)
+    with pytest.raises(ValueError, match="shows one layer on one device; this table has 0"):
+        plots.training_activity(table[:0], table)
+
+
+def test_training_devices(random):
+    levels = (3.1, 28.9, 302.0)
+    table = make_training(random, [(64, active, "skewed") for active in levels])
+    other = make_training(random, [(64, active, "skewed") for active in (3.1, 29.1)]).assign(device="B")
+    figure = plots.training_devices(pd.concat([table, other]))
+    draw(figure)
+    for ax, column in zip(figure.axes, ("speedup", "held_share"), strict=True):
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["3.1", "29", "300"]
+        assert len(ax.containers) == 2  # a group a level, in it a bar a device
+        for bars, rows, hatch in zip(ax.containers, (other, table), ("", "////"), strict=True):
+            rows = rows[rows["provider"] == "triton union"].sort_values("active")
+            expected = (100 * (rows["speedup"] - 1) if column == "speedup" else rows[column] - 100).tolist()
+            found = sorted((bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in bars)
+            assert [height for _, height in found] == pytest.approx(expected)
+            assert [round(x) for x, _ in found] == list(range(len(rows)))
+            assert {bar.get_hatch() for bar in bars} == {hatch}  # devices differ without colour
+        places = [bar.get_x() for bars in ax.containers for bar in bars]
+        assert len(set(np.round(places, 3))) == 5
+        assert sorted(texts(ax)) == sorted(f"{bar.get_height():+.0f}" for bars in ax.containers for bar in bars)
+    assert legend(figure) == ["B", "a GPU"]
+    assert "64 tokens, skewed; triton union against dense torch.compile" in figure.get_suptitle()
+    draw(plots.training_devices(table))
+    draw(plots.training_devices(table, "triton hybrid"))
+
+
+def test_training_devices_refuses_what_it_cannot_show(random):
+    table = make_training(random, [(64, 29.0, "skewed")])
+    with pytest.raises(ValueError, match="shows one layer, pattern and batch size; this table has 2"):
+        plots.training_devices(pd.concat([table, table.assign(tokens=128)]))
+    with pytest.raises(ValueError, match="shows one layer, pattern and batch size; this table has 0"):
+        plots.training_devices(table, "triton rowwise")
+    with pytest.raises(ValueError, match="5 devices cannot be told apart in one figure; give at most 4"):
+        plots.training_devices(pd.concat([table.assign(device=name) for name in "abcde"]))
+
+
 def test_ffn_tokens(random):
     cases = [(1, 178.0, "graph", 8), (1, 178.0, "stream", 1), (1000, 30.0, "graph", 8), (1024, 29.0, "stream", 1)]
     cases += [(131072, 23.5, "stream", 1), (16384, 23.0, "stream", 1)]

@@ -8,6 +8,18 @@ import os
 import sys
 from pathlib import Path
 
+FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
+# Options of `measure train-step` and the fields of a configuration that they change.
+STEP_SIZES = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_heads",
+    "vocab": "vocab_size",
+    "context": "context",
+    "micro-batch": "micro_batch",
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; a mistake of the user's is one line on standard error and exit status 2."""
@@ -41,9 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
         help="time one layer densely and by each path of the kernels",
         description="Time one layer in bf16 on this GPU: densely (eager, compiled, ours), by each path of the kernels, "
         "and by auto. Rows are appended to DIR/ffn.csv and kernels.csv after each case, what the GPU can do to "
-        "DIR/ceilings.csv.",
+        "DIR/ceilings.csv. With --backward the layer is timed as in training, forward and backward, and rows are appended to "
+        "DIR/training.csv and training_kernels.csv.",
     )
-    ffn.add_argument("--tokens", default="131072,16384,2048,64,16,1", help="numbers of tokens, with commas")
+    ffn.add_argument(
+        "--backward", action="store_true", help="time the layer forward and backward: densely and sparsely"
+    )
+    ffn.add_argument(
+        "--tokens",
+        help=f"numbers of tokens, with commas; default: {FORWARD_TOKENS}, with --backward {BACKWARD_TOKENS}",
+    )
     ffn.add_argument("--active", default="29", help="mean active neurons per token, with commas; default: 29")
     ffn.add_argument(
         "--pattern",
@@ -65,6 +84,33 @@ def main(arguments: list[str] | None = None) -> int:
     ffn.add_argument("--trace", type=Path, help="a trace (see `twell trace`) for the recorded pattern, with --layer")
     ffn.add_argument("--layer", type=int, help="the layer of the trace")
     ffn.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+
+    step = what.add_parser(
+        "train-step",
+        help="time one optimiser step of a whole model, densely and sparsely",
+        description="Time one optimiser step of a language model on this GPU, on random tokens: densely and sparsely, eager "
+        "and with compiled layers. A row for each is appended to DIR/train_step.csv, once it took the same steps as dense.",
+    )
+    step.add_argument(
+        "--model", default="171m", help="a YAML file, or one of the package's configurations; default: 171m"
+    )
+    for option, field in STEP_SIZES.items():
+        step.add_argument(f"--{option}", type=int, metavar="NUMBER", help=f"{field}; default: the model's")
+    step.add_argument("--non-gated", action="store_true", help="layers without a gate")
+    step.add_argument(
+        "--active", type=float, default=29, help="mean active neurons per token of each layer; default: 29"
+    )
+    step.add_argument("--path", default="union", choices=["union", "hybrid"], help="the sparse path; default: union")
+    step.add_argument(
+        "--checkpoint-activations", action="store_true", help="compute layers again in the backward pass, on all sides"
+    )
+    step.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="only with compiled layers, or only without; default: both",
+    )
+    step.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
+    step.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
 
     calibrate = what.add_parser(
         "calibrate",
@@ -159,7 +205,7 @@ def _numbers(option: str, text: str, kind: type) -> list:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    globals()[f"_measure_{options.what}"](options)
+    globals()[f"_measure_{options.what.replace('-', '_')}"](options)
 
 
 def _measure_ffn(options: argparse.Namespace) -> None:
@@ -171,18 +217,44 @@ def _measure_ffn(options: argparse.Namespace) -> None:
         raise ValueError("--trace FILE and --layer NUMBER go together")
     if options.trace and "recorded" not in patterns:
         raise ValueError(f"--trace is for --pattern recorded; the pattern is {options.pattern}")
-    measure.ffn(
-        _numbers("--tokens", options.tokens, int),
-        _numbers("--active", options.active, float),
-        patterns,
-        hidden_size=options.hidden,
-        intermediate_size=options.intermediate,
-        gated=not options.non_gated,
-        mode=options.mode,
-        masks=_mask_of_trace(options.trace, options.layer) if options.trace else None,
+    if options.backward and options.mode is not None:
+        raise ValueError(f"--mode {options.mode} is for forward passes; with --backward calls come one after the other")
+    if options.backward and options.calibration is not None:
+        raise ValueError("--calibration is for auto, which --backward does not time")
+    tokens = options.tokens or (BACKWARD_TOKENS if options.backward else FORWARD_TOKENS)
+    arguments = _numbers("--tokens", tokens, int), _numbers("--active", options.active, float), patterns
+    common = {
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "gated": not options.non_gated,
+        "masks": _mask_of_trace(options.trace, options.layer) if options.trace else None,
+        "energy": options.energy,
+        "kernels": options.kernels,
+        "out": options.out,
+    }
+    if options.backward:
+        from twell import measure_training
+
+        measure_training.ffn(*arguments, **common)
+        return
+    calibration = Calibration.load(options.calibration) if options.calibration else None
+    measure.ffn(*arguments, **common, mode=options.mode, calibration=calibration)
+
+
+def _measure_train_step(options: argparse.Namespace) -> None:
+    from twell import measure_training
+
+    given = {field: getattr(options, option.replace("-", "_")) for option, field in STEP_SIZES.items()}
+    overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
+    overrides += ["gated=false"] if options.non_gated else []
+    overrides += ["checkpoint_activations=true"] if options.checkpoint_activations else []
+    measure_training.train_step(
+        options.model,
+        overrides,
+        active=options.active,
+        path=options.path,
+        compiled=options.compile,
         energy=options.energy,
-        kernels=options.kernels,
-        calibration=Calibration.load(options.calibration) if options.calibration else None,
         out=options.out,
     )
 

@@ -417,7 +417,10 @@ def compare(rows: Iterable[tuple[str, Any, Any, bool | None, str]]) -> pd.DataFr
 BASELINE = "dense torch.compile"  # what every speed-up is over
 # What makes two measured rows the same case, together with `active`; rows of kernels have no mode and weight_sets.
 CASE = ["tokens", "hidden_size", "intermediate_size", "gated", "dtype", "pattern", "device", "mode", "weight_sets"]
+STEP_CASE = "model num_layers hidden_size intermediate_size num_heads vocab_size gated context micro_batch".split()
+STEP_CASE += ["tokens", "precision", "checkpoint_activations", "device"]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
+WRITTEN_BY = {"training.csv": "twell measure ffn --backward", "train_step.csv": "twell measure train-step"}
 SAME_ACTIVE = 0.01  # the same seed gives the same activity but for rounding; levels of a grid are further apart
 
 
@@ -428,7 +431,8 @@ def _case_of(rows: pd.DataFrame) -> list[str]:
 def _check_rows(rows: pd.DataFrame, file: str, columns: Sequence[str], or_empty: Sequence[str] = ()) -> None:
     missing = [column for column in (*columns, *or_empty) if column not in rows]
     if missing:
-        raise ValueError(f"rows of {file} need the columns {', '.join(missing)}; `twell measure ffn` writes such rows")
+        command = WRITTEN_BY.get(file, "twell measure ffn")
+        raise ValueError(f"rows of {file} need the columns {', '.join(missing)}; `{command}` writes such rows")
     if rows.empty:
         raise ValueError(f"{file} has no row")
     empty = [column for column in columns if rows[column].isna().any()]
@@ -444,22 +448,16 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     return ordered[ordered["date"] == newest].sort_index()
 
 
-def speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of data/bench/ffn.csv, each with its speed-up over dense torch.compile in the same case and call.
-
-    A case measured by several calls is that of the newest. Added columns: p50_dense (ms), speedup (p50_dense / p50),
-    energy_per_token (mJ) and energy_change (% of dense torch.compile), both NaN where no energy was measured. Rows
-    without dense torch.compile beside them are left out with a warning that counts them. Raises ValueError for
-    rows that lack columns or their values, for a time that is not positive, and when no row is left. Ours.
-    """
-    _check_rows(rows, "ffn.csv", [*CASE, *CALL, "active", "provider", "p50"], ["energy"])
+def _beside_dense(rows: pd.DataFrame, file: str, case: list[str], compared: Sequence[str]) -> pd.DataFrame:
+    """Rows of the newest call of each case, each with `compared` of dense torch.compile as NAME_dense, and its speed-up."""
+    _check_rows(rows, file, [*case, *CALL, "active", "provider", "p50"], [name for name in compared if name != "p50"])
     wrong = rows[rows["p50"] <= 0]
     if len(wrong):
         first = wrong.iloc[0]
         raise ValueError(f"p50 of {first['provider']} is {first['p50']:g} ms on {first['date']}; a time is above 0")
-    call = [*CASE, *CALL, "active"]
+    call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
-    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", "energy"]]
+    dense = rows.loc[rows["provider"] == BASELINE, [*call, *compared]]
     table = rows.merge(dense, on=call, how="left", suffixes=("", "_dense"))
     alone = table["p50_dense"].isna()
     if alone.any():
@@ -468,12 +466,64 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
         said += f", the first: {first['provider']} at {first['tokens']} tokens on {first['date']}"
         if alone.all():
             raise ValueError(said)
-        warnings.warn(f"left out: {said}", stacklevel=2)
-    table = _newest(table[~alone], CASE)
+        warnings.warn(f"left out: {said}", stacklevel=3)
+    table = _newest(table[~alone], case)
     table["speedup"] = table["p50_dense"] / table["p50"]
     table["energy_per_token"] = table["energy"] / table["tokens"]
     table["energy_change"] = 100 * (table["energy"] / table["energy_dense"] - 1)
     return table.drop(columns="energy_dense").reset_index(drop=True)
+
+
+def speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/ffn.csv, each with its speed-up over dense torch.compile in the same case and call.
+
+    A case measured by several calls is that of the newest. Added columns: p50_dense (ms), speedup (p50_dense / p50),
+    energy_per_token (mJ) and energy_change (% of dense torch.compile), both NaN where no energy was measured. Rows
+    without dense torch.compile beside them are left out with a warning that counts them. Raises ValueError for
+    rows that lack columns or their values, for a time that is not positive, and when no row is left. Ours.
+    """
+    return _beside_dense(rows, "ffn.csv", CASE, ["p50", "energy"])
+
+
+def training_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/training.csv, each beside dense torch.compile in the same case and call.
+
+    Added columns as in `speedups`, of forward and backward together, and forward_speedup, of the forward pass alone;
+    held_share and peak_share, held and peak in % of dense. Left out and raised: as there. Paper: the layer's part in Fig. 5.
+    """
+    case = [column for column in CASE if column not in ("mode", "weight_sets")]
+    table = _beside_dense(rows, "training.csv", case, ["p50", "energy", "forward", "held", "peak"])
+    table["forward_speedup"] = table.pop("forward_dense") / table["forward"]
+    for name in ("held", "peak"):
+        table[f"{name}_share"] = 100 * table[name] / table.pop(f"{name}_dense")
+    return table
+
+
+def training_crossover(table: pd.DataFrame, provider: str = "triton union") -> float:
+    """Return up to how many active neurons a sparse training step is faster than dense, whatever the case.
+
+    table: `training_speedups`. The least over the cases of where the speed-up falls below 1 (`crossovers`); a case that is
+    faster at every level counts with its highest one, which is as far as was measured, and one that is slower at every
+    level with 0. Raises ValueError for a table without the provider. Ours.
+    """
+    found = crossovers(table[table["provider"] == provider])
+    if found.empty:
+        raise ValueError(f"the table has no row of {provider!r} with active neurons")
+    faster = found["verdict"].str.startswith("faster")
+    return float(found["crossover"].fillna(found["highest"].where(faster, 0.0)).min())
+
+
+def step_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/train_step.csv, each beside the dense step with compiled layers of the same case and call.
+
+    Added columns as in `speedups`, with tokens (of a step), and peak_change (% of dense). Left out and raised: as there.
+    Paper: Fig. 5 and Table 1.
+    """
+    _check_rows(rows, "train_step.csv", ["micro_batch", "context"])
+    rows = rows.assign(tokens=rows["micro_batch"] * rows["context"])
+    table = _beside_dense(rows, "train_step.csv", STEP_CASE, ["p50", "energy", "peak"])
+    table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
+    return table
 
 
 def crossovers(table: pd.DataFrame) -> pd.DataFrame:
@@ -518,13 +568,79 @@ def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
 def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
     """Return one column of `speedups` to be read: a row a case, a column a provider, with the day and commit of the call.
 
-    Index: pattern, hidden_size, intermediate_size, gated, tokens, active, mode, weight_sets, device, date (the day),
-    commit (7 digits). Providers of which no row has a value are left out. Ours.
+    Index: pattern, hidden_size, intermediate_size, gated, tokens, active, mode, weight_sets (of `training_speedups` without
+    these two), device, date (the day), commit (7 digits). Providers of which no row has a value are left out. Ours.
     """
     short = table["commit"].str.replace(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", regex=True)
     table = table.assign(date=table["date"].str[:10], commit=short)
     index = ["pattern", "hidden_size", "intermediate_size", "gated", "tokens", "active", "mode", "weight_sets"]
+    index = [column for column in index if column in table]
     return table.pivot_table(index=[*index, "device", "date", "commit"], columns="provider", values=column)
+
+
+def short(cases: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return what a table of `by_case` was measured on ("device day commit", joined by "; "), and it without these levels."""
+    levels = [name for name in ("device", "date", "commit") if name in cases.index.names]
+    origin = dict.fromkeys(" ".join(map(str, key)) for key in cases.index.to_frame()[levels].to_numpy())
+    return "; ".join(origin), cases.droplevel([name for name in (*levels, "weight_sets") if name in cases.index.names])
+
+
+def forward_findings(paper: pd.DataFrame, table: pd.DataFrame, level: float, tokens: Sequence[int]) -> list[tuple]:
+    """Return rows for `compare`: the paper's gains of a forward pass and those of `speedups` (one layer, one pattern).
+
+    paper: `results.paper()`; level: the active neurons to compare at; tokens: the batches that count. What was not
+    measured is None or NaN.
+    """
+    near = at_level(table, level)
+    near = near[near["provider"].str.startswith("triton ") & near["tokens"].isin(tokens)]
+    gain, saved = (
+        paper.loc[paper["metric"] == metric, "value"] for metric in ("max_forward_speedup", "energy_per_token_change")
+    )
+    best, wins = near["speedup"].max(), None if near.empty else near["speedup"].max() > 1
+    whole = "there a whole model on an H100, here the layer alone"
+    return [
+        (f"faster than dense at {level} active", True, wins, wins, "no path is faster here"),
+        ("largest gain in speed, %", gain.item(), 100 * (best - 1), None, whole),
+        ("largest change of energy a token, %", saved.min(), near["energy_change"].min(), None, whole),
+    ]
+
+
+def training_findings(paper: pd.DataFrame, table: pd.DataFrame, steps: pd.DataFrame, level: float) -> list[tuple]:
+    """Return rows for `compare`: the paper's gains in training, and ours of one layer and of whole steps.
+
+    paper: `results.paper()`; table: `training_speedups` of one layer, or empty; steps: `step_speedups`, or empty; level: the
+    active neurons to compare at. Of each model with the paper's name the fastest sparse step counts. What was not measured
+    is None or NaN.
+    """
+    wins, best, held, crossing = None, np.nan, np.nan, np.nan
+    if len(table):
+        near = at_level(table, level)
+        near = near[near["provider"].str.startswith("triton ")]
+        wins, best, held = near["speedup"].max() > 1, 100 * (near["speedup"].max() - 1), near["held_share"].min() - 100
+        crossing = crossovers(table)["crossover"].max()
+    gain = paper.loc[paper["metric"] == "max_training_speedup", "value"].item()
+    whole = "there a whole model on an H100, here the layer alone"
+    rows = [
+        (f"training is faster than dense at {level} active", True, wins, wins, "no path is faster here"),
+        ("largest gain in training speed, %", gain, best, None, whole),
+        ("least held for the backward pass, % over dense", "–", held, None, "the paper gives a model's peak"),
+        ("training is faster than dense below, active neurons", "–", crossing, None, "the paper shows no number"),
+    ]
+    sparse = steps[steps["provider"].str.startswith("triton ")] if len(steps) else steps
+    if sparse.empty:
+        return rows
+    for name in paper.loc[paper["metric"] == "training_throughput_change", "model"].unique():
+        measured = sparse[sparse["model"].str.upper() == name.upper()]
+        if measured.empty:
+            continue
+        first = measured.sort_values("speedup").iloc[-1]
+        known = paper[(paper["model"] == name) & (paper["l1"] > 0)].set_index("metric")["value"]
+        why = f"another GPU and micro-batch; activity imposed, {first['active']:.0f}"
+        faster = known["training_throughput_change"], 100 * (first["speedup"] - 1)
+        smaller = known["training_peak_memory_change"], first["peak_change"]
+        rows += [(f"step of the {name} model, speed, % over dense", *faster, None, why)]
+        rows += [(f"step of the {name} model, peak memory, % over dense", *smaller, None, why)]
+    return rows
 
 
 def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:

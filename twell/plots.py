@@ -361,6 +361,7 @@ PROVIDERS = {
     "triton union": (BLUE, "o"),
     "triton rowwise": (ORANGE, "s"),
     "triton decode": (GREEN, "^"),
+    "triton hybrid": (RED, "X"),
     "dense": (PURPLE, "D"),
     "dense eager": ("0.45", "v"),
     analysis.BASELINE: ("black", ""),
@@ -378,14 +379,19 @@ def _layer(table: pd.DataFrame) -> str:
     return f"{'gated' if gated else 'non-gated'} layer, {hidden_size} x {intermediate_size}, {dtype}, {device}"
 
 
-def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, kind: str, styles: dict) -> None:
-    """Speed-up against x, a line for each provider and each value of the column `kind`, which has a style of its own."""
+def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dict) -> None:
+    """y against x, a line for each provider and each value of the column `kind`, which has a style of its own."""
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
         (colour, marker), (dashes, filled) = PROVIDERS[name], styles[value]
         look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
         look = {"linewidth": 5, "solid_capstyle": "round"} if name == "auto" else look
         face = colour if filled else "white"
-        ax.plot(line[x], line["speedup"], color=colour, markerfacecolor=face, label=name, **look)
+        ax.plot(line[x], line[y], color=colour, markerfacecolor=face, label=name, **look)
+
+
+def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, kind: str, styles: dict) -> None:
+    """Speed-up against x, and a line at 1."""
+    _lines(ax, table, x, "speedup", kind, styles)
     ax.axhline(1, color=PROVIDERS[analysis.BASELINE][0], linewidth=0.8)
     ax.set_yscale("log")
     _plain(ax.yaxis)
@@ -411,6 +417,26 @@ def _styles(values: Iterable, what: str) -> dict:
     return dict(zip(values, STYLES, strict=False))
 
 
+def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame, styles: dict) -> None:
+    """Mark where lines fall below 1, and write at how many active neurons; the styles are of batch sizes."""
+    falls = crossovers[crossovers["tokens"].isin(list(styles)) & crossovers["crossover"].notna()]
+    last = {}  # where the last number of a side stands, and how high
+    for row in falls.sort_values("crossover").itertuples():
+        above = list(styles).index(row.tokens) == 0  # the largest batch above the line, others below
+        colour = PROVIDERS[row.provider][0]
+        ax.plot(row.crossover, 1, marker="|", markersize=9, markeredgewidth=1.4, color=colour, zorder=4)
+        text = f"{row.crossover:.0f}"
+        at, height = last.get(above, (0, 6))
+        height = height + 8 if row.crossover < 1.5 * at else 6
+        last[above] = row.crossover, height
+        place = {"xytext": (1, height), "va": "bottom"}
+        if not above:
+            place = {"xytext": (-1, -height), "va": "top", "ha": "right"}
+        halo = [withStroke(linewidth=1.5, foreground="white")]
+        look = {"color": colour, "fontsize": 7, "path_effects": halo, "zorder": 5}
+        ax.annotate(text, (row.crossover, 1), textcoords="offset points", **place, **look)
+
+
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile against active neurons, a panel a pattern, a line a path and batch size.
 
@@ -427,29 +453,93 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     figure, axes = _figure(PAGE, 3.0, 1, len(patterns), sharey=True)
     for ax, pattern in zip(axes.flat, patterns, strict=True):
         _speed_lines(ax, table[table["pattern"] == pattern], "active", "tokens", styles)
-        marked = crossovers[crossovers["provider"].isin(names) & crossovers["tokens"].isin(list(styles))]
-        falls = marked[(marked["pattern"] == pattern) & marked["crossover"].notna()]
-        last = {}  # where the last number of a side stands, and how high
-        for row in falls.sort_values("crossover").itertuples():
-            above = list(styles).index(row.tokens) == 0  # the largest batch above the line, others below
-            colour = PROVIDERS[row.provider][0]
-            ax.plot(row.crossover, 1, marker="|", markersize=9, markeredgewidth=1.4, color=colour, zorder=4)
-            text = f"{row.crossover:.0f}"
-            at, height = last.get(above, (0, 6))
-            height = height + 8 if row.crossover < 1.5 * at else 6
-            last[above] = row.crossover, height
-            place = {"xytext": (1, height), "va": "bottom"}
-            if not above:
-                place = {"xytext": (-1, -height), "va": "top", "ha": "right"}
-            halo = [withStroke(linewidth=1.5, foreground="white")]
-            look = {"color": colour, "fontsize": 7, "path_effects": halo, "zorder": 5}
-            ax.annotate(text, (row.crossover, 1), textcoords="offset points", **place, **look)
+        marked = crossovers[crossovers["provider"].isin(names) & (crossovers["pattern"] == pattern)]
+        _mark_crossovers(ax, marked, styles)
         ax.set(xscale="log", xlabel="active neurons per token")
         ax.set_title(pattern, loc="left")
         _plain(ax.xaxis)
     axes[0, 0].set_ylabel("speed-up over dense torch.compile")
     figure.suptitle(title, fontsize=8)
     _speed_legend(figure, names, {f"{tokens:,} tokens": style for tokens, style in styles.items()})
+    return figure
+
+
+def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
+    """Draw a training step's speed-up and held memory against active neurons, a row of panels a pattern (Fig. 5, one layer).
+
+    table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it, marked where the lines fall
+    below 1. Left, speed-up over dense torch.compile, forward and backward; right, what is held between the two, in % of
+    dense. Raises ValueError for several layers or none, and for more than three batch sizes.
+    """
+    title = _layer(table)
+    names = [name for name in ("triton union", "triton hybrid", "dense eager") if name in set(table["provider"])]
+    table = table[table["provider"].isin(names)]
+    styles = _styles(sorted(table["tokens"].unique(), reverse=True), "batch sizes")
+    patterns = sorted(table["pattern"].unique(), reverse=True)
+    figure, axes = _figure(PAGE, 0.9 + 2.1 * len(patterns), len(patterns), 2, sharex=True)
+    for pattern, (left, right) in zip(patterns, axes, strict=True):
+        panel = table[table["pattern"] == pattern]
+        _speed_lines(left, panel, "active", "tokens", styles)
+        _mark_crossovers(
+            left, crossovers[(crossovers["pattern"] == pattern) & crossovers["provider"].isin(names)], styles
+        )
+        _lines(right, panel, "active", "held_share", "tokens", styles)
+        right.axhline(100, color=PROVIDERS[analysis.BASELINE][0], linewidth=0.8)
+        left.set(xscale="log", ylabel="speed-up over dense torch.compile")
+        right.set(xscale="log", ylim=(0, None), ylabel="held for backward, % of dense")
+        left.set_title(pattern, loc="left")
+        for axis in (left.xaxis, left.yaxis, right.xaxis):
+            _plain(axis)
+    for ax in axes[-1]:
+        ax.set_xlabel("active neurons per token")
+    figure.suptitle(f"{title}; forward and backward", fontsize=8)
+    _speed_legend(figure, names, {f"{tokens:,} tokens": style for tokens, style in styles.items()})
+    return figure
+
+
+def training_devices(table: pd.DataFrame, provider: str = "triton union") -> Figure:
+    """Draw a training step's change of speed and of held memory by activity, a bar a device (Fig. 12, one layer).
+
+    table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any devices. Levels of activity are
+    the same where their first two digits are. Raises ValueError for several layers, patterns or batch sizes, for
+    none, and for more than four devices.
+    """
+    table = table[table["provider"] == provider]
+    cases = table[["hidden_size", "intermediate_size", "gated", "dtype", "pattern", "tokens"]].drop_duplicates()
+    if len(cases) != 1:
+        raise ValueError(f"a figure of devices shows one layer, pattern and batch size; this table has {len(cases)}")
+    devices = sorted(table["device"].unique())
+    fills = [(BLUE, ""), (ORANGE, "////"), (GREEN, "...."), (PURPLE, "xxxx")]
+    if len(devices) > len(fills):
+        raise ValueError(f"{len(devices)} devices cannot be told apart in one figure; give at most {len(fills)}")
+    table = table.assign(
+        level=table["active"].map(lambda active: float(f"{active:.2g}")),
+        faster=100 * (table["speedup"] - 1),
+        smaller=table["held_share"] - 100,
+    )
+    levels = sorted(table["level"].unique())
+    figure, axes = _figure(PAGE, 2.7, 1, 2)
+    width = 0.8 / len(devices)
+    for ax, column in zip(axes.flat, ("faster", "smaller"), strict=True):
+        for place, (device, (colour, hatch)) in enumerate(zip(devices, fills, strict=False)):
+            rows = table[table["device"] == device].drop_duplicates("level", keep="last")
+            x = [levels.index(level) + (place - (len(devices) - 1) / 2) * width for level in rows["level"]]
+            look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            bars = ax.bar(x, rows[column], width, label=device, **look)
+            labels = [f"{value:+.0f}" for value in rows[column]]
+            ax.bar_label(bars, labels, fontsize=6.5, padding=2, rotation=90 if len(devices) > 1 else 0)
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_xticks(range(len(levels)), [f"{level:g}" for level in levels])
+        ax.grid(False, axis="x")
+        ax.margins(y=0.15)
+        ax.set_xlabel("active neurons per token")
+    axes[0, 0].set_ylabel("training speed, % over dense")
+    axes[0, 1].set_ylabel("held for backward, % over dense")
+    hidden_size, intermediate_size, gated, dtype, pattern, tokens = cases.iloc[0]
+    kind = f"{'gated' if gated else 'non-gated'} layer, {hidden_size} x {intermediate_size}, {dtype}"
+    figure.suptitle(f"{kind}; {tokens:,} tokens, {pattern}; {provider} against {analysis.BASELINE}", fontsize=8)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.6)
     return figure
 
 

@@ -105,11 +105,14 @@ def _git(*arguments: str) -> str | None:
 def commit() -> str:
     """Return the commit of this code, with "-dirty" when twell/ or kernels/ differ from it.
 
-    Outside a git checkout it is the environment's TWELL_COMMIT, else "unknown".
+    The environment's TWELL_COMMIT, where it is set, says it instead, for a copy of the files elsewhere; outside a git
+    checkout without it, it is "unknown".
     """
+    if told := os.environ.get("TWELL_COMMIT"):
+        return told
     head = _git("rev-parse", "HEAD")
     if head is None:
-        return os.environ.get("TWELL_COMMIT", "unknown")
+        return "unknown"
     return head + ("-dirty" if _git("status", "--porcelain", "--", ":/twell", ":/kernels") else "")
 
 

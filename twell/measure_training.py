@@ -1,0 +1,619 @@
+"""Measurements of training on a GPU: one layer forward and backward, and one whole optimiser step of a model.
+
+As in measure.py, no speed is recorded unless the same call found the result right. A layer's output, L1 term and
+gradients are compared with fp64 before it is timed; a model's sparse steps have to lead to the loss of its dense ones.
+All sides have the same loss, the gradient of the L1 term included, and providers are timed in turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from twell import measure, results
+from twell.ffn import SparseFFN, summarize_activity
+from twell.model import SparseLlamaForCausalLM, l1_by_layer
+from twell.sparse_training import MARGIN, SparseTraining, _rooms
+from twell.train import TrainConfig
+
+ROUND = 100  # ms of steps that a layer's provider takes in a turn, and half as many of forward passes
+TURN = 2000  # ms of optimiser steps that a model's provider takes in a turn, 2 to 20 steps
+CHECKED_STEPS = 3  # optimiser steps before losses are compared
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-2, 3e-2  # relative; of the loss after these steps and the first gradient's norm
+L1_COEFFICIENT = 2e-5  # of the models
+# Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets from y, so that the
+# check would not miss its absence. It is a power of two: another constant is rounded alike in every entry, on all sides,
+# which does not average.
+DY, DL1 = 1e-5, 2.0**-20
+# As measure.TOLERANCE_OF_FEW, of six roundings one after the other: g, u, dh, its L1 part, dg, dx.
+TOLERANCE_OF_FEW = (1 + 2**-9) ** 6 - 1
+
+SIZES = "num_layers hidden_size intermediate_size num_heads vocab_size gated context micro_batch".split()
+COLUMNS = {
+    "training": measure.CASE_COLUMNS
+    + "active_max union provider path capacity relative_rms worst p20 p50 p80 forward held peak".split()
+    + "flops bytes roofline energy watts".split(),
+    "training_kernels": [*measure.CASE_COLUMNS, "union", "provider", "kernel", "launches", "ms"],
+    "train_step": ["model", "parameters", *SIZES, "precision", "checkpoint_activations", "active", "active_max"]
+    + "provider path capacity loss grad_norm p20 p50 p80 tokens_per_second peak energy watts".split(),
+    "ceilings": measure.COLUMNS["ceilings"],
+}
+
+DENSE, COMPILED = "dense eager", "dense torch.compile"
+
+
+# --- what is exact, and what a step needs at least --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExactStep:
+    """A layer's step in fp64: y [M, K], l1 [M], dx [M, K], dw_gate, dw_up [N, K] and dw_down [K, N], by these names.
+
+    A layer without a gate has no dw_gate. entries: active neurons, summed over tokens.
+    """
+
+    tensors: dict[str, Tensor]
+    entries: int
+
+    @classmethod
+    def of(cls, x: Tensor, weights: measure.Weights, dy: Tensor, dl1: Tensor) -> ExactStep:
+        """Compute it for the gradients dy [M, K] and dl1 [M], 4,096 tokens at a time; g is active as rounded to x's type."""
+        w_gate, w_up, w_down = (None if weight is None else weight.double() for weight in weights)
+        first = w_up if w_gate is None else w_gate
+        sums = {"dw_up": torch.zeros_like(w_up), "dw_down": torch.zeros_like(w_down)}
+        if w_gate is not None:
+            sums["dw_gate"] = torch.zeros_like(w_gate)
+        rows: dict[str, list[Tensor]] = {"y": [], "l1": [], "dx": []}
+        entries = 0
+        for part, d, d_l1 in zip(x.split(4096), dy.split(4096), dl1.split(4096), strict=True):
+            part, d = part.double(), d.double()
+            g = torch.relu(part @ first.t())
+            active = g.to(x.dtype) != 0
+            entries += int(active.sum())
+            u = None if w_gate is None else part @ w_up.t()
+            h = g if u is None else g * u
+            dh = (d @ w_down + d_l1.double()[:, None] * h.sign()) * active
+            sums["dw_down"] += d.t() @ h
+            du = dh if u is None else dh * g
+            sums["dw_up"] += du.t() @ part
+            dx = du @ w_up
+            if u is not None:
+                dg = dh * u
+                sums["dw_gate"] += dg.t() @ part
+                dx += dg @ w_gate
+            for name, value in (("y", h @ w_down.t()), ("l1", h.abs().sum(1)), ("dx", dx)):
+                rows[name].append(value)
+        return cls({name: torch.cat(parts) for name, parts in rows.items()} | sums, entries)
+
+    def check(self, found: dict[str, Tensor], what: str) -> tuple[str, float]:
+        """Return the name and relative RMS error of the worst tensor; raises ArithmeticError for one that is too far off."""
+        allowed = measure.TOLERANCE if self.entries >= measure.FEW else TOLERANCE_OF_FEW
+        errors = {}
+        for name, exact in self.tensors.items():
+            scale = float(exact.norm())
+            errors[name] = float((found[name].double() - exact).norm()) / (scale or 1.0)  # nothing active: all are zero
+            if not errors[name] <= allowed:
+                raise ArithmeticError(
+                    f"{name} of {what} is wrong: relative RMS {errors[name]:.2e}, allowed {allowed:.2e}"
+                )
+        return max(errors.items(), key=lambda item: item[1])
+
+
+def work(
+    path: str, num_tokens: int, hidden_size: int, intermediate_size: int, gated: bool, entries: int, touched: int
+) -> tuple[int, int]:
+    """Return the operations and the bytes of device memory that a step needs at least, in a type of 2 bytes.
+
+    `entries` are the active neurons summed over tokens, `touched` the neurons that any token has active. With P = 3
+    products (non-gated: 2)
+
+        dense    6 P M N K operations
+        sparse   2 M N K + 2 (3 P - 1) entries K operations
+
+    since a sparse step does the first product whole, and at the active entries the P - 1 others, dh, P gradients of weights
+    and P - 1 products for dx. Bytes: those of the forward pass (`measure.work`), and in the backward pass x and dy read, dx
+    written, each weight that counts read (dense P N K, sparse P touched K values) and P N K values of gradients written.
+    What is kept between the passes counts for nothing, as what passes between kernels.
+    """
+    products = 3 if gated else 2
+    flops, num_bytes = measure.work(path, num_tokens, hidden_size, intermediate_size, gated, entries, touched)
+    if path == "dense":
+        entries, touched = num_tokens * intermediate_size, intermediate_size
+    flops += 2 * 2 * products * entries * hidden_size
+    return flops, num_bytes + 2 * hidden_size * (products * (touched + intermediate_size) + 3 * num_tokens)
+
+
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+
+def _dense(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    h = F.relu(F.linear(x, w_up if w_gate is None else w_gate))
+    h = h if w_gate is None else h * F.linear(x, w_up)
+    return F.linear(h, w_down), h.abs().sum(-1, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A provider's pass forward and backward, and the tensors that get gradients."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    leaves: dict[str, Tensor | None]
+    dy: Tensor
+    dl1: Tensor
+
+    @classmethod
+    def of(cls, function: Callable, x: Tensor, weights: measure.Weights, dy: Tensor, dl1: Tensor) -> _Step:
+        tensors = dict(zip(("x", "w_gate", "w_up", "w_down"), (x, *weights), strict=True))
+        leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+        return cls(function, leaves, dy, dl1)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.function(*self.leaves.values())
+
+    def clear(self) -> None:
+        for leaf in self.leaves.values():
+            if leaf is not None:
+                leaf.grad = None
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self.clear()
+        y, l1 = self.forward()
+        torch.autograd.backward((y, l1), (self.dy, self.dl1))
+        return y, l1
+
+    def found(self) -> dict[str, Tensor]:
+        """What a step leaves, named as in ExactStep."""
+        y, l1 = self()
+        gradients = {f"d{name}": leaf.grad for name, leaf in self.leaves.items() if leaf is not None}
+        self.clear()
+        return {"y": y.detach(), "l1": l1.detach()} | gradients
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held between the passes, and the most that a step takes beyond what was there.
+
+        held: x, and what the forward pass allocates and keeps without y and l1, which go on to what follows the layer. x
+        counts although the caller holds it here: in a model the layer is what keeps it.
+        """
+        self.clear()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y, l1 = self.forward()
+        held = torch.cuda.memory_allocated() - before - y.nbytes - l1.nbytes + self.leaves["x"].nbytes
+        torch.autograd.backward((y, l1), (self.dy, self.dl1))
+        peak = torch.cuda.max_memory_allocated() - before
+        self.clear()
+        return {"held": held, "peak": peak}
+
+
+def _sparse(path: str, capacity: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    from twell.kernels import ops
+
+    def function(x, w_gate, w_up, w_down):
+        trained = ops.train(path, capacity, x, w_gate, w_up, w_down)
+        return trained.y, trained.l1
+
+    return function
+
+
+def _capacity(path: str, case: measure._Case) -> int:
+    """Entries per token that SparseTraining would give this case."""
+    from twell.kernels import ops
+
+    rooms = _rooms(case.columns["intermediate_size"])
+    needed = math.ceil(case.columns["active"])
+    while True:
+        capacity = next((room for room in rooms if room >= MARGIN * needed), rooms[-1])
+        with torch.no_grad():
+            needed = int(ops.train(path, capacity, case.x, *case.sets[0]).needed)
+        if needed <= capacity:
+            return capacity
+        if capacity == rooms[-1]:
+            raise ArithmeticError(f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons")
+
+
+def _providers(
+    case: measure._Case, compiled: Callable[..., tuple[Tensor, Tensor]], dy: Tensor, dl1: Tensor
+) -> dict[str, tuple[str, int | None, _Step]]:
+    """Name -> path, capacity and step."""
+    from twell.kernels import ops
+
+    w_gate, w_up, w_down = case.sets[0]
+    plain = w_gate, w_up, w_down.contiguous()  # as nn.Linear stores it
+    found: dict[str, tuple[str, int | None, _Step]] = {
+        DENSE: ("dense", None, _Step.of(_dense, case.x, plain, dy, dl1)),
+        COMPILED: ("dense", None, _Step.of(compiled, case.x, plain, dy, dl1)),
+    }
+    for path in ops.TRAIN_PATHS:
+        capacity = _capacity(path, case)
+        step = _Step.of(_sparse(path, capacity), case.x, case.sets[0], dy, dl1)
+        found[f"triton {path}"] = path, capacity, step
+    return found
+
+
+def ffn(
+    tokens: Sequence[int],
+    active: Sequence[float] = (29,),
+    patterns: Sequence[str] = ("skewed",),
+    *,
+    hidden_size: int | None = None,
+    intermediate_size: int = 5632,
+    gated: bool = True,
+    masks: dict[str, np.ndarray] | None = None,
+    energy: bool = False,
+    kernels: bool = False,
+    out: str | Path | None = None,
+) -> list[dict]:
+    """Time one layer in bf16 forward and backward: densely (eager and compiled) and by each sparse path of training.
+
+    Arguments as in `measure.ffn`; `out` is the folder of training.csv, training_kernels.csv and ceilings.csv. x and the
+    weights get gradients for dy, a random one, and the gradient of the L1 term, the same for each token; steps come one after
+    the other, the cache emptied between. Returns the rows of training.csv without their provenance, COLUMNS["training"];
+    data/README.md says what they mean. Raises ValueError for arguments that do not fit, ArithmeticError, with its name, for
+    a tensor that is wrong, RuntimeError without a GPU. Ours.
+    """
+    device = measure._gpu()
+    for pattern in patterns:
+        if pattern not in measure.PATTERNS:
+            raise ValueError(f"pattern {pattern!r} is unknown; use one of {', '.join(measure.PATTERNS)}")
+    measure._check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
+    if kernels and out is None:
+        raise ValueError("the rows of kernels go to a file; say in which folder (out)")
+    _check_files(out, "training", "training_kernels", "ceilings")
+    save = functools.partial(measure._append, out, results.provenance())
+    meter = _meter() if energy else None
+    peaks = measure.ceilings()
+    save("ceilings", peaks)
+
+    rows = []
+    for num_tokens in tokens:
+        compiled = torch.compile(_dense, fullgraph=True, dynamic=False)
+        for pattern in patterns:
+            for name, inputs in measure._inputs(
+                pattern, num_tokens, active, hidden_size, intermediate_size, masks, device
+            ):
+                found, parts = _measure(measure._Case.of(name, inputs, gated, 1), compiled, peaks, meter, kernels)
+                save("training", found)
+                save("training_kernels", parts)
+                rows += found
+                del inputs
+                torch.cuda.empty_cache()
+        torch.compiler.reset()  # each number of tokens is a compilation of its own, and their number is limited
+    return rows
+
+
+def _measure(
+    case: measure._Case,
+    compiled: Callable[..., tuple[Tensor, Tensor]],
+    peaks: Sequence[dict],
+    meter: Callable[[], int] | None,
+    kernels: bool,
+) -> tuple[list[dict], list[dict]]:
+    """Rows of training.csv and of training_kernels.csv for one case."""
+    g = torch.Generator(case.x.device).manual_seed(1)
+    dy = (DY * torch.randn(case.x.shape, generator=g, device=case.x.device)).to(case.x.dtype)
+    dl1 = torch.full(case.x.shape[:1], DL1, device=case.x.device)
+    providers = _providers(case, compiled, dy, dl1)
+    exact = ExactStep.of(case.x, case.sets[0], dy, dl1)
+    checked = {name: exact.check(step.found(), f"{name} at {case}") for name, (*_, step) in providers.items()}
+    del exact  # of 65,536 tokens it takes 3 GB
+    taken: dict[str, tuple[list, list]] = {name: ([], []) for name in providers}
+    for _ in range(measure.ROUNDS):
+        for name, (*_, step) in providers.items():
+            taken[name][0].append(measure._stream_times(step, ROUND))
+            step.clear()
+            taken[name][1].append(measure._stream_times(step.forward, ROUND / 2))
+
+    rows, parts = [], []
+    c = case.columns
+    shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"], case.exact.entries, case.exact.touched
+    for name, (path, capacity, step) in providers.items():
+        worst, error = checked[name]
+        both, forward = (measure._quantiles(np.concatenate(turns)) for turns in taken[name])
+        flops, num_bytes = work(path, *shape)
+        row = c | {"provider": name, "path": path, "capacity": capacity, "relative_rms": float(f"{error:.3g}")}
+        row |= {"worst": worst} | both | {"forward": forward["p50"]} | step.memory()
+        row |= {"flops": flops, "bytes": num_bytes, "roofline": measure.roofline(flops, num_bytes, both["p50"], peaks)}
+        row |= measure._energy(step, 1, both["p50"], meter) if meter else {"energy": None, "watts": None}
+        rows.append(row)
+        said = f"{both['p50']:.4f} ms ({forward['p50']:.4f} forward)  held {row['held'] / 2**20:.0f} MiB"
+        print(f"{case}  {name:<20} {said}", flush=True)
+        if kernels:
+            for kernel, (launches, spent) in measure._kernel_times([step]).items():
+                part = {column: row[column] for column in (*measure.CASE_COLUMNS, "union", "provider")}
+                parts.append(part | {"kernel": kernel, "launches": round(launches, 2), "ms": float(f"{spent:.4g}")})
+        step.clear()
+    return rows, parts
+
+
+# --- one optimiser step of a model ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def impose_activity(model: SparseLlamaForCausalLM, tokens: Tensor, active: float) -> None:
+    """Set the bias of each layer's first projection, one number a layer, so that `active` neurons a token are active.
+
+    `tokens` [B, S] are the batch to go by: one pass, in which each layer is set before it computes, so that the next sees
+    what it will see. The model has biases (mlp_bias). The mean comes out as rounding allows, a few percent off. Ours.
+    """
+
+    def bisect(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        part = ffn.gate_proj if ffn.gated else ffn.up_proj
+        with torch.autocast(tokens.device.type, enabled=False):
+            z = F.linear(inputs[0].detach().flatten(0, -2).float(), part.weight.float())
+        low, high = float(z.min()) - 1, float(z.max()) + 1
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if int((z > middle).sum()) > active * len(z) else (low, middle)
+        part.bias.fill_(-high)
+
+    hooks = [ffn.register_forward_pre_hook(bisect) for ffn in model.ffns]
+    try:
+        model.eval()(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def model_activity(model: SparseLlamaForCausalLM, tokens: Tensor) -> list[float]:
+    """Return each layer's mean active neurons per token on `tokens` [B, S]."""
+    for ffn in model.ffns:
+        ffn.stats.take()
+    model.recording = True
+    try:
+        model.eval()(input_ids=tokens, use_cache=False)
+    finally:
+        model.recording = False
+    return [summarize_activity(*ffn.stats.take())["mean"] for ffn in model.ffns]
+
+
+class _Trainer:
+    """A model that takes optimiser steps on one batch, as one provider and then as another.
+
+    Statistics are not counted: the dense layers would need passes of their own for them.
+    """
+
+    def __init__(self, config: TrainConfig, path: str, active: float, device: torch.device):
+        self.config, self.path, self.device = config, path, device
+        torch.manual_seed(config.seed)
+        with device:
+            self.model = SparseLlamaForCausalLM(config.model_config(mlp_bias=True))
+        if config.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        size = (config.micro_batch, config.context)
+        self.tokens = torch.randint(config.vocab_size, size, device=device)
+        with self.autocast():
+            impose_activity(self.model, self.tokens, active)
+            self.active = model_activity(self.model, self.tokens)
+        self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
+        self.sparse: SparseTraining | None = None
+        self.sparse_state: dict | None = None
+        self.compiled: list[Callable] | None = None  # by layer; kept, so that nothing is compiled twice
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def become(self, provider: str, learning_rate: float) -> None:
+        """Take the first weights, a fresh optimiser, and the provider's ways."""
+        self.leave()
+        self.optimizer = None  # before the next one: two would not fit
+        self.model.zero_grad()
+        self.compile(provider.endswith("torch.compile"))
+        self.model.set_ffn_backend("dense")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                # Plain strides for the dense side; the optimiser's state takes those of the weights.
+                parameter.data = self.start[name].to(self.device, copy=True)
+        if provider.startswith("triton"):
+            self.model.set_ffn_backend("triton")
+            self.sparse = SparseTraining(self.model, path=self.path)
+            if self.sparse_state is not None:  # no need to find the room again
+                self.sparse.restore(self.sparse_state)
+        self.model.train()
+        groups = [[p for p in self.model.parameters() if (p.dim() >= 2) == decays] for decays in (True, False)]
+        c = self.config
+        self.optimizer = torch.optim.AdamW(
+            [{"params": groups[0], "weight_decay": c.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+            lr=learning_rate,
+            betas=(c.adam_beta1, c.adam_beta2),
+            eps=c.adam_epsilon,
+        )
+
+    def compile(self, wanted: bool) -> None:
+        """Have each decoder layer compiled or not; torch has no public way to take back what nn.Module.compile did."""
+        layers = self.model.model.layers
+        if wanted and self.compiled is None:
+            for layer in layers:
+                layer.compile(fullgraph=True)
+            self.compiled = [layer._compiled_call_impl for layer in layers]
+        for place, layer in enumerate(layers):
+            layer._compiled_call_impl = self.compiled[place] if wanted else None
+
+    def leave(self) -> None:
+        if self.sparse is not None:
+            self.sparse_state = self.sparse.state()
+            self.sparse.close()
+            self.sparse = None
+
+    @property
+    def capacity(self) -> int | None:
+        return None if self.sparse is None else self.sparse.summary()["capacity"]
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One optimiser step; returns the loss and the norm of the gradient before it."""
+        for _ in range(1) if self.sparse is None else self.sparse.attempts():
+            self.optimizer.zero_grad()
+            with self.autocast():
+                # Past SparseLlamaForCausalLM's own forward, which counts statistics.
+                output = LlamaForCausalLM.forward(
+                    self.model, input_ids=self.tokens, labels=self.tokens, use_cache=False
+                )
+                loss = output.loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        return loss.detach(), norm.detach()
+
+    def steps(self) -> tuple[float, float]:
+        """The loss after CHECKED_STEPS steps, and the norm of the first gradient."""
+        found = [torch.stack(self.step()) for _ in range(CHECKED_STEPS + 1)]
+        return float(found[-1][0]), float(found[0][1])
+
+    def peak(self) -> int:
+        """The most bytes allocated in a step, weights and optimiser included."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def train_step(
+    model: str = "171m",
+    overrides: Sequence[str] = (),
+    *,
+    active: float = 29,
+    path: str = "union",
+    compiled: bool | None = None,
+    energy: bool = False,
+    out: str | Path | None = None,
+) -> list[dict]:
+    """Time one optimiser step of a language model on random tokens, dense and sparse, eager and with compiled layers.
+
+    Args:
+        model: a configuration of the package or a YAML file (`TrainConfig.load`); its text is not read.
+        overrides: fields of it to change, as key=value.
+        active: mean active neurons per token that every layer gets, by a bias (`impose_activity`).
+        path: the sparse path, "union" or "hybrid".
+        compiled: True: only with each decoder layer compiled; False: only eager; None: both.
+        energy: also measure the energy of a step, more than a second for each row.
+        out: the folder of train_step.csv, to which the rows are appended.
+
+    A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW on fp32 weights, with
+    the L1 term at 2e-5. Each provider takes 3 steps from the same weights at the configuration's learning rate; its loss
+    then and its first gradient's norm have to be those of dense. Steps that are timed have the learning rate 0, so that the
+    activity stays. Returns the rows without their provenance, COLUMNS["train_step"]; data/README.md says what they mean.
+    Raises ValueError for arguments that do not fit, ArithmeticError when a provider learns something else, RuntimeError
+    without a GPU. Ours.
+    """
+    from twell.kernels import ops
+
+    device = measure._gpu()
+    config = _model_config(model, overrides)
+    if path not in ops.TRAIN_PATHS:
+        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(ops.TRAIN_PATHS)}")
+    if not 0 < active < config.intermediate_size:
+        raise ValueError(
+            f"active is {active:g}; it has to be above 0 and below {config.intermediate_size}, the neurons"
+        )
+    _check_files(out, "train_step")
+    save = functools.partial(measure._append, out, results.provenance())
+    meter = _meter() if energy else None
+    kinds = {None: ("", " torch.compile"), True: (" torch.compile",), False: ("",)}[compiled]
+    providers = [f"{side}{kind}" for kind in kinds for side in ("dense", f"triton {path}")]
+    providers = [DENSE if name == "dense" else name for name in providers]
+
+    trainer = _Trainer(config, path, active, device)
+    common = {"model": model, "parameters": sum(p.numel() for p in trainer.model.parameters())}
+    common |= {size: getattr(config, size) for size in SIZES}
+    common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
+    common |= {"active": round(float(np.mean(trainer.active)), 2), "active_max": round(max(trainer.active), 2)}
+    tokens = config.micro_batch * config.context
+    said = f"{common['parameters'] / 1e6:.0f} M parameters, {tokens} tokens, {common['active']} active"
+    print(f"{model}: {said} (at most {common['active_max']} in a layer)", flush=True)
+    with torch._dynamo.config.patch(recompile_limit=64):  # each path and capacity is compiled anew
+        checked = {}
+        for name in providers:
+            trainer.become(name, config.learning_rate)
+            checked[name] = trainer.steps()
+            _check_steps(model, checked, name)
+            if trainer.sparse is not None and None in trainer.sparse.state()["activity"]:
+                raise ArithmeticError(f"{name} of {model} computed a layer densely")
+        taken: dict[str, list[np.ndarray]] = {name: [] for name in providers}
+        numbers, rows = {}, []
+        for turn in range(measure.ROUNDS):
+            for name in providers:
+                trainer.become(name, 0.0)
+                if name not in numbers:
+                    trial = measure._between_replays(trainer.step, 1)[0]
+                    numbers[name] = int(min(max(TURN / trial, 2), 20))
+                taken[name].append(measure._between_replays(trainer.step, numbers[name]))
+                if turn < measure.ROUNDS - 1:
+                    continue
+                times = measure._quantiles(np.concatenate(taken[name]))
+                loss, norm = checked[name]
+                row = common | {"provider": name, "path": "dense" if trainer.sparse is None else path}
+                row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
+                row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
+                row |= (
+                    measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}
+                )
+                rows.append(row)
+                said = f"{times['p50']:.1f} ms, {row['tokens_per_second']} tokens/s, {row['peak'] / 1e9:.1f} GB"
+                print(f"{model}  {name:<27} {said}", flush=True)
+        trainer.leave()
+    save("train_step", rows)
+    return rows
+
+
+def _model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of a model to be timed: one micro-batch a step."""
+    given = TrainConfig.load(model, [*overrides, "l1_coefficient=" + str(L1_COEFFICIENT)])
+    if given.precision != "bf16":
+        raise ValueError(f"precision is {given.precision!r}; the sparse path of training needs 'bf16'")
+    if given.activation != "relu":
+        raise ValueError(f"activation is {given.activation!r}; sparse layers need 'relu'")
+    given.micro_batch = given.micro_batch or given.batch_tokens // given.context
+    measure._check_sizes([given.context], given.hidden_size, given.intermediate_size)
+    if given.micro_batch < 1:
+        raise ValueError(f"micro_batch is {given.micro_batch}; it has to be at least 1")
+    return given
+
+
+def _check_steps(model: str, checked: dict[str, tuple[float, float]], name: str) -> None:
+    """Compare a provider's loss and norm with those of the first one, which is dense."""
+    first, *_ = checked
+    for what, found, wanted, allowed in zip(
+        (f"the loss after {CHECKED_STEPS} steps", "the norm of the first gradient"),
+        checked[name],
+        checked[first],
+        (LOSS_TOLERANCE, NORM_TOLERANCE),
+        strict=True,
+    ):
+        if not abs(found - wanted) <= allowed * abs(wanted):
+            raise ArithmeticError(f"{name} of {model} is wrong: {what} is {found:.5g}, of {first} {wanted:.5g}")
+
+
+# --- shared -----------------------------------------------------------------------------------------------------------
+
+
+def _meter() -> Callable[[], int] | None:
+    """What reads the energy counter; None, with the reason printed, where there is none."""
+    try:
+        return measure._energy_meter()
+    except RuntimeError as error:
+        print(f"energy is not measured: {error}", flush=True)
+        return None
+
+
+def _check_files(folder: str | Path | None, *names: str) -> None:
+    """Refuse before anything is measured what could not be saved after it."""
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise NotADirectoryError(f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in names)}")
+    for name in names:
+        path, columns = Path(folder) / f"{name}.csv", COLUMNS[name]
+        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != columns:
+            raise ValueError(f"{path} has the columns {found}; the rows to add have {columns}: move it away first")
