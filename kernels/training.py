@@ -15,7 +15,7 @@ g and u; its gradients are 32 more, du and dg. That is a quarter of a byte for e
 each active entry, where a dense layer keeps 6 bytes for each token and neuron.
 
 Weight gradients. A neuron's rows of x and dy are added up one after the other, as long as it is active for at most one
-token in DENSE_FROM (or little more than the mean, if that is more). A more active one goes to a dense backup of h, du and dg, whose products run on tensor cores
+token in DENSE_FROM. A more active one goes to a dense backup of h, du and dg, whose products run on tensor cores
 (the paper's transposed hybrid with lists in place of ELL); those for which the backup has no row stay with their lists.
 
 Room. How many entries there are is not known when their buffer is made. It holds `capacity` entries per token; what does
@@ -42,7 +42,9 @@ from twell.kernels.gate import gate_bits
 BLOCK = 64  # tokens that share a list
 # A dense row of the backup costs M tokens of tensor-core work, an entry of a list two rows of x and dy through the cache.
 DENSE_FROM = 64
-BACKUP = 4  # one neuron in so many has a row
+# Rows of the backup for each entry of capacity per token, as many as ask for one where activity is skewed (and at least for
+# one neuron in 4, at most for all).
+ROWS_PER_ENTRY = 15
 # Rows of x and dy that lists gather should stay in the cache (50 MB on an H200), so columns are taken in slabs.
 CACHE_BYTES = 2**24
 WARP_COLUMNS = 512
@@ -471,6 +473,7 @@ class Saved(NamedTuple):
 def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) -> Saved:
     """Empty tensors of the shapes of what `forward` keeps, gated or not."""
     num_tokens = len(x)
+    rows = min(max(intermediate_size // 4, ROWS_PER_ENTRY * capacity), intermediate_size)
     width, num_blocks = round_up(intermediate_size, 256), triton.cdiv(num_tokens, BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -483,7 +486,7 @@ def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) ->
         empty(num_blocks),
         union.queue(num_tokens, intermediate_size, BLOCK, x.device),
         empty(2, intermediate_size),
-        empty(round_up(triton.cdiv(intermediate_size, BACKUP), 128)),
+        empty(round_up(rows, 128)),
         empty(2, dtype=torch.int64),
     )
 
@@ -528,8 +531,7 @@ def forward(
         intermediate_size,
         width,
         len(saved.entries),
-        # Where most neurons are so active, only those that stand out: the capacity is somewhat above the mean.
-        max(num_tokens // DENSE_FROM, len(saved.entries) // intermediate_size),
+        num_tokens // DENSE_FROM,
         len(saved.backup),
         MASK=token_mask is not None,
         **options,

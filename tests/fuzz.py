@@ -34,7 +34,7 @@ PATTERNS = "even", "skewed", "empty", "full", "edges", "heavy", "tile"
 # anything.
 FEW = 400
 # With fewer outputs the two errors are too noisy for their ratio to mean much: one in some thousand cases is above 1.25.
-MANY = 4096
+MANY = 8192
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
     assert relative(compiled, right) <= 1.25 * relative(dense(x).logits, right)
     static = torch.zeros_like(x)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # `static` has to be there
     with torch.cuda.stream(side):
         sparse(static, use_cache=False)
     torch.cuda.synchronize()
