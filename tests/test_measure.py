@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -14,7 +15,7 @@ import scipy.sparse
 import torch
 from torch.nn import functional as F
 
-from twell import choose, measure, results, trace
+from twell import analysis, choose, measure, measure_training, results, trace
 from twell.__main__ import main
 
 pytest.importorskip("triton")
@@ -636,6 +637,100 @@ def test_a_calibration_that_could_not_be_saved_is_not_begun(timed, tmp_path):
     assert not timed
 
 
+# --- where training sparsely stops to pay ------------------------------------------------------------------------------
+
+LEVELS = 0.02, 0.1, 0.3, 0.6  # of 96 neurons
+
+
+@pytest.fixture
+def stepped(on_cpu, monkeypatch):
+    """Times of training steps by a formula of their activity; the list keeps (tokens, active, sparse, ms).
+
+    `stepped.pays`: the active neurons at which both sides take as long.
+    """
+
+    class Made(list):
+        pays = 17.0
+
+    made = Made()
+
+    def times(step, budget):
+        assert budget == measure_training.ROUND
+        leaves = step.leaves
+        first = leaves["w_up"] if leaves["w_gate"] is None else leaves["w_gate"]
+        active = float(counts_of(leaves["x"], first).double().mean())
+        sparse = step.function is not measure_training._dense
+        made.append((len(leaves["x"]), active, sparse, (active / made.pays) ** 0.5 if sparse else 1.0))
+        return np.array([made[-1][-1]] * 3)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels are real
+    monkeypatch.setattr(measure, "_gpu", lambda: torch.device(device))
+    monkeypatch.setattr(measure, "_stream_times", times)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure_training, "CROSSOVER_SHARES", LEVELS)
+    return made
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_crossover_of_training_is_where_both_sides_take_as_long(stepped, gated, capsys):
+    found = measure_training.crossover(K, N, gated=gated, tokens=70)
+    assert found == pytest.approx(17.0, rel=5e-3)  # the formula is a line in logarithms; p50 has four digits
+    assert {tokens for tokens, *_ in stepped} == {70}
+    assert [sparse for _, _, sparse, _ in stepped] == [False, True] * 3  # not the level after the first slower one
+    active = [active for _, active, sparse, _ in stepped if sparse]
+    assert active == sorted(active) and active[1] < 17 < active[2]
+    said = capsys.readouterr().out
+    for level in active:
+        speedup = (17 / level) ** 0.5
+        assert f" {level:.2f}".rstrip("0").rstrip(".") in said and f"{speedup:.2f} times as fast" in said
+    assert said.endswith(f"training is faster sparsely up to {found:g} active neurons per token\n")
+
+
+def test_steps_that_are_slower_or_faster_at_every_level(stepped, monkeypatch):
+    monkeypatch.setattr(measure_training, "CROSSOVER_SHARES", LEVELS[:2])
+    stepped.pays = 0.5
+    assert measure_training.crossover(K, N, tokens=70) == 0 and len(stepped) == 2
+    stepped.clear()
+    stepped.pays = 1e3
+    found = measure_training.crossover(K, N, tokens=70)
+    assert len(stepped) == 4 and found == pytest.approx(stepped[-1][1], abs=0.01)
+
+
+def test_the_crossover_is_that_of_the_tables(seed):
+    r = np.random.default_rng(seed)
+    for _ in range(50):
+        levels = [
+            (float(a), float(g)) for a, g in zip(np.cumsum(r.uniform(1, 90, 5)), r.uniform(0.7, 1.6, 5), strict=True)
+        ]
+        slower = next((place for place, (_, gain) in enumerate(levels) if gain < 1), len(levels))
+        levels = levels[: slower + 1]  # where a measurement ends
+        rows = [{"provider": "triton union", "tokens": 64, "active": a, "speedup": g} for a, g in levels]
+        expected = analysis.training_crossover(pd.DataFrame(rows))
+        assert measure_training._crossing(levels) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_wrong_step_is_not_timed(stepped, monkeypatch):
+    from twell.kernels import ops
+
+    train = ops.train
+
+    def wrong(*arguments):
+        found = train(*arguments)
+        return found._replace(l1=1.02 * found.l1)
+
+    monkeypatch.setattr(ops, "train", wrong)
+    with pytest.raises(ArithmeticError, match="^l1 of triton union at .* 70 tokens  skewed .* is wrong"):
+        measure_training.crossover(K, N, tokens=70)
+    assert not stepped
+
+
+def test_a_layer_that_the_kernels_do_not_take_has_no_crossover(stepped):
+    with pytest.raises(ValueError, match="hidden_size is 33; the kernels need a multiple of 16"):
+        measure_training.crossover(33, N)
+    with pytest.raises(ValueError, match="tokens holds 0"):
+        measure_training.crossover(K, N, tokens=0)
+
+
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -694,16 +789,46 @@ def test_a_mistake_on_the_command_line_is_one_clear_line(arguments, words, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_is_calibrated_by_its_configuration(tiny_run, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def calibrating(tmp_path, monkeypatch):
+    """`measure calibrate` without measuring, in an empty folder; the list keeps the arguments of both measurements."""
     seen = []
-    monkeypatch.setattr(measure, "calibrate", lambda *arguments, **options: seen.append((arguments, options)))
-    assert main(["measure", "calibrate", "--model", str(tiny_run)]) == 0
-    assert main(["measure", "calibrate", "--model", str(tiny_run / "model"), "--out", str(tmp_path / "c.json")]) == 0
-    assert main(["measure", "calibrate", "--hidden", "64", "--non-gated"]) == 0
-    assert seen == [
-        ((32, 96), {"gated": True, "out": tiny_run / "model" / "calibration.json"}),
-        ((32, 96), {"gated": True, "out": tmp_path / "c.json"}),
-        ((64, 5632), {"gated": False, "out": Path("calibration.json")}),
-    ]
-    assert main(["measure", "calibrate", "--model", str(tiny_run), "--hidden", "64"]) == 2
+
+    def calibrate(*shape, gated, out):
+        seen.append((shape, gated, out))
+        points = (choose.Point(1, 1, 1, {"dense": 1.0, "union": 0.5}),)
+        found = choose.Calibration("x", *shape, gated, "bfloat16", "", "", points)
+        found.save(out)
+        return found
+
+    monkeypatch.setattr(measure, "calibrate", calibrate)
+    monkeypatch.setattr(measure_training, "crossover", lambda *shape, gated: seen.append((shape, gated)) or 12.5)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_a_model_is_calibrated_by_its_configuration(calibrating, tiny_run, tmp_path, capsys):
+    model = Path(shutil.copytree(tiny_run, tmp_path / "run")) / "model"
+    for words, shape, gated, out in (
+        (f"--model {model.parent}", (32, 96), True, model / "calibration.json"),
+        (f"--model {model} --out c.json", (32, 96), True, Path("c.json")),
+        ("--hidden 64 --non-gated", (64, 5632), False, Path("calibration.json")),
+    ):
+        calibrating.clear()
+        assert main(["measure", "calibrate", *words.split()]) == 0
+        assert calibrating == [(shape, gated, out), (shape, gated)]
+        written = choose.Calibration.load(out)
+        assert written.training == 12.5 and written.times[0].ms == {"dense": 1.0, "union": 0.5}
+        written.check_shape(*shape, gated)
+    assert main(["measure", "calibrate", "--model", str(model), "--hidden", "64"]) == 2
     assert "leave out --hidden, --intermediate and --non-gated" in capsys.readouterr().err
+
+
+def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypatch, capsys):
+    def crossover(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(measure_training, "crossover", crossover)
+    assert main(["measure", "calibrate", "--hidden", "64"]) == 2
+    assert capsys.readouterr().err == "twell measure: out of memory\n"
+    assert choose.Calibration.load("calibration.json").training is None

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
 from pathlib import Path
 
 FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
-# Options of `measure train-step` and the fields of a configuration that they change.
+# Options of `measure train-step`, the fields of a configuration that they change, and what these are.
 STEP_SIZES = {
-    "layers": "num_layers",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_heads",
-    "vocab": "vocab_size",
-    "context": "context",
-    "micro-batch": "micro_batch",
+    "layers": ("num_layers", "number of decoder layers"),
+    "hidden": ("hidden_size", "width of the model"),
+    "intermediate": ("intermediate_size", "neurons of a layer"),
+    "heads": ("num_heads", "attention heads"),
+    "vocab": ("vocab_size", "size of the vocabulary"),
+    "context": ("context", "tokens of a sequence"),
+    "micro-batch": ("micro_batch", "sequences of a step"),
 }
 
 
@@ -67,20 +68,29 @@ def main(arguments: list[str] | None = None) -> int:
     ffn.add_argument(
         "--pattern",
         default="skewed",
-        help="how activity is spread: skewed, even, recorded (a real text's), with commas",
+        help="how activity is spread: skewed, even, recorded (a real text's), with commas; default: skewed",
     )
     ffn.add_argument("--hidden", type=int, help="hidden_size; default: 2048, for recorded patterns 1024")
-    ffn.add_argument("--intermediate", type=int, default=5632, help="intermediate_size; a recorded pattern has its own")
+    ffn.add_argument(
+        "--intermediate",
+        type=int,
+        default=5632,
+        help="intermediate_size; default: 5632, for recorded patterns their own",
+    )
     ffn.add_argument("--non-gated", action="store_true", help="a layer without a gate")
     ffn.add_argument(
         "--mode",
         choices=["stream", "graph"],
         help="stream: eager calls, cache emptied between; graph: a CUDA graph with 8 sets of weights in rotation; "
-        "default: graph up to 4096 tokens",
+        "default: graph up to 4096 tokens; not with --backward",
     )
     ffn.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
     ffn.add_argument("--kernels", action="store_true", help="also measure each kernel of our paths")
-    ffn.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
+    ffn.add_argument(
+        "--calibration",
+        type=Path,
+        help="the file that auto chooses by (see `twell measure calibrate`); not with --backward",
+    )
     ffn.add_argument("--trace", type=Path, help="a trace (see `twell trace`) for the recorded pattern, with --layer")
     ffn.add_argument("--layer", type=int, help="the layer of the trace")
     ffn.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
@@ -89,25 +99,25 @@ def main(arguments: list[str] | None = None) -> int:
         "train-step",
         help="time one optimiser step of a whole model, densely and sparsely",
         description="Time one optimiser step of a language model on this GPU, on random tokens: densely and sparsely, eager "
-        "and with compiled layers. A row for each is appended to DIR/train_step.csv, once it took the same steps as dense.",
+        "and with compiled layers. A row for each is appended to DIR/train_step.csv, if it learns as dense does.",
     )
     step.add_argument(
         "--model", default="171m", help="a YAML file, or one of the package's configurations; default: 171m"
     )
-    for option, field in STEP_SIZES.items():
-        step.add_argument(f"--{option}", type=int, metavar="NUMBER", help=f"{field}; default: the model's")
+    for option, (_, what_it_is) in STEP_SIZES.items():
+        step.add_argument(f"--{option}", type=int, metavar="NUMBER", help=f"{what_it_is}; default: the model's")
     step.add_argument("--non-gated", action="store_true", help="layers without a gate")
     step.add_argument(
-        "--active", type=float, default=29, help="mean active neurons per token of each layer; default: 29"
+        "--active", type=float, default=29, help="mean active neurons per token, given to each layer; default: 29"
     )
     step.add_argument("--path", default="union", choices=["union", "hybrid"], help="the sparse path; default: union")
     step.add_argument(
-        "--checkpoint-activations", action="store_true", help="compute layers again in the backward pass, on all sides"
+        "--checkpoint-activations", action="store_true", help="compute decoder layers again in the backward pass"
     )
     step.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="only with compiled layers, or only without; default: both",
+        help="time only compiled layers, or only eager ones; default: both",
     )
     step.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
     step.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
@@ -116,7 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
         "calibrate",
         help='time all paths over tokens and activity: what backend="auto" chooses by',
         description="Time all paths of one kind of layer on this GPU over numbers of tokens and levels of activity, "
-        'write the times that backend="auto" chooses by, and compare its choices with torch.compile. About a minute.',
+        'write the times that backend="auto" chooses by, and compare its choices with torch.compile. Then time training '
+        "steps, densely and sparsely, and write the activity up to which sparse ones are faster. A minute or two.",
     )
     calibrate.add_argument("--model", help="a run or model folder: its layers; the file goes beside its weights")
     calibrate.add_argument("--hidden", type=int, help="hidden_size; default: 2048")
@@ -244,7 +255,7 @@ def _measure_ffn(options: argparse.Namespace) -> None:
 def _measure_train_step(options: argparse.Namespace) -> None:
     from twell import measure_training
 
-    given = {field: getattr(options, option.replace("-", "_")) for option, field in STEP_SIZES.items()}
+    given = {field: getattr(options, option.replace("-", "_")) for option, (field, _) in STEP_SIZES.items()}
     overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
     overrides += ["gated=false"] if options.non_gated else []
     overrides += ["checkpoint_activations=true"] if options.checkpoint_activations else []
@@ -271,7 +282,7 @@ def _mask_of_trace(path: Path, layer: int) -> dict:
 
 
 def _measure_calibrate(options: argparse.Namespace) -> None:
-    from twell import measure
+    from twell import measure, measure_training
     from twell.model import CALIBRATION, load_config
 
     hidden_size = 2048 if options.hidden is None else options.hidden
@@ -285,7 +296,10 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
             raise ValueError(f"{folder} has the activation {config.hidden_act!r}; sparse layers need 'relu'")
         hidden_size, intermediate_size, gated = config.hidden_size, config.intermediate_size, config.gated_mlp
         out = folder / CALIBRATION
-    measure.calibrate(hidden_size, intermediate_size, gated=gated, out=options.out or out)
+    out = options.out or out
+    calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)  # saved, should training fail
+    training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
+    dataclasses.replace(calibration, training=training).save(out)
 
 
 def _info(options: argparse.Namespace) -> None:

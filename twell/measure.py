@@ -731,8 +731,8 @@ def calibrate(
 
     The layer is in bf16, its activity skewed, from one neuron per token to all; `out` is the JSON file to write. Then
     "auto" is compared with dense torch.compile at sizes between those measured, and on inputs that are unlike what was
-    observed before; the worst of each is printed. About a minute on an H200. Raises as `ffn` does, and
-    FileNotFoundError where the folder of `out` does not exist. Ours.
+    observed before; the worst of each is printed. About a minute on an H200. Training is left out, and so dense: see
+    `measure_training.crossover`. Raises as `ffn` does, and FileNotFoundError where the folder of `out` does not exist. Ours.
     """
     device = _gpu()
     _check_sizes(tokens, hidden_size, intermediate_size)

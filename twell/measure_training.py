@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from twell import measure, results
 from twell.ffn import SparseFFN, summarize_activity
 from twell.model import SparseLlamaForCausalLM, l1_by_layer
-from twell.sparse_training import MARGIN, SparseTraining, _rooms
+from twell.sparse_training import MARGIN, SparseTraining, rooms
 from twell.train import TrainConfig
 
 ROUND = 100  # ms of steps that a layer's provider takes in a turn, and half as many of forward passes
@@ -35,6 +35,8 @@ L1_COEFFICIENT = 2e-5  # of the models
 # check would not miss its absence. It is a power of two: another constant is rounded alike in every entry, on all sides,
 # which does not average.
 DY, DL1 = 1e-5, 2.0**-20
+# PyTorch's layer in bf16 rounds in more places than ours (dx of each product, then their sum): up to 5.1e-3 was seen.
+DENSE_TOLERANCE = 8e-3
 # As measure.TOLERANCE_OF_FEW, of six roundings one after the other: g, u, dh, its L1 part, dg, dx.
 TOLERANCE_OF_FEW = (1 + 2**-9) ** 6 - 1
 
@@ -97,7 +99,9 @@ class ExactStep:
 
     def check(self, found: dict[str, Tensor], what: str) -> tuple[str, float]:
         """Return the name and relative RMS error of the worst tensor; raises ArithmeticError for one that is too far off."""
-        allowed = measure.TOLERANCE if self.entries >= measure.FEW else TOLERANCE_OF_FEW
+        allowed = DENSE_TOLERANCE if what.startswith("dense") else measure.TOLERANCE
+        if self.entries < measure.FEW:
+            allowed = TOLERANCE_OF_FEW
         errors = {}
         for name, exact in self.tensors.items():
             scale = float(exact.norm())
@@ -210,31 +214,33 @@ def _capacity(path: str, case: measure._Case) -> int:
     """Entries per token that SparseTraining would give this case."""
     from twell.kernels import ops
 
-    rooms = _rooms(case.columns["intermediate_size"])
+    allowed = rooms(case.columns["intermediate_size"])
     needed = math.ceil(case.columns["active"])
     while True:
-        capacity = next((room for room in rooms if room >= MARGIN * needed), rooms[-1])
+        capacity = next((room for room in allowed if room >= MARGIN * needed), allowed[-1])
         with torch.no_grad():
             needed = int(ops.train(path, capacity, case.x, *case.sets[0]).needed)
         if needed <= capacity:
             return capacity
-        if capacity == rooms[-1]:
+        if capacity == allowed[-1]:
             raise ArithmeticError(f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons")
 
 
 def _providers(
-    case: measure._Case, compiled: Callable[..., tuple[Tensor, Tensor]], dy: Tensor, dl1: Tensor
+    case: measure._Case,
+    compiled: Callable[..., tuple[Tensor, Tensor]],
+    dy: Tensor,
+    dl1: Tensor,
+    paths: Sequence[str],
 ) -> dict[str, tuple[str, int | None, _Step]]:
-    """Name -> path, capacity and step."""
-    from twell.kernels import ops
-
+    """Name -> path, capacity and step: dense ones, and the sparse `paths`."""
     w_gate, w_up, w_down = case.sets[0]
     plain = w_gate, w_up, w_down.contiguous()  # as nn.Linear stores it
     found: dict[str, tuple[str, int | None, _Step]] = {
         DENSE: ("dense", None, _Step.of(_dense, case.x, plain, dy, dl1)),
         COMPILED: ("dense", None, _Step.of(compiled, case.x, plain, dy, dl1)),
     }
-    for path in ops.TRAIN_PATHS:
+    for path in paths:
         capacity = _capacity(path, case)
         step = _Step.of(_sparse(path, capacity), case.x, case.sets[0], dy, dl1)
         found[f"triton {path}"] = path, capacity, step
@@ -292,6 +298,18 @@ def ffn(
     return rows
 
 
+def _checked(
+    case: measure._Case, compiled: Callable[..., tuple[Tensor, Tensor]], paths: Sequence[str]
+) -> tuple[dict[str, tuple[str, int | None, _Step]], dict[str, tuple[str, float]]]:
+    """`_providers`, and by name the worst tensor of each and its relative RMS error."""
+    g = torch.Generator(case.x.device).manual_seed(1)
+    dy = (DY * torch.randn(case.x.shape, generator=g, device=case.x.device)).to(case.x.dtype)
+    dl1 = torch.full(case.x.shape[:1], DL1, device=case.x.device)
+    providers = _providers(case, compiled, dy, dl1, paths)
+    exact = ExactStep.of(case.x, case.sets[0], dy, dl1)  # 3 GB of 65,536 tokens: gone before steps are timed
+    return providers, {name: exact.check(step.found(), f"{name} at {case}") for name, (*_, step) in providers.items()}
+
+
 def _measure(
     case: measure._Case,
     compiled: Callable[..., tuple[Tensor, Tensor]],
@@ -300,13 +318,9 @@ def _measure(
     kernels: bool,
 ) -> tuple[list[dict], list[dict]]:
     """Rows of training.csv and of training_kernels.csv for one case."""
-    g = torch.Generator(case.x.device).manual_seed(1)
-    dy = (DY * torch.randn(case.x.shape, generator=g, device=case.x.device)).to(case.x.dtype)
-    dl1 = torch.full(case.x.shape[:1], DL1, device=case.x.device)
-    providers = _providers(case, compiled, dy, dl1)
-    exact = ExactStep.of(case.x, case.sets[0], dy, dl1)
-    checked = {name: exact.check(step.found(), f"{name} at {case}") for name, (*_, step) in providers.items()}
-    del exact  # of 65,536 tokens it takes 3 GB
+    from twell.kernels import ops
+
+    providers, checked = _checked(case, compiled, ops.TRAIN_PATHS)
     taken: dict[str, tuple[list, list]] = {name: ([], []) for name in providers}
     for _ in range(measure.ROUNDS):
         for name, (*_, step) in providers.items():
@@ -334,6 +348,70 @@ def _measure(
                 parts.append(part | {"kernel": kernel, "launches": round(launches, 2), "ms": float(f"{spent:.4g}")})
         step.clear()
     return rows, parts
+
+
+# --- where training sparsely stops to pay -----------------------------------------------------------------------------
+
+CROSSOVER_TOKENS = 16384
+CROSSOVER_SHARES = 0.005, 0.02, 0.05, 0.1, 0.2  # mean active neurons per token, of all
+
+
+def crossover(
+    hidden_size: int = 2048, intermediate_size: int = 5632, *, gated: bool = True, tokens: int = CROSSOVER_TOKENS
+) -> float:
+    """Return up to how many active neurons per token a sparse step of a layer is faster than dense: `Calibration.training`.
+
+    The step is that of `ffn`, by the path "union" and by dense torch.compile, at `tokens` tokens. Activity is skewed and
+    rises from 0.5% to 20% of the neurons until sparse is slower; each level is printed. 0: sparse is slower at the lowest.
+    Raises ValueError for sizes that the kernels do not take, ArithmeticError, with its name, for a tensor that is wrong,
+    RuntimeError without a GPU. Ours.
+    """
+    device = measure._gpu()
+    measure._check_sizes([tokens], hidden_size, intermediate_size)
+    compiled = torch.compile(_dense, fullgraph=True, dynamic=False)
+    levels: list[tuple[float, float]] = []
+    for wanted in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
+        inputs = measure.synthetic_layer(tokens, hidden_size, intermediate_size, active=wanted, device=device)
+        case = measure._Case.of("skewed", inputs, gated, 1)
+        levels.append((case.columns["active"], _speedup(case, compiled)))
+        if levels[-1][1] < 1:
+            break
+    torch.compiler.reset()
+    found = _crossing(levels)
+    print(f"training is faster sparsely up to {found:g} active neurons per token", flush=True)
+    return found
+
+
+def _speedup(case: measure._Case, compiled: Callable[..., tuple[Tensor, Tensor]]) -> float:
+    """How much faster than dense torch.compile the path "union" is in a step, after both were checked."""
+    providers, _ = _checked(case, compiled, ["union"])
+    steps = {name: step for name, (*_, step) in providers.items() if name != DENSE}
+    taken: dict[str, list[np.ndarray]] = {name: [] for name in steps}
+    for _ in range(measure.ROUNDS):
+        for name, step in steps.items():
+            taken[name].append(measure._stream_times(step, ROUND))
+            step.clear()
+    times = {name: measure._quantiles(np.concatenate(turns))["p50"] for name, turns in taken.items()}
+    speedup = times[COMPILED] / times["triton union"]
+    said = "  ".join(f"{name} {p50:.4f} ms" for name, p50 in times.items())
+    print(f"{case}  forward and backward: {said}  {speedup:.2f} times as fast", flush=True)
+    return speedup
+
+
+def _crossing(levels: Sequence[tuple[float, float]]) -> float:
+    """Active neurons where the speed-up falls below 1, from pairs (active, speed-up) of rising activity.
+
+    As `analysis.training_crossover` has it for one case: linear in the logarithms of both, 0 where the first is slower,
+    and the most measured where none is.
+    """
+    (active, gain), *rest = levels
+    if gain < 1:
+        return 0.0
+    for higher, lower_gain in rest:
+        if lower_gain < 1:
+            return float(f"{active * (higher / active) ** (math.log(gain) / math.log(gain / lower_gain)):.4g}")
+        active, gain = higher, lower_gain
+    return active
 
 
 # --- one optimiser step of a model ------------------------------------------------------------------------------------
@@ -434,6 +512,7 @@ class _Trainer:
         """Have each decoder layer compiled or not; torch has no public way to take back what nn.Module.compile did."""
         layers = self.model.model.layers
         if wanted and self.compiled is None:
+            SparseTraining(self.model, path=self.path).allow_recompiling()
             for layer in layers:
                 layer.compile(fullgraph=True)
             self.compiled = [layer._compiled_call_impl for layer in layers]
@@ -449,6 +528,15 @@ class _Trainer:
     @property
     def capacity(self) -> int | None:
         return None if self.sparse is None else self.sparse.summary()["capacity"]
+
+    def all_sparse(self) -> bool:
+        """Whether the kernels took every layer in the last step; SparseFFN computes the others densely."""
+        from twell.kernels import ops
+
+        rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        taken = ops.takes(rows, self.config.intermediate_size)
+        room = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()
+        return taken and room < ops.MAX_ENTRIES and all(self.sparse.sparse)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimiser step; returns the loss and the norm of the gradient before it."""
@@ -532,37 +620,34 @@ def train_step(
     tokens = config.micro_batch * config.context
     said = f"{common['parameters'] / 1e6:.0f} M parameters, {tokens} tokens, {common['active']} active"
     print(f"{model}: {said} (at most {common['active_max']} in a layer)", flush=True)
-    with torch._dynamo.config.patch(recompile_limit=64):  # each path and capacity is compiled anew
-        checked = {}
+    checked = {}
+    for name in providers:
+        trainer.become(name, config.learning_rate)
+        checked[name] = trainer.steps()
+        _check_steps(model, checked, name)
+        if trainer.sparse is not None and not trainer.all_sparse():
+            raise ArithmeticError(f"{name} of {model} computed a layer densely")
+    taken: dict[str, list[np.ndarray]] = {name: [] for name in providers}
+    numbers, rows = {}, []
+    for turn in range(measure.ROUNDS):
         for name in providers:
-            trainer.become(name, config.learning_rate)
-            checked[name] = trainer.steps()
-            _check_steps(model, checked, name)
-            if trainer.sparse is not None and None in trainer.sparse.state()["activity"]:
-                raise ArithmeticError(f"{name} of {model} computed a layer densely")
-        taken: dict[str, list[np.ndarray]] = {name: [] for name in providers}
-        numbers, rows = {}, []
-        for turn in range(measure.ROUNDS):
-            for name in providers:
-                trainer.become(name, 0.0)
-                if name not in numbers:
-                    trial = measure._between_replays(trainer.step, 1)[0]
-                    numbers[name] = int(min(max(TURN / trial, 2), 20))
-                taken[name].append(measure._between_replays(trainer.step, numbers[name]))
-                if turn < measure.ROUNDS - 1:
-                    continue
-                times = measure._quantiles(np.concatenate(taken[name]))
-                loss, norm = checked[name]
-                row = common | {"provider": name, "path": "dense" if trainer.sparse is None else path}
-                row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
-                row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
-                row |= (
-                    measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}
-                )
-                rows.append(row)
-                said = f"{times['p50']:.1f} ms, {row['tokens_per_second']} tokens/s, {row['peak'] / 1e9:.1f} GB"
-                print(f"{model}  {name:<27} {said}", flush=True)
-        trainer.leave()
+            trainer.become(name, 0.0)
+            if name not in numbers:
+                trial = measure._between_replays(trainer.step, 1)[0]
+                numbers[name] = int(min(max(TURN / trial, 2), 20))
+            taken[name].append(measure._between_replays(trainer.step, numbers[name]))
+            if turn < measure.ROUNDS - 1:
+                continue
+            times = measure._quantiles(np.concatenate(taken[name]))
+            loss, norm = checked[name]
+            row = common | {"provider": name, "path": "dense" if trainer.sparse is None else path}
+            row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
+            row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
+            row |= measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}
+            rows.append(row)
+            said = f"{times['p50']:.1f} ms, {row['tokens_per_second']} tokens/s, {row['peak'] / 1e9:.1f} GB"
+            print(f"{model}  {name:<27} {said}", flush=True)
+    trainer.leave()
     save("train_step", rows)
     return rows
 

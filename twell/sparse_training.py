@@ -58,7 +58,7 @@ class SparseTraining:
 
     Layers with the backend "triton" always train sparsely. Those with "auto" begin densely and change to and fro by
     their activity and `Calibration.training`. Others, and all where the kernels cannot be used, are left dense; without
-    any layer that could train sparsely nothing is read from the device.
+    any layer that could train sparsely nothing is read from the device. Where layers are compiled, call `allow_recompiling`.
 
     Args:
         model: any module; its layers are looked up once.
@@ -77,7 +77,7 @@ class SparseTraining:
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self.path = path if backend_status()["triton"] is None else None
         self.reduce = reduce or _largest
-        self.rooms = _rooms(max((ffn.intermediate_size for ffn in self.layers), default=1))
+        self.rooms = rooms(max((ffn.intermediate_size for ffn in self.layers), default=1))
         self.capacity = self.rooms[0]
         self.repeated = 0
         self.activity: list[float | None] = [None] * len(self.layers)
@@ -91,6 +91,15 @@ class SparseTraining:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def allow_recompiling(self) -> None:
+        """Raise torch.compile's limits to what compiled layers need, for the whole process; never lowers them.
+
+        Call it once where the model or its layers are compiled: code is made for each room, with and without statistics.
+        """
+        most = max(len(self.layers), 1) * (8 + 4 * len(self.rooms))
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
 
     def close(self) -> None:
         """Leave the layers dense for good: `attempts` then has one attempt."""
@@ -231,10 +240,10 @@ class SparseTraining:
         return self.reduce(torch.stack([ffn.needed.to(device) for ffn in self.layers])).tolist()
 
 
-def _rooms(most: int) -> tuple[int, ...]:
-    """32, 48, 64, 96, 128, ..., and last `most`, which no layer can exceed."""
-    rooms = [room for n in range(most.bit_length()) for room in (SMALLEST << n, 3 * SMALLEST << n >> 1) if room < most]
-    return (*rooms, most)
+def rooms(most: int) -> tuple[int, ...]:
+    """Return the rooms, entries per token, that buffers may have: 32, 48, 64, 96, 128, ..., and last `most` neurons. Ours."""
+    found = [room for n in range(most.bit_length()) for room in (SMALLEST << n, 3 * SMALLEST << n >> 1) if room < most]
+    return (*found, most)
 
 
 def _largest(numbers: Tensor) -> Tensor:

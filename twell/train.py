@@ -410,10 +410,8 @@ class _Run:
         # The kernels are for 16-bit inputs.
         self.sparse = SparseTraining(self.model, path="union" if config.precision == "bf16" else None)
         if config.compile:
-            if self.sparse.active:  # code of each layer is made for each capacity, with and without statistics
-                most = config.num_layers * (8 + 4 * len(self.sparse.rooms))
-                for limit in ("recompile_limit", "accumulated_recompile_limit"):
-                    setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
+            if self.sparse.active:
+                self.sparse.allow_recompiling()
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True)
         if accelerator.distributed_type == DistributedType.FSDP:  # it takes no strides but the usual
