@@ -92,11 +92,9 @@ def index_kernel(
     row += tl.cumsum(dense, 0) - 1
     has_row = (dense != 0) & (row < backup_rows)
     tl.store(backup_ptr + row, neurons, mask=has_row)
-    # In the lists a neuron of the backup is none of theirs: its span ends before it begins.
-    end = tl.minimum(begin + total, capacity).to(tl.int32)
-    first_entry = tl.minimum(begin, capacity).to(tl.int32)
-    tl.store(spans_ptr + neurons, first_entry, mask=inside)
-    tl.store(spans_ptr + N + neurons, tl.where(has_row, -1, end), mask=inside)
+    tl.store(spans_ptr + neurons, tl.minimum(begin, capacity).to(tl.int32), mask=inside)
+    tl.store(spans_ptr + N + neurons, tl.minimum(begin + total, capacity).to(tl.int32), mask=inside)
+    tl.store(spans_ptr + 2 * N + neurons, has_row.to(tl.int32), mask=inside)
     for first in range(0, num_words, WORDS):
         words = first + tl.arange(0, WORDS)
         real = (words < num_words)[:, None] & inside[None, :]
@@ -261,7 +259,7 @@ def _one_entry(
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """du x, dg x and h dy of one entry, and du and dg themselves."""
+    """du x, dg x and h dy of one entry."""
     kept_word = tl.load(entries_ptr + entry)
     found = tl.load(gradients_ptr + entry)
     place = (kept_word >> 32) * K + k
@@ -272,7 +270,7 @@ def _one_entry(
     dg = _value(found, dtype)
     if GATED:
         h = narrow(h * _value(kept_word, dtype), dtype).to(tl.float32)
-    return du * x, dg * x, h * dy, du, dg
+    return du * x, dg * x, h * dy
 
 
 @triton.jit
@@ -285,13 +283,9 @@ def lists_gradient_kernel(
     dwg_ptr,
     dwu_ptr,
     dwd_ptr,
-    dbg_ptr,
-    dbu_ptr,
     N,
     K,
     GATED: tl.constexpr,
-    BIAS_GATE: tl.constexpr,
-    BIAS_UP: tl.constexpr,
     EVEN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -302,46 +296,57 @@ def lists_gradient_kernel(
     slab = tl.program_id(0) // N
     begin = tl.load(spans_ptr + neuron)
     end = tl.load(spans_ptr + N + neuron)
-    if end >= begin:
+    if tl.load(spans_ptr + 2 * N + neuron) == 0:
         k = slab * BK + tl.arange(0, BK)
         inside = k < K
         dwu = tl.zeros((BK,), tl.float32)
         dwg = tl.zeros((BK,), tl.float32)
         dwd = tl.zeros((BK,), tl.float32)
-        dbu = 0.0
-        dbg = 0.0
         whole = begin + (end - begin) // UNROLL * UNROLL
         for first in range(begin, whole, UNROLL):
             for i in tl.static_range(UNROLL):
-                up, gate, down, du, dg = _one_entry(
+                up, gate, down = _one_entry(
                     first + i, entries_ptr, gradients_ptr, x_ptr, dy_ptr, k, inside, K, dtype, GATED, EVEN
                 )
                 dwu += up
                 dwd += down
-                dbu += du
                 if GATED:
                     dwg += gate
-                    dbg += dg
         for entry in range(whole, end):
-            up, gate, down, du, dg = _one_entry(
+            up, gate, down = _one_entry(
                 entry, entries_ptr, gradients_ptr, x_ptr, dy_ptr, k, inside, K, dtype, GATED, EVEN
             )
             dwu += up
             dwd += down
-            dbu += du
             if GATED:
                 dwg += gate
-                dbg += dg
         place = neuron.to(tl.int64) * K + k
         tl.store(dwu_ptr + place, narrow(dwu, dtype), mask=inside)
         tl.store(dwd_ptr + place, narrow(dwd, dtype), mask=inside)
         if GATED:
             tl.store(dwg_ptr + place, narrow(dwg, dtype), mask=inside)
-        if slab == 0:
-            if BIAS_UP:
-                tl.store(dbu_ptr + neuron, narrow(dbu, dtype))
-            if BIAS_GATE:
-                tl.store(dbg_ptr + neuron, narrow(dbg, dtype))
+
+
+@triton.jit
+def bias_gradient_kernel(
+    gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr
+):
+    """The sums of one neuron's dg and du."""
+    dtype: tl.constexpr = dbu_ptr.dtype.element_ty if UP else dbg_ptr.dtype.element_ty
+    neuron = tl.program_id(0)
+    begin = tl.load(spans_ptr + neuron)
+    end = tl.load(spans_ptr + N + neuron)
+    up = tl.zeros((STEP,), tl.float32)
+    gate = tl.zeros((STEP,), tl.float32)
+    for first in range(begin, end, STEP):
+        place = first + tl.arange(0, STEP)
+        found = tl.load(gradients_ptr + place, mask=place < end, other=0)
+        up += _value(found >> 16, dtype)
+        gate += _value(found, dtype)
+    if UP:
+        tl.store(dbu_ptr + neuron, narrow(tl.sum(up, 0), dtype))
+    if GATE:
+        tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -385,18 +390,12 @@ def backup_kernel(
 
 
 @triton.jit
-def _dense_product(
-    dense_desc, x_desc, first, column, M, BIAS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
-):
-    """BH rows of the backup times BN columns of x [M, K], and the sums of the rows."""
+def _dense_product(dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
+    """BH rows of the backup times BN columns of x [M, K]."""
     acc = tl.zeros((BH, BN), tl.float32)
-    sums = tl.zeros((BH,), tl.float32)
     for token in range(0, M, BT):
-        dense = wide(dense_desc.load([first, token]))
-        acc = tl.dot(dense, wide(x_desc.load([token, column])), acc)
-        if BIAS:
-            sums += tl.sum(dense.to(tl.float32), 1)
-    return acc, sums
+        acc = tl.dot(wide(dense_desc.load([first, token])), wide(x_desc.load([token, column])), acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -407,16 +406,12 @@ def backup_gradient_kernel(
     dwg_ptr,
     dwu_ptr,
     dwd_ptr,
-    dbg_ptr,
-    dbu_ptr,
     backup_ptr,
     totals_ptr,
     backup_rows,
     M,
     K,
     GATED: tl.constexpr,
-    BIAS_GATE: tl.constexpr,
-    BIAS_UP: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -435,29 +430,24 @@ def backup_gradient_kernel(
         columns = column + tl.arange(0, BN)
         inside = (rows < used)[:, None] & (columns < K)[None, :]
         place = neurons.to(tl.int64)[:, None] * K + columns[None, :]
-        sums_inside = (rows < used) & (column == 0)
         first = weight * backup_rows + row
         if weight == 0:
-            acc, _ = _dense_product(dense_desc, dy_desc, first, column, M, False, BH, BN, BT)
+            acc = _dense_product(dense_desc, dy_desc, first, column, M, BH, BN, BT)
             tl.store(dwd_ptr + place, narrow(acc, dtype), mask=inside)
         else:
-            acc, sums = _dense_product(dense_desc, x_desc, first, column, M, BIAS_UP or BIAS_GATE, BH, BN, BT)
+            acc = _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT)
             if weight == 1:
                 tl.store(dwu_ptr + place, narrow(acc, dtype), mask=inside)
-                if BIAS_UP:
-                    tl.store(dbu_ptr + neurons, narrow(sums, dtype), mask=sums_inside)
             elif GATED:
                 tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
-                if BIAS_GATE:
-                    tl.store(dbg_ptr + neurons, narrow(sums, dtype), mask=sums_inside)
 
 
 class Saved(NamedTuple):
     """What is kept between forward and backward besides x and the weights; see the module.
 
     entries [capacity * M] int64; index [ceil(M / 32), width] int64; lists [blocks, width], counts [blocks] and tiles int32,
-    the unions; spans [2, N] int32, each neuron's first entry and the one after its last, or -1 for one of the backup;
-    backup [rows] int32, its neurons; totals [2] int64, all entries and the neurons that asked for a row of the backup.
+    the unions; spans [3, N] int32, each neuron's first entry, the one after its last, and whether it is in the backup;
+    backup [rows] int32, the neurons there; totals [2] int64, all entries and the neurons that asked for a row of the backup.
     """
 
     entries: Tensor
@@ -485,7 +475,7 @@ def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) ->
         empty(num_blocks, width),
         empty(num_blocks),
         union.queue(num_tokens, intermediate_size, BLOCK, x.device),
-        empty(2, intermediate_size),
+        empty(3, intermediate_size),
         empty(round_up(rows, 128)),
         empty(2, dtype=torch.int64),
     )
@@ -634,22 +624,33 @@ def backward(
         WORDS=64,
         **launch_options(num_warps=4, num_stages=1),
     )
-    weights = d_gate, d_up, d_down, d_b_gate, d_b_up
-    biases = {"BIAS_GATE": d_b_gate is not None, "BIAS_UP": d_b_up is not None}
+    if b_gate is not None or b_up is not None:
+        bias_gradient_kernel[(intermediate_size,)](
+            gradients,
+            saved.spans,
+            d_b_gate,
+            d_b_up,
+            intermediate_size,
+            GATE=b_gate is not None,
+            UP=b_up is not None,
+            STEP=256,
+            **launch_options(num_warps=1, num_stages=1),
+        )
     options = config("training_backup", x.device)
     num_tiles = backup_rows // options["BH"] * triton.cdiv(hidden_size, options["BN"])
     backup_gradient_kernel[((3 if gated else 2) * num_tiles,)](
         TensorDescriptor.from_tensor(dense, [options["BH"], options["BT"]]),
         TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
         TensorDescriptor.from_tensor(dy, [options["BT"], options["BN"]]),
-        *weights,
+        d_gate,
+        d_up,
+        d_down,
         saved.backup,
         saved.totals,
         backup_rows,
         num_tokens,
         hidden_size,
         GATED=gated,
-        **biases,
         **options,
     )
     # The widest power of two whose columns of x and dy stay in the cache.
@@ -661,11 +662,12 @@ def backward(
         saved.spans,
         x,
         dy,
-        *weights,
+        d_gate,
+        d_up,
+        d_down,
         intermediate_size,
         hidden_size,
         GATED=gated,
-        **biases,
         EVEN=hidden_size % block_k == 0,
         BK=block_k,
         num_warps=max(block_k // WARP_COLUMNS, 1),

@@ -33,6 +33,7 @@ KERNELS = {
         "multiply_kernel",
         "gradient_kernel",
         "lists_gradient_kernel",
+        "bias_gradient_kernel",
         "backup_kernel",
         "backup_gradient_kernel",
     },

@@ -17,9 +17,10 @@ from twell.__main__ import main
 from twell.train import TrainConfig
 
 pytest.importorskip("triton")
-from twell.kernels import ops  # noqa: E402
+from twell.kernels import common, ops  # noqa: E402
 
 K, N = 32, 96
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of real kernels; what stands in for them computes on the CPU
 PATHS = list(ops.TRAIN_PATHS)
 
 
@@ -31,12 +32,13 @@ def seed():
     return seed
 
 
-def parts_of(num_tokens, gated, seed, active=9.0):
+def parts_of(num_tokens, gated, seed, active=9.0, device="cpu"):
     """x, weights, dy and dl1 of a layer in bf16."""
-    x, w_gate, w_up, w_down = measure.synthetic_layer(num_tokens, K, N, active=active, device="cpu", seed=seed)
-    g = torch.Generator().manual_seed(seed)
-    dy = (1e-5 * torch.randn(x.shape, generator=g)).bfloat16()
-    return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down), dy, torch.full((num_tokens,), 1e-6)
+    x, w_gate, w_up, w_down = measure.synthetic_layer(num_tokens, K, N, active=active, device=device, seed=seed)
+    g = torch.Generator(device).manual_seed(seed)
+    dy = (1e-5 * torch.randn(x.shape, generator=g, device=device)).bfloat16()
+    dl1 = torch.full((num_tokens,), 1e-6, device=device)
+    return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down), dy, dl1
 
 
 def by_autograd(x, weights, dy, dl1, dtype=torch.float64):
@@ -151,7 +153,7 @@ def fake_train(path, capacity, x, w_gate, w_up, w_down, b_gate=None, b_up=None, 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The sparse paths by dense products, and no GPU, compiler or clock."""
+    """The sparse paths by dense products on the CPU, also where there is a GPU; and no compiler or clock."""
     allocated = itertools.count(1000, 500_000)
 
     def times(call, *_):
@@ -159,6 +161,7 @@ def quick(monkeypatch):
         return np.array([0.9, 1.0, 1.1])
 
     monkeypatch.setattr(ops, "train", fake_train)
+    monkeypatch.setattr(ops, "takes", lambda x, _: x.dtype in common.DTYPES)
     monkeypatch.setattr(measure, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(measure, "ceilings", lambda: [dict(row) for row in PEAKS])
     monkeypatch.setattr(measure, "_stream_times", times)
@@ -177,7 +180,7 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_sparse_step_is_right(path, gated, seed):
-    x, weights, dy, dl1 = parts_of(70, gated, seed)
+    x, weights, dy, dl1 = parts_of(70, gated, seed, device=DEVICE)
     exact = measure_training.ExactStep.of(x, weights, dy, dl1)
     step = measure_training._Step.of(measure_training._sparse(path, N), x, weights, dy, dl1)
     assert exact.check(step.found(), path)[1] > 0

@@ -145,3 +145,30 @@ def test_readme_states_what_the_measured_rows_say():
     fuzz = pd.read_csv(ROOT / "data" / "bench" / "fuzz.csv")
     worst = fuzz.query("dtype == 'bfloat16'")["worst_relative_rms"].max()
     assert f"{fuzz['cases'][0]:,} random cases, worst relative RMS {worst:.1e}".replace("e-0", "e-") in text
+
+
+def test_readme_states_what_the_measured_training_rows_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = pd.read_csv(ROOT / "data" / "bench" / "training.csv")
+    cases = {
+        "16,384 tokens, even, 29 active": (16_384, True, "even", 29.13),
+        "16,384 tokens, skewed, 29 active": (16_384, True, "skewed", 28.24),
+        "16,384 tokens, skewed, 10 active": (16_384, True, "skewed", 9.67),
+        "65,536 tokens, skewed, 60 active": (65_536, True, "skewed", 60.77),
+        "16,384 tokens, skewed, 197 active": (16_384, True, "skewed", 197.4),
+        "non-gated, N = 8192, 16,384 tokens, skewed, 29 active": (16_384, False, "skewed", 29.2),
+    }
+    for name, key in cases.items():
+        case = rows[(rows[["tokens", "gated", "pattern", "active"]] == list(key)).all(axis=1)].set_index("provider")
+        dense, union, hybrid = (case.loc[p] for p in ("dense torch.compile", "triton union", "triton hybrid"))
+        held = union["held"] / dense["held"]
+        line = f"| {name} | {dense['p50'] / union['p50']:.2f} | {dense['p50'] / hybrid['p50']:.2f} | {held:.3f} |"
+        assert line in text, line
+    steps = pd.read_csv(ROOT / "data" / "bench" / "train_step.csv").set_index(["model", "provider"])
+    gains, peaks = {}, {}
+    for model in ("1.5b", "171m"):
+        dense, union = (steps.loc[(model, f"{p} torch.compile")] for p in ("dense", "triton union"))
+        gains[model] = f"+{100 * (union['tokens_per_second'] / dense['tokens_per_second'] - 1):.0f}%"
+        peaks[model] = f"−{100 - 100 * union['peak'] / dense['peak']:.0f}%"
+    assert f"29 active: {gains['1.5b']} tokens/s; 171M: {gains['171m']}; the layer alone 2.49 times" in text
+    assert f"peak of the same steps {peaks['1.5b']}, {peaks['171m']}; the layer keeps 0.165 times" in text

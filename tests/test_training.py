@@ -1,7 +1,7 @@
-"""Gradients of the layer on the paths of training, in Triton's interpreter where there is no GPU.
+"""Gradients of the layer by unions, and both paths of training behind the operators; in Triton's interpreter without a GPU.
 
 tests/fuzz.py compares y, the L1 term and every gradient with fp64; here are the cases that a random one seldom meets, and
-the layer around the operators.
+the layer around the operators. tests/test_hybrid.py has the paper's path alone.
 """
 
 import os
@@ -38,8 +38,22 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def in_backup(monkeypatch):
+    """For each backward pass by unions the neurons that asked for a row of the backup; the others are in lists."""
+    found, backward = [], training.backward
+
+    def noting(*tensors):
+        found.append(int(tensors[6].totals[1]))
+        return backward(*tensors)
+
+    monkeypatch.setattr(training, "backward", noting)
+    return found
+
+
 def case_of(path, **changes):
-    case = fuzz.Case(path, 70, 300, 48, values="integer", pattern="heavy", biases=True, seed=SEED)
+    # The interpreter needs milliseconds for a token, a neuron, or an entry of a list.
+    case = fuzz.Case(path, 70, 140, 48, values="integer", pattern="heavy", biases=True, seed=SEED)
     return replace(case, **changes)
 
 
@@ -52,58 +66,77 @@ def gradients_of(found, leaves, dy, dl1):
     return torch.autograd.grad([found.y, found.l1], [t for t in leaves.values() if t is not None], [dy, dl1])
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + 12))
+@pytest.mark.parametrize("seed", range(SEED, SEED + 6))
 @pytest.mark.parametrize("path", PATHS)
-def test_random_case(path, seed):
-    fuzz.check_training(fuzz.draw(seed, large=False), DEVICE, path)
+def test_random_case(path, seed, monkeypatch):
+    case = fuzz.draw(seed, large=False)
+    if DEVICE == "cpu":
+        case = replace(case, intermediate_size=min(case.intermediate_size, 70 if case.pattern == "full" else 257))
+    monkeypatch.setattr(training, "DENSE_FROM", random.Random(seed).choice([1, 16, 64]))
+    fuzz.check_training(case, DEVICE, path)
 
 
-@pytest.mark.parametrize("pattern", fuzz.PATTERNS)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path, pattern", [*(("union", pattern) for pattern in fuzz.PATTERNS), ("hybrid", "tile")])
 def test_every_pattern_is_exact(path, pattern):
-    assert fuzz.check_training(case_of(path, pattern=pattern), DEVICE, path) == 0
+    num_neurons = {"full": 40, "tile": 300}.get(pattern, 140)
+    assert fuzz.check_training(case_of(path, pattern=pattern, intermediate_size=num_neurons), DEVICE, path) == 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 33, 65, 130])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("path", PATHS)
-def test_every_number_of_tokens(path, gated, num_tokens):
+NUMBERS = (1, True), (1, False), (31, False), (33, True), (65, False), (130, True), (130, False)
+
+
+@pytest.mark.parametrize(
+    "path, num_tokens, gated", [*(("union", *number) for number in NUMBERS), *(("hybrid", *n) for n in NUMBERS[::3])]
+)
+def test_every_number_of_tokens(path, num_tokens, gated):
     case = case_of(path, num_tokens=num_tokens, intermediate_size=70, gated=gated, dtype=torch.float16)
     assert fuzz.check_training(case, DEVICE, path) == 0
 
 
 @pytest.mark.parametrize("architecture", ["default", "sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("path", PATHS)
-def test_every_configuration(path, architecture, monkeypatch):
+def test_every_configuration(architecture, monkeypatch, in_backup):
     if DEVICE == "cuda":
         pytest.skip("a GPU runs its own configuration")
     monkeypatch.setattr(common, "architecture", lambda device: architecture)
-    assert fuzz.check_training(case_of(path, num_tokens=130, hidden_size=80), DEVICE, path) == 0
+    monkeypatch.setattr(training, "DENSE_FROM", 16)
+    assert fuzz.check_training(case_of("union", hidden_size=80, pattern="skewed"), DEVICE, "union") == 0
+    assert 0 < in_backup[0] < 140
 
 
-@pytest.mark.parametrize("dense_from, backup", [(1, 4), (64, 4), (10**6, 4), (64, 10**6), (10**6, 1)])
-def test_lists_and_backup_give_the_same(dense_from, backup, monkeypatch):
-    """All neurons in lists; some in the backup; more than it has rows for."""
+@pytest.mark.parametrize("pattern", ["skewed", "full"])
+@pytest.mark.parametrize(
+    "dense_from, rows, gated",
+    [(1, 15, True), (1, 15, False), (16, 15, True), (16, 15, False), (10**6, 15, True), (10**6, 0, False)],
+)
+def test_lists_and_backup_give_the_same(dense_from, rows, gated, pattern, monkeypatch, in_backup):
+    """All neurons in lists; some in the backup; all; more than it has rows for."""
     monkeypatch.setattr(training, "DENSE_FROM", dense_from)
-    monkeypatch.setattr(training, "BACKUP", backup)
-    for pattern in ("heavy", "full"):
-        assert fuzz.check_training(case_of("union", pattern=pattern), DEVICE, "union", capacity=300) == 0
+    monkeypatch.setattr(training, "ROWS_PER_ENTRY", rows)
+    num_tokens, num_neurons = (70, 70) if pattern == "skewed" else (17, 140 if rows == 0 else 40)
+    case = case_of("union", num_tokens=num_tokens, intermediate_size=num_neurons, pattern=pattern, gated=gated)
+    assert fuzz.check_training(case, DEVICE, "union") == 0
+    if dense_from == 1:
+        assert in_backup == [0]
+    elif pattern == "full":
+        assert in_backup == [num_neurons]  # of 140, 128 have a row if there are no more than for one neuron in 4
+    else:
+        assert 0 < in_backup[0] < num_neurons
 
 
 def test_slabs_of_columns_give_the_same(monkeypatch):
-    case = case_of("union", hidden_size=272, pattern="skewed")  # two slabs of 128 and one of 16
-    assert fuzz.check_training(case, DEVICE, "union") == 0
+    monkeypatch.setattr(training, "DENSE_FROM", 1)
     monkeypatch.setattr(training, "CACHE_BYTES", 1)
+    case = case_of("union", intermediate_size=70, hidden_size=272, pattern="skewed")  # two slabs of 128 and one of 16
     assert fuzz.check_training(case, DEVICE, "union") == 0
 
 
 def test_too_little_room_is_told_and_counts_stay_right():
     path = "union"  # tests/test_hybrid.py has the other
-    case = case_of(path, num_tokens=130, pattern="skewed", values="normal")
+    case = case_of(path, pattern="skewed", values="normal")
     leaves = leaves_of(case)
-    enough = ops.train(path, 300, **leaves)
+    enough = ops.train(path, 140, **leaves)
     needed = int(enough.needed)
-    assert needed == -(-int(enough.token_counts.sum()) // 130) and needed > 2
+    assert needed == -(-int(enough.token_counts.sum()) // 70) and needed > 2
     for capacity in (1, needed - 1):
         found = ops.train(path, capacity, **leaves)
         assert int(found.needed) > capacity
@@ -115,14 +148,15 @@ def test_too_little_room_is_told_and_counts_stay_right():
     assert torch.equal(exactly.y, enough.y) and torch.equal(exactly.l1, enough.l1)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_two_calls_give_the_same_bits(path):
-    case = case_of(path, num_tokens=130, pattern="skewed", values="normal")
+def test_two_calls_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(training, "DENSE_FROM", 16)  # some in lists, some in the backup
+    size = 70 if DEVICE == "cpu" else 1000  # there programs run at the same time
+    case = case_of("union", num_tokens=size, intermediate_size=2 * size, pattern="skewed", values="normal")
     leaves = leaves_of(case)
-    dy = torch.randn(130, 48, device=DEVICE).to(case.dtype)
+    dy = torch.randn(size, 48, device=DEVICE).to(case.dtype)
     results = []
     for _ in range(2):
-        found = ops.train(path, 300, **leaves)
+        found = ops.train("union", 2 * size, **leaves)
         results.append([found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
@@ -131,9 +165,13 @@ def test_two_calls_give_the_same_bits(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_operators_keep_the_rules_of_pytorch(path, gated):
-    case = case_of(path, num_tokens=33, intermediate_size=40, gated=gated, values="normal", pattern="skewed")
-    arguments = [*leaves_of(case).values(), torch.ones(33, device=DEVICE), 40]
-    torch.library.opcheck(ops.TRAIN_PATHS[path], tuple(arguments))
+    case = case_of(path, num_tokens=5, intermediate_size=20, gated=gated, values="normal", pattern="skewed")
+    arguments = [*leaves_of(case).values(), torch.ones(5, device=DEVICE), 20]
+    # Entries take their places as programs come, so on a GPU two calls may keep them in another order, which no result
+    # depends on; there tests/gpu compares what Inductor makes of it instead.
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks += ["test_aot_dispatch_dynamic"] if DEVICE == "cpu" else []
+    torch.library.opcheck(ops.TRAIN_PATHS[path], tuple(arguments), test_utils=checks)
 
 
 def test_bad_input_is_named():
@@ -188,9 +226,17 @@ def assert_alike(ours, dense, limit=1.2e-2):
         assert (a - b).float().norm() <= limit * b.float().norm()
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype, autocast", [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path, dtype, autocast, gated",
+    [
+        ("union", torch.float32, True, True),
+        ("union", torch.bfloat16, True, False),
+        ("union", torch.bfloat16, False, True),
+        ("hybrid", torch.float32, True, False),
+        ("hybrid", torch.bfloat16, True, True),
+        ("hybrid", torch.bfloat16, False, False),
+    ],
+)
 def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):
     dense, sparse, x = layers(gated, True, dtype)
     sparse.train_path = path
@@ -288,6 +334,6 @@ def test_steps_follow_those_of_the_dense_layer():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses[name].append(float(loss))
+            losses[name].append(loss.item())
     assert losses["dense"][-1] < 0.9 * losses["dense"][0]
     assert max(abs(a / b - 1) for a, b in zip(losses["sparse"], losses["dense"], strict=True)) < 1e-2
