@@ -365,6 +365,14 @@ def _backup_rows(backup, BM: tl.constexpr):
 
 
 @triton.jit
+def _backup_tile(a_ptr, rows, valid, start, size, BK: tl.constexpr):
+    """BK columns of rows of a matrix [., size]."""
+    columns = start + tl.arange(0, BK)
+    place = rows.to(tl.int64)[:, None] * size + columns[None, :]
+    return tl.load(a_ptr + place, mask=valid[:, None] & (columns < size)[None, :], other=0.0)
+
+
+@triton.jit
 def _sampled(a_ptr, tokens, valid, w_ptr, neurons, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Rows `tokens` of a times rows `neurons` of w, in fp32."""
     acc = tl.zeros((BM, BN), tl.float32)
@@ -412,7 +420,6 @@ def backup_product_kernel(
         columns = tl.program_id(1) * BN + tl.arange(0, BN)
         inside = (columns < K)[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
-        l1 = tl.zeros((BM,), tl.float32)
         for start in range(0, N, BK):
             neurons = start + tl.arange(0, BK)
             a_place = rows.to(tl.int64)[:, None] * N + neurons[None, :]
@@ -421,8 +428,6 @@ def backup_product_kernel(
             w_inside = (neurons < N)[:, None] & inside
             a = tl.load(a_ptr + a_place, mask=a_inside, other=0.0)
             acc = tl.dot(wide(a), wide(tl.load(w_ptr + w_place, mask=w_inside, other=0.0)), acc)
-            if l1_ptr is not None:
-                l1 += tl.sum(tl.abs(a.to(tl.float32)), 1)
             if second[0] is not None:
                 a = tl.load(second[0] + a_place, mask=a_inside, other=0.0)
                 acc = tl.dot(wide(a), wide(tl.load(second[1] + w_place, mask=w_inside, other=0.0)), acc)
@@ -430,8 +435,12 @@ def backup_product_kernel(
             acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
+        # In a loop of its own: what tensor cores read of the shared memory must not be read into registers beside them.
         if l1_ptr is not None:
             if tl.program_id(1) == 0:
+                l1 = tl.zeros((BM,), tl.float32)
+                for start in range(0, N, BK):
+                    l1 += tl.sum(tl.abs(_backup_tile(a_ptr, rows, valid, start, N, BK).to(tl.float32)), 1)
                 tl.store(l1_ptr + tokens, l1, mask=valid)
 
 
@@ -570,7 +579,6 @@ def backup_weights_kernel(
         columns = tl.program_id(1) * BN + tl.arange(0, BN)
         inside = (columns < K)[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
-        bias = tl.zeros((BM,), tl.float32)
         for start in range(0, M, BK):
             tokens = start + tl.arange(0, BK)
             a_place = rows.to(tl.int64)[:, None] * M + tokens[None, :]
@@ -578,12 +586,13 @@ def backup_weights_kernel(
             a = tl.load(a_ptr + a_place, mask=valid[:, None] & (tokens < M)[None, :], other=0.0)
             x = tl.load(x_ptr + x_place, mask=(tokens < M)[:, None] & inside, other=0.0)
             acc = tl.dot(wide(a), wide(x), acc)
-            if db_ptr is not None:
-                bias += tl.sum(a.to(tl.float32), 1)
         dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
-        if db_ptr is not None:
+        if db_ptr is not None:  # apart, as l1 above
             if tl.program_id(1) == 0:
+                bias = tl.zeros((BM,), tl.float32)
+                for start in range(0, M, BK):
+                    bias += tl.sum(_backup_tile(a_ptr, rows, valid, start, M, BK).to(tl.float32), 1)
                 tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
 
 
