@@ -78,7 +78,7 @@ def test_all_kernels_compile_and_fit(architecture, tmp_path):
 def _check_buffers(name: str, ttgir: str) -> None:
     """No buffer is read by asynchronous products and into registers.
 
-    Triton 3.6 gives a load that is also read into registers one buffer less in the pipeline, and the copy that comes next
+    Triton 3.7 gives a load that is also read into registers one buffer less in the pipeline, and the copy that comes next
     overwrites it while the product still reads: wrong results now and then, on Hopper.
     """
     products = re.findall(r"ttng\.warp_group_dot (%[\w#]+), (%[\w#]+),.*isAsync = true", ttgir)
