@@ -23,6 +23,9 @@ pytest.importorskip("triton")
 N, K = 96, 32
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels can run
+
+
 @pytest.fixture
 def seed(record_property):
     """Another one in each run; pytest shows it when a test fails."""
@@ -414,7 +417,7 @@ def on_cpu(monkeypatch):
         call()
         return np.array([0.9, 1.0, 1.1])
 
-    monkeypatch.setattr(measure, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(measure, "_gpu", lambda: torch.device(DEVICE))
     monkeypatch.setattr(measure, "ceilings", lambda: [dict(row) for row in PEAKS])
     monkeypatch.setattr(measure, "_capture", capture)
     monkeypatch.setattr(measure, "_stream_times", times)
@@ -540,7 +543,7 @@ def test_auto_is_given_the_activity_and_its_path_is_told(on_cpu, monkeypatch, kn
     monkeypatch.setattr(measure, "ROWWISE_ENTRIES", 0)  # slow in the interpreter
     rows = measure.ffn([70], [known[0]], hidden_size=K, intermediate_size=N, mode="stream")
     assert made and [row["path"] for row in rows if row["provider"] == "auto"] == [path]
-    inputs = measure.synthetic_layer(70, K, N, active=known[0], device="cpu")
+    inputs = measure.synthetic_layer(70, K, N, active=known[0], device=DEVICE)
     for layer in measure._Case.of("skewed", inputs, True, 2).auto_layers():  # before it has seen anything
         assert layer.chooser.path(70) == path
 
@@ -604,7 +607,7 @@ def test_the_worst_of_each_kind_is_reported(timed, monkeypatch):
     points = tuple(choose.Point(*point) for point in times)
     calibration = choose.Calibration("x", 32, 64, True, "bfloat16", "", "", points)
     monkeypatch.setattr(measure, "CHECKED_ACTIVE", (5,))
-    worst = measure._check_choices(calibration, torch.device("cpu"))
+    worst = measure._check_choices(calibration, torch.device(DEVICE))
     assert set(worst) == {"alike", "even", "busier"}
     assert worst["busier"] == pytest.approx(max(m * 64 / 200 / (0.02 + 0.02 * m) for m in (4, 20)))
     assert {what for _, active, what, _ in timed if active == 64} >= {"auto (dense)", "auto (rowwise)"}
@@ -663,8 +666,6 @@ def stepped(on_cpu, monkeypatch):
         made.append((len(leaves["x"]), active, sparse, (active / made.pays) ** 0.5 if sparse else 1.0))
         return np.array([made[-1][-1]] * 3)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels are real
-    monkeypatch.setattr(measure, "_gpu", lambda: torch.device(device))
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure_training, "CROSSOVER_SHARES", LEVELS)
