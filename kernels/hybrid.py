@@ -188,7 +188,7 @@ def count_kernel(bits_ptr, mask_ptr, all_ptr, counted_ptr, M, N, stride, TOKENS:
 
 
 def _pack(
-    x: Tensor, w: Tensor, b: Tensor | None, token_mask: Tensor | None, saved: list[Tensor]
+    x: Tensor, w: Tensor, b: Tensor | None, token_mask: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gate and fills all that is saved but u; returns counts of tokens and of neurons, and `needed`."""
     num_tokens, num_neurons = len(x), len(w)

@@ -252,9 +252,8 @@ def train(
     """The layer with gradients for x, weights, biases and the L1 term; between forward and backward entries are kept.
 
     `path` is "union" or "hybrid" (see training.py and hybrid.py, the paper's); `capacity`, at least 1, is the room for
-    entries, per token, which hybrid takes for backup rows. `token_mask`, of M
-    entries in any shape, is 0 for tokens that neuron_counts leaves out. Other shapes, dtypes and errors: see the module;
-    M is at least 1. Raises ValueError for another path. Paper: App. B.2.
+    entries, per token, which hybrid takes for backup rows. `token_mask`, of M entries in any shape, is 0 for tokens that
+    neuron_counts leaves out. Other shapes, dtypes and errors: see the module; M is at least 1. Raises ValueError for another path. Paper: App. B.2.
     """
     if path not in TRAIN_PATHS:
         raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
@@ -266,7 +265,7 @@ def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capa
     _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if x.shape[0] == 0:
         raise ValueError("x has no token, expected at least 1")
-    if not 1 <= capacity <= 2**31 // x.shape[0]:
+    if not 1 <= capacity < MAX_ENTRIES / x.shape[0]:
         raise ValueError(
             f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below 2^31 entries in all"
         )
@@ -275,7 +274,7 @@ def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capa
 
 
 def _register(name: str, path) -> torch.library.CustomOpDef:
-    """The operators of one way to train: `path` has forward, backward, saved_like and Saved as kernels/training.py."""
+    """The operators of one way to train: `path` has forward, backward, saved_like and Saved as kernels/training.py has."""
     fields = ("y", "l1", "token_counts", "neuron_counts", "needed", *path.Saved._fields)
     arguments = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
     outputs = ", ".join(["Tensor"] * len(fields))
@@ -328,15 +327,8 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
 
     @backward_op.register_fake
     def _(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        absent = x.new_empty(0)
-        return (
-            x.new_empty(x.shape),
-            absent if w_gate is None else torch.empty_like(w_gate),
-            torch.empty_like(w_up),
-            torch.empty_like(w_down.t()),
-            x.new_empty(0) if b_gate is None else torch.empty_like(b_gate),
-            x.new_empty(0) if b_up is None else torch.empty_like(b_up),
-        )
+        gradients = (x, w_gate, w_up, w_down.t(), b_gate, b_up)
+        return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in gradients)
 
     def keep(ctx, inputs, output):
         x, w_gate, w_up, w_down, b_gate, b_up, b_down, _, _ = inputs

@@ -47,7 +47,7 @@ DENSE_FROM = 64
 ROWS_PER_ENTRY = 15
 # Rows of x and dy that lists gather should stay in the cache (50 MB on an H200), so columns are taken in slabs.
 CACHE_BYTES = 2**24
-WARP_COLUMNS = 512
+WARP_COLUMNS = 512  # that a warp sums
 
 
 @triton.jit(do_not_specialize=["num_words", "N", "capacity", "dense_count", "backup_rows"])

@@ -4,7 +4,6 @@ tests/fuzz.py compares y, the L1 term and every gradient with fp64; here are the
 the layer around the operators. tests/test_hybrid.py has the paper's path alone.
 """
 
-import os
 import random
 from dataclasses import replace
 
@@ -14,28 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
+from tests.test_kernels import DEVICE, SEED, pytestmark, unwritten_memory_is_nan  # noqa: F401
 from twell.ffn import SparseFFN
 from twell.kernels import common, ops, training
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
 PATHS = sorted(ops.TRAIN_PATHS)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not common.INTERPRETED,
-        reason="the kernels were imported without TRITON_INTERPRET=1",
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
