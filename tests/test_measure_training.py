@@ -37,7 +37,7 @@ def parts_of(num_tokens, gated, seed, active=9.0, device="cpu"):
     x, w_gate, w_up, w_down = measure.synthetic_layer(num_tokens, K, N, active=active, device=device, seed=seed)
     g = torch.Generator(device).manual_seed(seed)
     dy = (1e-5 * torch.randn(x.shape, generator=g, device=device)).bfloat16()
-    dl1 = torch.full((num_tokens,), 1e-6, device=device)
+    dl1 = torch.full((num_tokens,), measure_training.DL1, device=device)
     return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down), dy, dl1
 
 
@@ -81,18 +81,16 @@ def test_what_rounds_to_zero_is_not_active():
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated, seed):
-    x, weights, dy, dl1 = parts_of(150, gated, seed)
+    x, weights, dy, dl1 = parts_of(1000, gated, seed)  # of 150, rounding is more than 5e-3 in one of some hundred draws
     exact = measure_training.ExactStep.of(x, weights, dy, dl1)
     found = measure_training._Step.of(measure_training._dense, x, weights, dy, dl1).found()
     worst, error = exact.check(found, "dense")
-    assert 1e-3 < error < measure.TOLERANCE
+    assert error > 1e-3
     others = {name: float((found[name].double() - t).norm() / t.norm()) for name, t in exact.tensors.items()}
     assert error == max(others.values()) == others[worst]
     for name in exact.tensors:
-        for wrong in (1.01 * found[name], found[name] * float("nan")):
-            with pytest.raises(
-                ArithmeticError, match=f"^{name} of union at case is wrong: relative RMS .* allowed 5.00e-03"
-            ):
+        for wrong in (1.05 * found[name], found[name] * float("nan")):
+            with pytest.raises(ArithmeticError, match=f"^{name} of union at case is wrong: relative RMS .* allowed"):
                 exact.check(found | {name: wrong}, "union at case")
 
 
