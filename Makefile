@@ -1,4 +1,5 @@
-# make reproduce   train the small sweep, run the notebooks, draw every figure   (PROFILE=quick)
+# make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and look at it alike
+#                  (PROFILE=live: all notebooks that can on the small sweep alone)
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
 # make clean       remove what these made (not the environment in .venv)
@@ -14,14 +15,14 @@ RUN := TWELL_CACHE=build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TQD
 # glibc gives freed memory back at once and takes it anew; keeping it saves a fifth of a training step on a CPU.
 TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 $(RUN)
 
-# The sweep: one run a level of the L1 coefficient, one core each, JOBS at a time.
-LEVELS := 0 3e-4 1e-3 3e-3 1e-2 3e-2 1e-1
-TRACED := 0 3e-3 3e-2
+# The small sweep, which trains here: one run a level of the L1 coefficient, one core each, JOBS at a time.
+LEVELS := 0 1e-3 3e-3 3e-2
+TRACED := 3e-3
 LIVE := data/live
-TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py) twell/configs/$(PROFILE).yaml
+TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup
-RECORDED := 02_sparsity 05_speedup
+RECORDED := 01_format 02_sparsity 05_speedup
+LIVELY := 02_sparsity 03_layerwise 04_tokens $(if $(shell command -v nvidia-smi),05_speedup)
 
 .PHONY: reproduce figures test lab clean
 .DELETE_ON_ERROR:
@@ -30,35 +31,43 @@ reproduce: $(VENV)/installed
 	@$(MAKE) --no-print-directory -j$(JOBS) figures
 	@echo "Figures are in figures/ and figures/live/, the executed notebooks in build/notebooks/."
 
-figures: $(NOTEBOOKS:%=build/notebooks/%.ipynb) $(RECORDED:%=build/notebooks/recorded/%.ipynb)
+ifeq ($(PROFILE),live)
+figures: $(LIVELY:%=build/notebooks/live/%.ipynb)
+else
+figures: $(RECORDED:%=build/notebooks/%.ipynb) $(LIVELY:%=build/notebooks/live/%.ipynb)
+endif
 
+# $(1): profile
 define execute
 	@mkdir -p $(@D)
-	MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f $(1) $< $@.part.ipynb
+	MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml $< $@.part.ipynb
 	@mv $@.part.ipynb $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(PROFILE).yaml $(DRAWING)
-	$(call execute,notebooks/profiles/$(PROFILE).yaml)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz)
+	$(call execute,recorded)
 
-build/notebooks/recorded/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv)
-	$(call execute,notebooks/profiles/recorded.yaml)
+build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
+	$(call execute,live)
 
-build/notebooks/02_sparsity.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
-build/notebooks/03_layerwise.ipynb build/notebooks/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
-build/notebooks/05_speedup.ipynb: $(wildcard data/bench/*.csv)
+build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
+build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
+build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
-	$(TRAIN) -m twell train $(PROFILE) l1_coefficient=$* --out $(@D) --overwrite
+	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite
 	@touch $@
 
 $(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done twell/trace.py
 	$(TRAIN) -m twell trace $(@D) --valid --out $@
 
+$(LIVE)/l1-%/aggregate.npz: $(LIVE)/l1-%/done twell/trace.py
+	$(TRAIN) -m twell trace $(@D) --valid --aggregate --out $@
+
 # The text is tokenised once, before the runs share it.
-build/cache/ready: twell/corpus.py twell/configs/$(PROFILE).yaml
+build/cache/ready: twell/corpus.py twell/configs/quick.yaml
 	@mkdir -p $(@D)
-	$(RUN) -c "from twell.train import TrainConfig; TrainConfig.load('$(PROFILE)').prepare_text()"
+	$(RUN) -c "from twell.train import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
 test: $(VENV)/installed

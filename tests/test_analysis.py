@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.test_trace import aggregate_of
-from twell import analysis
+from twell import analysis, results
 from twell.trace import Trace
 
 
@@ -253,7 +253,7 @@ def test_sweep():
 def test_sweep_without_a_baseline_has_no_price():
     table = analysis.sweep(*tables(GOOD, UNUSED))
     assert table["cross_entropy_change"].isna().all()
-    assert analysis.recommended(table)["run"] == "good"
+    assert analysis.recommended(analysis.levels(table))["run"] == "good"
 
 
 def test_sweep_does_not_call_a_run_alive_whose_gain_is_unknown():
@@ -270,15 +270,49 @@ def test_sweep_refuses_what_cannot_be_compared():
         analysis.sweep(runs, log)
 
 
+def test_levels_are_means_over_seeds_with_their_noise():
+    again = make_run("good-again", 1e-3, 4.08, 5.0, (1, 7))
+    worse = make_run("worse", 1e-2, 4.5, 5.0, (1, 2))
+    table = analysis.levels(analysis.sweep(*tables(DENSE, GOOD, again, UNUSED, worse, DEAD))).set_index(
+        "l1_coefficient"
+    )
+    good, noisy = table.loc[1e-3], table.loc[1e-2]
+    assert (good["runs"], good["status"], good["run"], good["tokens"]) == (2, "alive", "good", 1000)
+    assert good["cross_entropy"] == pytest.approx(4.06) and good["active"] == 3
+    assert good["cross_entropy_std"] == pytest.approx(0.04 / math.sqrt(2))
+    assert good["cross_entropy_change_std"] == pytest.approx(1 / math.sqrt(2))
+    assert good["active_std"] == pytest.approx(math.sqrt(2))
+    assert noisy["status"] == "unused" and noisy["runs"] == 2  # one of two is
+    assert math.isnan(table.loc[0, "cross_entropy_std"]) and table.loc[0, "runs"] == 1
+    assert list(table.index) == sorted(table.index)
+
+
 def test_recommended_is_the_sparsest_that_is_alive_and_cheap():
     dear = make_run("dear", 5e-3, 4.2, 5.0, (1, 1))
     denser = make_run("denser", 5e-4, 4.01, 5.0, (9, 9))
-    table = analysis.sweep(*tables(DENSE, denser, GOOD, dear, UNUSED, DEAD))
+    table = analysis.levels(analysis.sweep(*tables(DENSE, denser, GOOD, dear, UNUSED, DEAD)))
     assert analysis.recommended(table)["run"] == "good"
     assert analysis.recommended(table, max_price=6)["run"] == "dear"
     assert analysis.recommended(table, max_price=0.1)["run"] == "denser"  # none is: the cheapest
     with pytest.raises(ValueError, match="no level above 0 is alive; the levels are 0, 0.01"):
-        analysis.recommended(analysis.sweep(*tables(DENSE, UNUSED)))
+        analysis.recommended(analysis.levels(analysis.sweep(*tables(DENSE, UNUSED))))
+
+
+def test_the_line_through_the_levels():
+    table = pd.DataFrame({"active_fraction": [0.4, 0.1, 0.025, 0.001], "cross_entropy_change": [0.0, 1.0, 5.0, 0.1]})
+    table["status"] = ["alive", "alive", "alive", "unused"]
+    assert analysis.price_at(table, 0.1) == pytest.approx(1.0)
+    assert analysis.price_at(table, 0.05) == pytest.approx(3.0)  # half way in logarithms
+    assert analysis.price_at(table, 0.2) == pytest.approx(0.5)
+    assert math.isnan(analysis.price_at(table, 0.5)) and math.isnan(analysis.price_at(table, 0.01))
+    assert analysis.activity_at(table, 3.0) == pytest.approx(0.05)
+    assert analysis.activity_at(table, 1.0) == pytest.approx(0.1)
+    assert analysis.activity_at(table, 9.0) == pytest.approx(0.025)
+    assert math.isnan(analysis.activity_at(table, -1.0))
+    assert math.isnan(analysis.price_at(table[:0], 0.1)) and math.isnan(analysis.activity_at(table[:0]))
+    # A dip: the sparsest place that is cheap enough counts, not what lies between.
+    dip = table.assign(cross_entropy_change=[0.0, 3.0, 1.0, 0.0])
+    assert analysis.activity_at(dip, 2.0) == pytest.approx(0.025)
 
 
 def test_training_curves():
@@ -296,6 +330,95 @@ def test_training_curves():
     assert analysis.training_curves(*tables(DENSE), "dead_fraction").empty
     with pytest.raises(ValueError, match="no run logged 'actve'; the log has active_mean, cross_entropy"):
         analysis.training_curves(runs, log, "actve")
+
+
+def test_runs_in_a_list():
+    runs, log = tables(GOOD, UNFINISHED, DENSE)
+    runs = runs.assign(parameters=[10, 20, 30], seed=[1, 2, 3], device="here")
+    speed = pd.DataFrame({"run": "good", "step": [1, 2, 3], "split": "train", "metric": "tokens_per_second"})
+    log = pd.concat([log, speed.assign(value=[5.0, 1.0, 7.0])], ignore_index=True)
+    table = analysis.list_runs(runs, log).set_index("run")
+    assert list(table.index) == ["dense", "good", "unfinished"]
+    good = table.loc["good"]
+    assert (good["parameters"], good["tokens"], good["l1_coefficient"], good["seed"]) == (10, 1000, 1e-3, 1)
+    assert (good["cross_entropy"], good["active"], good["active_fraction"]) == (4.04, 2, 0.02)
+    assert good["dead_fraction"] == pytest.approx(0.3) and good["tokens_per_second"] == 5
+    assert math.isnan(table.loc["dense", "tokens_per_second"]) and not table.loc["unfinished", "complete"]
+
+
+def test_settles_after():
+    curve = pd.DataFrame({"tokens": [40, 10, 20, 30], "value": [10.0, 50.0, 12.0, 8.5]})
+    assert analysis.settles_after(curve) == 0.5  # 12 is within 20% of 10
+    assert analysis.settles_after(curve, within=0.1) == 1.0  # 8.5 is not within 10%
+    assert analysis.settles_after(curve, within=5) == 0.25
+
+
+def test_layers_as_a_log_has_them():
+    _, log = tables(GOOD)
+    more = {"run": "good", "tokens": 1000, "split": "valid"}
+    rows = [
+        (10, layer, metric, value) for layer in (0, 1) for metric, value in (("active_p99", 7.0), ("active_max", 9.0))
+    ]
+    rows += [(5, 0, "active_p99", 70.0), (5, 0, "active_max", 90.0)]
+    more = pd.DataFrame(rows, columns=["step", "layer", "metric", "value"]).assign(**more).astype({"layer": "Int64"})
+    table = analysis.logged_layers(pd.concat([log, more], ignore_index=True), 100)
+    assert table["layer"].tolist() == [0, 1] and table["mean"].tolist() == [3, 1] and table["max"].tolist() == [9, 9]
+    assert table["p99"].tolist() == [7, 7] and table["dead"].tolist() == [0.2, 0.4]
+    assert table["active_fraction"].tolist() == [0.03, 0.01] and table["max_over_mean"].tolist() == [3, 9]
+    with pytest.raises(ValueError, match="no validation"):
+        analysis.logged_layers(log[log["split"] == "train"], 100)
+
+
+def verdicts(rows):
+    return analysis.compare(rows).set_index("finding")["verdict"]
+
+
+def test_what_the_paper_finds_of_its_sweep():
+    paper = results.paper()
+    good = make_run("good", 1e-3, 4.04, 5.0, (1, 1), (0.2, 0.4), window=(0.1, 0.5))
+    runs, log = tables(DENSE, good, UNUSED)
+    table, active = analysis.levels(analysis.sweep(runs, log)), analysis.training_curves(runs, log, "active_mean")
+    found = verdicts(analysis.sweep_findings(paper, table, active, "small"))
+    assert found["active at L1 = 0, % (below 30)"] == "agrees"
+    assert found["inactive at the recommended level, % (at least 95)"] == "agrees"
+    assert found["its price in cross-entropy, % (at most 2)"] == "agrees"
+    assert found["dead neurons at the recommended level, %"] == "agrees"
+    assert found["levels that cannot be used"] == "differs"
+    assert found.filter(like="stays within").item() == "differs"  # it ends at 100.5 after 20.5 and 40.5
+    dear = make_run("dear", 1e-3, 4.4, 5.0, (29, 19))
+    table = analysis.levels(analysis.sweep(*tables(DENSE, dear)))
+    found = verdicts(analysis.sweep_findings(paper, table, active.assign(run="dear"), "small"))
+    assert list(
+        found[["its price in cross-entropy, % (at most 2)", "fall of activity from L1 = 0 (at least half)"]]
+    ) == [
+        "differs",
+        "differs",
+    ]
+    with pytest.raises(ValueError, match="no run has L1 = 0"):
+        analysis.sweep_findings(paper, table[1:], active, "small")
+
+
+def test_where_the_paper_finds_activity():
+    def layers(*means):
+        return pd.DataFrame({"layer": range(len(means)), "mean": means, "max_over_mean": 20.0})
+
+    overflow = pd.DataFrame({"compression": [4, 8, 8], "overflow_rows": [0.0, 0.0, 0.0]})
+    paper, sparse, dense = results.paper(), layers(1, 2, 9, 4, 3, 3, 3, 3), layers(1, 2, 3, 9, 3, 3, 3, 3)
+    found = verdicts(analysis.layer_findings(paper, sparse, dense, layers(1, 1, 8, 1, 1, 1, 1, 9), overflow, "small"))
+    assert set(found) == {"agrees"} and len(found) == 6
+    turned = layers(3, 3, 3, 3, 3, 9, 1, 2).assign(max_over_mean=9.0)
+    found = verdicts(
+        analysis.layer_findings(paper, turned, layers(9, 1, 1, 1, 1, 1, 1, 1), sparse, overflow + 1, "small")
+    )
+    assert "agrees" not in set(found.drop("tokens with a tile that overflows"))
+
+
+def test_which_tokens_the_paper_finds_active():
+    tokens = pd.DataFrame({"token": [" a", " ", "b"]})
+    positions = pd.DataFrame({"mean_active": [9.0, 4.0, 3.0, 3.0]})
+    rows = analysis.token_findings(results.paper(), tokens, positions, "small")
+    assert rows[0][2] == "a, ' ', b" and rows[2][2].startswith("9 at the first position, 3 over")
+    assert rows[2][3] and not analysis.token_findings(results.paper(), tokens, positions[::-1], "small")[2][3]
 
 
 # --- formats ------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def test_tokenizer_gives_any_text_back():
         corpus.train_tokenizer(texts(2), 200)
 
 
-def test_prepared_tokens_are_the_documents_in_order(tmp_path):
+def test_prepared_tokens_are_the_documents_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "ENCODED_TOGETHER", 7)
     documents = texts(61)
     write_jsonl(tmp_path / "a.jsonl", documents)
     text = corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")

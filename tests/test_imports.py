@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "__main__": {"choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
+    "__main__": {"analysis", "choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
 }
 
 

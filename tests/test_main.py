@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from twell import results, trace
-from twell.__main__ import main
+from twell.__main__ import RUNS_BEGIN, RUNS_END, main
 from twell.ffn import backend_status
 
 SIZES = "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512 tokens=512".split()
@@ -280,3 +280,33 @@ def test_info_names_versions_devices_and_backends(capsys):
     assert "torch" in said and "device: " in said and "backend dense: on" in said
     triton = backend_status()["triton"]
     assert f"backend triton: {'on' if triton is None else 'off: ' + triton}" in said
+
+
+def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
+    folder = tmp_path / "runs"
+    shutil.copytree(tiny_run, folder / "one")
+    shutil.copytree(tiny_run, folder / "other")
+    origin = json.loads((folder / "other" / "provenance.json").read_text())
+    (folder / "other" / "provenance.json").write_text(json.dumps(origin | {"complete": False}))
+    config, log = results.load_run(tiny_run)
+    assert main(["runs", str(folder)]) == 0
+    heading, rule, one, other = capsys.readouterr().out.splitlines()
+    assert heading.count("|") == rule.count("|") == one.count("|") == other.count("|")
+    last = log[(log["split"] == "valid") & (log["step"] == log["step"].max())].groupby("metric")["value"].mean()
+    cells = [cell.strip() for cell in one.split("|")]
+    assert cells[1] == "`one`" and cells[5] == str(config["seed"]) and cells[6] == f"{last['cross_entropy']:.3f}"
+    assert cells[7].startswith(f"{last['active_mean']:.3g} (") and cells[-2] == config["device"]
+    assert "`other` (not complete)" in other
+    assert main(["runs", str(folder), "--pattern", "o[t]*"]) == 0
+    assert capsys.readouterr().out.splitlines() == [heading, rule, other]
+
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{RUNS_BEGIN}\nold\n{RUNS_END}\nafter\n")
+    for _ in range(2):  # the second time replaces the first
+        assert main(["runs", str(folder), "--into", str(page)]) == 0
+    assert page.read_text().splitlines() == ["before", RUNS_BEGIN, heading, rule, one, other, RUNS_END, "after"]
+    page.write_text(RUNS_BEGIN)
+    assert main(["runs", str(folder), "--into", str(page)]) == 2
+    assert "page.md has no place for the list" in capsys.readouterr().err and page.read_text() == RUNS_BEGIN
+    assert main(["runs", str(folder), "--pattern", "x*"]) == 2
+    assert "no run that fits 'x*' in" in capsys.readouterr().err

@@ -12,14 +12,14 @@ import yaml
 
 from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows, step_rows, training_rows
 from twell import analysis, results
-from twell.trace import trace_validation
+from twell.trace import Aggregate, aggregate_run, trace_validation
 from twell.train import train
 
 FOLDER = results.root() / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FIGURES = {
     "01_format": ["fig01_formats", "fig01_bytes"],
-    "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training"],
+    "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training", "frontier"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
@@ -38,16 +38,19 @@ def parameters_of(path):
 
 @pytest.fixture(scope="module")
 def live(tiny_config, tmp_path_factory):
-    """A sweep of three traced levels, and an unfinished run, which the notebooks leave out."""
+    """A sweep of three levels, one of them with two seeds, one traced, and an unfinished run, which the notebooks leave out."""
     folder = tmp_path_factory.mktemp("live")
-    for l1 in (0.0, 1e-3, 1e-1):
-        run = train(
-            dataclasses.replace(tiny_config, l1_coefficient=l1, tokens=48 * 512), folder / f"l1-{l1:g}", quiet=True
-        )
-        trace_validation(run).save(run / "trace.npz")
+    sweep = {"l1-0": {}, "l1-0.001": {"l1_coefficient": 1e-3}, "l1-0.1": {"l1_coefficient": 1e-1}}
+    sweep |= {"l1-0-again": {"seed": 1}, "longer-0": {"tokens": 64 * 512}}
+    for name, changes in sweep.items():
+        changes = {"tokens": 48 * 512, "l1_coefficient": 0.0} | changes
+        train(dataclasses.replace(tiny_config, **changes), folder / name, quiet=True)
+    run = folder / "l1-0.001"
+    trace_validation(run).save(run / "trace.npz")
+    aggregate_run(run).save(run / "aggregate.npz")
     config = dataclasses.asdict(dataclasses.replace(tiny_config, l1_coefficient=0.5, num_layers=3))
-    results.write_run(folder / "unfinished", config, results.provenance() | {"complete": False})
-    (folder / "unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
+    results.write_run(folder / "l1-unfinished", config, results.provenance() | {"complete": False})
+    (folder / "l1-unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
     write_bench(folder / "bench")
     return folder
 
@@ -79,7 +82,11 @@ def write_bench(folder):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, live, tmp_path):
     figures = tmp_path / "figures"
-    wanted = {"runs": str(live), "figures": str(figures), "tracked_figures": str(figures), "source": "recorded"}
+    wanted = {"runs": str(live), "sweep": "l1-*", "longer": "longer-*", "source": "recorded"}
+    wanted |= {"figures": str(figures), "tracked_figures": str(figures), "model": str(live / "l1-0.001")}
+    wanted |= {
+        name: str(live / "l1-0.001" / f"{file}.npz") for name, file in (("aggregate",) * 2, ("passage", "trace"))
+    }
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
@@ -96,7 +103,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 6}[path.stem]
+    assert data == {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
@@ -105,11 +112,18 @@ def test_notebook_runs(path, live, tmp_path):
     assert "agrees" in table or "differs" in table
     said = " ".join(output["data"].get("text/markdown", "") for output in outputs if "data" in output)
     if path.stem == "02_sparsity":
-        best = analysis.recommended(analysis.sweep(*results.load_runs(live)))
+        levels = analysis.levels(analysis.sweep(*results.load_runs(live, "l1-*")))
+        best = analysis.recommended(levels)
         assert f"**L1 = {best['l1_coefficient']:g}**, {best['active']:.1f} active neurons" in said
-        assert "3 complete runs" in said and "incomplete: ['unfinished']" in said
+        assert "4 complete runs" in said and "incomplete: ['l1-unfinished']" in said
+        assert f"**0.0246 M tokens**: 95% inactive costs {analysis.price_at(levels, 0.05):+.2f}%" in said
+        assert f"L1 = 0: 2 runs, ± {levels['cross_entropy_std'][0]:.4f} nats" in said
+        assert "**0.0328 M tokens**" in said and "one seed a level" in said
+    if path.stem == "03_layerwise":
+        trace = Aggregate.load(live / "l1-0.001" / "aggregate.npz")
+        assert f"{trace.num_tokens:,} tokens at L1 = 0.001" in said and "first two" in table
     if path.stem == "04_tokens":
-        assert "512 tokens at L1 = 0.001" in said
+        assert "tokens at L1 = 0.001" in said
     if path.stem == "05_speedup":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         # Half way between 29 and 464 neurons in logarithms; energy a token; a layer of another width.

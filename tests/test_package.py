@@ -1,15 +1,18 @@
 """What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pandas as pd
 import yaml
 from packaging.requirements import Requirement
 
 from twell import analysis, results
+from twell.__main__ import main
 
 ROOT = results.root()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,6 +83,12 @@ def test_readme_names_real_commands_and_files():
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         if not link.startswith("http"):
             assert (ROOT / link).exists(), link
+
+
+def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
+    page = shutil.copy(ROOT / "data" / "README.md", tmp_path)
+    assert main(["runs", str(ROOT / "data" / "runs"), "--into", str(page)]) == 0
+    assert Path(page).read_text(encoding="utf-8") == (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
 
 def test_readme_states_what_the_recorded_runs_say():

@@ -134,6 +134,28 @@ def test_fig03_averages_runs_of_one_level_and_needs_no_baseline():
     assert legend(figure) == ["alive"]
 
 
+def test_frontier():
+    levels = make_sweep(tokens=1e6, runs=[3, 1, 1, 1], active_std=15.0, cross_entropy_std=0.1)
+    levels["active_fraction"] = levels["active"] / 500
+    longer = levels[:2].assign(tokens=2e6, cross_entropy=levels["cross_entropy"] - 1, runs=1)
+    table = pd.concat([levels, longer], ignore_index=True)
+    figure = plots.frontier(table)
+    draw(figure)
+    ax = figure.axes[0]
+    drawn = lines(ax)
+    alive = levels[levels["status"] == "alive"].sort_values("active")
+    np.testing.assert_allclose(drawn["1 M tokens"].get_xdata(), 100 * alive["active_fraction"])
+    np.testing.assert_allclose(drawn["1 M tokens"].get_ydata(), alive["cross_entropy"])
+    assert len(drawn["2 M tokens"].get_xdata()) == 2
+    assert texts(ax) == ["0.1", "0.01", "0.001", "0"]  # of the shorter training alone
+    price = [line.get_ydata()[0] for line in ax.get_lines() if line.get_linestyle() == "--"]
+    dense = levels.loc[levels["l1_coefficient"] == 0, "cross_entropy"].item()
+    np.testing.assert_allclose(price, [1.02 * dense, 1.02 * (dense - 1)])
+    across = ax.collections[0].get_segments()[0][:, 0]  # of the three runs at L1 = 0
+    np.testing.assert_allclose(np.ptp(across), 100 * 2 * 15 / 500)
+    assert legend(figure) == ["1 M tokens", "2 M tokens", "2% above L1 = 0", "95% inactive"]
+
+
 def test_fig09(random):
     active, dead = make_curves(random), make_curves(random, scale=0.5)
     active.loc[3, "value"] = 0

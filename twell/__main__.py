@@ -1,4 +1,4 @@
-"""The command line: `python -m twell train | trace | measure | info`, each with --help."""
+"""The command line: `python -m twell train | trace | measure | runs | info`, each with --help."""
 
 from __future__ import annotations
 
@@ -136,6 +136,11 @@ def main(arguments: list[str] | None = None) -> int:
     calibrate.add_argument(
         "--out", type=Path, metavar="FILE", help="default: calibration.json, here or beside the model"
     )
+
+    runs = commands.add_parser("runs", help="list runs: size, tokens, L1, cross-entropy, activity, speed")
+    runs.add_argument("folder", nargs="?", type=Path, default=Path("data/runs"), help="default: data/runs")
+    runs.add_argument("--pattern", default="*", help="only runs whose names fit, e.g. 'quick-*'")
+    runs.add_argument("--into", type=Path, metavar="FILE", help="a Markdown file: replace the list that stands in it")
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
@@ -300,6 +305,33 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
     calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)  # saved, should training fail
     training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
     dataclasses.replace(calibration, training=training).save(out)
+
+
+RUNS_BEGIN, RUNS_END = "<!-- runs: python -m twell runs --into data/README.md -->", "<!-- end of runs -->"
+
+
+def _runs(options: argparse.Namespace) -> None:
+    from twell import analysis, results
+
+    table = analysis.list_runs(*results.load_runs(options.folder, options.pattern))
+    lines = ["| run | parameters | tokens | L1 | seed | validation (nats) | active | dead | tokens/s | device |"]
+    lines.append("|---|" + "---:|" * 8 + "---|")
+    for run in table.itertuples():
+        l1 = run.l1_coefficient
+        cells = [f"`{run.run}`" + ("" if run.complete else " (not complete)")]
+        cells += [f"{run.parameters / 1e6:.1f} M", f"{run.tokens / 1e6:.4g} M"]
+        cells += [", ".join(f"{level:g}" for level in (l1 if isinstance(l1, list) else [l1])), str(run.seed)]
+        cells += [f"{run.cross_entropy:.3f}", f"{run.active:.3g} ({100 * run.active_fraction:.2g}%)"]
+        cells += [f"{100 * run.dead_fraction:.2g}%", f"{run.tokens_per_second:,.0f}", run.device]
+        lines.append(f"| {' | '.join(cells)} |")
+    if options.into is None:
+        print("\n".join(lines))
+        return
+    before, begin, rest = options.into.read_text(encoding="utf-8").partition(RUNS_BEGIN)
+    _, end, after = rest.partition(RUNS_END)
+    if not end:
+        raise ValueError(f"{options.into} has no place for the list: two lines, {RUNS_BEGIN} and {RUNS_END}")
+    results.write_atomically(options.into, before + begin + "\n" + "\n".join(lines) + "\n" + end + after)
 
 
 def _info(options: argparse.Namespace) -> None:

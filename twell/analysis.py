@@ -24,6 +24,8 @@ MIN_LAYER_ACTIVE = 0.01
 # less, the model has learnt to do without them, and its sparsity says nothing about sparse feed-forward
 # layers.
 MIN_FFN_GAIN = 0.05
+# What a run of a sweep can be, from good to bad.
+STATUSES = ["alive", "unused", "dead layer"]
 # The rise of cross-entropy over L1 = 0, in %, that the paper accepts at its levels up to 3e-5 (section 4.2).
 MAX_PRICE = 2.0
 
@@ -79,19 +81,77 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
 
 
+def levels(table: pd.DataFrame) -> pd.DataFrame:
+    """Return `sweep` by level of L1: the means over its runs, which differ by seed, and how much they do.
+
+    Columns: those of `sweep`, `run` and `tokens` being its first run's and `status` the worst; runs, their number; and
+    cross_entropy_std, cross_entropy_change_std and active_std, sample standard deviations (NaN for a single run).
+    """
+    means = table.groupby("l1_coefficient").mean(numeric_only=True).drop(columns="tokens")
+    by_level = table.groupby("l1_coefficient")
+    deviating = ["cross_entropy", "cross_entropy_change", "active"]
+    means = means.join(by_level[deviating].std().add_suffix("_std")).join(by_level.size().rename("runs"))
+    worst = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True)).groupby("l1_coefficient")
+    means = means.join(worst["status"].max().astype(str)).join(by_level[["run", "tokens"]].first())
+    return means.reset_index()
+
+
 def recommended(table: pd.DataFrame, max_price: float = MAX_PRICE) -> pd.Series:
-    """Return the row of `sweep` that stands for the paper's 2e-5: the sparsest alive run that is cheap enough.
+    """Return the row of `levels` that stands for the paper's 2e-5: the sparsest alive level that is cheap enough.
 
     Cheap enough is a cross_entropy_change of at most `max_price` %; where no level above 0 is, the cheapest
     that is alive. Raises ValueError when no level above 0 is alive.
     """
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
     if alive.empty:
-        levels = ", ".join(f"{l1:g}" for l1 in table["l1_coefficient"])
-        raise ValueError(f"no level above 0 is alive; the levels are {levels}")
+        known = ", ".join(f"{l1:g}" for l1 in table["l1_coefficient"])
+        raise ValueError(f"no level above 0 is alive; the levels are {known}")
     cheap = alive[alive["cross_entropy_change"] <= max_price]
     best = cheap["active"].idxmin() if len(cheap) else alive["cross_entropy"].idxmin()
     return table.loc[best]
+
+
+def price_at(table: pd.DataFrame, active_fraction: float) -> float:
+    """Return the rise of cross-entropy in % over L1 = 0 at an activity, on the line through the levels of `levels`.
+
+    Between two levels it is linear in the logarithm of activity. NaN outside of the alive levels.
+    """
+    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values("active_fraction")
+    known = np.log(alive["active_fraction"].to_numpy())
+    price = alive["cross_entropy_change"].to_numpy()
+    return float(np.interp(np.log(active_fraction), known, price, left=np.nan, right=np.nan)) if len(alive) else np.nan
+
+
+def activity_at(table: pd.DataFrame, max_price: float = MAX_PRICE) -> float:
+    """Return the lowest share of neurons active at which that line is still at most `max_price` %; NaN where it never is."""
+    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values("active_fraction")
+    known, price = np.log(alive["active_fraction"].to_numpy()), alive["cross_entropy_change"].to_numpy()
+    cheap = np.flatnonzero(price <= max_price)
+    if not len(cheap):
+        return np.nan
+    first = cheap[0]
+    if first == 0:
+        return float(np.exp(known[0]))
+    step = (price[first - 1] - max_price) / (price[first - 1] - price[first])
+    return float(np.exp(known[first - 1] + step * (known[first] - known[first - 1])))
+
+
+def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return what is worth knowing of each run in a line, by name: for lists of runs of all kinds.
+
+    Columns: run, parameters, tokens, l1_coefficient, seed; of the last validation so far: cross_entropy (nats), active
+    (mean over layers), active_fraction and dead_fraction; tokens_per_second (median over training); device, complete.
+    """
+    table = runs.set_index("run")[["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]].copy()
+    valid = log[log["split"] == "valid"]
+    last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
+    means = last.groupby(["run", "metric"])["value"].mean().unstack()
+    means = means.reindex(columns=["cross_entropy", "active_mean", "dead_fraction"])
+    table = table.join(means.rename(columns={"active_mean": "active"}))
+    table["active_fraction"] = table["active"] / table.pop("intermediate_size")
+    speed = log[(log["split"] == "train") & (log["metric"] == "tokens_per_second")]
+    table["tokens_per_second"] = speed.groupby("run")["value"].median()
+    return table.join(runs.set_index("run")[["device", "complete"]]).sort_index().reset_index()
 
 
 def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train") -> pd.DataFrame:
@@ -108,6 +168,74 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: s
     curves = curves.merge(runs[["run", "l1_coefficient"]], on="run")
     curves = curves.sort_values(["l1_coefficient", "run", "step"], ignore_index=True)
     return curves[["run", "l1_coefficient", "step", "tokens", "value"]]
+
+
+def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
+    """Return the share of training after which a curve stays within `within` of its last value, from 0 to 1.
+
+    curve: `training_curves` of one run.
+    """
+    curve = curve.sort_values("tokens")
+    value, tokens = curve["value"].to_numpy(), curve["tokens"].to_numpy()
+    far = np.flatnonzero(np.abs(value - value[-1]) > within * abs(value[-1]))
+    return float(tokens[far[-1] + 1] / tokens[-1]) if len(far) else float(tokens[0] / tokens[-1])
+
+
+def sweep_findings(paper: pd.DataFrame, table: pd.DataFrame, active: pd.DataFrame, reason: str) -> list[tuple]:
+    """Return rows for `compare`: what the paper finds of its sweep, and what `levels` says of ours.
+
+    paper: `results.paper()`; active: `training_curves` of active_mean; reason: why a difference is to be expected.
+    """
+    if not (table["l1_coefficient"] == 0).any():
+        raise ValueError("no run has L1 = 0, which the others are compared with")
+    of_levels = paper[(paper["source"] == "Table 3") & (paper["activation"] == "ReLU")]
+    theirs = of_levels.pivot(index="metric", columns="l1", values="value").astype(float)
+    their_active, their_loss = theirs.loc["avg_nonzeros"], theirs.loc["cross_entropy"]
+    settled = paper.loc[paper["metric"] == "sparsity_settles_after", "value"].item()
+    dense, best = table[table["l1_coefficient"] == 0].iloc[0], recommended(table)
+    fall, their_fall = dense["active"] / best["active"], their_active[0] / their_active[2e-5]
+    price, their_price = best["cross_entropy_change"], 100 * (their_loss[2e-5] / their_loss[0] - 1)
+    share, their_share = 100 * dense["active_fraction"], 100 * their_active[0] / 5632
+    inactive, their_inactive = 100 - 100 * best["active_fraction"], 100 - 100 * their_active[2e-5] / 5632
+    early = settles_after(active[active["run"] == best["run"]])
+    died = 100 * best["dead_fraction_train"]
+    falls = table["active"].is_monotonic_decreasing
+    dies = table["dead_fraction_train"].is_monotonic_increasing
+    bad = [f"{row.l1_coefficient:g} ({row.status})" for row in table.itertuples() if row.status != "alive"]
+    return [
+        ("active at L1 = 0, % (below 30)", their_share, share, share < 30, reason),
+        ("inactive at the recommended level, % (at least 95)", their_inactive, inactive, inactive >= 95, reason),
+        ("its price in cross-entropy, % (at most 2)", their_price, price, price <= MAX_PRICE, reason),
+        ("fall of activity from L1 = 0 (at least half)", their_fall, fall, fall > their_fall / 2, reason),
+        ("activity falls with every level", True, falls, falls, reason),
+        (
+            "activity stays within 20% of its last value after (below half)",
+            f"{settled} of 30,000 steps",
+            f"{100 * early:.0f}% of the training",
+            early < 0.5,
+            reason,
+        ),
+        ("dead neurons at the recommended level, %", ">30", died, died > 30, reason),
+        ("dead neurons rise with every level", True, dies, dies, reason),
+        ("levels that cannot be used", "none", ", ".join(bad) or "none", not bad, reason),
+    ]
+
+
+def logged_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
+    """Return the activity of each layer at a run's last validation (Figs 6, 10, 11), as `per_layer` does of a trace.
+
+    log: of one run. Columns: layer, mean, p99, max, dead, active_fraction, max_over_mean. Raises ValueError for a log
+    without a validation.
+    """
+    rows = log[(log["split"] == "valid") & log["layer"].notna()]
+    if rows.empty:
+        raise ValueError("the log has no validation; let the run finish")
+    last = rows[rows["step"] == rows["step"].max()].pivot(index="layer", columns="metric", values="value")
+    names = {"active_mean": "mean", "active_p99": "p99", "active_max": "max", "dead_fraction": "dead"}
+    table = last[list(names)].rename(columns=names).rename_axis(columns=None).reset_index().astype({"layer": int})
+    table["active_fraction"] = table["mean"] / intermediate_size
+    table["max_over_mean"] = table["max"] / table["mean"]
+    return table
 
 
 # --- traces -------------------------------------------------------------------------------------
@@ -279,6 +407,62 @@ def tile_overflow(
     columns |= {"capacity": tile_n // compression - 1, "overflow_rows": rows / trace.num_tokens}
     columns["overflow_tiles"] = tiles / (trace.num_tokens * -(-trace.intermediate_size // tile_n))
     return pd.DataFrame({name: np.broadcast_to(part, rows.shape).reshape(-1) for name, part in columns.items()})
+
+
+def layer_findings(
+    paper: pd.DataFrame,
+    sparse: pd.DataFrame,
+    dense: pd.DataFrame,
+    sparsest: pd.DataFrame,
+    overflow: pd.DataFrame,
+    reason: str,
+) -> list[tuple]:
+    """Return rows for `compare`: where the paper finds activity, and where we do.
+
+    paper: `results.paper()`; sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1 and
+    at a level beyond use; overflow: `tile_overflow` at the recommended level; reason: why a difference is to be expected.
+    A peak agrees when it lies within a quarter of the depth of the paper's.
+    """
+    theirs = paper.set_index("metric")["value"]
+    peaks = paper[paper["metric"] == "peak_layer"].set_index("l1")["value"]
+    depth, num_layers = 28, len(sparse)
+
+    def peak(name: str, table: pd.DataFrame, printed: str) -> tuple:
+        at, place = int(table["mean"].idxmax()), float(printed.strip("~")) / (depth - 1)
+        near = abs(at / max(num_layers - 1, 1) - place) < 0.25
+        return name, f"{printed} of {depth}", f"{at} of {num_layers}", near, reason
+
+    least = sorted(int(layer) for layer in sparse.nsmallest(2, "mean")["layer"])
+    two = sorted(int(layer) for layer in sparsest.nlargest(2, "mean")["layer"])
+    ratio, over = sparse["max_over_mean"].min(), overflow[overflow["compression"] == theirs["compression_factor"]]
+    over = over["overflow_rows"].mean()
+    independent = "neurons do not fire independently"
+    return [
+        ("least active layers", theirs["least_active_layers"], least, least == [0, 1], reason),
+        peak("peak layer, recommended level", sparse, peaks[2e-5]),
+        peak("peak layer, L1 = 0", dense, peaks[0]),
+        ("peak layers, a level beyond use", theirs["peak_layers"], two, two[1] == num_layers - 1, reason),
+        ("maximum over mean, in every layer", theirs["max_over_mean_nonzeros_per_layer"], ratio, ratio > 10, reason),
+        ("tokens with a tile that overflows", theirs["overflow_probability"], over, over == 0, independent),
+    ]
+
+
+def token_findings(paper: pd.DataFrame, tokens: pd.DataFrame, positions: pd.DataFrame, reason: str) -> list[tuple]:
+    """Return rows for `compare`: which tokens and positions are active in the paper, and here.
+
+    paper: `results.paper()`; tokens: `per_token`; positions: `by_position`; reason: why a difference is to be expected.
+    """
+    theirs = paper.set_index("metric")["value"]
+    mean = positions["mean_active"]
+    first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
+    names = [token.strip() or repr(token) for token in tokens["token"]]
+    found = f"{first:.3g} at the first position, {later:.3g} over the second half"
+    falls = first == mean.max() and first > later
+    return [
+        ("lowest activity", theirs["lowest_nnz_tokens"], ", ".join(names[:6]), None, reason),
+        ("highest activity", theirs["highest_nnz_tokens"], ", ".join(names[-6:]), None, reason),
+        ("activity and position", theirs["position_trend"], found, falls, reason),
+    ]
 
 
 # --- formats ------------------------------------------------------------------------------------

@@ -81,6 +81,11 @@ def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
     return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
 
 
+def _level(l1: float) -> str:
+    """An L1 coefficient as one writes it: 0.003, 3e-5."""
+    return f"{l1:g}".replace("e-0", "e-")
+
+
 def _plain(axis: mpl.axis.Axis) -> None:
     """Write a log axis' ticks as few plain numbers: 1, 2, 5 in each decade, or only 1 when it spans many."""
     low, high = axis.get_view_interval()
@@ -95,7 +100,7 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> 
     labelled = set()
     for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
         smooth = curve["value"].rolling(window, min_periods=1).mean()
-        label = None if l1 in labelled else f"{l1:g}"
+        label = None if l1 in labelled else _level(l1)
         ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1], label=label, **options)
         labelled.add(l1)
     ax.set_xlabel("training tokens (millions)")
@@ -208,13 +213,53 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
     axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
-    axes[1, 0].set_xticks(range(len(levels)), [f"{l1:g}" for l1 in levels])
+    axes[1, 0].set_xticks(range(len(levels)), [_level(l1) for l1 in levels])
     _plain(axes[1, 0].yaxis)
     names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
     shown = [status for status in names if status in set(table["status"])]
     handles = [Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5) for s in shown]
     labels = [names[status] for status in shown]
     figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
+    return figure
+
+
+def frontier(table: pd.DataFrame) -> Figure:
+    """Draw cross-entropy against the share of active neurons, a line for each number of training tokens.
+
+    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds, dashed lines the price that
+    the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95% inactive neurons. Levels at which a layer is
+    dead or the feed-forward layers are unused have a mark of their own and are not joined.
+    """
+    figure, axes = _figure(COLUMN, 2.9)
+    ax = axes[0, 0]
+    budgets = sorted(table["tokens"].unique())
+    for tokens, colour in zip(budgets, [BLUE, ORANGE, GREEN, PURPLE], strict=False):
+        rows = table[table["tokens"] == tokens].sort_values("active")
+        share = 100 * rows["active_fraction"].clip(lower=1e-6)
+        alive = rows["status"] == "alive"
+        ax.plot(share[alive], rows["cross_entropy"][alive], color=colour, label=f"{tokens / 1e6:.3g} M tokens")
+        seeds = rows["runs"] > 1
+        neurons = (rows["active"] / rows["active_fraction"]).max()
+        bars = {"xerr": 100 * rows["active_std"][seeds] / neurons, "yerr": rows["cross_entropy_std"][seeds]}
+        ax.errorbar(share[seeds], rows["cross_entropy"][seeds], **bars, fmt="none", ecolor=colour, capsize=2)
+        for status, some in rows.groupby("status"):
+            marker = {"color": colour, "marker": STATUS_MARKERS[status], "s": 22, "zorder": 3}
+            ax.scatter(share[some.index], some["cross_entropy"], **marker)
+        dense = rows.loc[rows["l1_coefficient"] == 0, "cross_entropy"]
+        if len(dense):
+            ax.axhline((1 + analysis.MAX_PRICE / 100) * dense.item(), color=colour, linestyle="--", linewidth=0.8)
+        if tokens == budgets[0]:
+            for x, y, l1 in zip(share, rows["cross_entropy"], rows["l1_coefficient"], strict=True):
+                place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
+                ax.annotate(_level(l1), (x, y), **place)
+    inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
+    ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
+    ax.margins(0.1)
+    _plain(ax.xaxis)
+    price = Line2D([], [], color="0.5", linestyle="--", linewidth=0.8)
+    lines, names = ax.get_legend_handles_labels()
+    others = {f"{analysis.MAX_PRICE:g}% above L1 = 0": price, "95% inactive": inactive}
+    figure.legend([*lines, *others.values()], [*names, *others], loc="outside upper center", ncols=2)
     return figure
 
 
@@ -307,7 +352,7 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
     ax = axes[0, 0]
     colours = _level_colours(table["l1_coefficient"])
     for l1, line in table.groupby("l1_coefficient"):
-        ax.plot(line["position"] + 1, line["mean_active"].clip(lower=ACTIVE_FLOOR), color=colours[l1], label=f"{l1:g}")
+        ax.plot(line["position"] + 1, line["mean_active"].clip(lower=ACTIVE_FLOOR), color=colours[l1], label=_level(l1))
     ax.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="active neurons per token")
     _plain(ax.xaxis)
     _plain(ax.yaxis)

@@ -223,19 +223,22 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{folder}: configuration or provenance cannot be read: {error}") from None
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
-    row |= config | {field: origin.get(field) for field in PROVENANCE_FIELDS}
+    row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, load_log(folder / "log.csv")
 
 
-def load_runs(folder: str | Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read every run below `folder`.
+def load_runs(folder: str | Path, pattern: str = "*") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read every run in `folder` whose name fits `pattern`.
 
     Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
     tidy table with the column `run` in front. Raises FileNotFoundError when there is no run.
     """
-    folders = sorted(path.parent for path in Path(folder).glob("*/config.yaml"))
+    folders = sorted(path.parent for path in Path(folder).glob(f"{pattern}/config.yaml"))
     if not folders:
-        raise FileNotFoundError(f"no run in {folder}: a run is a folder with config.yaml, provenance.json and log.csv")
+        named = "" if pattern == "*" else f" that fits {pattern!r}"
+        raise FileNotFoundError(
+            f"no run{named} in {folder}: a run is a folder with config.yaml, provenance.json and log.csv"
+        )
     rows, logs = [], []
     for path in folders:
         row, log = load_run(path)
