@@ -54,7 +54,7 @@ def integer_case(path="union", seed=SEED, **changes):
 # The layer
 
 
-@seeds(100)
+@seeds(100 if DEVICE == "cuda" else 40)
 def test_random_case(seed):
     case = fuzz.draw(seed, large=False)
     fuzz.check(case, DEVICE)
@@ -597,9 +597,9 @@ def counted(tensors):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("path", "num_tokens"), [(path, m) for path in PATHS for m in (1, 64, 65, 130)])
+@pytest.mark.parametrize(("path", "num_tokens"), [(path, m) for path in PATHS for m in (1, 64, 130)])
 def test_activity_is_counted(path, num_tokens, gated):
-    case = integer_case(path, num_tokens=num_tokens, gated=gated, biases=True)
+    case = integer_case(path, num_tokens=num_tokens, intermediate_size=140, gated=gated, biases=True)
     tensors = fuzz.layer(case, DEVICE)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()

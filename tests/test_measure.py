@@ -469,8 +469,8 @@ def test_recorded_rows_have_the_activity_of_their_masks(on_cpu, seed, monkeypatc
 
 def test_paths_that_would_take_too_long_are_left_out(on_cpu, monkeypatch):
     monkeypatch.setattr(measure, "DECODE_TOKENS", 20)
-    monkeypatch.setattr(measure, "ROWWISE_ENTRIES", 70 * N - 1)
-    rows = measure.ffn([20, 70], [N], hidden_size=K, intermediate_size=N, mode="stream")
+    monkeypatch.setattr(measure, "ROWWISE_ENTRIES", 70 * 4)
+    rows = measure.ffn([20, 70], [9], ["even"], hidden_size=K, intermediate_size=N, mode="stream")
     found = {tokens: {row["path"] for row in rows if row["tokens"] == tokens} for tokens in (20, 70)}
     assert found == {20: {"dense", "rowwise", "union", "decode"}, 70: {"dense", "union"}}
 
