@@ -24,10 +24,22 @@ MAY_IMPORT = {
     "trace": {"ffn", "model", "corpus", "results", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
+    "export": {"analysis", "model", "results", "train"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "__main__": {"analysis", "choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
+    "__main__": {
+        "analysis",
+        "choose",
+        "export",
+        "train",
+        "trace",
+        "measure",
+        "measure_training",
+        "model",
+        "ffn",
+        "results",
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m twell train | trace | measure | runs | info`, each with --help."""
+"""The command line: `python -m twell train | trace | measure | runs | export | info`, each with --help."""
 
 from __future__ import annotations
 
@@ -141,6 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     runs.add_argument("folder", nargs="?", type=Path, default=Path("data/runs"), help="default: data/runs")
     runs.add_argument("--pattern", default="*", help="only runs whose names fit, e.g. 'quick-*'")
     runs.add_argument("--into", type=Path, metavar="FILE", help="a Markdown file: replace the list that stands in it")
+
+    export = commands.add_parser(
+        "export", help="a finished run as a folder to give away: bf16 weights, tokenizer, model card"
+    )
+    export.add_argument("run", type=Path, help="the run folder; its text has to be at hand")
+    export.add_argument("--text", required=True, help="what the model was trained on, in a sentence, for the card")
+    export.add_argument("--twin", type=Path, help="the run with another L1 coefficient that the card shows beside")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
@@ -305,6 +313,12 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
     calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)  # saved, should training fail
     training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
     dataclasses.replace(calibration, training=training).save(out)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from twell.export import export
+
+    print(export(options.run, options.out, text=options.text, twin=options.twin))
 
 
 RUNS_BEGIN, RUNS_END = "<!-- runs: python -m twell runs --into data/README.md -->", "<!-- end of runs -->"

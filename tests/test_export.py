@@ -1,0 +1,68 @@
+"""A run given away: the weights, rounded once, and a card that says what the log says."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import yaml
+
+from twell import analysis, load, results
+from twell.__main__ import main
+from twell.train import TrainConfig, evaluate, train
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_config, tmp_path_factory):
+    """A sparse run and its dense twin."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, l1 in (("sparse", 1e-2), ("dense", 0.0)):
+        train(dataclasses.replace(tiny_config, l1_coefficient=l1, tokens=8 * 512), folder / name, quiet=True)
+    return folder
+
+
+def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
+    out = tmp_path / "checkpoint"
+    options = ["--text", "nonsense words", "--twin", str(runs / "dense"), "--out", str(out)]
+    assert main(["export", str(runs / "sparse"), *options]) == 0 and str(out) in capsys.readouterr().out
+    model, tokenizer = load(out)
+    trained, _ = load(runs / "sparse")
+    assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight.bfloat16()), name
+
+    card = (out / "README.md").read_text()
+    row, log = results.load_run(runs / "sparse")
+    _, twin = results.load_run(runs / "dense")
+    layers, twin_layers = (analysis.logged_layers(table, row["intermediate_size"]) for table in (log, twin))
+    losses = [table.query("split == 'valid' and metric == 'cross_entropy'")["value"].iloc[-1] for table in (log, twin)]
+    assert f"| cross-entropy, nats a token | {losses[0]:.4f} | {losses[1]:.4f} |" in card
+    share, twin_share = (100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers))
+    assert f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card and f"so {share:.1f}% are" in card
+    for layer in layers.itertuples():
+        assert f"| {layer.layer} | {layer.mean:.3g} | {layer.p99:g} | {layer.max:g} |" in card
+    _, _, blocks = TrainConfig.load(runs / "sparse" / "config.yaml").prepare_text()
+    stored = evaluate(model, blocks)["cross_entropy"]
+    assert f"| the same from the stored weights, in bf16 | {stored:.4f} |  |" in card
+    assert f"{len(blocks) * row['context']:,} tokens of held-out text" in card
+    assert "Text: nonsense words" in card and row["command"] in card and row["commit"] in card
+    assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
+
+    assert main(["export", str(runs / "sparse"), *options]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path, capsys, tiny_config):
+    origin = runs / "sparse" / "provenance.json"
+    whole = origin.read_text()
+    options = ["--text", "words", "--out", str(tmp_path / "new")]
+    other = train(dataclasses.replace(tiny_config, seed=5, tokens=512), tmp_path / "other", quiet=True)
+    assert main(["export", str(runs / "sparse"), "--twin", str(other), *options]) == 2
+    assert "is no twin of" in (said := capsys.readouterr().err) and "tokens is 512, not 4096" in said
+    try:
+        origin.write_text(json.dumps(json.loads(whole) | {"complete": False}))
+        assert main(["export", str(runs / "sparse"), *options]) == 2
+    finally:
+        origin.write_text(whole)
+    assert "sparse is not complete" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
