@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -181,3 +182,12 @@ def test_readme_states_what_the_measured_training_rows_say():
         peaks[model] = f"−{100 - 100 * union['peak'] / dense['peak']:.0f}%"
     assert f"29 active: {gains['1.5b']} tokens/s; 171M: {gains['171m']}; the layer alone 2.49 times" in text
     assert f"peak of the same steps {peaks['1.5b']}, {peaks['171m']}; the layer keeps 0.165 times" in text
+
+
+def test_tracked_files_stay_small():
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in done.stdout.split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 24e6
+    assert len(files) > 100
