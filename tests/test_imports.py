@@ -22,12 +22,15 @@ MAY_IMPORT = {
     "sparse_training": {"choose", "ffn"},
     "train": {"ffn", "model", "corpus", "results", "sparse_training"},
     "trace": {"ffn", "model", "corpus", "results", "train"},
+    "evaluate": {"corpus", "model", "results", "trace", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "__main__": {"choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
+    "__main__": {
+        *("choose", "train", "trace", "measure", "measure_training", "evaluate", "model", "ffn", "results", "analysis"),
+    },
 }
 
 

@@ -32,7 +32,7 @@ _HOME = {
     "Trace": "trace",
     "Aggregate": "trace",
 }
-_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure"}
+_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure", "evaluate"}
 __all__ = sorted(_HOME)
 
 
