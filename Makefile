@@ -20,8 +20,8 @@ TRACED := 0 3e-3 3e-2
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py) twell/configs/$(PROFILE).yaml
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup
-RECORDED := 02_sparsity 05_speedup
+NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup 06_downstream
+RECORDED := 02_sparsity 05_speedup 06_downstream
 
 .PHONY: reproduce figures test lab clean
 .DELETE_ON_ERROR:
@@ -41,12 +41,13 @@ endef
 build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(PROFILE).yaml $(DRAWING)
 	$(call execute,notebooks/profiles/$(PROFILE).yaml)
 
-build/notebooks/recorded/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv)
+build/notebooks/recorded/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/eval/*.json)
 	$(call execute,notebooks/profiles/recorded.yaml)
 
 build/notebooks/02_sparsity.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/03_layerwise.ipynb build/notebooks/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
 build/notebooks/05_speedup.ipynb: $(wildcard data/bench/*.csv)
+build/notebooks/06_downstream.ipynb: $(LIVE)/l1-3e-3/done twell/evaluate.py $(wildcard twell/tasks/*/* data/eval/*.json)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train $(PROFILE) l1_coefficient=$* --out $(@D) --overwrite
