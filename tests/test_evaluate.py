@@ -219,6 +219,7 @@ def choose(model, tokenizer, asked):
 
 
 def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path):
+    streams = sys.stdout, sys.stderr, evaluate.transformers_logging.is_progress_bar_enabled()
     said, folder = (
         [],
         both_sources(np.random.default_rng(7)),
@@ -226,6 +227,7 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path):
     record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
     found = record["lm_eval"]["results"]
     assert set(found) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
+    assert streams == (sys.stdout, sys.stderr, evaluate.transformers_logging.is_progress_bar_enabled())
 
     # accuracies, from the model alone
     model, tokenizer = twell.load(tiny_run)
@@ -279,7 +281,8 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path):
 @pytest.mark.parametrize(
     "backend, batch_size", [("dense", 1), ("dense", 7), ("reference", 1), ("reference", 7), ("dense", "auto")]
 )
-def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch_size):
+def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch_size, monkeypatch):
+    monkeypatch.setattr(evaluate, "MAX_BATCH_SIZE", 16)
     lm = evaluate._LM(tiny_run, batch_size, device=torch.device("cpu"), backend=backend)
     model, tokenizer = twell.load(tiny_run)
     words = ["ba", "dun", "fain", "ge", "ho", "kun"]
@@ -314,6 +317,15 @@ def test_greedy_means_every_token(tiny_run):
     other = [*ids[start : start + 4], (ids[start + 4] + 1) % 320]
     answers += lm._loglikelihood_tokens([(None, ids[:start], other)], override_bs=1)
     assert [greedy for _, greedy in answers] == [True, False]
+
+
+def test_log_likelihoods_of_a_16_bit_model_are_summed_in_fp32(tiny_run):
+    lm = evaluate._LM(tiny_run, 1, device=torch.device("cpu"), dtype="bfloat16")
+    assert lm.model.dtype == torch.bfloat16
+    ids = lm.tok_encode("ba dun fain ge ho kun")
+    model, _ = twell.load(tiny_run, dtype=torch.bfloat16)
+    ((logprob, _),) = lm._loglikelihood_tokens([(None, ids[:1], ids[1:])], override_bs=1)
+    assert logprob == pytest.approx(brute_force(model, ids[:1], ids[1:]), rel=1e-5)
 
 
 def test_a_continuation_without_tokens_is_named(tiny_run):
