@@ -21,8 +21,8 @@ TRACED := 3e-3
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-RECORDED := 01_format 02_sparsity 05_speedup
-LIVELY := 02_sparsity 03_layerwise 04_tokens $(if $(shell command -v nvidia-smi),05_speedup)
+RECORDED := 01_format 02_sparsity 05_speedup 06_downstream
+LIVELY := 02_sparsity 03_layerwise 04_tokens 06_downstream $(if $(shell command -v nvidia-smi),05_speedup)
 
 .PHONY: reproduce figures test lab clean
 .DELETE_ON_ERROR:
@@ -44,7 +44,7 @@ define execute
 	@mv $@.part.ipynb $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz data/eval/*.json)
 	$(call execute,recorded)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
@@ -53,6 +53,7 @@ build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(D
 build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
 build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
+build/notebooks/live/06_downstream.ipynb: $(LIVE)/l1-3e-3/done twell/evaluate.py $(wildcard twell/tasks/*/*)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite

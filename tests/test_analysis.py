@@ -887,3 +887,154 @@ def test_roofline_refuses_what_it_cannot_use():
     for ceilings in (ceiling_rows(device="other"), ceiling_rows()[:1]):
         with pytest.raises(ValueError, match="ceilings.csv lacks matmul or copy bandwidth of NVIDIA H200"):
             analysis.roofline(kernels, ceilings)
+
+
+# --- downstream tasks -----------------------------------------------------------------------------------
+
+CHANCE = {task: 0.25 for task in analysis.TASKS} | {
+    "piqa": 0.5,
+    "winogrande": 0.5,
+    "commonsense_qa": 0.2,
+    "paper7": 0.3143,
+}
+
+
+def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **changes):
+    """What `twell evaluate` writes, as far as tables read it: each accuracy is chance and `gain`, with an error of 0.01."""
+    scores = {
+        task: {"sample_len": 700 if task == "paper7" else 100, "acc,none": CHANCE[task] + gain, "acc_stderr,none": 0.01}
+        for task in tasks
+    }
+    record = {
+        "model": {"name": name, "parameters": 2_000_000, "training_tokens": 10**6, "l1_coefficient": l1},
+        "backend": "dense",
+        "tasks": {task: {"chance": CHANCE[task]} for task in tasks},
+        "lm_eval": {"results": scores, "lm_eval_version": "0.4.13"},
+    }
+    record["model"] |= {field: changes.pop(field) for field in list(changes) if field in record["model"]}
+    return record | {"device": "a CPU", "versions": {"python": "3"}, "commit": "abc", "command": "make"} | changes
+
+
+def test_evaluations_say_what_is_near_chance():
+    record = evaluation(tasks=("arc_easy", "piqa"), l1=[1e-3, 3e-3])
+    scores = record["lm_eval"]["results"]
+    scores["arc_easy"] |= {
+        "acc,none": 0.2701,
+        "acc_norm,none": 0.269,
+        "acc_norm_stderr,none": 0.01,
+        "alias": "arc_easy",
+    }
+    scores["piqa"] |= {"acc,none": 0.4799, "perplexity,none": 7.0, "perplexity_stderr,none": 0.1}
+    scores["paper7"] = {"sample_len": 2, "acc,none": 0.9, "acc_stderr,none": "N/A"}
+    scores["own"] = {"sample_len": 2, "acc,strict": 0.9, "acc_stderr,strict": 0.1}
+    record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}}
+    table = analysis.evaluations([record, evaluation("other", training_tokens=None, tasks=("piqa",))])
+    columns = ["task", "metric", "accuracy", "verdict"]
+    assert table[columns].to_numpy().tolist() == [
+        ["arc_easy", "acc", 0.2701, "above chance"],
+        ["arc_easy", "acc_norm", 0.269, "near chance"],
+        ["piqa", "acc", 0.4799, "below chance"],
+        ["paper7", "acc", 0.9, ""],
+        ["own", "acc", 0.9, ""],
+        ["piqa", "acc", 0.5, "near chance"],
+    ]
+    assert table["l1_coefficient"].tolist() == [2e-3] * 5 + [0]
+    assert table["items"].tolist() == [100, 100, 100, 2, 2, 100]
+    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][5])
+
+
+def test_seven_tasks_are_of_the_fullest_evaluation():
+    few = evaluation("twice", gain=0.5)
+    for scores in few["lm_eval"]["results"].values():
+        scores["sample_len"] //= 10
+    records = [few, evaluation("twice", gain=0.1), evaluation("twice", gain=0.2, backend="reference")]
+    records += [evaluation("part", tasks=("piqa", "winogrande")), evaluation("other", l1=1e-3, training_tokens=None)]
+    records[1]["tasks"]["held_out_continuation"] = {"chance": 0.25}
+    held_out = {
+        "sample_len": 9,
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "acc_norm,none": 0.4,
+        "acc_norm_stderr,none": 0.1,
+    }
+    records[1]["lm_eval"]["results"]["held_out_continuation"] = held_out
+    table = analysis.seven_tasks(analysis.evaluations(records))
+    assert table["model"].tolist() == ["twice"] * 8 + ["other"] * 8 and set(table["backend"]) == {"dense"}
+    assert [*table["task"][:8]] == [*analysis.TASKS] and table["accuracy"][0] == 0.35
+    assert analysis.seven_tasks(analysis.evaluations(records[3:4])).empty
+    assert analysis.seven_tasks(analysis.evaluations([])).empty
+
+
+def test_levels_are_compared_within_a_size_and_budget():
+    records = [evaluation("a"), evaluation("b", l1=1e-3), evaluation("c", l1=1e-2, training_tokens=5)]
+    records += [evaluation("d", training_tokens=None), evaluation("e", l1=2e-3, training_tokens=None)]
+    records += [evaluation("f", parameters=7)]
+    seven = analysis.seven_tasks(analysis.evaluations(records))
+    assert list(analysis.several_levels(seven)["model"].unique()) == ["a", "b", "d", "e"]
+    assert found(analysis.against_dense(seven), "l1_coefficient", "difference") == [(1e-3, 0), (2e-3, 0)]
+
+
+def test_the_papers_table_6():
+    table = analysis.paper_tasks(results.paper())
+    assert len(table) == 4 * 2 * 8 and set(table["parameters"]) == {5e8, 1e9, 1.5e9, 2e9}
+    wide = table.pivot(index=["parameters", "l1_coefficient"], columns="task", values="accuracy")
+    assert (wide.drop(columns="paper7").mean(axis=1) - wide["paper7"]).abs().max() < 1e-3
+    change = analysis.against_dense(table)
+    assert (change["l1_coefficient"] == 2e-5).all()
+    np.testing.assert_allclose(change["difference"], [0, 0.001, -0.002, -0.003], atol=1e-9)
+    levels = analysis.paper_levels(results.paper())
+    assert found(levels, "l1_coefficient", "accuracy") == [(0.0, 0.4636), (2e-5, 0.462), (3e-5, 0.4483)]
+
+
+def test_backends_are_compared_on_the_same_items():
+    other = evaluation("a", gain=0.1, backend="reference")
+    other["lm_eval"]["results"]["piqa"]["acc,none"] += 0.02
+    other["lm_eval"]["results"]["winogrande"] |= {"acc,none": 0.0, "sample_len": 5}
+    table = analysis.evaluations([evaluation("a", gain=0.1), other, evaluation("b")])
+    assert found(analysis.backend_differences(table), "model", "backends", "accuracies") == [
+        ("a", "dense, reference", 7)
+    ]
+    assert analysis.backend_differences(table)["difference"].item() == pytest.approx(0.02)
+    assert analysis.backend_differences(analysis.evaluations([evaluation("b")])).empty
+
+
+def test_findings_of_tasks():
+    paper, nothing = results.paper(), analysis.evaluations([])
+
+    def findings(records):
+        table = analysis.evaluations(records)
+        rows = analysis.task_findings(paper, table, analysis.backend_differences(table))
+        return analysis.compare(rows)[["paper", "ours", "verdict"]].to_numpy().tolist()
+
+    lettered, worst = "18.6 to 22.3%", "-0.3 at the worst"
+    assert findings([]) == [
+        [lettered, "not measured", "not comparable"],
+        [worst, "not measured", "not comparable"],
+    ]
+    assert findings([evaluation("a"), evaluation("b", l1=1e-3, gain=-0.01)]) == [
+        [lettered, "near chance", "agrees"],
+        [worst, "-1.0 ± 1.4", "not comparable"],
+    ]
+    learnt = [evaluation("a", gain=0.1), evaluation("b", l1=1e-3, gain=0.08), evaluation("c", l1=1e-2, gain=0.07)]
+    assert findings([*learnt, evaluation("b", l1=1e-3, gain=0.08, backend="reference")]) == [
+        [lettered, "above chance", "differs"],
+        [worst, "-2.0 ± 1.4", "agrees"],
+        [worst, "-3.0 ± 1.4", "differs"],
+        ["–", "0", "not comparable"],
+    ]
+    assert len(analysis.task_findings(paper, nothing, analysis.backend_differences(nothing))) == 2
+
+
+def test_accuracies_to_be_read():
+    records = [
+        evaluation("sparse", l1=1e-2, gain=0.021, tasks=("piqa",)),
+        evaluation("dense", tasks=("arc_easy", "piqa")),
+    ]
+    records[0]["lm_eval"]["results"]["piqa"] |= {"acc_norm,none": 0.1, "acc_norm_stderr,none": 0.01}
+    table = analysis.accuracies(analysis.evaluations(records))
+    assert table.index.tolist() == ["chance", "items", "dense, dense, L1 = 0", "sparse, dense, L1 = 0.01"]
+    assert table.to_dict("list") == {
+        "arc_easy": ["25.0", "100", "(25.0 ± 1.0)", ""],
+        "piqa": ["50.0", "100", "(50.0 ± 1.0)", "52.1 ± 1.0"],
+        "piqa, acc_norm": ["50.0", "100", "", "(10.0 ± 1.0)"],
+    }

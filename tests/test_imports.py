@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "sparse_training": {"choose", "ffn"},
     "train": {"ffn", "model", "corpus", "results", "sparse_training"},
     "trace": {"ffn", "model", "corpus", "results", "train"},
+    "evaluate": {"corpus", "model", "results", "trace", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
     "export": {"analysis", "model", "results", "train"},
@@ -29,15 +30,7 @@ MAY_IMPORT = {
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
     "__main__": {
-        "analysis",
-        "choose",
-        "export",
-        "train",
-        "trace",
-        "measure",
-        "measure_training",
-        "model",
-        "ffn",
+        *("analysis", "choose", "export", "train", "trace", "measure", "measure_training", "evaluate", "model", "ffn"),
         "results",
     },
 }
@@ -75,5 +68,7 @@ def test_every_public_name_loads():
 
     for name in twell.__all__:
         assert getattr(twell, name).__doc__, name
+        # Loading a module puts it there under its own name, in place of what else may have it.
+        assert not (PACKAGE / f"{name}.py").exists(), name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         twell.nothing  # noqa: B018

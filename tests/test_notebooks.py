@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 
 import nbformat
 import pandas as pd
@@ -10,7 +11,7 @@ import papermill
 import pytest
 import yaml
 
-from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows, step_rows, training_rows
+from tests.test_analysis import ceiling_rows, evaluation, kernel_rows, speed_rows, step_rows, training_rows
 from twell import analysis, results
 from twell.trace import Aggregate, aggregate_run, trace_validation
 from twell.train import train
@@ -23,6 +24,7 @@ FIGURES = {
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
+    "06_downstream": ["table6_tasks", "fig03_accuracy"],
 }
 
 
@@ -52,6 +54,9 @@ def live(tiny_config, tmp_path_factory):
     results.write_run(folder / "l1-unfinished", config, results.provenance() | {"complete": False})
     (folder / "l1-unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
     write_bench(folder / "bench")
+    for name, l1, gain, backend in (("a", 0, 0.1, "dense"), ("b", 1e-3, 0.09, "dense"), ("b", 1e-3, 0.09, "reference")):
+        record = evaluation(name, l1=l1, gain=gain, backend=backend)
+        results.write_evaluation(folder / "eval" / f"{name}-{backend}.json", record)
     return folder
 
 
@@ -83,12 +88,14 @@ def write_bench(folder):
 def test_notebook_runs(path, live, tmp_path):
     figures = tmp_path / "figures"
     wanted = {"runs": str(live), "sweep": "l1-*", "longer": "longer-*", "source": "recorded"}
-    wanted |= {"figures": str(figures), "tracked_figures": str(figures), "model": str(live / "l1-0.001")}
+    wanted |= {"figures": str(figures), "tracked_figures": str(figures)}
     wanted |= {
         name: str(live / "l1-0.001" / f"{file}.npz") for name, file in (("aggregate",) * 2, ("passage", "trace"))
     }
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
+    wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
+    wanted |= {"live": True} if path.stem == "06_downstream" else {}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
     done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
@@ -103,7 +110,8 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    assert data == {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}[path.stem]
+    counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6, "06_downstream": 6}
+    assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
@@ -137,6 +145,28 @@ def test_notebook_runs(path, live, tmp_path):
         devices = json.loads((figures / "ffn_training_devices.json").read_text())["device"]
         assert devices == "NVIDIA H200; other GPU"
         assert json.loads((figures / "ffn_training.json").read_text())["device"] == "NVIDIA H200"
+    if path.stem == "06_downstream":
+        tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+        assert "lm-eval and our loss over the same windows differ by" in said
+        assert "3 recorded evaluations, lm-eval 0.4.13, on a CPU" in said
+        # live: items of the run's own text, the same accuracies from both backends; recorded: the pair and the mean
+        assert "held_out_continuation, acc_mutual_info" in tables and ">dense, reference<" in tables
+        assert ">35.0 ± 1.0<" in tables and ">-1.0 ± 1.4<" in table and ">agrees<" in table
+        compared = re.search(r"of (\d+) accuracies</td>\s*<td[^>]*>–</td>\s*<td[^>]*>(\S+)</td>", table)
+        assert compared.groups() == ("11", "0")  # three live and eight recorded
+
+
+def test_downstream_without_anything_recorded(tmp_path):
+    path, given = FOLDER / "06_downstream.ipynb", {"evaluations": str(tmp_path), "figures": str(tmp_path / "figures")}
+    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
+    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
+    assert "**Not run:** set `live`." in said and "**Nothing is recorded**" in said
+    assert "**table6_tasks is not drawn:**" in said and "**fig03_accuracy is not drawn:**" in said
+    assert not (tmp_path / "figures").exists()
+    table = outputs[-1]["data"]["text/html"]
+    assert table.count(">not measured<") == 3 and "agrees" not in table and "differs" not in table
 
 
 def test_speed_of_what_was_measured(tmp_path):

@@ -65,16 +65,20 @@ def test_the_wheel_works_elsewhere(tmp_path):
         "import sys; sys.path.insert(0, sys.argv[1]); import twell, twell.train as t; "
         "print(twell.__file__); print(sorted(f.name for f in t.CONFIGS.iterdir())); "
         "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]; import twell.kernels.ops; "
-        "import twell.choose as c; c.default(2048, 5632, True)"
+        "import twell.choose as c; c.default(2048, 5632, True); "
+        "import twell.evaluate as e, lm_eval.tasks as l; "
+        "print([l.TaskManager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in ('both', 'hub', 'local')])"
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(tmp_path / "site")], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    where, configs = done.stdout.splitlines()
+    where, configs, tasks = done.stdout.splitlines()
     assert where.startswith(str(tmp_path / "site"))
     assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
+    folders = [(ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")]
+    assert tasks == str([sorted(file.stem for file in files) for files in folders])
 
 
 def test_readme_names_real_commands_and_files():

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
+from tests.test_analysis import CHANCE, evaluation
 from twell import analysis, plots, results
 
 
@@ -476,6 +477,61 @@ def test_ffn_roofline_of_what_there_is(random):
         plots.ffn_roofline(pd.concat([table, table.assign(tokens=64)]))
     with pytest.raises(ValueError, match="shows one layer on one device; this table has 0"):
         plots.ffn_roofline(table[:0])
+
+
+def seven_of(*records):
+    return analysis.seven_tasks(analysis.evaluations(records))
+
+
+def test_table6_tasks():
+    table = seven_of(
+        evaluation("a", gain=0.1),
+        evaluation("b", l1=1e-3),
+        evaluation("c", gain=0.2, parameters=40_000_000),
+    )
+    figure = plots.table6_tasks(table, analysis.paper_tasks(results.paper()))
+    draw(figure)
+    assert [ax.get_title() for ax in figure.axes] == [title for title, _ in analysis.TASKS.values()]
+    for ax, task in zip(figure.axes, analysis.TASKS, strict=True):
+        heights = {round(float(y), 3) for line in ax.get_lines() for y in line.get_ydata()}
+        chance = 100 * CHANCE[task]
+        assert {round(chance + more, 3) for more in (0, 10, 20)} <= heights
+        (dashed,) = [line for line in ax.get_lines() if line.get_linestyle() == "--"]
+        assert list(dashed.get_ydata()) == pytest.approx([chance, chance])
+        # one dense model of two sizes, filled; the sparse one is near chance, hollow
+        dots = [line for line in ax.get_lines() if line.get_marker() == "o" and len(line.get_xdata())]
+        filled = {len(dot.get_xdata()) for dot in dots if dot.get_markerfacecolor() != "white"}
+        hollow = [dot for dot in dots if dot.get_markerfacecolor() == "white"]
+        assert filled == {2} and [len(dot.get_xdata()) for dot in hollow] == [1]
+        assert hollow[0].get_ydata()[0] == pytest.approx(chance)
+        bars = [part for container in ax.containers for part in container[2]]
+        assert sorted(len(part.get_segments()) for part in bars) == [1, 2]
+        low, high = bars[-1].get_segments()[0][:, 1]
+        assert high - low == pytest.approx(2.0)
+    squares = [line for line in figure.axes[-1].get_lines() if line.get_marker() == "s"]
+    assert [list(line.get_ydata()) for line in squares] == [
+        pytest.approx([40.4, 44.6, 46.4, 49.1]),
+        pytest.approx([40.4, 44.7, 46.2, 48.8]),
+    ]
+    expected = ["ours, L1 = 0", "ours, L1 = 0.001", "paper, L1 = 0", "paper, L1 = 2e-05", "not above chance", "chance"]
+    assert legend(figure) == expected
+
+
+def test_fig03_accuracy():
+    records = [evaluation("a", gain=0.1), evaluation("b", l1=1e-2, gain=0.08), evaluation("c", l1=1e-3)]
+    records += [evaluation("d", l1=1e-3, parameters=40_000_000), evaluation("e", parameters=40_000_000)]
+    figure = plots.fig03_accuracy(analysis.several_levels(seven_of(*records)), analysis.paper_levels(results.paper()))
+    draw(figure)
+    small, large, printed = figure.axes
+    assert [ax.get_title() for ax in figure.axes] == ["2 M parameters", "40 M parameters", "the paper, 1.5 B"]
+    assert [tick.get_text() for tick in small.get_xticklabels()] == ["0", "0.001", "0.01"]
+    for ax, heights in ((small, [41.43, 31.43, 39.43]), (large, [31.43, 31.43]), (printed, [46.36, 46.2, 44.83])):
+        assert list(ax.collections[0].get_offsets()[:, 1]) == pytest.approx(heights)
+        (dashed,) = [line for line in ax.get_lines() if line.get_linestyle() == "--"]
+        assert list(dashed.get_ydata()) == pytest.approx([31.43, 31.43])
+        bars = [part.get_segments() for container in ax.containers for part in container[2]]
+        assert [len(segments) for segments in bars] == ([] if ax is printed else [len(heights)])
+    assert texts(printed) == ["chance 31.4"] and texts(small) == []
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -89,3 +89,27 @@ def test_rows_are_kept_with_their_provenance(tmp_path):
     with pytest.raises(ValueError, match="provenance without commit"):
         results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin | {"commit": None})
     assert not (tmp_path / "b.csv").exists()
+
+
+def test_evaluations_are_kept_with_their_provenance(tmp_path):
+    record = PROVENANCE | {"model": {"name": "é"}, "backend": "dense", "tasks": {"a": {}}, "lm_eval": {"results": {}}}
+    results.write_evaluation(tmp_path / "eval" / "b.json", record)
+    results.write_evaluation(tmp_path / "eval" / "a.json", record | {"backend": "triton"})
+    assert [found["backend"] for found in results.load_evaluations(tmp_path / "eval")] == ["triton", "dense"]
+    assert results.load_evaluations(tmp_path / "eval")[1] == record
+    assert results.load_evaluations(tmp_path / "nothing") == []
+    with pytest.raises(ValueError, match="provenance without device"):
+        results.write_evaluation(tmp_path / "c.json", record | {"device": ""})
+    assert not (tmp_path / "c.json").exists()
+    for damaged in ("{", "[1]", '"text"', '{"model": {"name": "a"}, "backend": "dense"}'):
+        (tmp_path / "eval" / "c.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"c\.json is not an evaluation"):
+            results.load_evaluations(tmp_path / "eval")
+
+
+def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    assert results.model_name(tmp_path / "mine") == results.model_name(tmp_path / "mine" / "model") == "mine"
+    assert results.model_name("SakanaAI/SparseLM1.5B") == "SparseLM1.5B"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert results.model_name(".") == results.model_name("model/") == "mine"

@@ -28,11 +28,22 @@ _HOME = {
     "silence": "model",
     "SparseTraining": "sparse_training",
     "TrainConfig": "train",
-    "train": "train",
     "Trace": "trace",
     "Aggregate": "trace",
 }
-_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure"}
+_MODULES = {
+    "format",
+    "reference",
+    "ffn",
+    "model",
+    "corpus",
+    "results",
+    "analysis",
+    "plots",
+    "measure",
+    "evaluate",
+    "train",
+}
 __all__ = sorted(_HOME)
 
 

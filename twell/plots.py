@@ -683,6 +683,84 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
     return figure
 
 
+# --- downstream tasks (Table 6, Fig. 3) ------------------------------------------------------------
+
+
+def _dodged(parameters: pd.Series, place: int, places: int) -> pd.Series:
+    """Sizes on a log axis, each level a little beside the others."""
+    return parameters * 10 ** (0.07 * (place - (places - 1) / 2))
+
+
+def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Draw accuracy against model size for each of the seven tasks and their mean, by L1 level, ours and the paper's.
+
+    table: `analysis.seven_tasks`; paper: `analysis.paper_tasks`. Bars are one standard error, dashed lines chance, and open
+    circles accuracies that are not more than two standard errors above it. The paper's levels are of another model and do not compare
+    with ours.
+    """
+    figure, axes = _figure(PAGE, 4.0, 2, 4, sharex=True)
+    ours, theirs = (sorted(rows["l1_coefficient"].unique()) for rows in (table, paper))
+    colours = _level_colours([*ours, *theirs])
+    for ax, (task, (title, _)) in zip(axes.flat, analysis.TASKS.items(), strict=True):
+        rows, printed = (found[found["task"] == task] for found in (table, paper))
+        for place, level in enumerate(theirs):
+            line = printed[printed["l1_coefficient"] == level].sort_values("parameters")
+            x = _dodged(line["parameters"], place, len(theirs))
+            ax.plot(x, 100 * line["accuracy"], "s-", color=colours[level], markersize=3, linewidth=0.6)
+        for place, level in enumerate(ours):
+            line = rows[rows["l1_coefficient"] == level].sort_values("parameters")
+            x = _dodged(line["parameters"], place, len(ours))
+            ax.errorbar(x, 100 * line["accuracy"], 100 * line["stderr"], fmt="-", color=colours[level], linewidth=0.6)
+            above = line["verdict"] == "above chance"
+            for chosen, fill in ((~above, "white"), (above, colours[level])):
+                ax.plot(x[chosen], 100 * line["accuracy"][chosen], "o", color=colours[level], mfc=fill, markersize=4)
+        ax.axhline(100 * rows["chance"].iloc[0], color="0.4", linestyle="--", linewidth=0.8, zorder=1)
+        ax.set(xscale="log", title=title)
+        ax.margins(0.08, 0.12)
+        ax.xaxis.set_minor_locator(NullLocator())
+    for ax in axes[1]:
+        ax.set_xlabel("parameters")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("accuracy (%)")
+    dot = {"marker": "o", "linestyle": "", "markersize": 4}
+    handles = {f"ours, L1 = {level:g}": Line2D([], [], color=colours[level], **dot) for level in ours}
+    handles |= {
+        f"paper, L1 = {level:g}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"})) for level in theirs
+    }
+    handles["not above chance"] = Line2D([], [], color="0.4", mfc="white", **dot)
+    handles["chance"] = Line2D([], [], color="0.4", linestyle="--", linewidth=0.8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, columnspacing=1.2)
+    return figure
+
+
+def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Draw the mean accuracy of the seven tasks at each L1 level, a panel a model size, ours and the paper's.
+
+    table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error, the dashed line is chance.
+    """
+    sizes = [rows for _, rows in table[table["task"] == analysis.MEAN].groupby(analysis.SIZE, dropna=False)]
+    figure, (row,) = _figure(min(PAGE, 1.9 * (len(sizes) + 1)), 2.3, 1, len(sizes) + 1, sharey=True)
+    chance = 100 * sizes[0]["chance"].iloc[0]
+    for ax, rows, marker in zip(row, [*sizes, paper], [*"o" * len(sizes), "s"], strict=True):
+        rows = rows.sort_values("l1_coefficient").drop_duplicates("l1_coefficient")
+        x, y = range(len(rows)), 100 * rows["accuracy"]
+        colours = list(_level_colours(rows["l1_coefficient"]).values())
+        ax.plot(x, y, color="0.7", linewidth=1, zorder=1)
+        ax.scatter(x, y, 22, colours[-len(rows) :], marker=marker, zorder=3)
+        name = f"{rows['parameters'].iloc[0] / 1e6:,.3g} M parameters"
+        if "stderr" in rows:
+            ax.errorbar(x, y, 100 * rows["stderr"], fmt="none", ecolor="0.4", elinewidth=1, zorder=2)
+        ax.axhline(chance, color="0.4", linestyle="--", linewidth=0.8, zorder=1)
+        ax.set_xticks(x, [f"{level:g}" for level in rows["l1_coefficient"]])
+        ax.set(xlabel="L1 coefficient", title=name)
+        ax.margins(0.15, 0.12)
+    note = {"textcoords": "offset points", "fontsize": 7, "color": "0.3", "ha": "center"}
+    row[-1].annotate(f"chance {chance:.1f}", (0.5, chance), (0, 3), xycoords=("axes fraction", "data"), **note)
+    row[-1].set_title(f"the paper, {paper['parameters'].iloc[0] / 1e9:g} B")
+    row[0].set_ylabel("mean accuracy (%)")
+    return figure
+
+
 # --- saving -------------------------------------------------------------------------------------
 
 

@@ -77,11 +77,11 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def device_name() -> str:
-    """Return the name of the GPU that torch sees, else of the processor with its core count."""
+def device_name(kind: str | None = None) -> str:
+    """Return the name of the GPU that torch sees, else (or for the kind "cpu") of the processor with its core count."""
     import torch
 
-    if torch.cuda.is_available():
+    if kind != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -246,3 +246,36 @@ def load_runs(folder: str | Path, pattern: str = "*") -> tuple[pd.DataFrame, pd.
         log.insert(0, "run", path.name)
         logs.append(log)
     return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------
+
+EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
+
+
+def model_name(path: str | Path) -> str:
+    """Return what a model is called in results: the name of its run or folder, or its name on the hub without owner."""
+    folder = Path(path)
+    folder = folder.resolve() if folder.is_dir() else folder
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def write_evaluation(path: str | Path, record: dict) -> None:
+    """Write what `evaluate.run` returned as JSON. Raises ValueError when the provenance is not whole."""
+    _check_provenance(record)
+    write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def load_evaluations(folder: str | Path) -> list[dict]:
+    """Read every evaluation in `folder`, by name; an empty list where there is none. Raises ValueError naming a file that is not one."""
+    found = []
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            missing = [field for field in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record.get(field)]
+        except (ValueError, AttributeError):
+            raise ValueError(f"{path} is not an evaluation: `twell evaluate` writes such files") from None
+        if missing:
+            raise ValueError(f"{path} is not an evaluation: it has no {', '.join(missing)}")
+        found.append(record)
+    return found

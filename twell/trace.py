@@ -534,11 +534,9 @@ def trace_validation(run: str | Path) -> Trace:
     return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
 
 
-def load_with_tokenizer(
-    name_or_path: str | Path,
-) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
+def load_with_tokenizer(name_or_path: str | Path, **options) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
     """`twell.load`, for what needs words. Raises ValueError where there is no tokenizer."""
-    model, tokenizer = load(name_or_path)
+    model, tokenizer = load(name_or_path, **options)
     if tokenizer is None:
         raise ValueError(f"{name_or_path} has no tokenizer; put tokenizer.json beside the model")
     return model, tokenizer
