@@ -254,6 +254,40 @@ def calibration(gated=True, hidden_size=32, **changes):
     return Calibration(hidden_size=hidden_size, gated=gated, times=tuple(times), **about | changes)
 
 
+BACKENDS = ["dense", "reference", *(pytest.param(f"triton {path}", marks=triton_here) for path in ("union", "hybrid"))]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
+    name, _, path = backend.partition(" ")
+    ffn = make(gated, bias=True, dtype=torch.float16 if path else torch.float64, sizes=(32, 70)).to(DEVICE)
+    ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 70
+    muted = torch.rand(70) < 0.3
+    without = copy.deepcopy(ffn)
+    without.down_proj.weight.data[:, muted] = 0
+    ffn.muted = muted
+    x = torch.randn(9, 32, dtype=ffn.up_proj.weight.dtype, device=DEVICE)
+    found = []
+    for layer in (ffn, without):
+        y = layer(x)
+        (y.square().sum() / 100 + 0 * layer.l1.sum()).backward()
+        found.append([y, layer.l1, *(p.grad for p in layer.parameters())])
+    for (ours, expected), (parameter, _) in zip(
+        zip(*found, strict=True), [("y", None), ("l1", None), *ffn.named_parameters()], strict=True
+    ):
+        if parameter == "down_proj.weight":
+            assert not ours[:, muted].any() and expected[:, muted].any()
+            ours, expected = ours[:, ~muted], expected[:, ~muted]
+        assert torch.equal(ours, expected), parameter
+    with torch.no_grad():
+        for layer in (ffn, without):
+            layer.eval()
+        assert torch.equal(ffn(x), without(x))
+        ffn.muted = None
+        assert not torch.equal(ffn(x), without(x))
+
+
 def make_auto(gated=True, bias=False, dtype=torch.float16):
     """A layer with 3 of 70 neurons active for positive inputs and 67 for negative ones, and who was called for it."""
     ffn = make(gated, bias, dtype=dtype, sizes=(32, 70)).to(DEVICE).eval().requires_grad_(False)

@@ -32,6 +32,18 @@ BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
 ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
 DRAWN_WITH = ("matplotlib", "numpy", "pandas")  # only these: tracked figures must not change with the torch build
+# Colours of the inspector, light and dark: counts and surprise from the background to strong, signed values from blue
+# through the background to orange. Steps of lightness, so that they are read without seeing colour.
+PALETTES = {
+    "light": {
+        "sequential": ["#ffffff", "#e4f2df", "#b5e0c6", "#7bcac6", "#43a9c4", "#2a80b4", "#27549b", "#202a68"],
+        "diverging": ["#123e7c", "#2f74b8", "#83b4dd", "#d3e5f3", "#ffffff", "#fde3c4", "#f6ae62", "#d96d0f", "#8f3a05"],
+    },
+    "dark": {
+        "sequential": ["#15181d", "#2b2f56", "#34508b", "#2a788e", "#22a884", "#63cb5f", "#b8de3b", "#fde725"],
+        "diverging": ["#a9d3ff", "#5aa4f0", "#2c66ad", "#1e3a61", "#15181d", "#5b3314", "#a85a12", "#ee9434", "#ffd39b"],
+    },
+}
 MODULES = [Path(__file__).with_name(name) for name in ("analysis.py", "format.py", "plots.py")]
 
 
@@ -265,7 +277,7 @@ def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
 # --- tokens (Fig. 7) ----------------------------------------------------------------------------
 
 
-def _show(token: str) -> str:
+def visible(token: str) -> str:
     """A token as one can read it: white space and control characters made visible."""
     seen = {" ": "␣", "\n": "⏎", "\t": "⇥"}
     return "".join(seen.get(c, c if c.isprintable() else repr(c)[1:-1]) for c in token)
@@ -285,7 +297,7 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
     y = np.arange(len(both)) + 0.6 * (np.arange(len(both)) >= len(lowest))  # a gap between the two groups
     ax.barh(y, both["mean_active"], 0.75, color=[BLUE] * len(lowest) + [ORANGE] * len(highest))
     ax.invert_yaxis()
-    ax.set_yticks(y, [_show(token)[:16] for token in both["token"]])
+    ax.set_yticks(y, [visible(token)[:16] for token in both["token"]])
     for label in ax.get_yticklabels():
         label.set_parse_math(False)
     for at, value, count in zip(y, both["mean_active"], both["count"], strict=True):
@@ -327,7 +339,7 @@ def fig_passage(table: pd.DataFrame, columns: int = 96) -> Figure:
     active = table["active"].clip(lower=ACTIVE_FLOOR if positive.empty else positive.min())
     norm = LogNorm(active.min(), max(active.max(), 1.001 * active.min()))
     places, x, y = [], 0, 0
-    for token in table["token"].map(_show):
+    for token in table["token"].map(visible):
         if x and x + len(token) > columns:
             x, y = 0, y + 1
         places.append((x, y, token))
