@@ -19,8 +19,9 @@ LEVELS := 0 3e-4 1e-3 3e-3 1e-2 3e-2 1e-1
 TRACED := 0 3e-3 3e-2
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py) twell/configs/$(PROFILE).yaml
+INSPECTED := 3e-3
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup
+NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup 07_inspect
 RECORDED := 02_sparsity 05_speedup
 
 .PHONY: reproduce figures test lab clean
@@ -46,6 +47,7 @@ build/notebooks/recorded/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.
 
 build/notebooks/02_sparsity.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/03_layerwise.ipynb build/notebooks/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
+build/notebooks/07_inspect.ipynb: $(LIVE)/l1-$(INSPECTED)/aggregate.npz $(wildcard twell/inspector.* twell/widget.py)
 build/notebooks/05_speedup.ipynb: $(wildcard data/bench/*.csv)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
@@ -54,6 +56,9 @@ $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 
 $(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done twell/trace.py
 	$(TRAIN) -m twell trace $(@D) --valid --out $@
+
+$(LIVE)/l1-%/aggregate.npz: $(LIVE)/l1-%/done twell/trace.py
+	$(TRAIN) -m twell trace $(@D) --aggregate --valid --out $@
 
 # The text is tokenised once, before the runs share it.
 build/cache/ready: twell/corpus.py twell/configs/$(PROFILE).yaml

@@ -24,10 +24,12 @@ MAY_IMPORT = {
     "trace": {"ffn", "model", "corpus", "results", "train"},
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
+    "inspector": {"analysis", "model", "plots", "trace"},
+    "widget": {"inspector", "plots", "results", "trace"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "__main__": {"choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
+    "__main__": {"choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results", "inspector"},
 }
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.test_analysis import ceiling_rows, kernel_rows, speed_rows, step_rows, training_rows
 from twell import analysis, results
-from twell.trace import trace_validation
+from twell.trace import aggregate_run, trace_validation
 from twell.train import train
 
 FOLDER = results.root() / "notebooks"
@@ -22,6 +22,7 @@ FIGURES = {
     "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
+    "07_inspect": ["inspect_passage", "inspect_specific", "inspect_surprise", "inspect_silenced"],
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
 }
 
@@ -46,6 +47,7 @@ def live(tiny_config, tmp_path_factory):
         )
         trace_validation(run).save(run / "trace.npz")
     config = dataclasses.asdict(dataclasses.replace(tiny_config, l1_coefficient=0.5, num_layers=3))
+    aggregate_run(folder / "l1-0.001").save(folder / "aggregate.npz")
     results.write_run(folder / "unfinished", config, results.provenance() | {"complete": False})
     (folder / "unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
     write_bench(folder / "bench")
@@ -82,6 +84,8 @@ def test_notebook_runs(path, live, tmp_path):
     wanted = {"runs": str(live), "figures": str(figures), "tracked_figures": str(figures), "source": "recorded"}
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
+    wanted |= {"model": str(live / "l1-0.001"), "aggregate": str(live / "aggregate.npz")}
+    wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
     done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
@@ -96,7 +100,12 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    assert data == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 6}[path.stem]
+    assert (
+        data
+        == {"01_format": 0, "02_sparsity": 9, "03_layerwise": 3, "04_tokens": 9, "05_speedup": 6, "07_inspect": 8}[
+            path.stem
+        ]
+    )
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == len(FIGURES[path.stem])
@@ -110,6 +119,12 @@ def test_notebook_runs(path, live, tmp_path):
         assert "3 complete runs" in said and "incomplete: ['unfinished']" in said
     if path.stem == "04_tokens":
         assert "512 tokens at L1 = 0.001" in said
+    if path.stem == "07_inspect":
+        assert "512 tokens traced" in said and "sequences" not in said
+        page = (figures / "inspector.html").read_text(encoding="utf-8")
+        assert page.startswith("<!doctype html>") and "l1-0.001" in page
+        shown = [output["data"] for output in outputs if "Inspector(" in output.get("data", {}).get("text/plain", "")]
+        assert len(shown) == 1 and "application/vnd.jupyter.widget-view+json" in shown[0]
     if path.stem == "05_speedup":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         # Half way between 29 and 464 neurons in logarithms; energy a token; a layer of another width.

@@ -61,7 +61,8 @@ def test_the_wheel_works_elsewhere(tmp_path):
         "import sys; sys.path.insert(0, sys.argv[1]); import twell, twell.train as t; "
         "print(twell.__file__); print(sorted(f.name for f in t.CONFIGS.iterdir())); "
         "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]; import twell.kernels.ops; "
-        "import twell.choose as c; c.default(2048, 5632, True)"
+        "import twell.choose as c; c.default(2048, 5632, True); import twell.inspector as i; "
+        "[f.read_text(encoding='utf-8') for f in i.FILES.values()]"
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(

@@ -31,8 +31,9 @@ _HOME = {
     "train": "train",
     "Trace": "trace",
     "Aggregate": "trace",
+    "inspect": "widget",
 }
-_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure"}
+_MODULES = {"format", "reference", "ffn", "model", "corpus", "results", "analysis", "plots", "measure", "inspector"}
 __all__ = sorted(_HOME)
 
 

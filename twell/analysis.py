@@ -320,7 +320,9 @@ def specific(
         enough = (fires[neuron] >= min_fires) & (count[label] >= min_count)
         label, neuron, n = label[enough], neuron[enough], n[enough]
         phi = _phi(n, fires[neuron], count[label], len(kept))
-        best = np.lexsort((label, -phi, neuron))  # of each neuron the first: highest phi, of equal ones the lowest label
+        best = np.lexsort(
+            (label, -phi, neuron)
+        )  # of each neuron the first: highest phi, of equal ones the lowest label
         best = best[np.unique(neuron[best], return_index=True)[1]]
         label, neuron, n, phi = label[best], neuron[best], n[best], phi[best]
         columns = {"layer": layer, "neuron": neuron, to: labels[label], "fires": fires[neuron], "count": count[label]}
@@ -334,7 +336,9 @@ def specific(
     return table.sort_values(["phi", "layer", "neuron"], ascending=[False, True, True], ignore_index=True)
 
 
-def together(trace: twell.Trace, layer: int, other: int | None = None, min_fires: int = 8, top: int = 100) -> pd.DataFrame:
+def together(
+    trace: twell.Trace, layer: int, other: int | None = None, min_fires: int = 8, top: int = 100
+) -> pd.DataFrame:
     """Return the pairs of neurons of a layer (or of two layers) that fire together most, by falling correlation.
 
     Columns: layer, neuron, other_layer, other; fires and other_fires; both, tokens that activate both; expected, what
@@ -433,7 +437,9 @@ def _phi(both: np.ndarray, first: np.ndarray, second: np.ndarray, total: int) ->
         return (both * total - first * second) / np.sqrt(first * second * (total - first) * (total - second))
 
 
-def _correlation(n: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray, xy: np.ndarray) -> np.ndarray:
+def _correlation(
+    n: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray, xy: np.ndarray
+) -> np.ndarray:
     """Pearson's correlation from sums."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))

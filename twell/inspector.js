@@ -53,7 +53,7 @@ class Side {
     const low = array("gap_low"), high = array("gap_high");
     this.neuron = new Uint16Array(low.length);
     for (let row = 0; row < this.counts.length; row++) {
-      let neuron = -1;
+      let neuron = 0;
       for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++) {
         neuron += low[at] | (high[at] << 8);
         this.neuron[at] = neuron;
@@ -65,6 +65,21 @@ class Side {
 
   text(token) {
     return this.about.strings[this.token[token]];
+  }
+
+  // Of a token that is bytes only: the characters that it and its neighbours make together, if these are whole.
+  characters(token) {
+    if (!BYTES.test(this.text(token))) return "";
+    const bytesOf = (at) => this.text(at).match(/[0-9A-F]{2}(?=>)/g).map((hex) => parseInt(hex, 16));
+    const sequence = this.sequenceOf(token), first = this.starts[sequence], last = this.starts[sequence + 1];
+    let from = token, to = token + 1;
+    while (from > first && bytesOf(from)[0] >> 6 === 2 && BYTES.test(this.text(from - 1))) from--;
+    const bytes = [];
+    for (let at = from; at < to; at++) bytes.push(...bytesOf(at));
+    const next = () => to < last && BYTES.test(this.text(to)) && bytesOf(to)[0] >> 6 === 2;
+    while (next()) bytes.push(...bytesOf(to++));
+    const text = new TextDecoder().decode(new Uint8Array(bytes));
+    return text.includes("\ufffd") ? "" : text;
   }
 
   isSpecial(token) {
@@ -238,11 +253,13 @@ function svg(tag, attributes = {}, text = null) {
   return node;
 }
 
+const PLAIN = /^ ?[\p{L}\p{N}\p{P}\p{S}]+$/u; // text that shows itself
 const BYTES = /^(?:<0x[0-9A-F]{2}>)+$/;
 // What would not be seen, or would move other text: controls, format characters, separators, white space but the space itself.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}\uFEFF]|(?! )\p{Zs}/u;
 
-// The text of a token as nodes in which everything can be seen. `breaks`: a line of text ends at a newline.
+// The text of a token as nodes in which everything can be seen. `breaks`: a line of text ends at a newline; the first space is
+// left to the style of the token.
 function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [make("span", { class: "tw-bytes" }, text)];
   const nodes = [];
@@ -257,12 +274,13 @@ function pieces(text, breaks = false) {
   };
   const characters = [...text];
   characters.forEach((character, at) => {
-    if (character === " ") mark("tw-space", " ");
+    if (character === " " && breaks && at === 0) plain += " ";
+    else if (character === " ") mark("tw-space", " ");
     else if (character === "\n") {
       mark("tw-mark", "\u23ce");
       if (breaks && at < characters.length - 1) nodes.push(make("br"));
     } else if (character === "\t") mark("tw-mark", "\u21e5\u00a0\u00a0");
-    else if (character === "\u200d" || character === "\ufe0f") plain += character; // they join emoji and letters
+    else if (plain && /[\u200d\ufe0f]/.test(character)) plain += character; // they join emoji and letters
     else if (HIDDEN.test(character)) mark("tw-bytes", `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
     else plain += character;
   });
@@ -350,6 +368,7 @@ const KEYS = [
 ];
 const CHIPS = 3; // neurons of a layer that is not opened
 const OPENED = 12; // of one that is
+const OUT = 512; // the colour of a token that is left out
 const WAIT = 350; // ms without a key before typed text is run
 let views = 0;
 
@@ -383,8 +402,11 @@ class View {
     for (const node of [document.documentElement, document.body]) watch.observe(node, { attributes: true });
     const system = matchMedia("(prefers-color-scheme: dark)"), react = () => this.themed();
     system.addEventListener("change", react);
-    const size = new ResizeObserver(() => this.drawHeat());
-    size.observe(this.root);
+    // Widths come from here and are never asked for while drawing, which would lay out everything once more.
+    const size = (this.sizes = new ResizeObserver((entries) => {
+      for (const { target, contentRect } of entries) target.wide = contentRect.width;
+      this.drawHeat();
+    }));
     this.stops.push(() => watch.disconnect(), () => system.removeEventListener("change", react), () => size.disconnect());
     this.load();
   }
@@ -392,7 +414,7 @@ class View {
   close() {
     for (const stop of this.stops) stop();
     this.closed = true;
-    cancelAnimationFrame(this.frame);
+    cancelAnimationFrame(this.drawing);
     clearTimeout(this.typing);
     this.root.remove();
   }
@@ -401,7 +423,9 @@ class View {
     return this.model.get(name);
   }
 
+  // Without a neuron nothing can be coloured by one.
   put(changes) {
+    if (changes.neuron === null && this.get("colour") === "neuron") changes = { colour: "count", scale: "all", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
   }
@@ -433,15 +457,20 @@ class View {
     return { side, token: this.get("token"), layer: this.get("layer"), neuron: this.get("neuron") };
   }
 
+  // Whether neurons of one side are those of the other: two texts under one model.
+  shares(one, other) {
+    return one === other || this.header.same;
+  }
+
   // The neuron whose values colour a side's passage: the one under the pointer, else the chosen one.
   shownNeuron(side) {
-    if (this.peek?.neuron !== undefined) return this.peek.side === side ? this.peek : null;
+    if (this.peek?.neuron !== undefined) return this.shares(this.peek.side, side) ? { ...this.peek, side } : null;
     const { side: own, layer, neuron } = this.selected();
-    return own === side && layer !== null && neuron !== null ? { side, layer, neuron } : null;
+    return this.shares(own, side) && layer !== null && neuron !== null ? { side, layer, neuron } : null;
   }
 
   colouring(side) {
-    if (this.peek?.neuron !== undefined && this.peek.side === side) return "neuron";
+    if (this.peek?.neuron !== undefined && this.shares(this.peek.side, side)) return "neuron";
     const colour = this.get("colour");
     if (colour !== "neuron") return colour;
     return this.shownNeuron(side) ? "neuron" : "count";
@@ -461,8 +490,8 @@ class View {
   }
 
   schedule() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.update());
+    cancelAnimationFrame(this.drawing);
+    this.drawing = requestAnimationFrame(() => this.update());
   }
 
   choose(side, changes) {
@@ -482,7 +511,7 @@ class View {
 
   letGo() {
     const { token, layer, neuron } = this.selected();
-    if (neuron !== null) this.put({ neuron: null, ...(this.get("colour") === "neuron" ? { colour: "count" } : {}) });
+    if (neuron !== null) this.put({ neuron: null });
     else if (token !== null) this.put({ token: null });
     else if (layer !== null) this.put({ layer: null });
   }
@@ -492,7 +521,7 @@ class View {
     const { side: own, token, layer } = this.selected();
     const at = own === side || this.header.aligned ? token : null;
     const [first, last] = this.range(side);
-    const go = (to) => this.choose(side, { token: Math.max(0, Math.min(side.T - 1, to)), ...(own === side ? {} : { neuron: null }) });
+    const go = (to) => this.choose(side, { token: Math.max(0, Math.min(side.T - 1, to)), ...(this.shares(own, side) ? {} : { neuron: null }) });
     const climb = (by) => this.choose(side, { layer: layer === null ? (by > 0 ? first : last) : Math.max(first, Math.min(last, layer + by)), neuron: null });
     const moves = {
       ArrowRight: () => go(at === null ? 0 : at + 1),
@@ -516,22 +545,23 @@ class View {
 
   // --- building
 
+  // The frame stays when another text is shown, so that whoever types keeps the cursor.
   build() {
     this.theme();
     const two = this.sides.length === 2;
+    if (this.frame?.sides.length !== this.sides.length) this.buildFrame(two);
+    this.peek = null;
+    this.tip.hidden = true;
+    this.sizes.disconnect();
+    this.root.classList.toggle("tw-aligned", this.header.aligned);
+    this.root.classList.toggle("tw-nothing", !this.sides.some((side) => side.T));
     this.parts = this.sides.map((side) => this.buildSide(side));
-    this.cardsBox = make("div", { class: "tw-cards" });
-    const shared = this.get("runs") && this.get("texts").length === 1 && two;
-    this.root.classList.toggle("tw-two", two);
-    this.root.replaceChildren(
-      this.buildHead(),
-      this.buildBar(),
-      ...(shared ? [this.buildText(0)] : []),
-      make("div", { class: "tw-main" }, make("div", { class: "tw-sides" }, ...this.parts.map((part) => part.box)), this.cardsBox),
-      make("div", { class: "tw-keys" }, ...KEYS.map(([key, what]) => make("span", {}, make("kbd", {}, key), ` ${what}`))),
-      this.tip,
-      this.said,
-    );
+    this.frame.head.replaceChildren(...this.buildHead());
+    this.frame.bar.replaceChildren(this.buildBar());
+    this.frame.sides.forEach(({ facts, passage }, n) => {
+      facts.replaceChildren(...(two ? [this.facts(this.sides[n])] : []));
+      passage.replaceChildren(...this.parts[n].nodes);
+    });
     this.reveal = true;
     this.showTexts();
     this.showState();
@@ -539,23 +569,44 @@ class View {
     performance.mark("twell-painted");
   }
 
-  buildHead() {
-    const facts = (side) => {
-      const { about } = side;
-      const part = about.of > side.T ? `tokens ${integer(about.start)}\u2013${integer(about.start + side.T - 1)} of ${integer(about.of)}` : plural(side.T, "token");
-      const found = [part, `${plural(side.L, "layer")} of ${integer(side.N)} neurons`];
-      const kept = side.T && side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
-      if (side.T) found.push(`${number(kept)} active (${percent(kept / side.N)})`);
-      return found.join(" \u00b7 ");
-    };
-    const heads = this.sides.map((side) =>
-      make("div", { class: "tw-name" }, make("b", {}, side.about.name), make("span", { class: "tw-facts" }, facts(side))),
+  buildFrame(two) {
+    const typed = this.get("runs") ? this.get("texts").map((_, which) => this.buildText(which)) : [];
+    const own = typed.length === this.sides.length;
+    const box = (name) => make("div", { class: name });
+    this.cardsBox = box("tw-cards");
+    this.frame = { head: box("tw-head"), bar: box(""), sides: this.sides.map(() => ({ facts: box(""), passage: box("") })) };
+    const sides = this.frame.sides.map(({ facts, passage }, n) => make("section", { class: "tw-side" }, facts, own && typed[n], passage));
+    this.root.classList.toggle("tw-two", two);
+    this.root.replaceChildren(
+      this.frame.head,
+      this.frame.bar,
+      ...(own ? [] : typed),
+      make("div", { class: "tw-main" }, make("div", { class: "tw-sides" }, ...sides), this.cardsBox),
+      make("div", { class: "tw-keys" }, ...KEYS.map(([key, what]) => make("span", {}, make("kbd", {}, key), ` ${what}`))),
+      this.tip,
+      this.said,
     );
+  }
+
+  // Name and size of a side: above all, or above each of two.
+  facts(side) {
+    const { about } = side, found = [];
+    if (about.of > side.T) found.push(`tokens ${integer(about.start)}\u2013${integer(about.start + side.T - 1)} of ${integer(about.of)}`);
+    else found.push(plural(side.T, "token"));
+    found.push(`${plural(side.L, "layer")} of ${integer(side.N)} neurons`);
+    if (side.T) {
+      const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
+      found.push(`${number(mean)} active (${percent(mean / side.N)})`);
+    }
+    return make("div", { class: "tw-name" }, make("b", {}, about.name), make("span", { class: "tw-quiet" }, found.join(" \u00b7 ")));
+  }
+
+  buildHead() {
     const notes = this.sides.every((side) => side.about.precise) ? [] : ["Values are rounded to bf16, within 0.4%."];
     const most = Math.min(...this.sides.map((side) => side.about.strongest ?? Infinity));
     if (most < Infinity) notes.unshift(`Of each token and layer the ${most} strongest neurons are kept here; counts, shares and marks are of all.`);
-    this.limited = most < Infinity;
-    return make("div", { class: "tw-head" }, ...heads, notes.length > 0 && make("div", { class: this.limited ? "tw-note tw-strong" : "tw-note" }, notes.join(" ")));
+    const note = notes.length > 0 && make("div", { class: most < Infinity ? "tw-note tw-strong" : "tw-note" }, notes.join(" "));
+    return [this.sides.length === 1 && this.facts(this.sides[0]), note].filter(Boolean);
   }
 
   buildBar() {
@@ -611,7 +662,7 @@ class View {
     );
     const difference = make("input", { type: "checkbox", onchange: (event) => this.put({ difference: event.target.checked }) });
     this.controls = () => {
-      const colour = this.get("colour"), { neuron } = this.selected();
+      const { neuron } = this.selected(), colour = neuron === null && this.get("colour") === "neuron" ? "count" : this.get("colour");
       for (const button of colours) {
         const name = button.dataset.colour;
         button.setAttribute("aria-checked", String(name === colour));
@@ -647,7 +698,7 @@ class View {
   buildText(which) {
     const box = make("textarea", {
       class: "tw-type", rows: "2", spellcheck: "false", placeholder: "Type a text; it is run at once.", dir: "auto", "aria-label": "text to run",
-      data: { which: String(which) },
+      data: { focus: `text-${which}` },
       oninput: () => {
         clearTimeout(this.typing);
         this.typing = setTimeout(() => this.send(), WAIT);
@@ -658,20 +709,21 @@ class View {
 
   // One run at a time: what is typed meanwhile waits for its end.
   send() {
-    const boxes = [...this.root.querySelectorAll(".tw-type")].sort((a, b) => a.dataset.which - b.dataset.which);
-    const texts = boxes.map((box) => box.value);
-    if (String(texts) === String(this.get("texts"))) return;
+    const texts = [...this.root.querySelectorAll(".tw-type")].map((box) => box.value);
+    if (JSON.stringify(texts) === JSON.stringify(this.get("texts"))) return;
     this.waiting = this.get("busy");
     if (!this.waiting) this.put({ texts, busy: true });
   }
 
+  // What Python set; never over what is being typed.
   showTexts() {
-    for (const box of this.root.querySelectorAll(".tw-type")) {
-      const text = this.get("texts")[box.dataset.which] ?? "";
-      if (box.value !== text && !(box === document.activeElement && this.get("busy"))) {
-        if (box !== document.activeElement) box.value = text;
-      }
-    }
+    [...this.root.querySelectorAll(".tw-type")].forEach((box, n) => {
+      if (box !== this.active()) box.value = this.get("texts")[n] ?? "";
+    });
+  }
+
+  active() {
+    return this.root.getRootNode().activeElement;
   }
 
   showState() {
@@ -688,7 +740,7 @@ class View {
   }
 
   buildSide(side) {
-    const part = { spans: [], painted: new Int16Array(side.T).fill(-1) };
+    const part = { spans: [], painted: new Int16Array(side.T).fill(-1), left: 0 };
     const keys = (event) => this.pressed(event, side);
     part.text = make("div", { class: "tw-text", tabindex: "0", role: "listbox", "aria-label": `passage, ${side.about.name}`, onkeydown: keys });
     part.legend = make("div", { class: "tw-legend" });
@@ -703,11 +755,17 @@ class View {
       const { side: own, token: before } = this.selected();
       this.keepPlace = true;
       if (own === side && before === token) this.put({ token: null });
-      else this.choose(side, { token, ...(own === side ? {} : { neuron: null }) });
+      else this.choose(side, { token, ...(this.shares(own, side) ? {} : { neuron: null }) });
     });
     part.canvas = make("canvas", { class: "tw-canvas", tabindex: "0", role: "img", onkeydown: keys });
     part.space = make("div", { class: "tw-space-x" }, part.canvas);
-    part.scroll = make("div", { class: "tw-scroll", onscroll: () => this.drawHeat() }, part.space);
+    part.scroll = make("div", { class: "tw-scroll" }, part.space);
+    part.scroll.addEventListener("scroll", () => {
+      if (part.left === part.scroll.scrollLeft) return;
+      part.left = part.scroll.scrollLeft;
+      this.drawHeat();
+    });
+    this.sizes.observe(part.scroll);
     part.labels = make("div", { class: "tw-labels" });
     part.sums = make("div", { class: "tw-sums" });
     const place = (event) => this.heatPlace(side, part, event);
@@ -719,7 +777,7 @@ class View {
     part.canvas.addEventListener("click", (event) => {
       const { token, layer } = place(event);
       const { side: own } = this.selected();
-      this.choose(side, { token, ...(layer === undefined ? {} : { layer, neuron: null }), ...(own === side ? {} : { neuron: null }) });
+      this.choose(side, { token, ...(layer === undefined ? {} : { layer, neuron: null }), ...(this.shares(own, side) ? {} : { neuron: null }) });
       part.canvas.focus({ preventScroll: true });
     });
     const bigger = (by) => {
@@ -733,22 +791,15 @@ class View {
       make("button", { type: "button", "aria-label": "narrower columns", title: "narrower", onclick: () => bigger(-1) }, "\u2212"),
       make("button", { type: "button", "aria-label": "wider columns", title: "wider", onclick: () => bigger(1) }, "+"),
     );
-    const two = this.sides.length === 2;
-    const own = this.get("runs") && (!two || this.get("texts").length === 2);
-    part.box = make(
-      "section",
-      { class: "tw-side" },
-      two && make("h3", {}, side.about.name),
-      own && this.buildText(side.number),
-      ...(side.T
-        ? [
-            part.legend,
-            part.text,
-            make("div", { class: "tw-heat-head" }, part.heatLegend, zoom),
-            make("div", { class: "tw-heat" }, part.labels, part.scroll, part.sums),
-          ]
-        : [make("p", { class: "tw-empty" }, this.get("runs") ? "There is no text yet: type one above." : "The text is empty: there is no token to show.")]),
-    );
+    const empty = this.get("runs") ? "There is no text yet: type one above." : "The text is empty: there is no token to show.";
+    part.nodes = side.T
+      ? [
+          part.legend,
+          part.text,
+          make("div", { class: "tw-heat-head" }, part.heatLegend, zoom),
+          make("div", { class: "tw-heat" }, part.labels, part.scroll, part.sums),
+        ]
+      : [make("p", { class: "tw-empty" }, empty)];
     return part;
   }
 
@@ -770,7 +821,11 @@ class View {
       begin();
       for (let token = side.starts[sequence]; token < side.starts[sequence + 1]; token++) {
         const text = side.text(token);
-        const span = make("span", { class: side.isSpecial(token) ? "tw-t tw-special" : "tw-t", role: "option", id: `${this.prefix}${side.number}-${token}` }, ...pieces(text, true));
+        const span = document.createElement("span");
+        span.className = `tw-t${side.isSpecial(token) ? " tw-special" : ""}${text.startsWith(" ") ? " tw-lead" : ""}`;
+        span.setAttribute("role", "option");
+        span.id = `${this.prefix}${side.number}-${token}`;
+        span.append(...(PLAIN.test(text) && !BYTES.test(text) ? [text] : pieces(text, true)));
         span.number = token;
         part.spans.push(span);
         if (/^\s/.test(text)) line.append(make("wbr"));
@@ -863,6 +918,9 @@ class View {
   }
 
   showLegend(box, scale, own, extra = []) {
+    const state = [scale.label, scale.kind, scale.top, scale.ticks, own, this.root.className, ...extra.map((node) => node.textContent)].join();
+    if (box.state === state) return;
+    box.state = state;
     const bar = make("span", { class: "tw-gradient", style: { background: scale.ramp.gradient((t) => scale.index(scale.at(t))) } });
     const ticks = make("span", { class: "tw-ticks" });
     for (const [place, value] of own ? [[0, 0], [1, NaN]] : scale.ticks) {
@@ -892,14 +950,15 @@ class View {
       const { fill, ink } = scale.ramp;
       const offset = scale.kind === "signed" ? 256 : 0;
       for (let token = 0; token < side.T; token++) {
-        const value = values[token];
-        const index = Number.isNaN(value) ? 512 : scale.index(value);
-        if (part.painted[token] === index + offset) continue;
-        part.painted[token] = index + offset;
+        const value = values[token], before = part.painted[token];
+        const index = Number.isNaN(value) ? OUT : offset + scale.index(value);
+        if (before === index) continue;
+        part.painted[token] = index;
         const { style, classList } = part.spans[token];
-        style.backgroundColor = index === 512 ? "" : fill[index];
-        style.color = index === 512 ? "" : ink[index];
-        classList.toggle("tw-out", index === 512);
+        style.backgroundColor = fill[index - offset] ?? "";
+        style.color = ink[index - offset] ?? "";
+        if (index === OUT) classList.add("tw-out");
+        else if (before === OUT) classList.remove("tw-out");
       }
       this.showLegend(part.legend, scale, false);
       const pinned = this.pinned(side);
@@ -930,9 +989,9 @@ class View {
 
   // How the canvas maps tokens to columns: width of a token in CSS pixels, and the first one seen.
   heatGeometry(side, part) {
-    const wide = part.scroll.clientWidth, fit = wide / side.T;
-    const cell = this.zoom ? Math.max(fit, 2 ** this.zoom) : Math.min(fit, 22);
-    return { wide, cell, total: cell * side.T, left: part.scroll.scrollLeft };
+    const wide = part.scroll.wide ?? 0, fit = wide / side.T;
+    const cell = this.zoom ? Math.max(fit, 2 ** this.zoom) : Math.min(fit, 32);
+    return { wide, cell, total: cell * side.T, left: part.left };
   }
 
   heatPlace(side, part, event) {
@@ -955,9 +1014,13 @@ class View {
     const { wide, cell, total } = this.heatGeometry(side, part);
     if (!wide) return;
     const pinned = this.pinned(side);
-    if (this.reveal && pinned !== null && total > wide) part.scroll.scrollLeft = (pinned + 0.5) * cell - wide / 2;
-    const left = part.scroll.scrollLeft;
     part.space.style.width = `${total}px`;
+    if (total <= wide) part.left = 0;
+    else if (this.reveal && pinned !== null) {
+      part.left = Math.round(Math.max(0, Math.min(total - wide, (pinned + 0.5) * cell - wide / 2)));
+      part.scroll.scrollLeft = part.left;
+    }
+    const left = part.left;
     const ratio = devicePixelRatio || 1, width = Math.min(wide, total), tall = rows * height + 5 + strip;
     part.canvas.width = Math.round(width * ratio);
     part.canvas.height = Math.round(tall * ratio);
@@ -1044,9 +1107,13 @@ class View {
           onclick: choose && (() => this.choose(side, { layer: here ? null : first + n, neuron: null })),
         }, skipped(n) && !here ? "" : text(first + n));
       });
-    part.labels.replaceChildren(...rowsOf((n) => String(n), true), make("div", { class: "tw-row tw-strip", title: "the colours of the passage" }, "text"));
-    part.sums.replaceChildren(...rowsOf((n) => number(this.meanOf(side, n, skip))));
-    part.sums.firstChild.title = "mean of active neurons in each layer";
+    const state = [first, last, height, own === side ? layer : null, skip].join();
+    if (part.rows !== state) {
+      part.rows = state;
+      part.labels.replaceChildren(...rowsOf((n) => String(n), true), make("div", { class: "tw-row tw-strip", title: "the colours of the passage" }, "text"));
+      part.sums.replaceChildren(...rowsOf((n) => number(this.meanOf(side, n, skip))));
+      part.sums.title = "mean of active neurons in each layer";
+    }
 
     const overs = capacity < Infinity ? this.overflows(side, first, last, capacity, skip) : null;
     const extra = [];
@@ -1125,7 +1192,8 @@ class View {
     const { side, token, layer } = peek;
     const [first, last] = this.range(side);
     const lines = [make("div", { class: "tw-tip-token" }, this.pill(side, token), ` token ${integer(token)}`)];
-    const add = (name, value) => lines.push(make("div", {}, make("span", {}, name), make("b", {}, value)));
+    const add = (name, value) => lines.push(make("div", {}, make("span", {}, name), make("b", { dir: "auto" }, value)));
+    if (side.characters(token)) add("bytes of", make("span", {}, ...pieces(side.characters(token))));
     if (layer === undefined) add(first === last ? `active in layer ${first}` : "active, mean over layers", number(side.means(first, last)[token]));
     else {
       add(`active in layer ${layer}`, integer(side.count(layer, token)));
@@ -1172,13 +1240,11 @@ class View {
     const from = peeked ? peeked.side : side, which = peeked ? peeked.token : token;
     if (which !== null) {
       const both = this.header.aligned ? this.sides : [from];
-      for (const one of both) nodes.push(this.tokenCard(one, which, one === side ? layer : null, Boolean(peeked)));
+      for (const one of both) nodes.push(this.tokenCard(one, which, one === side || both.length > 1 ? layer : null, Boolean(peeked)));
     } else nodes.push(this.startCard(side));
     if (neuron !== null && layer !== null) nodes.push(this.neuronCard(side, layer, neuron, token));
-    const focus = this.cardsBox.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
-    const scrolled = [...this.cardsBox.children].map((card) => card.scrollTop);
+    const active = this.active(), focus = this.cardsBox.contains(active) ? active.dataset.focus : null;
     this.cardsBox.replaceChildren(...nodes);
-    nodes.forEach((card, n) => (card.scrollTop = scrolled[n] ?? 0));
     if (focus) this.cardsBox.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
     this.say(side, token, layer, neuron);
   }
@@ -1232,6 +1298,7 @@ class View {
       fact("surprise", Number.isNaN(surprise) ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", Number.isNaN(surprise) ? "first of its sequence" : percent(Math.exp(-surprise))),
       fact("active, mean", number(side.means(first, last)[token])),
+      side.characters(token) && fact("bytes of", make("span", { class: "tw-pill", dir: "auto" }, ...pieces(side.characters(token)))),
     );
     const shown = Array.from({ length: last - first + 1 }, (_, n) => first + n);
     const most = Math.max(1, ...shown.map((n) => side.count(n, token)));
@@ -1314,25 +1381,27 @@ class View {
     );
     let strongest = 0;
     for (const value of values) if (Math.abs(value) > Math.abs(strongest)) strongest = value;
-    const line = (where, text) => make("div", { class: "tw-line-fact" }, make("span", {}, where), make("b", {}, text));
-    const facts = [line("in this passage", fires ? `${percent(fires / side.T)} \u00b7 ${integer(fires)} of ${plural(side.T, "token")} \u00b7 strongest ${signed(strongest)}` : `silent in all ${plural(side.T, "token")}`)];
-    if (fires > tokens.length) facts.push(line("", `${integer(tokens.length)} of them are among those kept`));
+    const fact = (name, value) => make("div", { class: "tw-fact" }, make("span", {}, name), make("b", {}, value));
+    const facts = [fact("fires here", `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`)];
+    if (tokens.length) facts.push(fact("strongest here", signed(strongest)));
+    const note = fires > tokens.length && make("p", { class: "tw-quiet" }, `Shown are the ${integer(tokens.length)} of its firings that are kept.`);
     const box = make("section", { class: "tw-card tw-neuron", "aria-label": "neuron" }, head);
     const body = make("div", { class: "tw-neuron-body" });
     box.append(body);
     const fill = (card) => {
       const known = card && !card.error && !card.missing ? card : null;
-      const more = [];
+      const more = [], wide = [];
       if (known?.tokens !== undefined) {
         const { tokens: n, fires: f, mean, largest } = known;
-        more.push(line(`over ${integer(n)}`, f ? `${percent(f / n)} \u00b7 ${integer(f)} times \u00b7 mean ${signed(mean)} \u00b7 largest |h| ${number(largest)}` : "it never fires: a dead neuron"));
+        wide.push(fact(`of ${integer(n)} tokens`, f ? percent(f / n) : "never: it is dead"));
+        if (f) wide.push(fact("mean", signed(mean)), fact("largest |h|", number(largest)));
         if (f) more.push(this.histogram(known));
       } else if (fires && tokens.length) more.push(this.histogram(this.ownHistogram(values)));
       if (known?.promotes) more.push(this.words(known));
       if (card === undefined) more.push(make("p", { class: "tw-quiet" }, "asking the kernel \u2026"));
       else if (card?.error) more.push(make("p", { class: "tw-quiet" }, card.error));
       else if (card?.missing) more.push(make("p", { class: "tw-quiet" }, "Statistics beyond this passage are kept in this page for the neurons that carry most of it; this is none of them."));
-      body.replaceChildren(make("div", {}, ...facts, ...more), this.placesOf(side, layer, neuron, known, () => fill(card)));
+      body.replaceChildren(make("div", {}, make("div", { class: "tw-factbox" }, ...facts, ...wide), note, ...more), this.placesOf(side, layer, neuron, known, () => fill(card)));
     };
     fill(this.card(side, layer, neuron));
     return box;
@@ -1508,7 +1577,8 @@ class PageModel {
 }
 
 function openPage(el, text, view) {
-  const data = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const letters = atob(text), data = new Uint8Array(letters.length);
+  for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     if (name in view) view[name] = name === "colour" ? value : Number(value);
   }

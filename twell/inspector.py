@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from twell import analysis, plots, results, trace
+from twell import analysis, plots, trace
 from twell.model import SparseLlamaForCausalLM
 from twell.trace import COMPRESSIONS, TILE_N, Aggregate, Trace
 
@@ -31,7 +31,6 @@ MAX_TOKENS = 4096  # of a trace that are shown
 MAX_ENTRIES = 800_000  # active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280
 PRECISE_ENTRIES = 200_000  # up to which values keep 24 bits, more of them 16
 PAGE_BYTES = 2_950_000  # what an exported page may have
-MAX_CARDS = 8000  # that a page is tried with
 WORDS = 10  # that a neuron promotes, and suppresses
 AGGREGATE = "aggregate.npz"  # beside a model
 FILES = {suffix: Path(__file__).with_name(f"inspector.{suffix}") for suffix in ("js", "css")}
@@ -85,7 +84,7 @@ class Side:
 
     def run(self, text: str) -> Side:
         """The same with another text, at most MAX_TOKENS of it; an empty text has no tokens."""
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids if text else []
         shown = trace.cut(ids[:MAX_TOKENS], self.model)
         found = trace.trace_tokens(self.model, self.tokenizer, shown)
         return Side(self.name, found, self.aggregate, self.model, self.tokenizer, (0, len(ids)))
@@ -98,48 +97,58 @@ def sides(
     compare=None,
     aggregate: Aggregate | str | Path | None = None,
     compare_aggregate: Aggregate | str | Path | None = None,
+    model=None,
     start: int = 0,
 ) -> list[Side]:
     """Return the one or two sides of a view; see `twell.inspect` for the arguments and what is raised."""
     texts = list(text) if isinstance(text, tuple | list) else [text]
     if len(texts) > 2 or (len(texts) == 2 and compare is not None):
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
-    first = _side(what, texts[0], aggregate, start)
+    first = _side(what, texts[0], aggregate, model, start)
     if compare is not None:
-        return [first, _side(compare, texts[0], compare_aggregate, start)]
+        return [first, _side(compare, texts[0], compare_aggregate, None, start)]
     if compare_aggregate is not None:
         raise ValueError("compare_aggregate belongs to compare=, which is not given")
-    if len(texts) == 2 and first.model is None:
-        raise ValueError("texts need a model; a trace has its own")
-    return [first, *(first.run(text) for text in texts[1:])]
+    if len(texts) == 1:
+        return [first]
+    both = [first, first.run(texts[1] or "")]
+    for number, side in enumerate(both, 1):
+        side.name = f"{side.name}, text {number}"
+    return both
 
 
-def _side(what, text: str | None, aggregate: Aggregate | str | Path | None, start: int) -> Side:
-    """A side of a trace (or its file), or of a model: its folder, its name, or the pair that `twell.load` returns."""
-    if isinstance(what, Trace) or str(what).endswith(".npz"):
-        if text is not None:
-            raise ValueError("a trace has its own text; give a model to run another")
-        whole = what if isinstance(what, Trace) else Trace.load(what)
-        if not 0 <= start <= max(whole.num_tokens - 1, 0):
-            raise ValueError(f"start is {start}; the trace has tokens 0 to {whole.num_tokens - 1}")
-        name = whole.meta.get("run") or ("trace" if isinstance(what, Trace) else Path(what).stem)
-        shown = whole.part(start, min(start + MAX_TOKENS, whole.num_tokens))
-        return Side(name, shown, _aggregate(aggregate), of=(start, whole.num_tokens))
-    if start:
-        raise ValueError(f"start is {start}; it belongs to a trace, of which only a part is shown")
+def _side(what, text: str | None, aggregate: Aggregate | str | Path | None, model, start: int) -> Side:
+    """A side of a trace or its file, with the model it came from if given; or of a model (see `_load`) and a text."""
+    if not (isinstance(what, Trace) or str(what).endswith(".npz")):
+        if start or model is not None:
+            raise ValueError("start and model belong to a trace; this is a model, which runs a text")
+        side = _load(what, aggregate)
+        return side.run(text or "")
+    if text is not None:
+        raise ValueError("a trace has its own text; give a model to run another")
+    whole = what if isinstance(what, Trace) else Trace.load(what)
+    if not 0 <= start <= max(whole.num_tokens - 1, 0):
+        raise ValueError(f"start is {start}; the trace has tokens 0 to {whole.num_tokens - 1}")
+    name = whole.meta.get("run") or ("trace" if isinstance(what, Trace) else Path(what).stem)
+    shown = whole.part(start, min(start + MAX_TOKENS, whole.num_tokens))
+    of = (start, whole.num_tokens)
+    if model is None:
+        return Side(name, shown, _aggregate(aggregate), of=of)
+    loaded = _load(model, aggregate)
+    return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
+
+
+def _load(what, aggregate: Aggregate | str | Path | None) -> Side:
+    """A model by its folder or name, or the pair that `twell.load` returns, without a text yet."""
     if isinstance(what, tuple):
-        model, tokenizer = what
-        name = Path(model.config._name_or_path or "model").name
+        name, (model, tokenizer) = "model", what
+        if tokenizer is None:
+            raise ValueError("the model comes without a tokenizer, which a text needs")
     else:
-        folder = Path(what)
-        model, tokenizer = trace.load_with_tokenizer(what)
-        name = folder.name
-        if aggregate is None and (folder / AGGREGATE).is_file():
-            aggregate = folder / AGGREGATE
-    if tokenizer is None:
-        raise ValueError("the model comes without a tokenizer, which a text needs")
-    empty = trace.trace_tokens(model, tokenizer, [])
-    return Side(name, empty, _aggregate(aggregate), model, tokenizer).run(text or "")
+        name, (model, tokenizer) = Path(what).name, trace.load_with_tokenizer(what)
+        if aggregate is None and (Path(what) / AGGREGATE).is_file():
+            aggregate = Path(what) / AGGREGATE
+    return Side(name, trace.trace_tokens(model, tokenizer, []), _aggregate(aggregate), model, tokenizer)
 
 
 def _aggregate(given: Aggregate | str | Path | None) -> Aggregate | None:
@@ -176,6 +185,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict 
     header = {
         "sides": [_described(side, strongest) | {"precise": precise} for side in shown],
         "aligned": len(ids) == 2 and np.array_equal(*ids),
+        "same": len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model,
         "compressions": [0, *COMPRESSIONS],
         "tile": TILE_N,
         "palettes": plots.PALETTES,
@@ -215,11 +225,12 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
 def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.ndarray]:
     """The arrays of one side, rows (layer, token) in the order of the trace.
 
-    token: which of the header's strings and ids; starts: the first token of each sequence, and the end; logprob float32; counts of
-    active neurons, the largest count in a tile, and the sum of |h| (bf16), of each row; of the entries kept, byte by byte, which
-    compresses better: gap, the distance to the neuron before it in the row (the first: from -1), low byte and high byte, and
-    value, the leading bytes of its float32: two (bf16), or three where `precise`. fires [L * N], only where entries are missing: the tokens that activate each neuron. rate [L * N] (bf16), only
-    with an aggregate: the fraction of its tokens.
+    token: which of the header's strings and ids; starts: the first token of each sequence, and the end; position; logprob
+    float32; of each row: counts of active neurons, the largest count in a tile, and total, the sum of |h| (bf16); of the
+    entries kept, byte by byte, which compresses better: gap, the distance to the neuron before it in the row (the first: to 0),
+    low byte and high byte, and value, the leading bytes of its float32: two (bf16), or three where `precise`. fires [L * N],
+    only where entries are missing: the tokens that activate each neuron. rate [L * N] (bf16), only with an aggregate: the
+    fraction of its tokens that do.
     """
     shown = side.trace
     counts = np.diff(shown.indptr)
@@ -234,7 +245,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     in_tile = np.bincount(rows * num_tiles + indices // TILE_N, minlength=len(counts) * num_tiles)
     first = np.concatenate([[True], np.diff(rows[kept]) > 0]) if kept.any() else np.zeros(0, bool)
     gap = np.diff(indices[kept], prepend=0)
-    gap = np.where(first, indices[kept] + 1, gap).astype(np.uint16)
+    gap = np.where(first, indices[kept], gap).astype(np.uint16)
     value = leading(shown.values[kept], 24 if precise else 16) << (8 if precise else 16)
     _, token = np.unique(shown.token_ids, return_inverse=True)
     starts = np.flatnonzero(np.diff(shown.sequence, prepend=-1))
@@ -409,8 +420,12 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
         table = {"token": np.asarray(tokens, np.int64)[h.row], "layer": layer, "neuron": h.col, "value": h.data}
         table = pd.DataFrame(table | {"share": share})
         tables.append(table if view["neuron"] is None else table[table["neuron"] == view["neuron"]])
-    table = pd.concat(tables) if tables else pd.DataFrame(columns=["token", "layer", "neuron", "value", "share"], dtype=int)
-    table = table.sort_values(["token", "layer", "value"], key=lambda c: -c.abs() if c.name == "value" else c, kind="stable")
+    table = (
+        pd.concat(tables) if tables else pd.DataFrame(columns=["token", "layer", "neuron", "value", "share"], dtype=int)
+    )
+    table = table.sort_values(
+        ["token", "layer", "value"], key=lambda c: -c.abs() if c.name == "value" else c, kind="stable"
+    )
     at = table["token"].to_numpy()
     table.insert(0, "model", side.name)
     table.insert(2, "text", [passage.strings[n] for n in at])
@@ -420,6 +435,57 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
         rate = side.aggregate.neurons()[0] / max(side.aggregate.num_tokens, 1)
         table["rate"] = rate[table["layer"].to_numpy(), table["neuron"].to_numpy()]
     return table.reset_index(drop=True)
+
+
+def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
+    """Return what `plots.fig_inspector` draws of a view: at most so many tokens, the selected one among them.
+
+    Scales are those of the whole passage, as in the browser. Raises ValueError for a passage without tokens.
+    """
+    side = shown[view["side"]]
+    passage, skip = side.trace, view["skip_first"]
+    if not passage.num_tokens:
+        raise ValueError("the text is empty: there is no token to draw")
+    first, last = view["layers"] or (0, passage.num_layers - 1)
+    counts = passage.counts()[first : last + 1].astype(np.float64)
+    left_out = skip & (passage.position == 0)
+    counts[:, left_out] = np.nan
+    layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
+    if view["colour"] == "neuron" and layer is not None and neuron is not None:
+        of = {"neuron": passage.layer(layer)[:, [neuron]], "layer": passage.layer(layer)}.get(view["scale"])
+        largest = np.abs(passage.values if of is None else of.data).max(initial=0)
+        values = passage.layer(layer)[:, [neuron]].toarray()[:, 0].astype(np.float64)
+        top = limit or float(largest) or 1.0
+        label, ends = f"h of layer {layer}, neuron {neuron}", (-top, top)
+    elif view["colour"] == "surprise":
+        values = -passage.logprob.astype(np.float64)
+        label, ends = "surprise, $-$log p in nats", (0.0, limit or float(np.nanmax(values, initial=1)))
+    else:
+        values = counts.mean(axis=0)
+        known = values[values > 0]  # NaN is not
+        low, top = float(known.min(initial=1e9)), limit or float(known.max(initial=1))
+        which = f"layer {first}" if first == last else f"mean over layers {first} to {last}"
+        label, ends = f"active neurons per token, {which}", (min(low, top / 2), top)
+        values = np.where(values == 0, ends[0], values)
+    values[left_out] = np.nan
+    start = 0 if view["token"] is None else max(0, min(view["token"] - tokens // 2, passage.num_tokens - tokens))
+    cut = slice(start, start + tokens)
+    tile, compression = (
+        np.zeros((*counts.shape, -(-passage.intermediate_size // TILE_N)), np.int64),
+        view["compression"],
+    )
+    for row in range(first, last + 1):
+        h = passage.layer(row).tocoo()
+        np.add.at(tile[row - first], (h.row, h.col // TILE_N), 1)
+    over = (tile > TILE_N // compression - 1).any(axis=-1) & ~left_out if compression else np.zeros(counts.shape, bool)
+    names = {"index": range(first, last + 1), "columns": range(passage.num_tokens)}
+    return {
+        "passage": pd.DataFrame({"token": passage.strings, "value": values})[cut],
+        "counts": pd.DataFrame(counts, **names).iloc[:, cut],
+        "over": pd.DataFrame(over, **names).iloc[:, cut],
+        "label": label,
+        "ends": ends,
+    }
 
 
 # --- a page ---------------------------------------------------------------------------------------------
@@ -475,20 +541,21 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
         if max_entries < 1000:
             raise ValueError(f"{sum(s.trace.num_tokens for s in shown)} tokens do not fit into {PAGE_BYTES} bytes")
         data = pack(shown, max_entries=max_entries, chosen={})
-    known = _cards_by_weight(shown)
-    number = len(known)
-    while number:
-        with_cards = pack(shown, max_entries=max_entries, chosen=dict(known[:number]))
-        if room(with_cards) >= 0:
-            return written(with_cards)
-        # As many as would fit if all cards took the same, and a little fewer.
-        share = room(data) / (room(data) - room(with_cards))
-        number = min(int(number * share * 0.98), number - 1)
+    order = _by_weight(shown)
+    sample = _cards(shown, order[:256])
+    if sample:
+        spent = room(data) - room(pack(shown, max_entries=max_entries, chosen=sample))
+        known = list(_cards(shown, order[: int(0.97 * room(data) * len(sample) / spent)]).items())
+        while known:
+            packed = pack(shown, max_entries=max_entries, chosen=dict(known))
+            if room(packed) >= 0:
+                return written(packed)
+            known = known[: len(known) * 9 // 10]
     return written(data)
 
 
-def _cards_by_weight(shown: Sequence[Side]) -> list[tuple[str, dict]]:
-    """Cards of the neurons that occur, by falling weight: the sum over tokens of their shares of |h|."""
+def _by_weight(shown: Sequence[Side]) -> list[tuple[int, int, int]]:
+    """(side, layer, neuron) of all that fire, by falling weight: the sum over tokens of their shares of |h|."""
     found = []
     for number, side in enumerate(shown):
         if side.aggregate is None and side.model is None:
@@ -498,9 +565,14 @@ def _cards_by_weight(shown: Sequence[Side]) -> list[tuple[str, dict]]:
             h = abs(passage.layer(layer))
             total = h.sum(axis=1)
             weight = h.T @ np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-            found += [(-weight[neuron], number, layer, int(neuron)) for neuron in np.unique(h.indices)]
-    found.sort()
-    found = found[:MAX_CARDS]
-    keys = [(number, layer, neuron) for _, number, layer, neuron in found]
-    by_side = {n: iter(cards(side, [key[1:] for key in keys if key[0] == n])) for n, side in enumerate(shown)}
-    return [(":".join(map(str, key)), next(by_side[key[0]])) for key in keys]
+            found += [(-weight[neuron], (number, layer, int(neuron))) for neuron in np.unique(h.indices)]
+    return [key for _, key in sorted(found)]
+
+
+def _cards(shown: Sequence[Side], neurons: Sequence[tuple[int, int, int]]) -> dict[str, dict]:
+    """Cards by "side:layer:neuron", in this order."""
+    found = {key: {} for key in neurons}
+    for number, side in enumerate(shown):
+        own = [key for key in neurons if key[0] == number]
+        found |= dict(zip(own, cards(side, [key[1:] for key in own]), strict=True))
+    return {":".join(map(str, key)): card for key, card in found.items()}

@@ -96,7 +96,10 @@ class Trace:
         counts = [np.diff(self.indptr)[row] for row in rows]
         inside = [slice(self.indptr[row.start], self.indptr[row.stop]) for row in rows]
         return Trace(
-            **{name: getattr(self, name)[start:stop] for name in ("token_ids", "strings", "logprob", "sequence", "position")},
+            **{
+                name: getattr(self, name)[start:stop]
+                for name in ("token_ids", "strings", "logprob", "sequence", "position")
+            },
             indptr=np.concatenate([[0], *counts]).cumsum(),
             indices=_concatenate([self.indices[entries] for entries in inside], np.uint16),
             values=_concatenate([self.values[entries] for entries in inside], np.float32),
@@ -627,7 +630,11 @@ def silenced_loss(
             change[starts[:-1]] = np.nan  # not predicted
             with silence(model, layer, neuron):
                 after = _same_length([sequences[n] for n in where], batch)
-                after = [row.cpu().numpy() for ids in after for row in _logprob(model, torch.tensor(ids, device=model.device))]
+                after = [
+                    row.cpu().numpy()
+                    for ids in after
+                    for row in _logprob(model, torch.tensor(ids, device=model.device))
+                ]
             for n, logprob in zip(where, after, strict=True):
                 change[starts[n] : starts[n + 1]] = before[n] - logprob
             by_sequence = np.add.reduceat(np.nan_to_num(change), starts[:-1])

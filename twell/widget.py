@@ -58,6 +58,9 @@ class Inspector(anywidget.AnyWidget):
         for name, value in view.items():
             setattr(self, name, value)
 
+    def __repr__(self) -> str:
+        return f"Inspector({'; '.join(f'{side.name}: {side.trace.num_tokens} tokens' for side in self.sides)})"
+
     @property
     def trace(self) -> Trace:
         """The passage of the selected side."""
@@ -101,7 +104,7 @@ class Inspector(anywidget.AnyWidget):
     def _below(proposal: dict, number: int, what: str) -> int | None:
         value, name = proposal["value"], proposal["trait"].name
         if value is not None and not 0 <= value < number:
-            has = f"{what} 0 to {number - 1}" if number else f"{what.split(' has ')[0]} has none"
+            has = f"{what} 0 to {number - 1}" if number else "the passage is empty"
             raise traitlets.TraitError(f"{name} {value} does not exist: {has}")
         return value
 
@@ -153,7 +156,7 @@ class Inspector(anywidget.AnyWidget):
 
     def figure(self) -> Figure:
         """Return the present view as a figure for a paper: the passage, and its layers by tokens."""
-        return plots.fig_inspector(*inspector.drawn(self.sides, self.view))
+        return plots.fig_inspector(**inspector.drawn(self.sides, self.view))
 
     def to_html(self, path: str | Path) -> Path:
         """Write one HTML file that shows this view without a server or a network, under 3 MB, and return its path."""
@@ -168,16 +171,17 @@ def inspect(
     compare: Trace | str | Path | tuple | None = None,
     aggregate: Aggregate | str | Path | None = None,
     compare_aggregate: Aggregate | str | Path | None = None,
+    model: str | Path | tuple | None = None,
     start: int = 0,
     **view,
 ) -> Inspector:
     """Return a widget that shows which neurons fire for which token.
 
-    what: a trace or its file, or a model, by its folder or name or as the pair that `twell.load` returns, which runs `text`
-    and whatever is typed into the widget. compare: the same once more, shown beside it, with the same text; two texts are
-    compared by a model and a pair of texts. aggregate, compare_aggregate: statistics over many tokens, or their file; by
-    default `aggregate.npz` in the model's folder, where there is one. start: the first token shown of a trace, of
-    which 4,096 are. view: traits of Inspector to begin with, such as token=5 or colour="surprise".
+    what: a model, by its folder or name or as the pair that `twell.load` returns, which runs `text` and whatever is typed into
+    the widget; or a trace, or its file, and `model`, if given, that it came from. compare: the same once more, shown beside
+    it, with the same text; two texts are compared by a model and a pair of texts. aggregate, compare_aggregate:
+    statistics over many tokens, or their file; by default `aggregate.npz` in the model's folder, where there is one. start:
+    the first token shown of a trace, of which 4,096 are. view: traits of Inspector, such as token=5 or colour="surprise".
     Raises ValueError for what does not fit together and FileNotFoundError for what is missing.
     """
     texts = list(text) if isinstance(text, tuple | list) else [text or ""]
@@ -185,7 +189,13 @@ def inspect(
     if unknown:
         raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(inspector.VIEW)}")
     shown = inspector.sides(
-        what, text, compare=compare, aggregate=aggregate, compare_aggregate=compare_aggregate, start=start
+        what,
+        text,
+        compare=compare,
+        aggregate=aggregate,
+        compare_aggregate=compare_aggregate,
+        model=model,
+        start=start,
     )
     if view.get("neuron") is not None:
         view = {"colour": "neuron", "scale": "neuron"} | view
