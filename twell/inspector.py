@@ -410,6 +410,7 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
     passage = side.trace
     first, last = view["layers"] or (0, passage.num_layers - 1)
     layers = range(first, last + 1) if view["layer"] is None else [view["layer"]]
+    layers = layers if passage.num_tokens else []
     tokens = range(passage.num_tokens) if view["token"] is None else [view["token"]]
     tables = []
     for layer in layers:

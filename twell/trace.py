@@ -120,7 +120,7 @@ class Trace:
 
     def counts(self) -> np.ndarray:
         """Active neurons of each token in each layer, int32 [L, T]."""
-        return np.diff(self.indptr).reshape(-1, self.num_tokens).astype(np.int32)
+        return np.diff(self.indptr).reshape(self.num_layers, self.num_tokens).astype(np.int32)
 
     def histogram(self) -> np.ndarray:
         """Tokens by their number of active neurons, int64 [L, N + 1]."""
