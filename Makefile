@@ -1,6 +1,7 @@
 # make reproduce   train the small sweep, run the notebooks, draw every figure   (PROFILE=quick)
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
+# make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv)
 # reproduce, test and lab set up .venv by themselves, once.
 
@@ -24,7 +25,7 @@ DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py
 NOTEBOOKS := 01_format 02_sparsity 03_layerwise 04_tokens 05_speedup 07_inspect
 RECORDED := 02_sparsity 05_speedup
 
-.PHONY: reproduce figures test lab clean
+.PHONY: reproduce figures test lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -71,6 +72,9 @@ test: $(VENV)/installed
 
 lab: $(VENV)/installed
 	$(RUN) -m jupyter lab notebooks
+
+screenshot: $(VENV)/installed $(LIVE)/l1-$(INSPECTED)/aggregate.npz
+	$(RUN) -m tests.browser $(LIVE)/l1-$(INSPECTED)
 
 clean:
 	rm -rf build figures/live $(LIVE)

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import secrets
+import sys
 
 import numpy as np
 import pandas as pd
@@ -186,9 +187,7 @@ def test_to_frame_has_the_entries_that_match(seed, token, layer, neuron, layers)
     assert order.index.tolist() == list(range(len(table)))
     for row in table.sample(min(len(table), 50)).itertuples():
         h = dense[row.layer, row.token]
-        assert row.value == h[row.neuron] and row.share == pytest.approx(
-            abs(h[row.neuron]) / np.abs(h).sum(), rel=1e-6
-        )
+        assert row.value == h[row.neuron] and row.share == pytest.approx(abs(h[row.neuron]) / np.abs(h).sum(), rel=1e-6)
         assert (row.text, row.position) == (found.strings[row.token], found.position[row.token])
         assert row.rate == pytest.approx(mask[row.layer, :, row.neuron].mean())
 
@@ -212,6 +211,13 @@ def test_traits_refuse_what_does_not_exist(seed):
     assert widget.view == VIEW | {"token": 5}
     with pytest.raises(ValueError, match="preset 'Nothing' is unknown; use one of Overview"):
         widget.preset("Nothing")
+
+
+def test_without_anywidget_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "twell.widget")
+    with pytest.raises(ImportError, match="twell.inspect needs the package anywidget: pip install"):
+        twell.inspect  # noqa: B018
 
 
 def test_presets_are_what_they_say(seed):

@@ -50,7 +50,8 @@ class Side {
     for (let row = 0; row < this.counts.length; row++) {
       this.pointer[row + 1] = this.pointer[row] + Math.min(this.counts[row], most);
     }
-    const low = array("gap_low"), high = array("gap_high");
+    const low = array("gap_low");
+    const high = array("gap_high");
     this.neuron = new Uint16Array(low.length);
     for (let row = 0; row < this.counts.length; row++) {
       let neuron = 0;
@@ -70,9 +71,15 @@ class Side {
   // Of a token that is bytes only: the characters that it and its neighbours make together, if these are whole.
   characters(token) {
     if (!BYTES.test(this.text(token))) return "";
-    const bytesOf = (at) => this.text(at).match(/[0-9A-F]{2}(?=>)/g).map((hex) => parseInt(hex, 16));
-    const sequence = this.sequenceOf(token), first = this.starts[sequence], last = this.starts[sequence + 1];
-    let from = token, to = token + 1;
+    const bytesOf = (at) =>
+      this.text(at)
+        .match(/[0-9A-F]{2}(?=>)/g)
+        .map((hex) => parseInt(hex, 16));
+    const sequence = this.sequenceOf(token);
+    const first = this.starts[sequence];
+    const last = this.starts[sequence + 1];
+    let from = token;
+    let to = token + 1;
     while (from > first && bytesOf(from)[0] >> 6 === 2 && BYTES.test(this.text(from - 1))) from--;
     const bytes = [];
     for (let at = from; at < to; at++) bytes.push(...bytesOf(at));
@@ -96,10 +103,15 @@ class Side {
 
   // Active neurons of a token and layer that were kept, strongest first.
   strongest(layer, token, most = Infinity) {
-    const row = layer * this.T + token, found = [];
+    const row = layer * this.T + token;
+    const found = [];
     for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++) {
       const value = this.value[at];
-      found.push({ neuron: this.neuron[at], value, share: this.total[row] > 0 ? Math.abs(value) / this.total[row] : 0 });
+      found.push({
+        neuron: this.neuron[at],
+        value,
+        share: this.total[row] > 0 ? Math.abs(value) / this.total[row] : 0,
+      });
     }
     found.sort((a, b) => Math.abs(b.value) - Math.abs(a.value) || a.neuron - b.neuron);
     return found.slice(0, most);
@@ -108,8 +120,11 @@ class Side {
   // Where a neuron fires: tokens ascending, with their values. Each layer is turned around when it is first asked for.
   column(layer, neuron) {
     if (!this.columns[layer]) {
-      const from = this.pointer[layer * this.T], to = this.pointer[(layer + 1) * this.T];
-      const start = new Uint32Array(this.N + 1), tokens = new Uint32Array(to - from), values = new Float32Array(to - from);
+      const from = this.pointer[layer * this.T];
+      const to = this.pointer[(layer + 1) * this.T];
+      const start = new Uint32Array(this.N + 1);
+      const tokens = new Uint32Array(to - from);
+      const values = new Float32Array(to - from);
       for (let at = from; at < to; at++) start[this.neuron[at] + 1]++;
       for (let n = 0; n < this.N; n++) start[n + 1] += start[n];
       const next = start.slice();
@@ -164,15 +179,18 @@ class Side {
     });
   }
 
-  largestCount(first, last, skipFirst) {
+  // The least count above 0 and the largest.
+  countRange(first, last, skipFirst) {
     return this.remember(`count ${first} ${last} ${skipFirst}`, () => {
+      let least = Infinity;
       let largest = 0;
-      for (let layer = first; layer <= last; layer++) {
-        for (let token = 0; token < this.T; token++) {
-          if (this.included(token, skipFirst)) largest = Math.max(largest, this.count(layer, token));
-        }
+      for (let row = first * this.T; row < (last + 1) * this.T; row++) {
+        const count = this.counts[row];
+        if (!count || !this.included(row % this.T, skipFirst)) continue;
+        if (count < least) least = count;
+        if (count > largest) largest = count;
       }
-      return largest;
+      return [least, largest];
     });
   }
 
@@ -191,7 +209,8 @@ class Side {
   }
 
   sequenceOf(token) {
-    let low = 0, high = this.starts.length - 1;
+    let low = 0;
+    let high = this.starts.length - 1;
     while (high - low > 1) {
       const middle = (low + high) >> 1;
       if (this.starts[middle] <= token) low = middle;
@@ -217,8 +236,9 @@ function number(value) {
 // The same number of digits everywhere in a column, with a sign that is as wide as a plus.
 function signed(value) {
   const size = Math.abs(value);
-  const text = size === 0 || Number.isNaN(size) ? number(size) : size >= 1000 || size < 0.001 ? number(size) : size.toPrecision(3);
-  return (value < 0 ? "\u2212" : "+") + text;
+  const text =
+    size === 0 || Number.isNaN(size) ? number(size) : size >= 1000 || size < 0.001 ? number(size) : size.toPrecision(3);
+  return size === 0 ? text : (value < 0 ? "\u2212" : "+") + text;
 }
 
 function percent(fraction) {
@@ -280,8 +300,10 @@ function pieces(text, breaks = false) {
       mark("tw-mark", "\u23ce");
       if (breaks && at < characters.length - 1) nodes.push(make("br"));
     } else if (character === "\t") mark("tw-mark", "\u21e5\u00a0\u00a0");
-    else if (plain && /[\u200d\ufe0f]/.test(character)) plain += character; // they join emoji and letters
-    else if (HIDDEN.test(character)) mark("tw-bytes", `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
+    else if (plain && /[\u200d\ufe0f]/.test(character))
+      plain += character; // they join emoji and letters
+    else if (HIDDEN.test(character))
+      mark("tw-bytes", `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
     else plain += character;
   });
   flush();
@@ -307,12 +329,15 @@ class Ramp {
   constructor(anchors, bare) {
     const stops = anchors.map(channels);
     this.rgb = Array.from({ length: 256 }, (_, n) => {
-      const place = (n / 255) * (stops.length - 1), left = Math.min(Math.floor(place), stops.length - 2);
+      const place = (n / 255) * (stops.length - 1);
+      const left = Math.min(Math.floor(place), stops.length - 2);
       return stops[left].map((from, c) => Math.round(from + (stops[left + 1][c] - from) * (place - left)));
     });
     this.bare = bare;
     this.fill = this.rgb.map(([r, g, b], n) => (n === bare ? "" : `rgb(${r},${g},${b})`));
-    this.ink = this.rgb.map(([r, g, b], n) => (n === bare ? "" : 0.299 * r + 0.587 * g + 0.114 * b < 140 ? "#fff" : "#16191d"));
+    this.ink = this.rgb.map(([r, g, b], n) =>
+      n === bare ? "" : 0.299 * r + 0.587 * g + 0.114 * b < 140 ? "#fff" : "#16191d",
+    );
   }
 
   gradient(of) {
@@ -326,21 +351,26 @@ class Ramp {
 const FAINT = 0.1;
 
 function makeScale(kind, largest, label, ramps, least = 1) {
-  const top = largest > 0 ? largest : 1, low = Math.min(least, top), span = Math.log(top / low);
+  const top = largest > 0 ? largest : 1;
+  const low = Math.min(least, top);
+  const span = Math.log(top / low);
   const rise = kind === "log" ? (v) => (span ? Math.log(v / low) / span : 1) : (v) => v / top;
   const share = (value) => FAINT + (1 - FAINT) * Math.min(Math.max(rise(Math.abs(value)), 0), 1);
   const scale = { kind, top, label, ramp: kind === "signed" ? ramps.diverging : ramps.sequential };
   if (kind === "signed") scale.index = (v) => (v === 0 ? 128 : Math.round(127.5 + 127.5 * Math.sign(v) * share(v)));
   else scale.index = (v) => (v === 0 ? 0 : Math.round(255 * share(v)));
-  const signs = [-top, 0, top].map((v, n) => [n / 2, v]), steps = kind === "log" ? ticksOfLog(low, top) : [0, top / 2, top];
+  const signs = [-top, 0, top].map((v, n) => [n / 2, v]);
+  const steps = kind === "log" ? ticksOfLog(low, top) : [0, top / 2, top];
   scale.ticks = kind === "signed" ? signs : steps.map((v) => [rise(v), v]);
-  scale.at = kind === "signed" ? (t) => (2 * t - 1) * top : kind === "log" ? (t) => low * Math.exp(t * span) : (t) => t * top;
+  scale.at =
+    kind === "signed" ? (t) => (2 * t - 1) * top : kind === "log" ? (t) => low * Math.exp(t * span) : (t) => t * top;
   return scale;
 }
 
 function ticksOfLog(low, top) {
   const ticks = [];
-  for (let power = 10 ** Math.floor(Math.log10(low)); power < top; power *= 10) ticks.push(...[1, 2, 5].map((step) => step * power));
+  for (let power = 10 ** Math.floor(Math.log10(low)); power < top; power *= 10)
+    ticks.push(...[1, 2, 5].map((step) => step * power));
   const room = Math.log(top / low) / 7; // ticks stand apart, and from the ends
   const kept = [low];
   for (const tick of ticks) if (Math.log(tick / kept.at(-1)) > room && Math.log(top / tick) > room) kept.push(tick);
@@ -350,15 +380,30 @@ function ticksOfLog(low, top) {
 // Light or dark, as whatever stands behind the element is: JupyterLab's theme, the page's, the system's.
 function isDark(element) {
   for (let node = element; node; node = node.parentElement) {
-    const found = getComputedStyle(node).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (found && (found.length < 4 || found[3] > 0.5)) return 0.299 * found[0] + 0.587 * found[1] + 0.114 * found[2] < 128;
+    const found = getComputedStyle(node)
+      .backgroundColor.match(/[\d.]+/g)
+      ?.map(Number);
+    if (found && (found.length < 4 || found[3] > 0.5))
+      return 0.299 * found[0] + 0.587 * found[1] + 0.114 * found[2] < 128;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
 // --- the view ---------------------------------------------------------------------------------------
 
-const TRAITS = ["side", "token", "layer", "neuron", "colour", "scale", "limit", "layers", "skip_first", "compression", "difference"];
+const TRAITS = [
+  "side",
+  "token",
+  "layer",
+  "neuron",
+  "colour",
+  "scale",
+  "limit",
+  "layers",
+  "skip_first",
+  "compression",
+  "difference",
+];
 const NAMES = { count: "active neurons", neuron: "one neuron", surprise: "surprise" };
 const KEYS = [
   ["\u2190 \u2192", "token"],
@@ -400,14 +445,19 @@ class View {
     listen("msg:custom", (message) => this.answered(message));
     const watch = new MutationObserver(() => this.themed());
     for (const node of [document.documentElement, document.body]) watch.observe(node, { attributes: true });
-    const system = matchMedia("(prefers-color-scheme: dark)"), react = () => this.themed();
+    const system = matchMedia("(prefers-color-scheme: dark)");
+    const react = () => this.themed();
     system.addEventListener("change", react);
     // Widths come from here and are never asked for while drawing, which would lay out everything once more.
     const size = (this.sizes = new ResizeObserver((entries) => {
       for (const { target, contentRect } of entries) target.wide = contentRect.width;
       this.drawHeat();
     }));
-    this.stops.push(() => watch.disconnect(), () => system.removeEventListener("change", react), () => size.disconnect());
+    this.stops.push(
+      () => watch.disconnect(),
+      () => system.removeEventListener("change", react),
+      () => size.disconnect(),
+    );
     this.load();
   }
 
@@ -425,7 +475,8 @@ class View {
 
   // Without a neuron nothing can be coloured by one.
   put(changes) {
-    if (changes.neuron === null && this.get("colour") === "neuron") changes = { colour: "count", scale: "all", ...changes };
+    if (changes.neuron === null && this.get("colour") === "neuron")
+      changes = { colour: "count", scale: "all", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
   }
@@ -521,8 +572,16 @@ class View {
     const { side: own, token, layer } = this.selected();
     const at = own === side || this.header.aligned ? token : null;
     const [first, last] = this.range(side);
-    const go = (to) => this.choose(side, { token: Math.max(0, Math.min(side.T - 1, to)), ...(this.shares(own, side) ? {} : { neuron: null }) });
-    const climb = (by) => this.choose(side, { layer: layer === null ? (by > 0 ? first : last) : Math.max(first, Math.min(last, layer + by)), neuron: null });
+    const go = (to) =>
+      this.choose(side, {
+        token: Math.max(0, Math.min(side.T - 1, to)),
+        ...(this.shares(own, side) ? {} : { neuron: null }),
+      });
+    const climb = (by) =>
+      this.choose(side, {
+        layer: layer === null ? (by > 0 ? first : last) : Math.max(first, Math.min(last, layer + by)),
+        neuron: null,
+      });
     const moves = {
       ArrowRight: () => go(at === null ? 0 : at + 1),
       ArrowLeft: () => go(at === null ? side.T - 1 : at - 1),
@@ -574,15 +633,25 @@ class View {
     const own = typed.length === this.sides.length;
     const box = (name) => make("div", { class: name });
     this.cardsBox = box("tw-cards");
-    this.frame = { head: box("tw-head"), bar: box(""), sides: this.sides.map(() => ({ facts: box(""), passage: box("") })) };
-    const sides = this.frame.sides.map(({ facts, passage }, n) => make("section", { class: "tw-side" }, facts, own && typed[n], passage));
+    this.frame = {
+      head: box("tw-head"),
+      bar: box(""),
+      sides: this.sides.map(() => ({ facts: box(""), passage: box("") })),
+    };
+    const sides = this.frame.sides.map(({ facts, passage }, n) =>
+      make("section", { class: "tw-side" }, facts, own && typed[n], passage),
+    );
     this.root.classList.toggle("tw-two", two);
     this.root.replaceChildren(
       this.frame.head,
       this.frame.bar,
       ...(own ? [] : typed),
       make("div", { class: "tw-main" }, make("div", { class: "tw-sides" }, ...sides), this.cardsBox),
-      make("div", { class: "tw-keys" }, ...KEYS.map(([key, what]) => make("span", {}, make("kbd", {}, key), ` ${what}`))),
+      make(
+        "div",
+        { class: "tw-keys" },
+        ...KEYS.map(([key, what]) => make("span", {}, make("kbd", {}, key), ` ${what}`)),
+      ),
       this.tip,
       this.said,
     );
@@ -590,22 +659,33 @@ class View {
 
   // Name and size of a side: above all, or above each of two.
   facts(side) {
-    const { about } = side, found = [];
-    if (about.of > side.T) found.push(`tokens ${integer(about.start)}\u2013${integer(about.start + side.T - 1)} of ${integer(about.of)}`);
+    const { about } = side;
+    const found = [];
+    if (about.of > side.T)
+      found.push(`tokens ${integer(about.start)}\u2013${integer(about.start + side.T - 1)} of ${integer(about.of)}`);
     else found.push(plural(side.T, "token"));
     found.push(`${plural(side.L, "layer")} of ${integer(side.N)} neurons`);
     if (side.T) {
       const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
       found.push(`${number(mean)} active (${percent(mean / side.N)})`);
     }
-    return make("div", { class: "tw-name" }, make("b", {}, about.name), make("span", { class: "tw-quiet" }, found.join(" \u00b7 ")));
+    return make(
+      "div",
+      { class: "tw-name" },
+      make("b", {}, about.name),
+      make("span", { class: "tw-quiet" }, found.join(" \u00b7 ")),
+    );
   }
 
   buildHead() {
     const notes = this.sides.every((side) => side.about.precise) ? [] : ["Values are rounded to bf16, within 0.4%."];
     const most = Math.min(...this.sides.map((side) => side.about.strongest ?? Infinity));
-    if (most < Infinity) notes.unshift(`Of each token and layer the ${most} strongest neurons are kept here; counts, shares and marks are of all.`);
-    const note = notes.length > 0 && make("div", { class: most < Infinity ? "tw-note tw-strong" : "tw-note" }, notes.join(" "));
+    if (most < Infinity)
+      notes.unshift(
+        `Of each token and layer the ${most} strongest neurons are kept here; counts, shares and marks are of all.`,
+      );
+    const note =
+      notes.length > 0 && make("div", { class: most < Infinity ? "tw-note tw-strong" : "tw-note" }, notes.join(" "));
     return [this.sides.length === 1 && this.facts(this.sides[0]), note].filter(Boolean);
   }
 
@@ -620,7 +700,17 @@ class View {
     };
     const group = (label, ...nodes) => make("label", { class: "tw-group" }, make("span", {}, label), ...nodes);
     const colours = Object.keys(NAMES).map((name) =>
-      make("button", { type: "button", role: "radio", class: "tw-option", onclick: () => this.put({ colour: name }), data: { colour: name } }, NAMES[name]),
+      make(
+        "button",
+        {
+          type: "button",
+          role: "radio",
+          class: "tw-option",
+          onclick: () => this.put({ colour: name }),
+          data: { colour: name },
+        },
+        NAMES[name],
+      ),
     );
     const layers = Array.from({ length: Math.max(...this.sides.map((side) => side.L)) }, (_, n) => n);
     const bound = (which, label) =>
@@ -637,15 +727,33 @@ class View {
         },
         ...layers.map((layer) => make("option", { value: String(layer) }, String(layer))),
       );
-    const from = bound(0, "first layer"), to = bound(1, "last layer");
-    const scale = choice("scale", ["all", "layer", "neuron"], "colour scale", ["the same for all", "each layer its own", "each neuron its own"]);
+    const from = bound(0, "first layer");
+    const to = bound(1, "last layer");
+    const scale = choice("scale", ["all", "layer", "neuron"], "colour scale", [
+      "the same for all",
+      "each layer its own",
+      "each neuron its own",
+    ]);
     const limit = make("input", {
-      type: "number", min: "0", step: "any", placeholder: "auto", class: "tw-number", "aria-label": "end of the colour scale",
+      type: "number",
+      min: "0",
+      step: "any",
+      placeholder: "auto",
+      class: "tw-number",
+      "aria-label": "end of the colour scale",
       onchange: (event) => this.put({ limit: Number(event.target.value) > 0 ? Number(event.target.value) : null }),
     });
-    const skip = make("input", { type: "checkbox", onchange: (event) => this.put({ skip_first: event.target.checked }) });
+    const skip = make("input", {
+      type: "checkbox",
+      onchange: (event) => this.put({ skip_first: event.target.checked }),
+    });
     const compressions = this.header.compressions;
-    const marks = choice("compression", compressions, "mark overflow of tiles at this compression", compressions.map((c) => (c ? `C = ${c}` : "off")));
+    const marks = choice(
+      "compression",
+      compressions,
+      "mark overflow of tiles at this compression",
+      compressions.map((c) => (c ? `C = ${c}` : "off")),
+    );
     const starts = this.sides[0].about.starts_with;
     const begin = make(
       "select",
@@ -660,9 +768,13 @@ class View {
       make("option", {}, "Go to \u2026"),
       ...starts.map(({ name, note }) => make("option", { title: note }, name)),
     );
-    const difference = make("input", { type: "checkbox", onchange: (event) => this.put({ difference: event.target.checked }) });
+    const difference = make("input", {
+      type: "checkbox",
+      onchange: (event) => this.put({ difference: event.target.checked }),
+    });
     this.controls = () => {
-      const { neuron } = this.selected(), colour = neuron === null && this.get("colour") === "neuron" ? "count" : this.get("colour");
+      const { neuron } = this.selected();
+      const colour = neuron === null && this.get("colour") === "neuron" ? "count" : this.get("colour");
       for (const button of colours) {
         const name = button.dataset.colour;
         button.setAttribute("aria-checked", String(name === colour));
@@ -684,20 +796,31 @@ class View {
     return make(
       "div",
       { class: "tw-bar", role: "toolbar", "aria-label": "what is shown" },
-      make("div", { class: "tw-group", role: "radiogroup", "aria-label": "colour" }, make("span", {}, "Colour"), make("span", { class: "tw-options" }, ...colours)),
+      make(
+        "div",
+        { class: "tw-group", role: "radiogroup", "aria-label": "colour" },
+        make("span", {}, "Colour"),
+        make("span", { class: "tw-options" }, ...colours),
+      ),
       group("Scale", scale.select),
       group("up to", limit),
       group("Layers", from, make("span", {}, "to"), to),
       group("Overflow", marks.select),
       make("label", { class: "tw-group" }, skip, make("span", {}, "without first tokens")),
-      this.header.aligned && make("label", { class: "tw-group" }, difference, make("span", {}, "right: difference to left")),
+      this.header.aligned &&
+        make("label", { class: "tw-group" }, difference, make("span", {}, "right: difference to left")),
       begin,
     );
   }
 
   buildText(which) {
     const box = make("textarea", {
-      class: "tw-type", rows: "2", spellcheck: "false", placeholder: "Type a text; it is run at once.", dir: "auto", "aria-label": "text to run",
+      class: "tw-type",
+      rows: "2",
+      spellcheck: "false",
+      placeholder: "Type a text; it is run at once.",
+      dir: "auto",
+      "aria-label": "text to run",
       data: { focus: `text-${which}` },
       oninput: () => {
         clearTimeout(this.typing);
@@ -727,7 +850,8 @@ class View {
   }
 
   showState() {
-    const busy = this.get("busy"), error = this.get("error");
+    const busy = this.get("busy");
+    const error = this.get("error");
     this.root.classList.toggle("tw-busy", busy);
     for (const state of this.root.querySelectorAll(".tw-state")) {
       state.textContent = busy ? "running \u2026" : error;
@@ -742,7 +866,13 @@ class View {
   buildSide(side) {
     const part = { spans: [], painted: new Int16Array(side.T).fill(-1), left: 0 };
     const keys = (event) => this.pressed(event, side);
-    part.text = make("div", { class: "tw-text", tabindex: "0", role: "listbox", "aria-label": `passage, ${side.about.name}`, onkeydown: keys });
+    part.text = make("div", {
+      class: "tw-text",
+      tabindex: "0",
+      role: "listbox",
+      "aria-label": `passage, ${side.about.name}`,
+      onkeydown: keys,
+    });
     part.legend = make("div", { class: "tw-legend" });
     part.heatLegend = make("div", { class: "tw-legend" });
     this.fillText(side, part);
@@ -777,7 +907,11 @@ class View {
     part.canvas.addEventListener("click", (event) => {
       const { token, layer } = place(event);
       const { side: own } = this.selected();
-      this.choose(side, { token, ...(layer === undefined ? {} : { layer, neuron: null }), ...(this.shares(own, side) ? {} : { neuron: null }) });
+      this.choose(side, {
+        token,
+        ...(layer === undefined ? {} : { layer, neuron: null }),
+        ...(this.shares(own, side) ? {} : { neuron: null }),
+      });
       part.canvas.focus({ preventScroll: true });
     });
     const bigger = (by) => {
@@ -788,10 +922,16 @@ class View {
     const zoom = make(
       "span",
       { class: "tw-zoom" },
-      make("button", { type: "button", "aria-label": "narrower columns", title: "narrower", onclick: () => bigger(-1) }, "\u2212"),
+      make(
+        "button",
+        { type: "button", "aria-label": "narrower columns", title: "narrower", onclick: () => bigger(-1) },
+        "\u2212",
+      ),
       make("button", { type: "button", "aria-label": "wider columns", title: "wider", onclick: () => bigger(1) }, "+"),
     );
-    const empty = this.get("runs") ? "There is no text yet: type one above." : "The text is empty: there is no token to show.";
+    const empty = this.get("runs")
+      ? "There is no text yet: type one above."
+      : "The text is empty: there is no token to show.";
     part.nodes = side.T
       ? [
           part.legend,
@@ -808,7 +948,8 @@ class View {
   fillText(side, part) {
     const fragment = document.createDocumentFragment();
     const whole = side.starts.length <= 2;
-    let line = null, said = "";
+    let line = null;
+    let said = "";
     const begin = () => {
       line = make("div", { class: "tw-line" });
       fragment.append(line);
@@ -817,7 +958,10 @@ class View {
     const end = () => line && line.setAttribute("dir", direction(said));
     for (let sequence = 0; sequence + 1 < side.starts.length; sequence++) {
       end();
-      if (!whole) fragment.append(make("div", { class: "tw-sequence", "aria-hidden": "true" }, `sequence ${integer(sequence + 1)}`));
+      if (!whole)
+        fragment.append(
+          make("div", { class: "tw-sequence", "aria-hidden": "true" }, `sequence ${integer(sequence + 1)}`),
+        );
       begin();
       for (let token = side.starts[sequence]; token < side.starts[sequence + 1]; token++) {
         const text = side.text(token);
@@ -859,30 +1003,47 @@ class View {
 
   // The colour scale of a passage and the value of each of its tokens (NaN: none).
   passageColours(side) {
-    const how = this.colouring(side), skip = this.get("skip_first"), scale = this.scaling(how);
+    const how = this.colouring(side);
+    const skip = this.get("skip_first");
+    const scale = this.scaling(how);
     const [first, last] = this.range(side);
     const values = new Float32Array(side.T);
-    const layers = first === last ? `layer ${first}` : first === 0 && last === side.L - 1 ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
-    const largest = (list, of) => Math.max(0, ...list.map((one) => one.remember(`${of.key} ${skip}`, () => {
-      let most = 0;
-      for (let token = 0; token < one.T; token++) {
-        const value = Math.abs(of.value(one, token));
-        if (one.included(token, skip) && value > most) most = value;
-      }
-      return most;
-    })));
+    const layers =
+      first === last
+        ? `layer ${first}`
+        : first === 0 && last === side.L - 1
+          ? "mean over layers"
+          : `mean over layers ${first}\u2013${last}`;
+    const largest = (list, of) =>
+      Math.max(
+        0,
+        ...list.map((one) =>
+          one.remember(`${of.key} ${skip}`, () => {
+            let most = 0;
+            for (let token = 0; token < one.T; token++) {
+              const value = Math.abs(of.value(one, token));
+              if (one.included(token, skip) && value > most) most = value;
+            }
+            return most;
+          }),
+        ),
+      );
     const fixed = scale === "all" && this.get("limit");
     const sharing = scale === "all" ? this.sides : [side];
     const [left, right] = this.sides;
     if (this.get("difference") && this.header.aligned && side === right && how !== "neuron") {
-      const of = how === "surprise"
-        ? (token) => right.surprise(token) - left.surprise(token)
-        : (token) => right.means(...this.range(right))[token] - left.means(...this.range(left))[token];
+      const of =
+        how === "surprise"
+          ? (token) => right.surprise(token) - left.surprise(token)
+          : (token) => right.means(...this.range(right))[token] - left.means(...this.range(left))[token];
       for (let token = 0; token < side.T; token++) values[token] = side.included(token, skip) ? of(token) : NaN;
       let most = 0;
       for (const value of values) if (Math.abs(value) > most) most = Math.abs(value);
       const what = how === "surprise" ? "surprise, nats" : `active neurons, ${layers}`;
-      return { values, scale: makeScale("signed", fixed || most, `difference to ${left.about.name}: ${what}`, this.ramps) };
+      return {
+        values,
+        scale: makeScale("signed", fixed || most, `difference to ${left.about.name}: ${what}`, this.ramps),
+      };
     }
     if (how === "neuron") {
       const { layer, neuron } = this.shownNeuron(side);
@@ -891,43 +1052,86 @@ class View {
       tokens.forEach((token, n) => (values[token] = side.included(token, skip) ? h[n] || 1e-30 : NaN));
       let own = 0;
       for (const value of values) if (Math.abs(value) > own) own = Math.abs(value);
-      const most = scale === "neuron" ? own : scale === "layer" ? side.largestValue(layer, layer, skip) : Math.max(...this.sides.map((one) => one.largestValue(0, one.L - 1, skip)));
+      const most =
+        scale === "neuron"
+          ? own
+          : scale === "layer"
+            ? side.largestValue(layer, layer, skip)
+            : Math.max(...this.sides.map((one) => one.largestValue(0, one.L - 1, skip)));
       return { values, scale: makeScale("signed", fixed || most, `h of layer ${layer}, neuron ${neuron}`, this.ramps) };
     }
     if (how === "surprise") {
-      for (let token = 0; token < side.T; token++) values[token] = side.included(token, skip) ? side.surprise(token) : NaN;
+      for (let token = 0; token < side.T; token++)
+        values[token] = side.included(token, skip) ? side.surprise(token) : NaN;
       const most = largest(this.sides, { key: "surprise", value: (one, token) => one.surprise(token) });
-      return { values, scale: makeScale("linear", this.get("limit") || most, "surprise, \u2212log p in nats", this.ramps) };
+      return {
+        values,
+        scale: makeScale("linear", this.get("limit") || most, "surprise, \u2212log p in nats", this.ramps),
+      };
     }
     const means = side.means(first, last);
     for (let token = 0; token < side.T; token++) values[token] = side.included(token, skip) ? means[token] : NaN;
-    const most = largest(sharing, { key: `mean ${this.range(side)}`, value: (one, token) => one.means(...this.range(one))[token] });
+    const most = largest(sharing, {
+      key: `mean ${this.range(side)}`,
+      value: (one, token) => one.means(...this.range(one))[token],
+    });
     const least = Math.min(...sharing.map((one) => one.leastMean(...this.range(one), skip)));
     return { values, scale: makeScale("log", fixed || most, `active neurons per token, ${layers}`, this.ramps, least) };
   }
 
   heatScales(side) {
-    const skip = this.get("skip_first"), [first, last] = this.range(side);
+    const skip = this.get("skip_first");
+    const [first, last] = this.range(side);
     const label = "active neurons per token";
+    const scale = ([least, largest], name) => makeScale("log", largest, name, this.ramps, least);
     if (this.get("scale") === "layer") {
-      return Array.from({ length: last - first + 1 }, (_, n) => makeScale("log", side.largestCount(first + n, first + n, skip), `${label}, each layer up to its own maximum`, this.ramps));
+      const own = (_, n) => scale(side.countRange(first + n, first + n, skip), `${label}, each layer on its own`);
+      return Array.from({ length: last - first + 1 }, own);
     }
+    const ranges = this.sides.filter((one) => one.T).map((one) => one.countRange(...this.range(one), skip));
+    const least = Math.min(...ranges.map((range) => range[0]));
+    const largest = Math.max(...ranges.map((range) => range[1]));
     const limit = this.get("colour") === "count" && this.get("limit");
-    const most = limit || Math.max(...this.sides.map((one) => one.largestCount(...this.range(one), skip)));
-    return Array(last - first + 1).fill(makeScale("log", most, label, this.ramps));
+    return Array(last - first + 1).fill(scale([least, limit || largest], label));
   }
 
   showLegend(box, scale, own, extra = []) {
-    const state = [scale.label, scale.kind, scale.top, scale.ticks, own, this.root.className, ...extra.map((node) => node.textContent)].join();
+    const state = [
+      scale.label,
+      scale.kind,
+      scale.top,
+      scale.ticks,
+      own,
+      this.root.className,
+      ...extra.map((node) => node.textContent),
+    ].join();
     if (box.state === state) return;
     box.state = state;
-    const bar = make("span", { class: "tw-gradient", style: { background: scale.ramp.gradient((t) => scale.index(scale.at(t))) } });
+    const bar = make("span", {
+      class: "tw-gradient",
+      style: { background: scale.ramp.gradient((t) => scale.index(scale.at(t))) },
+    });
     const ticks = make("span", { class: "tw-ticks" });
-    for (const [place, value] of own ? [[0, 0], [1, NaN]] : scale.ticks) {
-      const text = Number.isNaN(value) ? "max" : scale.kind === "signed" && value ? signed(value) : number(value);
+    for (const [place, value] of own
+      ? [
+          [0, NaN],
+          [1, NaN],
+        ]
+      : scale.ticks) {
+      const text = Number.isNaN(value)
+        ? place
+          ? "most"
+          : "least"
+        : scale.kind === "signed" && value
+          ? signed(value)
+          : number(value);
       ticks.append(make("span", { style: { left: `${100 * place}%` } }, text));
     }
-    box.replaceChildren(make("span", { class: "tw-label" }, scale.label), make("span", { class: "tw-scale" }, bar, ticks), ...extra);
+    box.replaceChildren(
+      make("span", { class: "tw-label" }, scale.label),
+      make("span", { class: "tw-scale" }, bar, ticks),
+      ...extra,
+    );
   }
 
   // --- drawing
@@ -950,7 +1154,8 @@ class View {
       const { fill, ink } = scale.ramp;
       const offset = scale.kind === "signed" ? 256 : 0;
       for (let token = 0; token < side.T; token++) {
-        const value = values[token], before = part.painted[token];
+        const value = values[token];
+        const before = part.painted[token];
         const index = Number.isNaN(value) ? OUT : offset + scale.index(value);
         if (before === index) continue;
         part.painted[token] = index;
@@ -977,7 +1182,9 @@ class View {
 
   // Scroll within the passage only: the notebook around it stays where it is.
   bring(part, span) {
-    const box = part.text.getBoundingClientRect(), at = span.getBoundingClientRect(), margin = 2 * at.height;
+    const box = part.text.getBoundingClientRect();
+    const at = span.getBoundingClientRect();
+    const margin = 2 * at.height;
     if (at.top < box.top + margin / 2 || at.bottom > box.bottom - margin / 2) {
       part.text.scrollTop += at.top - box.top - (box.height - at.height) / 2;
     }
@@ -989,7 +1196,8 @@ class View {
 
   // How the canvas maps tokens to columns: width of a token in CSS pixels, and the first one seen.
   heatGeometry(side, part) {
-    const wide = part.scroll.wide ?? 0, fit = wide / side.T;
+    const wide = part.scroll.wide ?? 0;
+    const fit = wide / side.T;
     const cell = this.zoom ? Math.max(fit, 2 ** this.zoom) : Math.min(fit, 32);
     return { wide, cell, total: cell * side.T, left: part.left };
   }
@@ -1005,12 +1213,17 @@ class View {
 
   drawHeat() {
     if (!this.header) return;
-    for (const side of this.sides) if (side.T && this.parts[side.number].canvas.isConnected) this.drawHeatOf(side, this.parts[side.number]);
+    for (const side of this.sides)
+      if (side.T && this.parts[side.number].canvas.isConnected) this.drawHeatOf(side, this.parts[side.number]);
   }
 
   drawHeatOf(side, part) {
-    const [first, last] = this.range(side), rows = last - first + 1, height = this.rowHeight(rows), strip = 8;
-    const scales = this.heatScales(side), skip = this.get("skip_first");
+    const [first, last] = this.range(side);
+    const rows = last - first + 1;
+    const height = this.rowHeight(rows);
+    const strip = 8;
+    const scales = this.heatScales(side);
+    const skip = this.get("skip_first");
     const { wide, cell, total } = this.heatGeometry(side, part);
     if (!wide) return;
     const pinned = this.pinned(side);
@@ -1021,7 +1234,9 @@ class View {
       part.scroll.scrollLeft = part.left;
     }
     const left = part.left;
-    const ratio = devicePixelRatio || 1, width = Math.min(wide, total), tall = rows * height + 5 + strip;
+    const ratio = devicePixelRatio || 1;
+    const width = Math.min(wide, total);
+    const tall = rows * height + 5 + strip;
     part.canvas.width = Math.round(width * ratio);
     part.canvas.height = Math.round(tall * ratio);
     Object.assign(part.canvas.style, { width: `${width}px`, height: `${tall}px` });
@@ -1031,19 +1246,24 @@ class View {
 
     // A column is one token, or the busiest of several where they are narrower than a pixel.
     const each = Math.max(1, Math.ceil(1 / (cell * ratio) - 1e-9));
-    const from = Math.floor(left / cell / each), to = Math.min(Math.ceil(side.T / each), Math.ceil((left + width) / cell / each) + 1);
+    const from = Math.floor(left / cell / each);
+    const to = Math.min(Math.ceil(side.T / each), Math.ceil((left + width) / cell / each) + 1);
     const columns = to - from;
-    const image = new ImageData(columns, rows + 1), pixels = new Uint32Array(image.data.buffer);
+    const image = new ImageData(columns, rows + 1);
+    const pixels = new Uint32Array(image.data.buffer);
     const style = getComputedStyle(this.root);
-    const out = style.getPropertyValue("--tw-out").trim(), bare = packed(channels(style.getPropertyValue("--tw-cell").trim()));
+    const out = style.getPropertyValue("--tw-out").trim();
+    const bare = packed(channels(style.getPropertyValue("--tw-cell").trim()));
     const outside = packed(channels(out));
     const capacity = this.get("compression") ? Math.floor(this.header.tile / this.get("compression")) - 1 : Infinity;
     const marks = [];
     for (let row = 0; row < rows; row++) {
-      const scale = scales[row], base = (first + row) * side.T;
+      const scale = scales[row];
+      const base = (first + row) * side.T;
       const table = this.table(scale, bare);
       for (let column = 0; column < columns; column++) {
-        let most = -1, over = false;
+        let most = -1;
+        let over = false;
         const stop = Math.min(side.T, (from + column + 1) * each);
         for (let token = (from + column) * each; token < stop; token++) {
           if (skip && side.position[token] === 0) continue;
@@ -1062,13 +1282,16 @@ class View {
         if (Number.isNaN(most) || Math.abs(values[token]) > Math.abs(most)) most = values[token];
       }
       const index = Number.isNaN(most) ? -1 : scale.index(most);
-      pixels[rows * columns + column] = index < 0 ? outside : index === scale.ramp.bare ? bare : packed(scale.ramp.rgb[index]);
+      pixels[rows * columns + column] =
+        index < 0 ? outside : index === scale.ramp.bare ? bare : packed(scale.ramp.rgb[index]);
     }
     const sheet = (part.sheet ??= document.createElement("canvas"));
     sheet.width = columns;
     sheet.height = rows + 1;
     sheet.getContext("2d").putImageData(image, 0, 0);
-    const x = from * each * cell - left, w = columns * each * cell, gap = height > 8 ? 1 : 0;
+    const x = from * each * cell - left;
+    const w = columns * each * cell;
+    const gap = height > 8 ? 1 : 0;
     for (let row = 0; row < rows; row++) context.drawImage(sheet, 0, row, columns, 1, x, row * height, w, height - gap);
     context.drawImage(sheet, 0, rows, columns, 1, x, rows * height + 5, w, strip);
     context.fillStyle = style.getPropertyValue("--tw-over").trim();
@@ -1082,10 +1305,12 @@ class View {
     context.strokeStyle = style.getPropertyValue("--tw-accent").trim();
     const box = (token, colour) => {
       context.strokeStyle = colour;
-      const at = (token + 0.5) * cell - left, half = Math.max(cell / 2, 1.5);
+      const at = (token + 0.5) * cell - left;
+      const half = Math.max(cell / 2, 1.5);
       context.strokeRect(at - half, 0.75, 2 * half, tall - 1.5);
     };
-    if (this.peek?.token !== undefined && (this.peek.side === side || this.header.aligned) && this.peek.token < side.T) box(this.peek.token, style.getPropertyValue("--tw-muted").trim());
+    if (this.peek?.token !== undefined && (this.peek.side === side || this.header.aligned) && this.peek.token < side.T)
+      box(this.peek.token, style.getPropertyValue("--tw-muted").trim());
     if (pinned !== null) {
       box(pinned, style.getPropertyValue("--tw-accent").trim());
       if (own === side && layer !== null && layer >= first && layer <= last) {
@@ -1101,16 +1326,26 @@ class View {
     const rowsOf = (text, choose) =>
       Array.from({ length: rows }, (_, n) => {
         const here = own === side && layer === first + n;
-        return make(choose ? "button" : "div", {
-          class: here ? "tw-row tw-here" : "tw-row", type: choose && "button", tabindex: choose && "-1",
-          style: { height: `${height}px` }, title: `layer ${first + n}`,
-          onclick: choose && (() => this.choose(side, { layer: here ? null : first + n, neuron: null })),
-        }, skipped(n) && !here ? "" : text(first + n));
+        return make(
+          choose ? "button" : "div",
+          {
+            class: here ? "tw-row tw-here" : "tw-row",
+            type: choose && "button",
+            tabindex: choose && "-1",
+            style: { height: `${height}px` },
+            title: `layer ${first + n}`,
+            onclick: choose && (() => this.choose(side, { layer: here ? null : first + n, neuron: null })),
+          },
+          skipped(n) && !here ? "" : text(first + n),
+        );
       });
     const state = [first, last, height, own === side ? layer : null, skip].join();
     if (part.rows !== state) {
       part.rows = state;
-      part.labels.replaceChildren(...rowsOf((n) => String(n), true), make("div", { class: "tw-row tw-strip", title: "the colours of the passage" }, "text"));
+      part.labels.replaceChildren(
+        ...rowsOf((n) => String(n), true),
+        make("div", { class: "tw-row tw-strip", title: "the colours of the passage" }, "text"),
+      );
       part.sums.replaceChildren(...rowsOf((n) => number(this.meanOf(side, n, skip))));
       part.sums.title = "mean of active neurons in each layer";
     }
@@ -1118,11 +1353,21 @@ class View {
     const overs = capacity < Infinity ? this.overflows(side, first, last, capacity, skip) : null;
     const extra = [];
     if (overs) {
-      extra.push(make("span", { class: "tw-overs" }, make("i"), `a tile of ${this.header.tile} with more than ${capacity}: ${overs.cells ? `${percent(overs.cells / overs.all)} of cells` : "none"}`));
+      extra.push(
+        make(
+          "span",
+          { class: "tw-overs" },
+          make("i"),
+          `a tile of ${this.header.tile} with more than ${capacity}: ${overs.cells ? `${percent(overs.cells / overs.all)} of cells` : "none"}`,
+        ),
+      );
     }
     if (each > 1) extra.push(make("span", { class: "tw-overs" }, `each column the busiest of ${each} tokens`));
     this.showLegend(part.heatLegend, scales[0], this.get("scale") === "layer" && rows > 1, extra);
-    part.canvas.setAttribute("aria-label", `active neurons of ${side.T} tokens in layers ${first} to ${last}; arrow keys move`);
+    part.canvas.setAttribute(
+      "aria-label",
+      `active neurons of ${side.T} tokens in layers ${first} to ${last}; arrow keys move`,
+    );
   }
 
   // Of counts 0, 1, ... the colours of a scale as pixels.
@@ -1141,7 +1386,8 @@ class View {
 
   meanOf(side, layer, skip) {
     return side.remember(`mean of ${layer} ${skip}`, () => {
-      let sum = 0, n = 0;
+      let sum = 0;
+      let n = 0;
       for (let token = 0; token < side.T; token++) {
         if (!side.included(token, skip)) continue;
         sum += side.count(layer, token);
@@ -1153,7 +1399,8 @@ class View {
 
   overflows(side, first, last, capacity, skip) {
     return side.remember(`overflow ${first} ${last} ${capacity} ${skip}`, () => {
-      let cells = 0, all = 0;
+      let cells = 0;
+      let all = 0;
       for (let row = first * side.T; row < (last + 1) * side.T; row++) {
         if (!side.included(row % side.T, skip)) continue;
         all++;
@@ -1174,7 +1421,8 @@ class View {
       this.peeking = requestAnimationFrame(() => {
         for (const one of this.sides) {
           const part = this.parts[one.number];
-          const here = this.peek?.token !== undefined && (this.peek.side === one || this.header.aligned) ? this.peek.token : null;
+          const here =
+            this.peek?.token !== undefined && (this.peek.side === one || this.header.aligned) ? this.peek.token : null;
           part.spans[part.peeked]?.classList.remove("tw-peeked");
           part.spans[here]?.classList.add("tw-peeked");
           part.peeked = here;
@@ -1194,7 +1442,11 @@ class View {
     const lines = [make("div", { class: "tw-tip-token" }, this.pill(side, token), ` token ${integer(token)}`)];
     const add = (name, value) => lines.push(make("div", {}, make("span", {}, name), make("b", { dir: "auto" }, value)));
     if (side.characters(token)) add("bytes of", make("span", {}, ...pieces(side.characters(token))));
-    if (layer === undefined) add(first === last ? `active in layer ${first}` : "active, mean over layers", number(side.means(first, last)[token]));
+    if (layer === undefined)
+      add(
+        first === last ? `active in layer ${first}` : "active, mean over layers",
+        number(side.means(first, last)[token]),
+      );
     else {
       add(`active in layer ${layer}`, integer(side.count(layer, token)));
       add(`fullest tile of ${this.header.tile}`, integer(side.tileMax[layer * side.T + token]));
@@ -1203,12 +1455,17 @@ class View {
     add("surprise", Number.isNaN(surprise) ? "first token" : `${number(surprise)} nats`);
     const chosen = this.shownNeuron(side);
     if (chosen) {
-      const { tokens, values } = side.column(chosen.layer, chosen.neuron), at = tokens.indexOf(token);
-      add(`h of ${chosen.layer} \u00b7 ${chosen.neuron}`, at < 0 ? (side.fires ? "not among those kept" : "silent") : signed(values[at]));
+      const { tokens, values } = side.column(chosen.layer, chosen.neuron);
+      const at = tokens.indexOf(token);
+      add(
+        `h of ${chosen.layer} \u00b7 ${chosen.neuron}`,
+        at < 0 ? (side.fires ? "not among those kept" : "silent") : signed(values[at]),
+      );
     }
     this.tip.replaceChildren(...lines);
     const box = this.root.getBoundingClientRect();
-    const wide = this.tip.offsetWidth, x = event.clientX - box.left + 14;
+    const wide = this.tip.offsetWidth;
+    const x = event.clientX - box.left + 14;
     const y = event.clientY - box.top + 18;
     this.tip.style.left = `${Math.max(0, Math.min(x, box.width - wide - 4))}px`;
     this.tip.style.top = `${y}px`;
@@ -1226,7 +1483,11 @@ class View {
   // --- cards
 
   pill(side, token) {
-    return make("span", { class: side.isSpecial(token) ? "tw-pill tw-special" : "tw-pill", dir: "auto" }, ...pieces(side.text(token)));
+    return make(
+      "span",
+      { class: side.isSpecial(token) ? "tw-pill tw-special" : "tw-pill", dir: "auto" },
+      ...pieces(side.text(token)),
+    );
   }
 
   showCards() {
@@ -1237,13 +1498,16 @@ class View {
       return;
     }
     const peeked = token === null && this.peek?.token !== undefined ? this.peek : null;
-    const from = peeked ? peeked.side : side, which = peeked ? peeked.token : token;
+    const from = peeked ? peeked.side : side;
+    const which = peeked ? peeked.token : token;
     if (which !== null) {
       const both = this.header.aligned ? this.sides : [from];
-      for (const one of both) nodes.push(this.tokenCard(one, which, one === side || both.length > 1 ? layer : null, Boolean(peeked)));
+      for (const one of both)
+        nodes.push(this.tokenCard(one, which, one === side || both.length > 1 ? layer : null, Boolean(peeked)));
     } else nodes.push(this.startCard(side));
     if (neuron !== null && layer !== null) nodes.push(this.neuronCard(side, layer, neuron, token));
-    const active = this.active(), focus = this.cardsBox.contains(active) ? active.dataset.focus : null;
+    const active = this.active();
+    const focus = this.cardsBox.contains(active) ? active.dataset.focus : null;
     this.cardsBox.replaceChildren(...nodes);
     if (focus) this.cardsBox.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
     this.say(side, token, layer, neuron);
@@ -1268,29 +1532,52 @@ class View {
       make(
         "li",
         {},
-        make("button", { type: "button", class: "tw-start", onclick: () => (side.number ? this.put({ side: 1, ...preset.view }) : this.preset(preset)) }, make("b", {}, preset.name), make("span", { dir: "auto" }, preset.note)),
+        make(
+          "button",
+          {
+            type: "button",
+            class: "tw-start",
+            onclick: () => (side.number ? this.put({ side: 1, ...preset.view }) : this.preset(preset)),
+          },
+          make("b", {}, preset.name),
+          make("span", { dir: "auto" }, preset.note),
+        ),
       ),
     );
     return make(
       "section",
       { class: "tw-card tw-begin" },
       make("h4", {}, "Where to begin"),
-      make("p", { class: "tw-quiet" }, "Hover a token to peek, click to pin it. Then click a neuron to see where it fires."),
+      make(
+        "p",
+        { class: "tw-quiet" },
+        "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.",
+      ),
       make("ul", {}, ...items),
     );
   }
 
   tokenCard(side, token, layer, peeking) {
     const [first, last] = this.range(side);
-    const surprise = side.surprise(token), sequence = side.sequenceOf(token);
+    const surprise = side.surprise(token);
+    const sequence = side.sequenceOf(token);
     const fact = (name, value) => make("div", { class: "tw-fact" }, make("span", {}, name), make("b", {}, value));
-    const where = side.starts.length > 2 ? `sequence ${integer(sequence + 1)}, position ${integer(side.position[token])}` : `position ${integer(side.position[token])}`;
+    const where =
+      side.starts.length > 2
+        ? `sequence ${integer(sequence + 1)}, position ${integer(side.position[token])}`
+        : `position ${integer(side.position[token])}`;
     const head = make(
       "div",
       { class: "tw-card-head" },
       make("h4", {}, this.pill(side, token)),
-      make("span", { class: "tw-quiet" }, `token ${integer(token)} \u00b7 ${where} \u00b7 id ${side.about.ids[side.token[token]]}`),
-      peeking ? make("span", { class: "tw-peeking" }, "peek") : this.closer("let go of the token", () => this.put({ token: null })),
+      make(
+        "span",
+        { class: "tw-quiet" },
+        `token ${integer(token)} \u00b7 ${where} \u00b7 id ${side.about.ids[side.token[token]]}`,
+      ),
+      peeking
+        ? make("span", { class: "tw-peeking" }, "peek")
+        : this.closer("let go of the token", () => this.put({ token: null })),
     );
     const facts = make(
       "div",
@@ -1298,30 +1585,68 @@ class View {
       fact("surprise", Number.isNaN(surprise) ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", Number.isNaN(surprise) ? "first of its sequence" : percent(Math.exp(-surprise))),
       fact("active, mean", number(side.means(first, last)[token])),
-      side.characters(token) && fact("bytes of", make("span", { class: "tw-pill", dir: "auto" }, ...pieces(side.characters(token)))),
+      side.characters(token) &&
+        fact("bytes of", make("span", { class: "tw-pill", dir: "auto" }, ...pieces(side.characters(token)))),
     );
     const shown = Array.from({ length: last - first + 1 }, (_, n) => first + n);
     const most = Math.max(1, ...shown.map((n) => side.count(n, token)));
     const capacity = this.get("compression") ? Math.floor(this.header.tile / this.get("compression")) - 1 : Infinity;
     const rows = shown.map((n) => {
-      const opened = n === layer, count = side.count(n, token), over = side.tileMax[n * side.T + token] > capacity;
-      const bar = make("span", { class: "tw-count" }, make("i", { style: { width: `${(100 * count) / most}%` } }), make("b", {}, integer(count)));
+      const opened = n === layer;
+      const count = side.count(n, token);
+      const over = side.tileMax[n * side.T + token] > capacity;
+      const bar = make(
+        "span",
+        { class: "tw-count" },
+        make("i", { style: { width: `${(100 * count) / most}%` } }),
+        make("b", {}, integer(count)),
+      );
       const name = make(
         "button",
-        { type: "button", class: "tw-layer-name", "aria-expanded": String(opened), data: { focus: `${side.number}-layer-${n}` }, title: opened ? "close the layer" : "open the layer", onclick: () => this.choose(side, { layer: opened ? null : n, neuron: null }) },
+        {
+          type: "button",
+          class: "tw-layer-name",
+          "aria-expanded": String(opened),
+          data: { focus: `${side.number}-layer-${n}` },
+          title: opened ? "close the layer" : "open the layer",
+          onclick: () => this.choose(side, { layer: opened ? null : n, neuron: null }),
+        },
         `layer ${n}`,
       );
       const line = make("div", { class: "tw-layer" }, name, bar);
       if (over) bar.append(make("em", { title: `a tile holds more than ${capacity}` }));
-      if (!opened) line.append(make("span", { class: "tw-chips" }, ...side.strongest(n, token, CHIPS).map((one) => this.chip(side, n, one, token))));
-      return make("div", { class: opened ? "tw-layer-box tw-opened" : "tw-layer-box" }, line, opened && this.layerTable(side, n, token));
+      if (!opened)
+        line.append(
+          make(
+            "span",
+            { class: "tw-chips" },
+            ...side.strongest(n, token, CHIPS).map((one) => this.chip(side, n, one, token)),
+          ),
+        );
+      return make(
+        "div",
+        { class: opened ? "tw-layer-box tw-opened" : "tw-layer-box" },
+        line,
+        opened && this.layerTable(side, n, token),
+      );
     });
     const two = this.sides.length === 2 && this.header.aligned;
-    return make("section", { class: peeking ? "tw-card tw-token tw-peek" : "tw-card tw-token", "aria-label": "token" }, two && make("div", { class: "tw-of" }, side.about.name), head, facts, make("div", { class: "tw-layers" }, ...rows));
+    return make(
+      "section",
+      { class: peeking ? "tw-card tw-token tw-peek" : "tw-card tw-token", "aria-label": "token" },
+      two && make("div", { class: "tw-of" }, side.about.name),
+      head,
+      facts,
+      make("div", { class: "tw-layers" }, ...rows),
+    );
   }
 
   closer(label, act) {
-    return make("button", { type: "button", class: "tw-close", "aria-label": label, title: label, onclick: act }, "\u00d7");
+    return make(
+      "button",
+      { type: "button", class: "tw-close", "aria-label": label, title: label, onclick: act },
+      "\u00d7",
+    );
   }
 
   // What makes an element a neuron: hovering colours the passage by it, clicking chooses it.
@@ -1343,39 +1668,107 @@ class View {
   }
 
   chip(side, layer, { neuron, value }, token) {
-    return make("button", { ...this.asNeuron(side, layer, neuron, token), class: value < 0 ? "tw-chip tw-minus" : "tw-chip", title: `layer ${layer}, neuron ${neuron}` }, make("span", {}, String(neuron)), make("b", {}, signed(value)));
+    return make(
+      "button",
+      {
+        ...this.asNeuron(side, layer, neuron, token),
+        class: value < 0 ? "tw-chip tw-minus" : "tw-chip",
+        title: `layer ${layer}, neuron ${neuron}`,
+      },
+      make("span", {}, String(neuron)),
+      make("b", {}, signed(value)),
+    );
   }
 
   layerTable(side, layer, token) {
-    const all = side.strongest(layer, token), shown = this.open ? all : all.slice(0, OPENED);
+    const all = side.strongest(layer, token);
+    const shown = this.open ? all : all.slice(0, OPENED);
     const count = side.count(layer, token);
     if (!count) return make("p", { class: "tw-quiet tw-none" }, "No neuron is active here.");
     const most = Math.abs(shown[0].value) || 1;
-    const head = make("div", { class: "tw-entry tw-entry-head" }, make("span", {}, "neuron"), make("span", {}, ""), make("span", {}, "h"), make("span", { title: "of the sum of |h| in this layer" }, "share"), side.rate && make("span", { title: `of ${integer(side.about.aggregate)} tokens` }, "fires"));
+    const head = make(
+      "div",
+      { class: "tw-entry tw-entry-head" },
+      make("span", {}, "neuron"),
+      make("span", {}, ""),
+      make("span", {}, "h"),
+      make("span", { title: "of the sum of |h| in this layer" }, "share"),
+      side.rate && make("span", { title: `of ${integer(side.about.aggregate)} tokens` }, "fires"),
+    );
     const rows = shown.map(({ neuron, value, share }) => {
       const width = `${(50 * Math.abs(value)) / most}%`;
-      const bar = make("span", { class: "tw-both" }, make("i", { class: value < 0 ? "tw-minus" : "", style: value < 0 ? { right: "50%", width } : { left: "50%", width } }));
-      return make("button", { ...this.asNeuron(side, layer, neuron, token), class: "tw-entry" }, make("span", {}, String(neuron)), bar, make("b", {}, signed(value)), make("span", {}, percent(share)), side.rate && make("span", {}, percent(side.rate[layer * side.N + neuron])));
+      const bar = make(
+        "span",
+        { class: "tw-both" },
+        make("i", {
+          class: value < 0 ? "tw-minus" : "",
+          style: value < 0 ? { right: "50%", width } : { left: "50%", width },
+        }),
+      );
+      return make(
+        "button",
+        { ...this.asNeuron(side, layer, neuron, token), class: "tw-entry" },
+        make("span", {}, String(neuron)),
+        bar,
+        make("b", {}, signed(value)),
+        make("span", {}, percent(share)),
+        side.rate && make("span", {}, percent(side.rate[layer * side.N + neuron])),
+      );
     });
     const covered = shown.reduce((sum, one) => sum + one.share, 0);
     const words = [`${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`];
-    const more = all.length > shown.length && make("button", { type: "button", class: "tw-link", onclick: () => { this.open = true; this.showCards(); } }, `show ${all.length === count ? "all" : `the ${all.length} kept`}`);
-    return make("div", { class: side.rate ? "tw-table tw-rated" : "tw-table" }, head, ...rows, make("div", { class: "tw-quiet tw-under" }, words.join(""), more && " \u00b7 ", more));
+    const more =
+      all.length > shown.length &&
+      make(
+        "button",
+        {
+          type: "button",
+          class: "tw-link",
+          onclick: () => {
+            this.open = true;
+            this.showCards();
+          },
+        },
+        `show ${all.length === count ? "all" : `the ${all.length} kept`}`,
+      );
+    return make(
+      "div",
+      { class: side.rate ? "tw-table tw-rated" : "tw-table" },
+      head,
+      ...rows,
+      make("div", { class: "tw-quiet tw-under" }, words.join(""), more && " \u00b7 ", more),
+    );
   }
 
   neuronCard(side, layer, neuron, token) {
     const { tokens, values } = side.column(layer, neuron);
     const fires = side.firings(layer, neuron);
     const pick = (label, value, most, choose) =>
-      make("input", { type: "number", class: "tw-pick", min: "0", max: String(most), value: String(value), "aria-label": label, data: { focus: label }, onchange: (event) => {
-        const wanted = Math.round(Number(event.target.value));
-        if (event.target.value !== "" && wanted >= 0 && wanted <= most) choose(wanted);
-        else event.target.value = String(value);
-      } });
+      make("input", {
+        type: "number",
+        class: "tw-pick",
+        min: "0",
+        max: String(most),
+        value: String(value),
+        "aria-label": label,
+        data: { focus: label },
+        onchange: (event) => {
+          const wanted = Math.round(Number(event.target.value));
+          if (event.target.value !== "" && wanted >= 0 && wanted <= most) choose(wanted);
+          else event.target.value = String(value);
+        },
+      });
     const head = make(
       "div",
       { class: "tw-card-head" },
-      make("h4", {}, "Layer ", pick("layer", layer, side.L - 1, (n) => this.chooseNeuron(side, n, neuron)), " neuron ", pick("neuron", neuron, side.N - 1, (n) => this.chooseNeuron(side, layer, n))),
+      make(
+        "h4",
+        {},
+        "Layer ",
+        pick("layer", layer, side.L - 1, (n) => this.chooseNeuron(side, n, neuron)),
+        " neuron ",
+        pick("neuron", neuron, side.N - 1, (n) => this.chooseNeuron(side, layer, n)),
+      ),
       this.sides.length === 2 && make("span", { class: "tw-quiet" }, side.about.name),
       this.closer("let go of the neuron", () => this.letGo()),
     );
@@ -1384,13 +1777,16 @@ class View {
     const fact = (name, value) => make("div", { class: "tw-fact" }, make("span", {}, name), make("b", {}, value));
     const facts = [fact("fires here", `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`)];
     if (tokens.length) facts.push(fact("strongest here", signed(strongest)));
-    const note = fires > tokens.length && make("p", { class: "tw-quiet" }, `Shown are the ${integer(tokens.length)} of its firings that are kept.`);
+    const note =
+      fires > tokens.length &&
+      make("p", { class: "tw-quiet" }, `Shown are the ${integer(tokens.length)} of its firings that are kept.`);
     const box = make("section", { class: "tw-card tw-neuron", "aria-label": "neuron" }, head);
     const body = make("div", { class: "tw-neuron-body" });
     box.append(body);
     const fill = (card) => {
       const known = card && !card.error && !card.missing ? card : null;
-      const more = [], wide = [];
+      const more = [];
+      const wide = [];
       if (known?.tokens !== undefined) {
         const { tokens: n, fires: f, mean, largest } = known;
         wide.push(fact(`of ${integer(n)} tokens`, f ? percent(f / n) : "never: it is dead"));
@@ -1400,8 +1796,18 @@ class View {
       if (known?.promotes) more.push(this.words(known));
       if (card === undefined) more.push(make("p", { class: "tw-quiet" }, "asking the kernel \u2026"));
       else if (card?.error) more.push(make("p", { class: "tw-quiet" }, card.error));
-      else if (card?.missing) more.push(make("p", { class: "tw-quiet" }, "Statistics beyond this passage are kept in this page for the neurons that carry most of it; this is none of them."));
-      body.replaceChildren(make("div", {}, make("div", { class: "tw-factbox" }, ...facts, ...wide), note, ...more), this.placesOf(side, layer, neuron, known, () => fill(card)));
+      else if (card?.missing)
+        more.push(
+          make(
+            "p",
+            { class: "tw-quiet" },
+            "Statistics beyond this passage are kept in this page for the neurons that carry most of it; this is none of them.",
+          ),
+        );
+      body.replaceChildren(
+        make("div", {}, make("div", { class: "tw-factbox" }, ...facts, ...wide), note, ...more),
+        this.placesOf(side, layer, neuron, known, () => fill(card)),
+      );
     };
     fill(this.card(side, layer, neuron));
     return box;
@@ -1428,7 +1834,8 @@ class View {
   ownHistogram(values) {
     let largest = 0;
     for (const value of values) if (Math.abs(value) > largest) largest = Math.abs(value);
-    const top = Math.floor(Math.log2(largest || 1)) + 1, octaves = 12;
+    const top = Math.floor(Math.log2(largest || 1)) + 1;
+    const octaves = 12;
     const sizes = Array.from({ length: octaves }, (_, n) => 2 ** (top - octaves + 1 + n));
     const histogram = new Array(2 * octaves).fill(0);
     for (const value of values) {
@@ -1440,41 +1847,108 @@ class View {
 
   // How often h fell between powers of two, on a logarithmic axis of counts.
   histogram({ edges, histogram, fires, tokens, own }) {
-    const wide = 340, tall = 112, left = 46, bottom = 30, top = 8, inner = wide - left - 6, high = tall - top - bottom;
-    let low = histogram.findIndex((count) => count > 0), last = histogram.findLastIndex((count) => count > 0);
+    const wide = 340;
+    const tall = 112;
+    const left = 46;
+    const bottom = 30;
+    const top = 8;
+    const inner = wide - left - 6;
+    const high = tall - top - bottom;
+    let low = histogram.findIndex((count) => count > 0);
+    let last = histogram.findLastIndex((count) => count > 0);
     low = Math.max(0, Math.min(low, edges.length - 6));
     last = Math.min(histogram.length - 1, Math.max(last, low + 4));
-    const bins = last - low + 1, step = inner / bins, most = Math.max(...histogram);
-    const reach = Math.max(1, Math.log10(most) * 1.02), y = (count) => top + high * (1 - Math.log10(Math.max(count, 0.8)) / reach);
-    const label = own ? `h, in this passage (n = ${integer(fires)})` : `h, over ${integer(tokens)} tokens (n = ${integer(fires)})`;
-    const plot = svg("svg", { viewBox: `0 0 ${wide} ${tall}`, class: "tw-histogram", role: "img", "aria-label": `histogram of h, ${fires} firings` });
+    const bins = last - low + 1;
+    const step = inner / bins;
+    const most = Math.max(...histogram);
+    const reach = Math.max(1, Math.log10(most) * 1.02);
+    const y = (count) => top + high * (1 - Math.log10(Math.max(count, 0.8)) / reach);
+    const label = own
+      ? `h, in this passage (n = ${integer(fires)})`
+      : `h, over ${integer(tokens)} tokens (n = ${integer(fires)})`;
+    const plot = svg("svg", {
+      viewBox: `0 0 ${wide} ${tall}`,
+      class: "tw-histogram",
+      role: "img",
+      "aria-label": `histogram of h, ${fires} firings`,
+    });
     for (let decade = 0; decade <= reach; decade += reach > 4 ? 2 : 1) {
       const at = y(10 ** decade);
       plot.append(svg("line", { x1: left, x2: wide - 6, y1: at, y2: at, class: "tw-grid" }));
-      plot.append(svg("text", { x: left - 4, y: at + 3, "text-anchor": "end" }, decade > 3 ? `10${power(decade)}` : integer(10 ** decade)));
+      plot.append(
+        svg(
+          "text",
+          { x: left - 4, y: at + 3, "text-anchor": "end" },
+          decade > 3 ? `10${power(decade)}` : integer(10 ** decade),
+        ),
+      );
     }
     for (let bin = low; bin <= last; bin++) {
       if (!histogram[bin]) continue;
-      const at = y(histogram[bin]), bar = svg("rect", { x: left + (bin - low) * step + 0.75, width: Math.max(step - 1.5, 1), y: at, height: top + high - at, class: edges[bin] < 0 ? "tw-minus" : "tw-plus" });
-      bar.append(svg("title", {}, `${axisNumber(edges[bin])} to ${axisNumber(edges[bin + 1])}: ${plural(histogram[bin], "token")}`));
+      const at = y(histogram[bin]);
+      const bar = svg("rect", {
+        x: left + (bin - low) * step + 0.75,
+        width: Math.max(step - 1.5, 1),
+        y: at,
+        height: top + high - at,
+        class: edges[bin] < 0 ? "tw-minus" : "tw-plus",
+      });
+      bar.append(
+        svg(
+          "title",
+          {},
+          `${axisNumber(edges[bin])} to ${axisNumber(edges[bin + 1])}: ${plural(histogram[bin], "token")}`,
+        ),
+      );
       plot.append(bar);
     }
     plot.append(svg("line", { x1: left, x2: wide - 6, y1: top + high, y2: top + high, class: "tw-axis" }));
-    const every = Math.ceil((bins * 30) / inner), zero = edges.indexOf(0);
+    const every = Math.ceil((bins * 36) / inner);
+    const zero = edges.indexOf(0);
     for (let edge = low; edge <= last + 1; edge++) {
       if ((edge - zero) % every) continue;
       const at = left + (edge - low) * step;
       plot.append(svg("line", { x1: at, x2: at, y1: top + high, y2: top + high + 3, class: "tw-axis" }));
       plot.append(svg("text", { x: at, y: top + high + 12, "text-anchor": "middle" }, axisNumber(edges[edge])));
     }
-    plot.append(svg("text", { x: left + inner / 2, y: tall - 3, "text-anchor": "middle", class: "tw-axis-name" }, label));
-    plot.append(svg("text", { x: 8, y: top + high / 2, "text-anchor": "middle", class: "tw-axis-name", transform: `rotate(-90 8 ${top + high / 2})` }, "tokens"));
+    plot.append(
+      svg("text", { x: left + inner / 2, y: tall - 3, "text-anchor": "middle", class: "tw-axis-name" }, label),
+    );
+    plot.append(
+      svg(
+        "text",
+        {
+          x: 8,
+          y: top + high / 2,
+          "text-anchor": "middle",
+          class: "tw-axis-name",
+          transform: `rotate(-90 8 ${top + high / 2})`,
+        },
+        "tokens",
+      ),
+    );
     return plot;
   }
 
   words({ promotes, suppresses }) {
     const list = (title, words) =>
-      make("div", {}, make("h5", {}, title), make("div", { class: "tw-words" }, ...words.map(([word, change]) => make("span", { class: "tw-word", title: `${signed(change)} a unit of h` }, make("span", { class: "tw-pill", dir: "auto" }, ...pieces(word)), make("small", {}, signed(change))))));
+      make(
+        "div",
+        {},
+        make("h5", {}, title),
+        make(
+          "div",
+          { class: "tw-words" },
+          ...words.map(([word, change]) =>
+            make(
+              "span",
+              { class: "tw-word", title: `${signed(change)} a unit of h` },
+              make("span", { class: "tw-pill", dir: "auto" }, ...pieces(word)),
+              make("small", {}, signed(change)),
+            ),
+          ),
+        ),
+      );
     return make("div", { class: "tw-both-words" }, list("promotes (h > 0)", promotes), list("suppresses", suppresses));
   }
 
@@ -1482,19 +1956,47 @@ class View {
     const kinds = [["passage", "here"]];
     if (known?.top?.length) kinds.push(["top", "strongest of all"], ["quantiles", "typical"]);
     if (!kinds.some(([kind]) => kind === this.places)) this.places = "passage";
-    const tabs = make("div", { class: "tw-tabs", role: "tablist" }, ...kinds.map(([kind, name]) => make("button", { type: "button", role: "tab", "aria-selected": String(kind === this.places), data: { focus: `tab-${kind}` }, onclick: () => { this.places = kind; again(); } }, name)));
+    const tabs = make(
+      "div",
+      { class: "tw-tabs", role: "tablist" },
+      ...kinds.map(([kind, name]) =>
+        make(
+          "button",
+          {
+            type: "button",
+            role: "tab",
+            "aria-selected": String(kind === this.places),
+            data: { focus: `tab-${kind}` },
+            onclick: () => {
+              this.places = kind;
+              again();
+            },
+          },
+          name,
+        ),
+      ),
+    );
     let rows;
     if (this.places === "passage") {
       const { tokens, values } = side.column(layer, neuron);
       const order = Array.from(tokens, (_, n) => n).sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
       rows = order.slice(0, this.open ? 200 : 8).map((n) => {
-        const token = tokens[n], sequence = side.sequenceOf(token);
-        const words = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, at) => side.text(from + at)).join("");
-        const before = words(Math.max(side.starts[sequence], token - 12), token), after = words(token + 1, Math.min(side.starts[sequence + 1], token + 8));
-        return this.place(values[n], null, before, side.text(token), after, { onclick: () => this.choose(side, { token }), title: `go to token ${integer(token)}` });
+        const token = tokens[n];
+        const sequence = side.sequenceOf(token);
+        const words = (from, to) =>
+          Array.from({ length: Math.max(0, to - from) }, (_, at) => side.text(from + at)).join("");
+        const before = words(Math.max(side.starts[sequence], token - 12), token);
+        const after = words(token + 1, Math.min(side.starts[sequence + 1], token + 8));
+        return this.place(values[n], null, before, side.text(token), after, {
+          onclick: () => this.choose(side, { token }),
+          title: `go to token ${integer(token)}`,
+        });
       });
       if (!rows.length) rows = [make("p", { class: "tw-quiet" }, "It fires nowhere in this passage.")];
-    } else rows = known[this.places].map(([value, quantile, before, text, after, sequence, position]) => this.place(value, quantile, before, text, after, { title: `sequence ${sequence}, position ${position}` }));
+    } else
+      rows = known[this.places].map(([value, quantile, before, text, after, sequence, position]) =>
+        this.place(value, quantile, before, text, after, { title: `sequence ${sequence}, position ${position}` }),
+      );
     return make("div", { class: "tw-places" }, tabs, ...rows);
   }
 
@@ -1513,13 +2015,23 @@ class View {
 
 // Powers of two as one writes them: 1/16, 4, -32, 2 to the -12.
 function axisNumber(value) {
-  const size = Math.abs(value), exponent = Math.log2(size);
-  const text = size === 0 ? "0" : exponent > 12 || exponent < -8 ? `2${power(exponent)}` : size < 1 ? `1/${1 / size}` : String(size);
+  const size = Math.abs(value);
+  const exponent = Math.log2(size);
+  const text =
+    size === 0
+      ? "0"
+      : exponent > 12 || exponent < -8
+        ? `2${power(exponent)}`
+        : size < 1
+          ? `1/${1 / size}`
+          : String(size);
   return (value < 0 ? "\u2212" : "") + text;
 }
 
 function power(exponent) {
-  return String(exponent).replace("-", "\u207b").replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
+  return String(exponent)
+    .replace("-", "\u207b")
+    .replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
 }
 
 function packed([r, g, b]) {
@@ -1553,7 +2065,9 @@ class PageModel {
   }
 
   save_changes() {
-    const chosen = Object.entries(this.state).filter(([name, value]) => ["side", "token", "layer", "neuron", "colour"].includes(name) && value !== null);
+    const chosen = Object.entries(this.state).filter(
+      ([name, value]) => ["side", "token", "layer", "neuron", "colour"].includes(name) && value !== null,
+    );
     history.replaceState(null, "", `#${chosen.map(([name, value]) => `${name}=${value}`).join("&")}`);
   }
 
@@ -1562,7 +2076,10 @@ class PageModel {
   }
 
   off(name, react) {
-    this.listeners.set(name, (this.listeners.get(name) ?? []).filter((one) => one !== react));
+    this.listeners.set(
+      name,
+      (this.listeners.get(name) ?? []).filter((one) => one !== react),
+    );
   }
 
   tell(name, ...words) {
@@ -1577,7 +2094,8 @@ class PageModel {
 }
 
 function openPage(el, text, view) {
-  const letters = atob(text), data = new Uint8Array(letters.length);
+  const letters = atob(text);
+  const data = new Uint8Array(letters.length);
   for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     if (name in view) view[name] = name === "colour" ? value : Number(value);

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import anywidget
 import pandas as pd
 import traitlets
 from matplotlib.figure import Figure
+
+try:
+    import anywidget
+except ImportError:
+    raise ImportError("twell.inspect needs the package anywidget: pip install 'twell[notebooks]'") from None
 
 from twell import inspector, plots, results
 from twell.inspector import COLOURS, FILES, SCALES, Side
