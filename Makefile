@@ -2,6 +2,7 @@
 #                  (PROFILE=live: all notebooks that can on the small sweep alone)
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
+# make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv)
 # reproduce, test and lab set up .venv by themselves, once.
 
@@ -22,9 +23,9 @@ LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
 RECORDED := 01_format 02_sparsity 05_speedup 06_downstream
-LIVELY := 02_sparsity 03_layerwise 04_tokens 06_downstream $(if $(shell command -v nvidia-smi),05_speedup)
+LIVELY := 02_sparsity 03_layerwise 04_tokens 06_downstream 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
 
-.PHONY: reproduce figures test lab clean
+.PHONY: reproduce figures test lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -54,6 +55,7 @@ build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: 
 build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
 build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
 build/notebooks/live/06_downstream.ipynb: $(LIVE)/l1-3e-3/done twell/evaluate.py $(wildcard twell/tasks/*/*)
+build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector.* twell/widget.py)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite
@@ -76,6 +78,9 @@ test: $(VENV)/installed
 
 lab: $(VENV)/installed
 	$(RUN) -m jupyter lab notebooks
+
+screenshot: $(VENV)/installed $(LIVE)/l1-$(INSPECTED)/aggregate.npz
+	$(RUN) -m tests.browser $(LIVE)/l1-$(INSPECTED)
 
 clean:
 	rm -rf build figures/live $(LIVE)

@@ -203,6 +203,143 @@ def test_tile_overflow_is_that_of_the_format():
 SHAPE = {"hidden_size": 8, "intermediate_size": 100, "num_layers": 2, "tokens": 1000}
 
 
+# --- questions about neurons
+
+
+def correlation(a, b):
+    return np.corrcoef(a.astype(float), b.astype(float))[0, 1]
+
+
+@pytest.mark.parametrize("to", ["token", "position"])
+def test_specific(traced, to):
+    trace, mask = traced
+    table = analysis.specific(trace, to, min_fires=2, min_count=2)
+    kept = trace.position > 0 if to == "token" else trace.position >= 0
+    label = (trace.token_ids if to == "token" else trace.position)[kept]
+    expected = {}
+    for layer, neuron in np.ndindex(3, 300):
+        fires = mask[layer, kept, neuron]
+        known = [v for v in set(label.tolist()) if (label == v).sum() >= 2 and (fires & (label == v)).any()]
+        if fires.sum() >= 2 and known:
+            expected[layer, neuron] = {v: correlation(fires, label == v) for v in known}
+    found = table.set_index(["layer", "neuron"])
+    assert sorted(found.index) == sorted(expected)
+    assert (table["phi"].diff().dropna() <= 1e-12).all()
+    for (layer, neuron), row in found.iterrows():
+        chosen = int(row[to].strip("<>")) if to == "token" else row[to]
+        fires, here = mask[layer, kept, neuron], label == chosen
+        assert row["phi"] == pytest.approx(max(expected[layer, neuron].values()), abs=1e-9)
+        assert row["phi"] == pytest.approx(expected[layer, neuron][chosen], abs=1e-9)
+        assert (row["fires"], row["count"], row["both"]) == (fires.sum(), here.sum(), (fires & here).sum())
+        assert row["share"] == pytest.approx((fires & here).sum() / fires.sum())
+        assert row["coverage"] == pytest.approx((fires & here).sum() / here.sum())
+        assert row["lift"] == pytest.approx(row["share"] / here.mean())
+
+
+def test_specific_of_what():
+    trace, _ = make_trace(1)
+    with pytest.raises(ValueError, match="to is 'layer'; use 'token' or 'position'"):
+        analysis.specific(trace, "layer")
+
+
+@pytest.mark.parametrize("other", [None, 2])
+def test_together(traced, other):
+    trace, mask = traced
+    table = analysis.together(trace, 1, other, min_fires=2, top=10**6)
+    inside = trace.position > 0
+    first, second = mask[1][inside], mask[1 if other is None else other][inside]
+    both = first.astype(int).T @ second.astype(int)
+    enough = (first.sum(0) >= 2)[:, None] & (second.sum(0) >= 2) & (both > 0)
+    if other is None:
+        enough &= np.triu(np.ones_like(both, bool), 1)
+    assert sorted(zip(table["neuron"], table["other"], strict=True)) == sorted(map(tuple, np.argwhere(enough).tolist()))
+    assert set(table["layer"]) <= {1} and set(table["other_layer"]) <= {1 if other is None else other}
+    for row in table.sample(min(len(table), 40)).itertuples():
+        a, b = first[:, row.neuron], second[:, row.other]
+        assert (row.fires, row.other_fires, row.both) == (a.sum(), b.sum(), (a & b).sum())
+        assert row.expected == pytest.approx(a.sum() * b.sum() / len(a))
+        assert row.jaccard == pytest.approx((a & b).sum() / (a | b).sum())
+        if 0 < a.mean() < 1 and 0 < b.mean() < 1:
+            assert row.phi == pytest.approx(correlation(a, b), abs=1e-9)
+    few = analysis.together(trace, 1, other, min_fires=2, top=5)
+    pd.testing.assert_frame_equal(few, table.head(5))
+    with pytest.raises(IndexError, match="layer 3 does not exist"):
+        analysis.together(trace, 3)
+
+
+def test_surprise(traced):
+    trace, mask = traced
+    table = analysis.surprise(trace, layers=[0, 2])
+    for token, row in table.iterrows():
+        assert row["active"] == pytest.approx(mask[[0, 2], token].sum(-1).mean())
+        first = trace.position[token] == 0
+        assert math.isnan(row["surprise"]) if first else row["surprise"] == -trace.logprob[token]
+        last = token + 1 == trace.num_tokens or trace.sequence[token + 1] != trace.sequence[token]
+        assert math.isnan(row["next_surprise"]) if last else row["next_surprise"] == -trace.logprob[token + 1]
+
+
+def test_surprise_correlation_has_the_interval_of_blocks():
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    trace, mask = make_trace(seed, num_tokens=1600)
+    trace.logprob -= 0.03 * trace.counts()[1]  # in layer 1 activity and surprise rise together
+    trace.logprob[trace.position == 0] = np.nan
+    table = analysis.surprise_correlation(trace, block=8).set_index(["of", "layer"])
+    assert len(table) == 2 * 4
+    whole = analysis.surprise(trace)
+    kept = whole[whole["position"] > 0]
+    for (of, layer), row in table.iterrows():
+        active = mask.sum(-1).mean(0) if layer < 0 else mask[layer].sum(-1)
+        pairs = pd.DataFrame({"x": active[kept.index], "y": kept[of]}).dropna()
+        assert row["n"] == len(pairs)
+        assert row["spearman"] == pytest.approx(pairs["x"].corr(pairs["y"], method="spearman"), abs=1e-9)
+        assert row["low"] < row["spearman"] < row["high"]
+        if layer in (1, -1):
+            continue
+        # 200 blocks of 7 and 8 tokens that do not depend on each other: nearly the interval of single tokens.
+        assert (row["high"] - row["low"]) / (2 * 1.96 / math.sqrt(row["n"])) == pytest.approx(1, abs=0.5)
+    assert table.loc[("surprise", 1), "low"] > 0.3
+    few = analysis.surprise_correlation(make_trace(seed, num_tokens=60)[0], block=64)
+    assert few[["low", "high"]].isna().all(axis=None)
+
+
+def test_repeated_tokens_are_no_more_witnesses():
+    """Blocks that say the same thing many times leave the interval as wide as one of each does."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    trace, _ = make_trace(seed, num_tokens=16 * 60)
+    again = np.repeat(np.arange(trace.num_tokens), 4)
+    counts = np.diff(trace.indptr).reshape(3, -1)[:, again].reshape(-1)
+    copied = Trace(
+        token_ids=trace.token_ids[again],
+        strings=[trace.strings[n] for n in again],
+        logprob=trace.logprob[again],
+        sequence=trace.sequence[again],
+        position=np.where(trace.position[again] == 0, 0, 1 + np.arange(len(again)) % 64),
+        indptr=np.concatenate([[0], counts.cumsum()]),
+        indices=np.zeros(counts.sum(), np.uint16),
+        values=np.ones(counts.sum(), np.float32),
+        intermediate_size=300,
+    )
+    one, four = (analysis.surprise_correlation(t, block=128).query("of == 'surprise'") for t in (trace, copied))
+    ratio = (four["high"] - four["low"]) / (one["high"] - one["low"])
+    np.testing.assert_allclose(ratio, 1, rtol=1e-6)  # of tokens that count one by one it would be half
+
+
+def test_by_surprise(traced):
+    trace, _ = traced
+    table = analysis.by_surprise(analysis.surprise(trace), bins=4)
+    whole = analysis.surprise(trace)
+    whole = whole[(whole["position"] > 0) & whole["surprise"].notna()]
+    assert table["n"].sum() == len(whole) and (trace.num_tokens == 1) == table.empty
+    for row in table.itertuples():
+        inside = whole[whole["surprise"].between(row.low, row.high)]
+        assert row.n == len(inside) and row.surprise == pytest.approx(inside["surprise"].mean())
+        assert row.active == pytest.approx(inside["active"].mean())
+        assert row.q25 == pytest.approx(inside["active"].quantile(0.25)) and row.q25 <= row.q75
+    assert table["n"].max() - table["n"].min() <= 1 if len(table) else True
+
+
 def make_run(name, l1, loss, silenced, active, dead=(0.0, 0.0), window=(), complete=True):
     """One run with a first and a last validation; active and dead for each layer, window the dead fractions seen."""
     rows = [(0, "valid", None, "cross_entropy", 9.0), (10, "valid", None, "cross_entropy", loss)]

@@ -254,6 +254,40 @@ def calibration(gated=True, hidden_size=32, **changes):
     return Calibration(hidden_size=hidden_size, gated=gated, times=tuple(times), **about | changes)
 
 
+MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
+MUTED += [pytest.param("triton union", True, marks=triton_here)]  # all its paths take their weights from one place
+
+
+@pytest.mark.parametrize(("backend", "gated"), MUTED)
+def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
+    name, _, path = backend.partition(" ")
+    ffn = make(gated, bias=True, dtype=torch.float16 if path else torch.float64, sizes=(16, 40)).to(DEVICE)
+    ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 40
+    muted = torch.arange(40) % 3 == 0
+    without = copy.deepcopy(ffn)
+    without.down_proj.weight.data[:, muted] = 0
+    ffn.muted = muted
+    x = torch.randn(3, 16, dtype=ffn.up_proj.weight.dtype, device=DEVICE) / 4
+    found = []
+    for layer in (ffn, without):
+        y = layer(x)
+        (y.square().sum() / 100 + 0 * layer.l1.sum()).backward()
+        found.append([y, layer.l1, *(p.grad for p in layer.parameters())])
+    for (ours, expected), (parameter, _) in zip(
+        zip(*found, strict=True), [("y", None), ("l1", None), *ffn.named_parameters()], strict=True
+    ):
+        if parameter == "down_proj.weight":
+            assert not ours[:, muted].any() and expected[:, muted].any()
+            ours, expected = ours[:, ~muted], expected[:, ~muted]
+        assert relative(ours, expected) < (1e-3 if path else 1e-12), parameter
+    with torch.no_grad():
+        for layer in (ffn, without):
+            layer.eval()
+        assert relative(ffn(x), without(x)) < (1e-3 if path else 1e-12)
+        ffn.muted = None
+        assert relative(ffn(x), without(x)) > 0.01
+
+
 def make_auto(gated=True, bias=False, dtype=torch.float16):
     """A layer with 3 of 70 neurons active for positive inputs and 67 for negative ones, and who was called for it."""
     ffn = make(gated, bias, dtype=dtype, sizes=(32, 70)).to(DEVICE).eval().requires_grad_(False)

@@ -26,12 +26,14 @@ MAY_IMPORT = {
     "analysis": {"format", "results"},
     "plots": {"results", "analysis"},
     "export": {"analysis", "model", "results", "train"},
+    "inspector": {"analysis", "model", "plots", "trace"},
+    "widget": {"inspector", "plots", "results", "trace"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
     "__main__": {
-        *("analysis", "choose", "export", "train", "trace", "measure", "measure_training", "evaluate", "model", "ffn"),
-        "results",
+        *("analysis", "choose", "evaluate", "export", "ffn", "inspector", "measure", "measure_training", "model"),
+        *("results", "trace", "train"),
     },
 }
 

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.test_analysis import make_trace
+from tests.test_trace import aggregate_of
 from twell import results, trace
 from twell.__main__ import RUNS_BEGIN, RUNS_END, main
 from twell.ffn import backend_status
@@ -35,6 +37,13 @@ class Place:
 
     def trace(self, *what, run=None):
         return ["trace", str(run or self.run), *(what or ("--text", "ba de")), "--out", str(self.folder / "out.npz")]
+
+    def inspect(self, *what, run=None):
+        return ["inspect", *what, "--model", str(run or self.run), "--out", str(self.folder / "out.html")]
+
+    def aggregate(self, layers):
+        aggregate_of(make_trace(0, num_layers=layers, intermediate_size=96)[0]).save(self.folder / "other.npz")
+        return str(self.folder / "other.npz")
 
     def change_model(self, change):
         change(self.run / "model")
@@ -195,6 +204,22 @@ MISTAKES = {
         lambda p: p.trace("--file", p.write("latin.txt", "naïve".encode("latin-1"))),
         r"latin\.txt is not UTF-8 text: byte 2",
     ),
+    "inspecting nothing": (lambda p: p.inspect(), r"give a text, or --file with one"),
+    "inspecting twice": (lambda p: p.inspect("a", "--file", str(p.text)), r"give a text or --file, not both"),
+    "inspecting an empty text": (lambda p: p.inspect(""), r"the text is empty; give at least one character"),
+    "inspecting without a model": (lambda p: p.inspect("a", run=p.folder), r"holds no model: it has no config\.json"),
+    "another model's statistics": (
+        lambda p: p.inspect("ba de", "--aggregate", p.aggregate(layers=3)),
+        r"run: the model has 2 layers of 96 neurons, the aggregate 3 of 96; they have to be of the same model",
+    ),
+    "statistics that are none": (
+        lambda p: p.inspect("ba de", "--aggregate", p.write("a.npz", "PK")),
+        r"a\.npz is not an aggregate, or it is damaged",
+    ),
+    "a folder for the page": (
+        lambda p: [*p.inspect("ba de")[:-1], str(p.folder)],
+        r"is a folder; --out is the \.html file to write",
+    ),
     "measuring without a GPU": (
         lambda p: ["measure", "ffn", "--out", str(p.folder / "b.csv")],
         r"measuring needs a GPU, and torch sees none",
@@ -272,6 +297,19 @@ def test_commands_say_what_they_did(place, capsys):
     found = trace.Trace.load(place.folder / "out.npz")
     assert f"{found.num_tokens} tokens, 2 layers" in capsys.readouterr().out
     assert np.array_equal(found.counts().sum(), len(found.indices))
+
+
+def test_inspect_writes_a_page_and_says_what_is_on_it(place, capsys):
+    other = shutil.copytree(place.run, place.folder / "other")
+    assert main(place.inspect("ba de fun <b>", "--compare", str(other))) == 0
+    said = capsys.readouterr().out
+    page = (place.folder / "out.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and f"out.html: {len(page.encode())} bytes" in said
+    assert re.search(r"^run: \d+ tokens, [\d.]+ of 96 neurons active a layer$", said, re.M) and "\nother: " in said
+    long = place.folder / "long.txt"
+    long.write_text("ba de fun " * 3000, encoding="utf-8")
+    assert main(place.inspect("--file", str(long))) == 0
+    assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
 
 
 def test_info_names_versions_devices_and_backends(capsys):

@@ -1,6 +1,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -200,6 +201,38 @@ def test_silence():
         silence(model, [3]),
     ):
         pass
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_silence_of_single_neurons(backend, gated):
+    model = make(gated_mlp=gated, ffn_backend=backend).eval()
+    x = tokens(2, 8)
+    plain = model(input_ids=x).logits
+    without = copy.deepcopy(model)
+    with torch.no_grad():
+        without.ffns[1].down_proj.weight[:, [3, 80]] = 0
+        without.ffns[2].down_proj.weight[:, :40] = 0
+    expected = without(input_ids=x).logits
+    with silence(model, 1, [3]), silence(model, np.int64(2), range(40)), silence(model, 1, np.int64(80)):
+        torch.testing.assert_close(model(input_ids=x).logits, expected)
+        with pytest.raises(KeyError), silence(model, 0, [1]):
+            raise KeyError
+        with silence(model, 1):
+            assert not torch.allclose(model(input_ids=x).logits, expected)
+        torch.testing.assert_close(model(input_ids=x).logits, expected)  # what was silent before still is
+    assert all(ffn.muted is None and not ffn.silenced for ffn in model.ffns)
+    assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, expected)
+    for error, arguments, words in [
+        (IndexError, (1, [84]), "neuron 84 does not exist: the layer has neurons 0 to 83"),
+        (IndexError, (1, [0, -1]), "neuron -1 does not exist"),
+        (IndexError, (3, [0]), "layer 3 does not exist"),
+        (ValueError, ([1], [0]), r"neurons belong to one layer, .*layers is \[1\]"),
+        (ValueError, (None, [0]), "neurons belong to one layer"),
+    ]:
+        with pytest.raises(error, match=words), silence(model, *arguments):
+            pass
+        assert all(ffn.muted is None for ffn in model.ffns)
 
 
 def test_negative_coefficient_is_refused():

@@ -23,6 +23,7 @@ FIGURES = {
     "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training", "frontier"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
+    "07_inspect": ["inspect_passage", "inspect_specific", "inspect_surprise", "inspect_silenced"],
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
     "06_downstream": ["table6_tasks", "fig03_accuracy"],
 }
@@ -96,6 +97,7 @@ def test_notebook_runs(path, live, tmp_path):
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
     wanted |= {"live": True} if path.stem == "06_downstream" else {}
+    wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
     done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
@@ -110,7 +112,8 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6, "06_downstream": 6}
+    counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
+    counts |= {"06_downstream": 6, "07_inspect": 8}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -132,6 +135,12 @@ def test_notebook_runs(path, live, tmp_path):
         assert f"{trace.num_tokens:,} tokens at L1 = 0.001" in said and "first two" in table
     if path.stem == "04_tokens":
         assert "tokens at L1 = 0.001" in said
+    if path.stem == "07_inspect":
+        assert "512 tokens traced" in said and "sequences" not in said
+        page = (figures / "inspector.html").read_text(encoding="utf-8")
+        assert page.startswith("<!doctype html>") and "l1-0.001" in page
+        shown = [output["data"] for output in outputs if "Inspector(" in output.get("data", {}).get("text/plain", "")]
+        assert len(shown) == 1 and "application/vnd.jupyter.widget-view+json" in shown[0]
     if path.stem == "05_speedup":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         # Half way between 29 and 464 neurons in logarithms; energy a token; a layer of another width.

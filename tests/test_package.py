@@ -67,7 +67,8 @@ def test_the_wheel_works_elsewhere(tmp_path):
         "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]; import twell.kernels.ops; "
         "import twell.choose as c; c.default(2048, 5632, True); "
         "import twell.evaluate as e, lm_eval.tasks as l; "
-        "print([l.TaskManager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in ('both', 'hub', 'local')])"
+        "print([l.TaskManager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in ('both', 'hub', 'local')]); "
+        "import twell.inspector as i; [f.read_text(encoding='utf-8') for f in i.FILES.values()]"
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(

@@ -264,6 +264,96 @@ def test_fig_passage_of_equal_tokens(active):
 # --- speed of the layer -------------------------------------------------------------------------
 
 
+# --- neurons
+
+
+@pytest.mark.parametrize("ends", [(-2.0, 2.0), (0.0, 5.0), (1.5, 40.0)], ids=["signed", "linear", "log"])
+def test_fig_inspector_shows_values_counts_and_overflow(random, ends):
+    strings = [" the", "$x_1$", "\n", "a", "\x00", "\u05e9", *(f" w{n}" for n in range(60))]
+    values = random.uniform(*ends, len(strings))
+    values[3] = np.nan
+    counts = pd.DataFrame(
+        random.integers(0, 90, (5, len(strings))).astype(float), range(2, 7), range(30, 30 + len(strings))
+    )
+    counts.iloc[:, 3] = np.nan
+    over = counts > 70
+    figure = plots.fig_inspector(pd.DataFrame({"token": strings, "value": values}), counts, over, "h of a neuron", ends)
+    draw(figure)
+    text, heat = (part.axes[0] for part in figure.subfigs)
+    shown = [t.get_text() for t in text.texts]
+    assert shown == [plots.visible(s).replace("␣", " ") for s in strings]
+    boxes = [patch.get_facecolor() for patch in text.patches]
+    assert boxes[3] == (1, 1, 1, 1) and len(set(boxes)) > 20
+    (image,) = heat.images
+    drawn = image.get_array()
+    assert drawn[np.isnan(counts.to_numpy())].mask.all() and drawn.shape == counts.shape
+    known = counts.to_numpy()[:, [0, 5, 40]]
+    np.testing.assert_array_equal(drawn[:, [0, 5, 40]], np.where(known == 0, 0.5, known))
+    marks = {(round(patch.get_x() - 29.5), round(patch.get_y() + 0.5)) for patch in heat.patches}
+    assert marks == {(column, row) for row, column in np.argwhere(over.to_numpy())}
+    labels = {ax.get_xlabel() for ax in figure.axes} | {ax.get_ylabel() for ax in figure.axes}
+    assert labels >= {"h of a neuron", "token", "layer", "active\nneurons"}
+
+
+def test_fig_specific(random):
+    table = pd.DataFrame(
+        {"layer": 1, "neuron": range(30), "token": [" $a", "\n", *"bcdefghijklmnopqrstuvwxyz012"], "fires": 9}
+    )
+    table["share"], table["coverage"] = random.random(30), random.random(30)
+    figure = plots.fig_specific(table, rows=5)
+    draw(figure)
+    ax = figure.axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "1 · 0  ␣$a",
+        "1 · 1  ⏎",
+        "1 · 2  b",
+        "1 · 3  c",
+        "1 · 4  d",
+    ]
+    share, coverage = (points.get_offsets()[:, 0] for points in ax.collections[1:])
+    np.testing.assert_allclose([share, coverage], 100 * table[["share", "coverage"]][:5].to_numpy().T)
+    assert texts(ax) == ["n = 9"] * 5 and len(legend(figure)) == 2
+    with pytest.raises(ValueError, match="no neuron fires often enough; lower min_fires"):
+        plots.fig_specific(table[:0])
+
+
+def test_fig_surprise(random):
+    bins = pd.DataFrame(
+        {"surprise": [0.5, 2.0, 7.0], "active": [10.0, 20.0, 60.0], "q25": [8.0, 15, 30], "q75": [12.0, 30, 80]}
+    )
+    rows = [(n, of, *np.sort(random.random(3))) for of in ("surprise", "next_surprise") for n in (0, 1, 2, -1)]
+    table = pd.DataFrame(rows, columns=["layer", "of", "low", "spearman", "high"])
+    figure = plots.fig_surprise(bins, table)
+    draw(figure)
+    left, right = figure.axes
+    np.testing.assert_array_equal(lines(left)["mean"].get_ydata(), bins["active"])
+    assert [label.get_text() for label in right.get_xticklabels()] == ["0", "1", "2", "mean"]
+    assert legend(figure) == ["surprise of this token", "surprise of the next token"]
+    for bars, (_, drawn) in zip(right.containers, table.groupby("of", sort=False), strict=True):
+        np.testing.assert_allclose(bars.lines[0].get_ydata().astype(float), drawn["spearman"])
+        segments = bars.lines[2][0].get_segments()
+        np.testing.assert_allclose([[low[1], high[1]] for low, high in segments], drawn[["low", "high"]])
+    draw(plots.fig_surprise(bins, table.assign(low=np.nan, high=np.nan)))
+
+
+def test_fig_silenced(random):
+    table = pd.DataFrame(
+        {"layer": 2, "neuron": range(30), "loss_change": random.standard_normal(30), "stderr": random.random(30)}
+    )
+    figure = plots.fig_silenced(table, rows=8)
+    draw(figure)
+    ax = figure.axes[0]
+    largest = table.loc[table["loss_change"].abs().nlargest(8).index].sort_values("loss_change", ascending=False)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"2 · {n}" for n in largest["neuron"]]
+    drawn = np.concatenate([bars.lines[0].get_xdata() for bars in ax.containers]).astype(float)
+    np.testing.assert_allclose(drawn, 1000 * largest["loss_change"])
+    spans = [segment[:, 0] for bars in ax.containers for segment in bars.lines[2][0].get_segments()]
+    np.testing.assert_allclose(np.ptp(spans, axis=1), 2 * 1960 * largest["stderr"])
+    draw(plots.fig_silenced(table.assign(stderr=np.nan)))
+    with pytest.raises(ValueError, match="no neuron was silenced"):
+        plots.fig_silenced(table[:0])
+
+
 def make_speeds(random, cases, providers=tuple(plots.PROVIDERS), **columns):
     """A table as of `analysis.speedups`, with random speed-ups; cases: (tokens, active, pattern, mode, weight_sets)."""
     table = pd.DataFrame(cases, columns=["tokens", "active", "pattern", "mode", "weight_sets"])

@@ -1,3 +1,4 @@
+import copy
 import math
 import secrets
 
@@ -134,6 +135,62 @@ def test_token_strings_of_whole_vocabulary(tiny_run):
     tokenizer = AutoTokenizer.from_pretrained(tiny_run / "model")
     strings = trace.token_strings(tokenizer, range(320))
     assert len(set(strings)) == 320  # no two tokens look the same
+
+
+# --- parts, silent neurons
+
+
+def test_part_is_these_tokens(seed):
+    found = random_activity(seed, (9, 9, 5))
+    for start, stop in ((0, 23), (4, 17), (9, 9), (22, 23), (0, 0)):
+        part = found.part(start, stop)
+        assert part.strings == found.strings[start:stop] and part.num_tokens == stop - start
+        assert np.array_equal(part.position, found.position[start:stop])
+        assert part.num_layers == (2 if stop > start else 0)
+        assert np.array_equal(part.counts(), found.counts()[: part.num_layers, start:stop])
+        for layer in range(part.num_layers):
+            assert np.array_equal(part.layer(layer).toarray(), found.layer(layer)[start:stop].toarray())
+            assert np.array_equal(part.layer(layer).indices, found.layer(layer)[start:stop].indices)
+    with pytest.raises(ValueError, match="tokens 4 to 24 are no part of a trace of 23"):
+        found.part(4, 24)
+
+
+def test_silenced_loss(tiny_run):
+    model, tokenizer = model_module.load(tiny_run)
+    sequences = [torch.randint(1, 320, (length,)).tolist() for length in (12, 12, 12, 5, 1, 9)]
+    traced = trace.trace_tokens(model, tokenizer, sequences)
+    counts = traced.neurons()[0]
+    rare = [tuple(map(int, pair)) for pair in np.argwhere((counts > 0) & (counts <= counts[counts > 0].min() + 2))[:3]]
+    chosen = [*rare, tuple(map(int, np.unravel_index(counts.argmax(), counts.shape)))]
+    dead = np.argwhere(counts == 0)
+    if len(dead):
+        chosen.append(tuple(map(int, dead[0])))
+    model.train()
+    table = trace.silenced_loss(model, sequences, chosen, batch=2)
+    assert model.training
+    model.eval()
+    plain = -np.nan_to_num(traced.logprob.astype(np.float64))
+    predicted = sum(len(s) - 1 for s in sequences)
+    for row, (layer, neuron) in zip(table.itertuples(), chosen, strict=True):
+        without = copy.deepcopy(model)
+        without.ffns[layer].down_proj.weight.data[:, neuron] = 0
+        silent = -np.nan_to_num(trace.trace_tokens(without, tokenizer, sequences).logprob.astype(np.float64))
+        change = silent - plain
+        assert (row.layer, row.neuron, row.fires) == (layer, neuron, counts[layer, neuron])
+        assert row.loss_change == pytest.approx(change.sum() / predicted, abs=1e-6)
+        by_sequence = np.array([change[traced.sequence == n].sum() for n in range(6)])
+        spread = by_sequence - change.sum() / predicted * np.array([len(s) - 1 for s in sequences])
+        assert row.stderr == pytest.approx(np.sqrt(6 / 5 * (spread**2).sum()) / predicted, abs=1e-6)
+        fires = np.flatnonzero(np.diff(traced.layer(layer)[:, [neuron]].indptr))
+        after = [token + 1 for token in fires if token + 1 < len(change) and traced.position[token + 1] > 0]
+        assert row.change_after == pytest.approx(change[after].mean() if after else np.nan, abs=1e-5, nan_ok=True)
+    assert (table.loc[table["fires"] == 0, ["loss_change", "stderr"]] == 0).all(axis=None)
+    assert table["loss_change"].abs().max() > 1e-5
+    assert np.isnan(trace.silenced_loss(model, sequences[:1], chosen[:1])["stderr"]).all()
+    with pytest.raises(IndexError, match="neuron 96 does not exist"):
+        trace.silenced_loss(model, sequences, [(0, 0), (1, 96)])
+    with pytest.raises(ValueError, match="no token is predicted"):
+        trace.silenced_loss(model, [[1], [2]], [(0, 0)])
 
 
 # --- aggregates ---------------------------------------------------------------------------------------

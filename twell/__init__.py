@@ -30,20 +30,9 @@ _HOME = {
     "TrainConfig": "train",
     "Trace": "trace",
     "Aggregate": "trace",
+    "inspect": "widget",
 }
-_MODULES = {
-    "format",
-    "reference",
-    "ffn",
-    "model",
-    "corpus",
-    "results",
-    "analysis",
-    "plots",
-    "measure",
-    "evaluate",
-    "train",
-}
+_MODULES = set("format reference ffn model corpus results analysis plots measure evaluate train inspector".split())
 __all__ = sorted(_HOME)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m twell train | trace | measure | evaluate | runs | export | info`, each with --help."""
+"""The command line: `twell train | trace | inspect | measure | evaluate | runs | export | info`, each with --help."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ def main(arguments: list[str] | None = None) -> int:
     trace.add_argument("--tokens", type=int, help="with --aggregate: how many tokens; default: all, at most 2^20")
     trace.add_argument("--max-bytes", type=int, help="with --aggregate: what the file may have; default: 2000000")
     trace.add_argument("--out", type=Path, required=True, help="the .npz file to write")
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="write a page that shows which neurons fire for each token of a text",
+        description="Run a text and write one HTML file that shows which neurons fire for each of its tokens; it opens without "
+        "a server or a network. In a notebook, twell.inspect shows the same.",
+    )
+    inspect.add_argument("text", nargs="?", help="the text itself")
+    inspect.add_argument("--file", type=Path, help="a UTF-8 text file")
+    inspect.add_argument(
+        "--model", type=Path, required=True, help="a run folder, or the folder of a model with its tokenizer"
+    )
+    inspect.add_argument(
+        "--aggregate",
+        type=Path,
+        help="statistics of each neuron (see `twell trace --aggregate`); default: aggregate.npz in the folder, if it is there",
+    )
+    inspect.add_argument("--compare", type=Path, metavar="MODEL", help="another model, shown beside it")
+    inspect.add_argument("--out", type=Path, required=True, help="the .html file to write")
 
     measure = commands.add_parser("measure", help="time the layer on this GPU; a result is checked before it is timed")
     what = measure.add_subparsers(dest="what", required=True)
@@ -229,12 +248,7 @@ def _trace(options: argparse.Namespace) -> None:
     if options.out.is_dir():
         raise IsADirectoryError(f"{options.out} is a folder; --out is the .npz file to write")
     options.out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
-    text = options.text
-    if options.file:
-        try:
-            text = options.file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{options.file} is not UTF-8 text: byte {error.start}") from None
+    text = _text(options)
     if options.aggregate:
         limit = trace.MAX_BYTES if options.max_bytes is None else options.max_bytes
         say = functools.partial(print, flush=True)
@@ -248,6 +262,40 @@ def _trace(options: argparse.Namespace) -> None:
     print(f"{options.out}: {found.num_tokens} tokens, {found.num_layers} layers, {size} bytes")
     for name, wanted in found.meta.get("reduced", {}).items():
         print(f"to stay under {found.meta['max_bytes']} bytes: {name} {found.meta['kept'][name]} instead of {wanted}")
+
+
+def _text(options: argparse.Namespace) -> str | None:
+    """What --file holds, or the text that was given."""
+    if not options.file:
+        return options.text
+    try:
+        return options.file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.file} is not UTF-8 text: byte {error.start}") from None
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from twell import inspector, results
+
+    if (options.text is None) == (options.file is None):
+        raise ValueError(
+            "give a text, or --file with one" if options.text is None else "give a text or --file, not both"
+        )
+    if options.out.is_dir():
+        raise IsADirectoryError(f"{options.out} is a folder; --out is the .html file to write")
+    text = _text(options)
+    if not text:
+        raise ValueError("the text is empty; give at least one character")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    shown = inspector.sides(options.model, text, compare=options.compare, aggregate=options.aggregate)
+    results.write_atomically(options.out, inspector.page(shown))
+    for side in shown:
+        active = side.trace.counts().mean()
+        cut = f", the first of {side.of[1]}" if side.of[1] > side.trace.num_tokens else ""
+        print(
+            f"{side.name}: {side.trace.num_tokens} tokens{cut}, {active:.3g} of {side.shape[1]} neurons active a layer"
+        )
+    print(f"{options.out}: {options.out.stat().st_size} bytes")
 
 
 def _numbers(option: str, text: str, kind: type) -> list:

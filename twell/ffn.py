@@ -155,7 +155,7 @@ class SparseFFN(nn.Module):
     Input [..., K], output [..., K]. After a forward pass with `collect_l1` set (always on in training mode)
     `l1` holds sum_n |h| for each token, fp32, of the input's leading shape, part of the autograd graph;
     with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero. With
-    `silenced` set the output is zero.
+    `silenced` set the output is zero; neurons that `muted` [N] marks add nothing to it. Both still count in `l1` and `stats`.
 
     The backend "auto" goes by `plan`, pairs (most tokens, path), which follows from `calibration` (measured times; None:
     those of an H200) and from `observed`, the layer's newest activity. It counts and plans in ordinary calls; code
@@ -200,6 +200,7 @@ class SparseFFN(nn.Module):
         self.collect_l1 = False
         self.record = False
         self.silenced = False  # a switch, not a hook: compiled layers do not see hooks that come later
+        self.muted: Tensor | None = None  # bool
         self.token_mask: Tensor | None = None
         self.l1: Tensor | None = None
         self.path: str | None = None  # of the triton backend: "rowwise", "union" or "decode"; None: by number of tokens
@@ -324,12 +325,17 @@ class SparseFFN(nn.Module):
     def _dense(self, rows: Tensor, with_l1: bool, with_active: bool):
         g, h = self.activations(rows)
         l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32)) if with_l1 else None
+        if self.muted is not None:
+            h = h.masked_fill(self.muted.to(h.device), 0)
         return self.down_proj(h), l1, g != 0 if with_active else None
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:
         """Arguments of a sparse layer: rows, three weights, three biases, in the type that autocast asks for."""
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         tensors = [rows, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
+        if self.muted is not None:
+            by_neuron = tensors[3].t()  # so that the copy keeps the kernels' strides
+            tensors[3] = by_neuron.masked_fill(self.muted.to(rows.device)[:, None], 0).t()
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             tensors = [None if t is None else t.to(dtype) for t in tensors]

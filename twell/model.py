@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -227,24 +228,45 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
 
 
 @contextlib.contextmanager
-def silence(model: nn.Module, layers: Iterable[int] | None = None) -> Iterator[None]:
-    """While it lasts, the feed-forward layers with the given numbers (default: all) add nothing to the residual stream.
+def silence(
+    model: nn.Module, layers: int | Iterable[int] | None = None, neurons: int | Iterable[int] | None = None
+) -> Iterator[None]:
+    """While it lasts, the given feed-forward layers (default: all), or neurons of one layer, add nothing to the residual stream.
 
-    Raises IndexError for a layer that the model does not have.
+    layers: their numbers, or one; neurons: one or more of this one layer. Works with every backend, in training too: what
+    is silent gets no gradient from the output. Statistics and the L1 term still count it. One `with` in another silences
+    both, and each restores what was before. Raises IndexError for a layer or neuron that the model does not have,
+    ValueError for neurons without one layer.
     """
     ffns = sparse_ffns(model)
-    chosen = range(len(ffns)) if layers is None else list(layers)
+    if neurons is not None and not isinstance(layers, Integral):
+        raise ValueError(f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layers!r}")
+    chosen = range(len(ffns)) if layers is None else [layers] if isinstance(layers, Integral) else list(layers)
     for layer in chosen:
         if not 0 <= layer < len(ffns):
             raise IndexError(f"layer {layer} does not exist: the model has SparseFFN layers 0 to {len(ffns) - 1}")
-    before = [ffn.silenced for ffn in ffns]
+    before = [(ffn.silenced, ffn.muted) for ffn in ffns]
     try:
         for layer in chosen:
-            ffns[layer].silenced = True
+            if neurons is None:
+                ffns[layer].silenced = True
+            else:
+                ffns[layer].muted = _muted(ffns[layer], neurons)
         yield
     finally:
-        for ffn, was in zip(ffns, before, strict=True):
-            ffn.silenced = was
+        for ffn, (silenced, muted) in zip(ffns, before, strict=True):
+            ffn.silenced, ffn.muted = silenced, muted
+
+
+def _muted(ffn: SparseFFN, neurons: int | Iterable[int]) -> Tensor:
+    """A mask of these neurons and of those that are silent already."""
+    size, device = ffn.intermediate_size, ffn.up_proj.weight.device
+    mask = torch.zeros(size, dtype=torch.bool, device=device) if ffn.muted is None else ffn.muted.clone()
+    for neuron in [neurons] if isinstance(neurons, Integral) else neurons:
+        if not 0 <= neuron < size:
+            raise IndexError(f"neuron {neuron} does not exist: the layer has neurons 0 to {size - 1}")
+        mask[neuron] = True
+    return mask
 
 
 # --- existing models --------------------------------------------------------------------------------

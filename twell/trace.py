@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import io
 import json
 import lzma
@@ -24,13 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import scipy.sparse
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from twell import results
-from twell.model import SparseLlamaForCausalLM, load
+from twell.model import SparseLlamaForCausalLM, load, silence
 from twell.train import TrainConfig
 
 ARRAYS = ("token_ids", "logprob", "sequence", "position", "indptr", "indices", "values")
@@ -82,6 +84,29 @@ class Trace:
     def num_layers(self) -> int:
         return (len(self.indptr) - 1) // max(self.num_tokens, 1)
 
+    def part(self, start: int, stop: int) -> Trace:
+        """Tokens `start` to `stop` (not included) as a trace of their own, sequences and positions as they are.
+
+        Raises ValueError unless 0 <= start <= stop <= T.
+        """
+        tokens = self.num_tokens
+        if not 0 <= start <= stop <= tokens:
+            raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
+        rows = [slice(n * tokens + start, n * tokens + stop) for n in range(self.num_layers if stop > start else 0)]
+        counts = [np.diff(self.indptr)[row] for row in rows]
+        inside = [slice(self.indptr[row.start], self.indptr[row.stop]) for row in rows]
+        return Trace(
+            **{
+                name: getattr(self, name)[start:stop]
+                for name in ("token_ids", "strings", "logprob", "sequence", "position")
+            },
+            indptr=np.concatenate([[0], *counts]).cumsum(),
+            indices=_concatenate([self.indices[entries] for entries in inside], np.uint16),
+            values=_concatenate([self.values[entries] for entries in inside], np.float32),
+            intermediate_size=self.intermediate_size,
+            meta=self.meta,
+        )
+
     def layer(self, layer: int) -> scipy.sparse.csr_array:
         """The values h of one layer, [T, N] float32; what is stored is active, zeros included."""
         if not 0 <= layer < self.num_layers:
@@ -95,7 +120,7 @@ class Trace:
 
     def counts(self) -> np.ndarray:
         """Active neurons of each token in each layer, int32 [L, T]."""
-        return np.diff(self.indptr).reshape(-1, self.num_tokens).astype(np.int32)
+        return np.diff(self.indptr).reshape(self.num_layers, self.num_tokens).astype(np.int32)
 
     def histogram(self) -> np.ndarray:
         """Tokens by their number of active neurons, int64 [L, N + 1]."""
@@ -404,13 +429,18 @@ def _watch(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], ba
             if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
                 raise ValueError(f"token {int(ids.max())} does not exist: the model has a vocabulary of {vocab_size}")
             observer.begin(ids)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-            observer.end(torch.nn.functional.pad(chosen, (1, 0), value=float("nan")))
+            observer.end(_logprob(model, ids))
     finally:
         for hook in hooks:
             hook.remove()
         model.train(training)
+
+
+def _logprob(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
+    """log p of each token [B, S] given those before it, fp32; NaN for the first."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(chosen, (1, 0), value=float("nan"))
 
 
 def _tell(observer, layer: int):
@@ -486,7 +516,7 @@ def trace_tokens(
         indices=indices,
         values=values,
         intermediate_size=model.config.intermediate_size,
-        meta=meta or {},
+        meta=(meta or {}) | {"special_ids": sorted(tokenizer.all_special_ids)},
     )
 
 
@@ -513,6 +543,7 @@ def _bytes_of(token: str) -> str | None:
     return "".join(f"<0x{alphabet[character]:02X}>" for character in token)
 
 
+@functools.cache
 def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
@@ -553,6 +584,71 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not ids:
         raise ValueError("the text is empty; give at least one character")
     return ids
+
+
+# --- silent neurons -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def silenced_loss(
+    model: SparseLlamaForCausalLM,
+    sequences: Sequence[Sequence[int]],
+    neurons: Sequence[tuple[int, int]],
+    *,
+    batch: int = 32,
+    say: Callable[[str], None] | None = None,
+) -> pd.DataFrame:
+    """Return by how much the loss on these sequences of token ids changes when each neuron is silenced, one row a neuron.
+
+    neurons: pairs (layer, neuron), silenced one at a time. Columns: layer, neuron; fires (tokens that activate it);
+    loss_change in nats per predicted token, of all of them, above 0 where the neuron helps; stderr, its standard error from the
+    differences between sequences (NaN for a single one); change_after, the mean over the tokens that follow a firing
+    (NaN without any). Only sequences in which a neuron fires are computed again: the others cannot change. `say` gets a line
+    every five seconds. Raises IndexError for a neuron that does not exist, ValueError when no token is predicted. Ours.
+    """
+    kept = _Keep(len(model.ffns))
+    for layer, neuron in neurons:
+        with silence(model, layer, neuron):  # which refuses what does not exist, before the work
+            pass
+    _watch(model, sequences, batch, kept)
+    before = np.split(_concatenate(kept.logprob, np.float64), np.cumsum([len(s) for s in sequences])[:-1])
+    starts = np.cumsum([0, *map(len, sequences)])
+    predicted = np.array([len(s) - 1 for s in sequences])
+    if not predicted.sum():
+        raise ValueError("no token is predicted; give a sequence of at least two tokens")
+    training = model.training
+    model.eval()
+    rows, shown, begun = [], time.perf_counter(), time.perf_counter()
+    try:
+        for number, (layer, neuron) in enumerate(neurons):
+            counts, indices = (_concatenate([part[n] for part in kept.layers[layer]], np.int64) for n in range(2))
+            fires = np.repeat(np.arange(len(counts)), counts)[indices == neuron]
+            where = np.unique(np.searchsorted(starts, fires, side="right") - 1)
+            change = np.zeros(starts[-1])
+            change[starts[:-1]] = np.nan  # not predicted
+            with silence(model, layer, neuron):
+                after = _same_length([sequences[n] for n in where], batch)
+                after = [
+                    row.cpu().numpy()
+                    for ids in after
+                    for row in _logprob(model, torch.tensor(ids, device=model.device))
+                ]
+            for n, logprob in zip(where, after, strict=True):
+                change[starts[n] : starts[n + 1]] = before[n] - logprob
+            by_sequence = np.add.reduceat(np.nan_to_num(change), starts[:-1])
+            mean, many = by_sequence.sum() / predicted.sum(), len(sequences)
+            spread = np.square(by_sequence - mean * predicted).sum()
+            stderr = np.sqrt(spread * many / (many - 1)) / predicted.sum() if many > 1 else np.nan
+            following = change[fires[fires + 1 < len(change)] + 1]
+            following = following[~np.isnan(following)]
+            rows.append((layer, neuron, len(fires), mean, stderr, following.mean() if len(following) else np.nan))
+            if say and time.perf_counter() - shown > 5:
+                shown = time.perf_counter()
+                left = (shown - begun) / (number + 1) * (len(neurons) - number - 1)
+                say(f"{number + 1} of {len(neurons)} neurons  {int(left) // 60}:{int(left) % 60:02d} left")
+    finally:
+        model.train(training)
+    return pd.DataFrame(rows, columns=["layer", "neuron", "fires", "loss_change", "stderr", "change_after"])
 
 
 # --- aggregates ---------------------------------------------------------------------------------------
