@@ -187,7 +187,9 @@ def test_to_frame_has_the_entries_that_match(seed, token, layer, neuron, layers)
     assert order.index.tolist() == list(range(len(table)))
     for row in table.sample(min(len(table), 50)).itertuples():
         h = dense[row.layer, row.token]
-        assert row.value == h[row.neuron] and row.share == pytest.approx(abs(h[row.neuron]) / np.abs(h).sum(), rel=1e-6)
+        total = np.abs(h).sum()
+        assert row.value == h[row.neuron]
+        assert row.share == pytest.approx(abs(h[row.neuron]) / total if total else 0, rel=1e-6)
         assert (row.text, row.position) == (found.strings[row.token], found.position[row.token])
         assert row.rate == pytest.approx(mask[row.layer, :, row.neuron].mean())
 
@@ -390,7 +392,13 @@ def test_a_page_stays_under_its_limit(seed, model, monkeypatch):
         h = abs(widget.trace.layer(layer).toarray())
         share = h / np.maximum(h.sum(1, keepdims=True), 1e-30)
         weight |= {f"0:{layer}:{n}": share[:, n].sum() for n in range(96)}
-    assert min(weight[key] for key in cards) >= max(weight[key] for key in set(every) - set(cards)) - 1e-6
+    begin = {f"0:{view['layer']}:{view['neuron']}" for view in widget.presets.values() if "neuron" in view}
+    assert begin and begin <= set(cards)
+    least = min(weight[key] for key in set(cards) - begin)
+    assert least >= max(weight[key] for key in set(every) - set(cards)) - 1e-6
+    silent = next((1, n) for n in range(96) if f"0:1:{n}" not in cards)
+    page = inspector.page(widget.sides, {"layer": silent[0], "neuron": silent[1]})
+    assert f"0:1:{silent[1]}" in json.loads(inspector.unpack(page_data(page))[1]["cards"].tobytes())
     monkeypatch.setattr(inspector, "PAGE_BYTES", bare - 3000)
     page = inspector.page([Side("a", widget.trace)])
     assert len(page.encode()) <= bare - 3000

@@ -228,8 +228,8 @@ function number(value) {
   if (Number.isNaN(value)) return "NaN";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1000) return size < 1e7 ? integer(Math.round(value)) : value.toExponential(1);
-  if (size < 0.001) return value.toExponential(1);
+  if (size >= 1000) return size < 1e7 ? integer(Math.round(value)) : value.toExponential(2);
+  if (size < 0.001) return value.toExponential(2);
   return String(Number(value.toPrecision(3)));
 }
 
@@ -412,6 +412,8 @@ const KEYS = [
   ["Esc", "let go"],
 ];
 const CHIPS = 3; // neurons of a layer that is not opened
+const NEAR = 8; // places where a neuron fires
+const FAR = 200; // when all are asked for
 const OPENED = 12; // of one that is
 const OUT = 512; // the colour of a token that is left out
 const WAIT = 350; // ms without a key before typed text is run
@@ -427,7 +429,8 @@ class View {
     this.peek = null; // { side, token } or { side, layer, neuron } under the pointer
     this.places = "passage";
     this.zoom = 0;
-    this.open = false; // all neurons of the opened layer
+    this.open = false; // all neurons of the opened layer are listed
+    this.far = false; // all places in the passage where the neuron fires
     // JupyterLab leaves keys alone below this attribute.
     this.root = make("div", { class: "twell", "data-lm-suppress-shortcuts": "true" });
     el.append(this.root);
@@ -505,7 +508,9 @@ class View {
 
   selected() {
     const side = this.sides[this.get("side")] ?? this.sides[0];
-    return { side, token: this.get("token"), layer: this.get("layer"), neuron: this.get("neuron") };
+    // A page's address may ask for what is not there.
+    const known = (name, number) => (this.get(name) >= 0 && this.get(name) < number ? this.get(name) : null);
+    return { side, token: known("token", side.T), layer: known("layer", side.L), neuron: known("neuron", side.N) };
   }
 
   // Whether neurons of one side are those of the other: two texts under one model.
@@ -537,6 +542,7 @@ class View {
     if (!this.header) return;
     if (["token", "side"].includes(trait)) this.reveal = true;
     if (["token", "layer", "side"].includes(trait)) this.open = false;
+    if (["neuron", "layer", "side"].includes(trait)) this.far = false;
     this.schedule();
   }
 
@@ -1976,28 +1982,46 @@ class View {
         ),
       ),
     );
-    let rows;
-    if (this.places === "passage") {
-      const { tokens, values } = side.column(layer, neuron);
-      const order = Array.from(tokens, (_, n) => n).sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
-      rows = order.slice(0, this.open ? 200 : 8).map((n) => {
-        const token = tokens[n];
-        const sequence = side.sequenceOf(token);
-        const words = (from, to) =>
-          Array.from({ length: Math.max(0, to - from) }, (_, at) => side.text(from + at)).join("");
-        const before = words(Math.max(side.starts[sequence], token - 12), token);
-        const after = words(token + 1, Math.min(side.starts[sequence + 1], token + 8));
-        return this.place(values[n], null, before, side.text(token), after, {
-          onclick: () => this.choose(side, { token }),
-          title: `go to token ${integer(token)}`,
-        });
-      });
-      if (!rows.length) rows = [make("p", { class: "tw-quiet" }, "It fires nowhere in this passage.")];
-    } else
-      rows = known[this.places].map(([value, quantile, before, text, after, sequence, position]) =>
-        this.place(value, quantile, before, text, after, { title: `sequence ${sequence}, position ${position}` }),
-      );
+    if (this.places === "passage")
+      return make("div", { class: "tw-places" }, tabs, ...this.placesHere(side, layer, neuron, again));
+    const rows = known[this.places].map(([value, quantile, before, text, after, sequence, position]) =>
+      this.place(value, quantile, before, text, after, { title: `sequence ${sequence}, position ${position}` }),
+    );
     return make("div", { class: "tw-places" }, tabs, ...rows);
+  }
+
+  // Where in the passage it fires, strongest first; a click goes there.
+  placesHere(side, layer, neuron, again) {
+    const { tokens, values } = side.column(layer, neuron);
+    const order = Array.from(tokens, (_, n) => n).sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
+    const words = (from, to) =>
+      Array.from({ length: Math.max(0, to - from) }, (_, at) => side.text(from + at)).join("");
+    const shown = order.slice(0, this.far ? FAR : NEAR);
+    const rows = shown.map((n) => {
+      const token = tokens[n];
+      const sequence = side.sequenceOf(token);
+      const before = words(Math.max(side.starts[sequence], token - 12), token);
+      const after = words(token + 1, Math.min(side.starts[sequence + 1], token + 8));
+      return this.place(values[n], null, before, side.text(token), after, {
+        onclick: () => this.choose(side, { token }),
+        title: `go to token ${integer(token)}`,
+      });
+    });
+    const more = () => {
+      this.far = true;
+      again();
+    };
+    const most = Math.min(order.length, FAR);
+    if (!rows.length) rows.push(make("p", { class: "tw-quiet" }, "It fires nowhere in this passage."));
+    if (most > shown.length)
+      rows.push(
+        make(
+          "button",
+          { type: "button", class: "tw-link tw-more", onclick: more },
+          `show ${most === order.length ? "all " : ""}${most}`,
+        ),
+      );
+    return rows;
   }
 
   place(value, quantile, before, text, after, properties) {
@@ -2098,7 +2122,7 @@ function openPage(el, text, view) {
   const data = new Uint8Array(letters.length);
   for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
-    if (name in view) view[name] = name === "colour" ? value : Number(value);
+    if (name in view) view[name] = name === "colour" ? value : Math.trunc(Number(value));
   }
   render({ model: new PageModel({ ...view, data, texts: [], runs: false, busy: false, error: "" }), el });
 }

@@ -2,10 +2,10 @@
 
 One or two sides (two models, or two texts) are shown at a time, each a trace and, where there are, an aggregate and the model.
 `pack` turns them into one compressed block of bytes that inspector.js reads; the widget (twell/widget.py) sends it to
-JupyterLab, `page` writes it into an HTML file, and both run the same script. Of many values
-only 16 bits travel (bf16) and, where there are more than MAX_ENTRIES, only the strongest k of each token and layer do; counts,
-sums and overflow are of all. What is known of a
-neuron beyond the passage is a card: statistics and examples of the aggregate, and words from the model's unembedding.
+JupyterLab, `page` writes it into an HTML file, and both run the same script. Of many values only 16 bits travel (bf16) and, where
+there are more than MAX_ENTRIES, only the strongest of each token and layer do; counts, sums and overflow are of all. What is
+known of a neuron beyond the passage is a card: statistics and examples of the aggregate, and words from the model's
+unembedding.
 """
 
 from __future__ import annotations
@@ -241,8 +241,6 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         order = np.lexsort((-magnitude, rows))
         kept[order] = np.arange(len(rows)) - np.repeat(shown.indptr[:-1], counts) < strongest
     indices = shown.indices.astype(np.int64)
-    num_tiles = -(-shown.intermediate_size // TILE_N)
-    in_tile = np.bincount(rows * num_tiles + indices // TILE_N, minlength=len(counts) * num_tiles)
     first = np.concatenate([[True], np.diff(rows[kept]) > 0]) if kept.any() else np.zeros(0, bool)
     gap = np.diff(indices[kept], prepend=0)
     gap = np.where(first, indices[kept], gap).astype(np.uint16)
@@ -255,7 +253,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "position": shown.position.astype(np.uint32),
         "logprob": shown.logprob.astype(np.float32),
         "counts": counts.astype(np.uint16),
-        "tile_max": in_tile.reshape(len(counts), num_tiles).max(axis=1, initial=0).astype(np.uint16),
+        "tile_max": _fullest_tile(shown).reshape(-1).astype(np.uint16),
         "total": leading(np.bincount(rows, weights=np.abs(shown.values), minlength=len(counts)), 16).astype(np.uint16),
         "gap_low": (gap & 255).astype(np.uint8),
         "gap_high": (gap >> 8).astype(np.uint8),
@@ -267,6 +265,14 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         fires = side.aggregate.neurons()[0].reshape(-1)
         arrays["rate"] = leading(fires / max(side.aggregate.num_tokens, 1), 16).astype(np.uint16)
     return arrays
+
+
+def _fullest_tile(shown: Trace) -> np.ndarray:
+    """The active neurons of each token in the tile that holds the most of them, [L, T]."""
+    num_tiles, counts = -(-shown.intermediate_size // TILE_N), np.diff(shown.indptr)
+    tile = np.repeat(np.arange(len(counts)), counts) * num_tiles + shown.indices.astype(np.int64) // TILE_N
+    in_tile = np.bincount(tile, minlength=len(counts) * num_tiles)
+    return in_tile.reshape(shown.num_layers, shown.num_tokens, num_tiles).max(axis=-1, initial=0)
 
 
 def _described(side: Side, strongest: int | None) -> dict:
@@ -310,8 +316,9 @@ def presets(side: Side) -> list[dict]:
     mean = counts[:, inside].mean(axis=0)
     token = int(inside[mean.argmax()])
     add("Busiest token", f"{quoted(token)}: {mean.max():.3g} active a layer", token=token)
-    token = int(inside[np.nanargmin(shown.logprob[inside])])
-    add("Most surprising token", f"{quoted(token)}: {-shown.logprob[token]:.3g} nats", token=token, colour="surprise")
+    surprise = np.nan_to_num(-shown.logprob[inside])
+    token = int(inside[surprise.argmax()])
+    add("Most surprising token", f"{quoted(token)}: {surprise.max():.3g} nats", token=token, colour="surprise")
     rows = np.repeat(np.arange(len(shown.indptr) - 1), np.diff(shown.indptr))
     later = np.flatnonzero(shown.position[rows % shown.num_tokens] > 0)
     if len(later):
@@ -421,12 +428,10 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
         table = {"token": np.asarray(tokens, np.int64)[h.row], "layer": layer, "neuron": h.col, "value": h.data}
         table = pd.DataFrame(table | {"share": share})
         tables.append(table if view["neuron"] is None else table[table["neuron"] == view["neuron"]])
-    table = (
-        pd.concat(tables) if tables else pd.DataFrame(columns=["token", "layer", "neuron", "value", "share"], dtype=int)
-    )
-    table = table.sort_values(
-        ["token", "layer", "value"], key=lambda c: -c.abs() if c.name == "value" else c, kind="stable"
-    )
+    nothing = pd.DataFrame(columns=["token", "layer", "neuron", "value", "share"], dtype=int)
+    table = pd.concat(tables) if tables else nothing
+    falling = table.assign(size=-table["value"].abs())
+    table = table.iloc[np.lexsort([falling[name] for name in ("size", "layer", "token")])]
     at = table["token"].to_numpy()
     table.insert(0, "model", side.name)
     table.insert(2, "text", [passage.strings[n] for n in at])
@@ -471,14 +476,8 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     values[left_out] = np.nan
     start = 0 if view["token"] is None else max(0, min(view["token"] - tokens // 2, passage.num_tokens - tokens))
     cut = slice(start, start + tokens)
-    tile, compression = (
-        np.zeros((*counts.shape, -(-passage.intermediate_size // TILE_N)), np.int64),
-        view["compression"],
-    )
-    for row in range(first, last + 1):
-        h = passage.layer(row).tocoo()
-        np.add.at(tile[row - first], (h.row, h.col // TILE_N), 1)
-    over = (tile > TILE_N // compression - 1).any(axis=-1) & ~left_out if compression else np.zeros(counts.shape, bool)
+    capacity = TILE_N // view["compression"] - 1 if view["compression"] else np.inf
+    over = (_fullest_tile(passage)[first : last + 1] > capacity) & ~left_out
     names = {"index": range(first, last + 1), "columns": range(passage.num_tokens)}
     return {
         "passage": pd.DataFrame({"token": passage.strings, "value": values})[cut],
@@ -542,11 +541,11 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
         if max_entries < 1000:
             raise ValueError(f"{sum(s.trace.num_tokens for s in shown)} tokens do not fit into {PAGE_BYTES} bytes")
         data = pack(shown, max_entries=max_entries, chosen={})
-    order = _by_weight(shown)
+    order = _by_weight(shown, view)
     sample = _cards(shown, order[:256])
     if sample:
         spent = room(data) - room(pack(shown, max_entries=max_entries, chosen=sample))
-        known = list(_cards(shown, order[: int(0.97 * room(data) * len(sample) / spent)]).items())
+        known = list(_cards(shown, order[: int(0.97 * room(data) * len(sample) / max(spent, 1))]).items())
         while known:
             packed = pack(shown, max_entries=max_entries, chosen=dict(known))
             if room(packed) >= 0:
@@ -555,19 +554,23 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
     return written(data)
 
 
-def _by_weight(shown: Sequence[Side]) -> list[tuple[int, int, int]]:
-    """(side, layer, neuron) of all that fire, by falling weight: the sum over tokens of their shares of |h|."""
-    found = []
+def _by_weight(shown: Sequence[Side], view: dict) -> list[tuple[int, int, int]]:
+    """(side, layer, neuron) of those where the view and its presets begin, then of all that fire, by falling weight.
+
+    Weight: the sum over tokens of the shares of |h|. Only of sides of which more is known than the passage.
+    """
+    first, found = [(view["side"], view["layer"], view["neuron"])], []
     for number, side in enumerate(shown):
-        if side.aggregate is None and side.model is None:
-            continue
+        first += [(number, preset["view"].get("layer"), preset["view"].get("neuron")) for preset in presets(side)]
         passage = side.trace
         for layer in range(passage.num_layers):
             h = abs(passage.layer(layer))
             total = h.sum(axis=1)
             weight = h.T @ np.divide(1, total, out=np.zeros_like(total), where=total > 0)
             found += [(-weight[neuron], (number, layer, int(neuron))) for neuron in np.unique(h.indices)]
-    return [key for _, key in sorted(found)]
+    known = {number for number, side in enumerate(shown) if side.aggregate is not None or side.model is not None}
+    every = dict.fromkeys([*first, *(key for _, key in sorted(found))])
+    return [key for key in every if None not in key and key[0] in known]
 
 
 def _cards(shown: Sequence[Side], neurons: Sequence[tuple[int, int, int]]) -> dict[str, dict]:
