@@ -51,6 +51,8 @@ VIEW = {
 }
 COLOURS = ("count", "neuron", "surprise")
 SCALES = ("all", "layer", "neuron")
+# A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
+Source = Trace | str | Path | tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]
 
 
 @dataclass
@@ -91,13 +93,13 @@ class Side:
 
 
 def sides(
-    what,
+    what: Source,
     text: str | tuple[str, str] | None = None,
     *,
-    compare=None,
+    compare: Source | None = None,
     aggregate: Aggregate | str | Path | None = None,
     compare_aggregate: Aggregate | str | Path | None = None,
-    model=None,
+    model: Source | None = None,
     start: int = 0,
 ) -> list[Side]:
     """Return the one or two sides of a view; see `twell.inspect` for the arguments and what is raised."""
@@ -117,7 +119,9 @@ def sides(
     return both
 
 
-def _side(what, text: str | None, aggregate: Aggregate | str | Path | None, model, start: int) -> Side:
+def _side(
+    what: Source, text: str | None, aggregate: Aggregate | str | Path | None, model: Source | None, start: int
+) -> Side:
     """A side of a trace or its file, with the model it came from if given; or of a model (see `_load`) and a text."""
     if not (isinstance(what, Trace) or str(what).endswith(".npz")):
         if start or model is not None:
@@ -138,7 +142,7 @@ def _side(what, text: str | None, aggregate: Aggregate | str | Path | None, mode
     return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
 
 
-def _load(what, aggregate: Aggregate | str | Path | None) -> Side:
+def _load(what: Source, aggregate: Aggregate | str | Path | None) -> Side:
     """A model by its folder or name, or the pair that `twell.load` returns, without a text yet."""
     if isinstance(what, tuple):
         name, (model, tokenizer) = "model", what

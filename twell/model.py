@@ -235,8 +235,8 @@ def silence(
 
     layers: their numbers, or one; neurons: one or more of this one layer. Works with every backend, in training too: what
     is silent gets no gradient from the output. Statistics and the L1 term still count it. One `with` in another silences
-    both, and each restores what was before. Raises IndexError for a layer or neuron that the model does not have,
-    ValueError for neurons without one layer.
+    both, and each restores what was before; a captured CUDA graph keeps what it captured. Raises IndexError for a layer or
+    neuron that the model does not have, ValueError for neurons without one layer.
     """
     ffns = sparse_ffns(model)
     if neurons is not None and not isinstance(layers, Integral):

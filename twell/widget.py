@@ -18,7 +18,7 @@ except ImportError:
     raise ImportError("twell.inspect needs the package anywidget: pip install 'twell[notebooks]'") from None
 
 from twell import inspector, plots, results
-from twell.inspector import COLOURS, FILES, SCALES, Side
+from twell.inspector import COLOURS, FILES, SCALES, Side, Source
 from twell.trace import COMPRESSIONS, Aggregate, Trace
 
 
@@ -169,13 +169,13 @@ class Inspector(anywidget.AnyWidget):
 
 
 def inspect(
-    what: Trace | str | Path | tuple,
+    what: Source,
     text: str | tuple[str, str] | None = None,
     *,
-    compare: Trace | str | Path | tuple | None = None,
+    compare: Source | None = None,
     aggregate: Aggregate | str | Path | None = None,
     compare_aggregate: Aggregate | str | Path | None = None,
-    model: str | Path | tuple | None = None,
+    model: Source | None = None,
     start: int = 0,
     **view,
 ) -> Inspector:
