@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -283,9 +282,9 @@ def ffn(
     measure._check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
     if kernels and out is None:
         raise ValueError("the rows of kernels go to a file; say in which folder (out)")
-    _check_files(out, "training", "training_kernels", "ceilings")
+    measure._check_files(out, {name: COLUMNS[name] for name in ("training", "training_kernels", "ceilings")})
     save = functools.partial(measure._append, out, results.provenance())
-    meter = _meter() if energy else None
+    meter = measure._meter() if energy else None
     peaks = measure.ceilings()
     save("ceilings", peaks)
 
@@ -485,7 +484,8 @@ class _Trainer:
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
-        self.compiled: list[Callable] | None = None  # by layer; kept, so that nothing is compiled twice
+        self.compiled = measure.Compiled(self.model.model.layers)
+        SparseTraining(self.model, path=path).allow_recompiling()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -495,7 +495,7 @@ class _Trainer:
         self.leave()
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        self.compile(provider.endswith("torch.compile"))
+        self.compiled(provider.endswith("torch.compile"))
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -515,17 +515,6 @@ class _Trainer:
             betas=(c.adam_beta1, c.adam_beta2),
             eps=c.adam_epsilon,
         )
-
-    def compile(self, wanted: bool) -> None:
-        """Have each decoder layer compiled or not; torch has no public way to take back what nn.Module.compile did."""
-        layers = self.model.model.layers
-        if wanted and self.compiled is None:
-            SparseTraining(self.model, path=self.path).allow_recompiling()
-            for layer in layers:
-                layer.compile(fullgraph=True)
-            self.compiled = [layer._compiled_call_impl for layer in layers]
-        for place, layer in enumerate(layers):
-            layer._compiled_call_impl = self.compiled[place] if wanted else None
 
     def leave(self) -> None:
         if self.sparse is not None:
@@ -613,9 +602,9 @@ def train_step(
         raise ValueError(
             f"active is {active:g}; it has to be above 0 and below {config.intermediate_size}, the neurons"
         )
-    _check_files(out, "train_step")
+    measure._check_files(out, {"train_step": COLUMNS["train_step"]})
     save = functools.partial(measure._append, out, results.provenance())
-    meter = _meter() if energy else None
+    meter = measure._meter() if energy else None
     kinds = {None: ("", " torch.compile"), True: (" torch.compile",), False: ("",)}[compiled]
     providers = [f"{side}{kind}" for kind in kinds for side in ("dense", f"triton {path}")]
     providers = [DENSE if name == "dense" else name for name in providers]
@@ -686,27 +675,3 @@ def _check_steps(model: str, checked: dict[str, tuple[float, float]], name: str)
     ):
         if not abs(found - wanted) <= allowed * abs(wanted):
             raise ArithmeticError(f"{name} of {model} is wrong: {what} is {found:.5g}, of {first} {wanted:.5g}")
-
-
-# --- shared -----------------------------------------------------------------------------------------------------------
-
-
-def _meter() -> Callable[[], int] | None:
-    """What reads the energy counter; None, with the reason printed, where there is none."""
-    try:
-        return measure._energy_meter()
-    except RuntimeError as error:
-        print(f"energy is not measured: {error}", flush=True)
-        return None
-
-
-def _check_files(folder: str | Path | None, *names: str) -> None:
-    """Refuse before anything is measured what could not be saved after it."""
-    if folder is None:
-        return
-    if Path(folder).is_file():
-        raise NotADirectoryError(f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in names)}")
-    for name in names:
-        path, columns = Path(folder) / f"{name}.csv", COLUMNS[name]
-        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != columns:
-            raise ValueError(f"{path} has the columns {found}; the rows to add have {columns}: move it away first")
