@@ -26,8 +26,13 @@ MAY_IMPORT = {
     "plots": {"results", "analysis"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
-    "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "__main__": {"analysis", "choose", "train", "trace", "measure", "measure_training", "model", "ffn", "results"},
+    "imposed": {"ffn", "measure", "model"},
+    "measure_training": {"imposed", "kernels", "measure", "model", "results", "sparse_training", "train"},
+    "measure_model": {"choose", "ffn", "imposed", "kernels", "measure", "model", "results", "train"},
+    "__main__": {
+        *("analysis", "choose", "ffn", "measure", "measure_model", "measure_training", "model", "results"),
+        *("trace", "train"),
+    },
 }
 
 

@@ -16,8 +16,9 @@ have a part in common.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,21 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
     model.model.norm.weight[[CONSTANT, DRAW]] = 0
 
 
+@contextlib.contextmanager
+def before_ffn(model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]) -> Iterator[None]:
+    """While it lasts, visit(place, layer, x) is called with each feed-forward layer's input before it computes."""
+
+    def hook(place: int) -> Callable:
+        return lambda ffn, inputs: visit(place, ffn, inputs[0])
+
+    hooks = [ffn.register_forward_pre_hook(hook(place)) for place, ffn in enumerate(model.ffns)]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
 @torch.no_grad()
 def impose(model: SparseLlamaForCausalLM, wanted: Sequence[float], tokens: Tensor, seed: int = 0) -> None:
     """Set gates so that layer l has a mean of wanted[l] active neurons on `tokens` [B, S], in a model of `draw_weights`.
@@ -134,34 +150,34 @@ def impose(model: SparseLlamaForCausalLM, wanted: Sequence[float], tokens: Tenso
             f"have more than 0 and less than {most} active neurons"
         )
 
-    def thresholds(place: int) -> Callable:
-        def hook(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
-            rows, weight = inputs[0].flatten(0, -2), _first(ffn).weight
-            g = torch.Generator(weight.device).manual_seed(seed + 1 + place)
-            spread = POPULARITY * torch.randn(len(weight), generator=g, device=weight.device)
-            weight[:, CONSTANT] = -spread.to(weight.dtype)
-            weight[:, DRAW] = LIVELINESS
-            # The constant channel is positive: a neuron is active where the rest of its input exceeds its threshold.
-            ratio = F.linear(rows, weight).float() / rows[:, CONSTANT, None].float()
-            low, high = float(ratio.min()) - 1, float(ratio.max()) + 1
-            for _ in range(40):
-                middle = (low + high) / 2
-                above = int((ratio > middle).sum())
-                low, high = (middle, high) if above > wanted[place] * len(rows) else (low, middle)
-            weight[:, CONSTANT] = -(spread + high).to(weight.dtype)
-
-        return hook
+    def threshold(place: int, ffn: SparseFFN, x: Tensor) -> None:
+        rows, weight = x.flatten(0, -2), _first(ffn).weight
+        g = torch.Generator(weight.device).manual_seed(seed + 1 + place)
+        spread = POPULARITY * torch.randn(len(weight), generator=g, device=weight.device)
+        weight[:, CONSTANT] = -spread.to(weight.dtype)
+        weight[:, DRAW] = LIVELINESS
+        # The constant channel is positive: a neuron is active where the rest of its input exceeds its threshold.
+        ratio = F.linear(rows, weight.detach()).float() / rows[:, CONSTANT, None].float()
+        low, high = float(ratio.min()) - 1, float(ratio.max()) + 1
+        for _ in range(40):
+            middle = (low + high) / 2
+            above = int((ratio > middle).sum())
+            low, high = (middle, high) if above > wanted[place] * len(rows) else (low, middle)
+        weight[:, CONSTANT] = -(spread + high).to(weight.dtype)
+        torch.clear_autocast_cache()  # it holds casts of weights that have gradients, as they were
 
     def size(ffn: SparseFFN, _: tuple[Tensor, ...], y: Tensor) -> Tensor:
         found = float(y.float().square().mean().sqrt())
         factor = FFN_PART / found if found else 1.0
         ffn.down_proj.weight *= factor
+        torch.clear_autocast_cache()
         return y * factor
 
-    hooks = [ffn.register_forward_pre_hook(thresholds(place)) for place, ffn in enumerate(ffns)]
-    hooks += [ffn.register_forward_hook(size) for ffn in ffns]
+    hooks = [ffn.register_forward_hook(size) for ffn in ffns]
+    model.eval()
     try:
-        model.eval()(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        with before_ffn(model, threshold):
+            model.model(input_ids=tokens, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -182,3 +198,12 @@ def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, f
         if whole < len(rows):
             unions.append(active[whole:].any(0).sum()[None])
     return summarize_activity(*stats.take()) | {"union": float(torch.cat(unions).double().mean())}
+
+
+@torch.no_grad()
+def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor) -> list[dict[str, float]]:
+    """Return `layer_activity` of each layer, by one pass over `tokens` [B, S]."""
+    found: list[dict[str, float]] = []
+    with before_ffn(model, lambda _, ffn, x: found.append(layer_activity(ffn, x))):
+        model.model(input_ids=tokens, use_cache=False)
+    return found

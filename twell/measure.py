@@ -308,11 +308,13 @@ def _graph_times(replay: Callable[[], None], calls: int, budget: float) -> np.nd
     return times / calls
 
 
-def _between_replays(replay: Callable[[], None], number: int) -> np.ndarray:
-    """Times in ms of each of so many replays, which follow one another without a gap."""
-    # The first replays find the queue empty and wait for the host; they are not counted.
+def _between_replays(replay: Callable[[], object], number: int, lead: int = 3) -> np.ndarray:
+    """Times in ms of each of so many replays, which follow one another without a gap.
+
+    The first replays, `lead` more, find the queue empty and wait for the host; they are not counted.
+    """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
-    for _ in range(3):
+    for _ in range(lead):
         replay()
     for event in events[:-1]:
         event.record()
@@ -399,12 +401,13 @@ def _kernel_times(calls: Sequence[Callable[[], Tensor]]) -> dict[str, tuple[floa
 class Compiled:
     """Modules that are compiled, each by itself, or not: call it with whether they are to be from now on.
 
-    Whole (fullgraph) and for each shape anew (not dynamic), as a measurement wants it. torch has no public way to take
-    back what nn.Module.compile did.
+    Whole (fullgraph) and for each shape anew (not dynamic), as a measurement wants it. `around`, where it is set, takes the
+    compiled module and its arguments and calls it. torch has no public way to take back what nn.Module.compile did.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
         self.modules = list(modules)
+        self.around: Callable | None = None
         self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
 
     def __call__(self, wanted: bool) -> None:
@@ -412,6 +415,8 @@ class Compiled:
             for module in self.modules:
                 module.compile(fullgraph=True, dynamic=False)
             self.calls = [module._compiled_call_impl for module in self.modules]
+            if self.around is not None:
+                self.calls = [functools.partial(self.around, call) for call in self.calls]
         for place, module in enumerate(self.modules):
             module._compiled_call_impl = self.calls[place] if wanted else None
 
