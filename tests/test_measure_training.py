@@ -164,7 +164,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "ceilings", lambda: [dict(row) for row in PEAKS])
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(
-        measure, "_between_replays", lambda step, number: np.array([times(step)[1] for _ in range(number)])
+        measure, "_between_replays", lambda step, number, **_: np.array([times(step)[1] for _ in range(number)])
     )
     monkeypatch.setattr(measure, "ROUNDS", 2)
     monkeypatch.setattr(measure_training, "TURN", 2)
@@ -368,6 +368,7 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
         ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
         ({"path": "rowwise"}, ValueError, "path 'rowwise' is unknown; use one of union"),
+        ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
         ({"out": tmp_path / "old"}, ValueError, r"train_step.csv has the columns"),
         ({"out": tmp_path / "file"}, NotADirectoryError, "out is a folder, for train_step.csv"),
     ):
@@ -416,7 +417,9 @@ def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, see
     assert max(largest) == min(chunk, num_tokens) and sum(largest) == 2 * num_tokens
     torch.testing.assert_close(*found)
     value = measure_training.chunked_cross_entropy(hidden, weight, labels)
-    torch.testing.assert_close(value, F.cross_entropy(hidden.float() @ weight.float().t(), labels).double(), check_dtype=False)
+    torch.testing.assert_close(
+        value, F.cross_entropy(hidden.float() @ weight.float().t(), labels).double(), check_dtype=False
+    )
 
 
 def test_providers_take_the_same_steps_from_the_same_weights(trainer, monkeypatch):
@@ -497,6 +500,52 @@ def test_rows_of_steps(quick, tmp_path, monkeypatch):
     assert sum(timed[: len(timed) // 2]) == len(timed) // 4  # in turns
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointed_layers_compute_again(trainer, compiled):
+    found, calls = {}, {False: [], True: []}
+    for checkpointed, counts in calls.items():
+        made = trainer(f"checkpoint_activations={checkpointed}")
+        made.become("dense torch.compile" if compiled else "dense eager", 0.0)
+        for ffn in made.model.ffns:
+            ffn.register_forward_pre_hook(lambda *_, counts=counts: counts.append(1))
+        found[checkpointed] = torch.stack(made.step())
+    assert {name: len(counts) for name, counts in calls.items()} == {False: 3, True: 6}
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("curve", [0, 0.02])
+@pytest.mark.parametrize("limit", [100, 131, 159, 160, 219, 220, 221, 1000, 9000])
+def test_the_largest_micro_batch_is_found(trainer, monkeypatch, limit, curve):
+    trainer, tried = trainer(), []
+
+    def needs(sequences):
+        return 100 + 30 * sequences + curve * sequences**2
+
+    def step():
+        tried.append(len(trainer.tokens))
+        if needs(tried[-1]) > limit:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(trainer, "peak", lambda: needs(len(trainer.tokens)))
+    trainer.become("dense eager", 0.0)
+    most = next(n for n in range(1000) if needs(n + 1) > limit)
+    found = trainer.largest(limit)
+    assert 0.96 * most <= found <= most and (curve or found == most)
+    if found:
+        assert len(trainer.tokens) == found and trainer.labels.shape == (found * 32,)
+    assert len(set(tried)) <= 12
+
+
+def test_the_largest_micro_batch_is_timed(quick, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**9))
+    monkeypatch.setattr(measure_training._Trainer, "largest", lambda self, limit: self.draw(7) or 7)
+    rows = measure_training.train_step("quick", TINY, active=20, compiled=True, largest=True, profile="paper")
+    assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2
+    assert [row["largest_tokens_per_second"] for row in rows] == [7 * 32 * 1000] * 2
+    assert {row["profile"] for row in rows} == {"paper"} and rows[0]["active_max"] > 1.3 * rows[0]["active"]
+
+
 @pytest.mark.parametrize("compiled, kinds", [(True, [" torch.compile"]), (False, [""])])
 def test_compiled_or_eager_alone(quick, compiled, kinds):
     rows = measure_training.train_step("quick", TINY, active=20, compiled=compiled)
@@ -550,13 +599,16 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     words += (
         " --micro-batch 5 --non-gated --active 9 --path hybrid --checkpoint-activations --no-compile --energy --out x"
     )
+    words += " --profile paper --largest"
     assert main(words.split()) == 0
     fields = "num_layers=3 hidden_size=64 intermediate_size=128 num_heads=4 vocab_size=300 context=16 micro_batch=5"
     overrides = [*fields.split(), "gated=false", "checkpoint_activations=true"]
     options = {"active": 9.0, "path": "hybrid", "compiled": False, "energy": True, "out": Path("x")}
+    options |= {"profile": "paper", "largest": True}
     assert seen.pop() == (("quick", overrides), options)
     assert main(["measure", "train-step"]) == 0
     options = {"active": 29, "path": "union", "compiled": None, "energy": False, "out": Path("data/bench")}
+    options |= {"profile": "flat", "largest": False}
     assert seen.pop() == (("171m", []), options)
 
 

@@ -41,8 +41,9 @@ from twell.ffn import SparseFFN
 from twell.model import SparseLlamaForCausalLM
 from twell.train import TrainConfig
 
-# Mean active neurons over layers at the recommended L1 coefficient, by the paper's Table 1.
-PAPER_ACTIVE = {"0.5b": 39.0, "1b": 29.0, "1.5b": 29.0, "2b": 24.0}
+# Mean active neurons over layers at the recommended L1 coefficient, as the paper's text has them; that of 1b, which it does not
+# print, lies between its neighbours.
+PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
 # Kernels of attention in the order in which they are tried; "default": torch's own.
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -58,13 +59,13 @@ TOLERANCE, AS_DENSE, FROM_DENSE = 5e-2, 1.25, 2.0
 
 DENSE, COMPILED = "dense eager", "dense torch.compile"
 MODEL = "model parameters num_layers hidden_size intermediate_size num_heads vocab_size gated dtype".split()
-CASE = [*MODEL, "profile", "attention", "batch", "context", "tokens", "active", "active_max", "union"]
+CASE = [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "active", "active_max", "union"]
 SPEED = ["p20", "p50", "p80"]
 ENERGY = ["energy", "watts", "idle"]
 COLUMNS = {
     "model": [*CASE, "mode", "provider", "path", "relative_rms", "layer_rms", *SPEED, "tokens_per_ms", "peak", *ENERGY],
-    "model_layers": [*MODEL, "profile", "attention", "batch", "context", "tokens", "layer", "wanted", "active", "p99"]
-    + ["active_max", "union", "dense", "sparse", "auto", "auto_path", "relative_rms"],
+    "model_layers": [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "level", "layer", "wanted", "active"]
+    + ["p99", "active_max", "union", "dense", "sparse", "auto", "auto_path", "relative_rms"],
     "model_parts": [*CASE, "layer", "provider", "part", "ms"],
     "decode": [*CASE, "steps", "provider", "path", "relative_rms", "same", *SPEED, "tokens_per_second", *ENERGY],
 }
@@ -110,6 +111,8 @@ class Sides:
 
     def __init__(self, model: SparseLlamaForCausalLM, calibration: Calibration | None = None):
         self.model, self.calibration = model, calibration
+        for ffn in model.ffns:
+            ffn.calibration = calibration
         self.take_weights()
         self.compiled = measure.Compiled([*model.model.layers, model.model.norm])
         # Each layer's code is made for each provider, shape and path, and kept with that of the other layers.
@@ -128,7 +131,7 @@ class Sides:
         self.compiled(kind == ["torch.compile"])
         for weight, plain, by_neuron in zip(self.down, self.plain, self.by_neuron, strict=True):
             weight.data = plain if side == "dense" else by_neuron
-        self.model.set_ffn_backend(side, self.calibration)
+        self.model.set_ffn_backend(side)
 
     def observe(self, activity: Sequence[dict], tokens: int) -> None:
         """Tell "auto" each layer's activity, in unions of so many tokens."""
@@ -365,14 +368,16 @@ def _layer_rows(
     bench: Bench, ids: Tensor, wanted: Sequence[float] | None, activity: Sequence[dict], times: Sequence[dict] | None
 ) -> list[dict]:
     """Rows of model_layers.csv; without `times` these cells are empty."""
-    batch, context = ids.shape
-    where = bench.columns | {"batch": batch, "context": context, "tokens": batch * context}
+    case = _case(bench, ids, activity)
+    where = {column: case[column] for column in COLUMNS["model_layers"] if column in case and column != "active"}
+    where |= {"level": case["active"]}
     empty = dict.fromkeys(COLUMNS["model_layers"][-5:])
     rows = []
     for layer, found in enumerate(activity):
         row = where | {"layer": layer, "wanted": None if wanted is None else round(wanted[layer], 2)}
         row |= {"active": round(found["mean"], 2), "p99": found["p99"], "active_max": found["max"]}
-        rows.append(row | {"union": round(found["union"], 1)} | (empty if times is None else times[layer]))
+        row |= {"union": round(found["union"], 1)} | (empty if times is None else times[layer])
+        rows.append({column: row[column] for column in COLUMNS["model_layers"]})
     return rows
 
 
@@ -757,7 +762,7 @@ def model(
         append(file, rows)
         kept[file] += rows
 
-    about = _about(name, subject) | {"profile": profile, "attention": attention}
+    about = _about(name, subject) | {"profile": profile, "sdpa": attention}
     print(f"{name}: {about['parameters'] / 1e6:.0f} M parameters, {about['num_layers']} layers", flush=True)
     bench = Bench(Sides(subject, calibration), about, compiled, meter, idle)
     with contextlib.nullcontext() if attention == "default" else sdpa_kernel(ATTENTION[attention], set_priority=True):

@@ -589,13 +589,14 @@ class _Trainer:
         The peak is a straight line in their number; the first guess is where it meets the limit.
         """
         few = max(self.config.micro_batch // 2, 1)
-        peaks = []
+        peaks: list[int] = []
         for sequences in (few, 2 * few):
             if not self.fits(sequences):
-                return sequences - few if self.fits(sequences - few) else 0
+                break
             peaks.append(self.peak())
-        a_document = max((peaks[1] - peaks[0]) / few, 1)
-        guess = max(2 * few + int((limit - peaks[1]) / a_document), 1)
+        guess = few * (len(peaks) + 1) - 1
+        if len(peaks) == 2:
+            guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
         while guess > 0 and not self.fits(guess):
             guess -= max(guess // 32, 1)
         return guess
