@@ -471,7 +471,8 @@ def _profiled(call: Callable[[], object], calls: int = 8) -> list[list[tuple[str
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 call()
                 torch.cuda.synchronize()
-            events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            cuda = torch.autograd.DeviceType.CUDA
+            events = [e for e in profiler.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", 0)]
             events.sort(key=lambda event: event.time_range.start)
             found.append([(event.name, event.time_range.elapsed_us() / 1e3) for event in events])
     return found
