@@ -648,9 +648,46 @@ def step_rows(times, **columns):
     case = {"model": "1.5b", "num_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32}
     case |= {"vocab_size": 49152, "gated": True, "context": 2048, "micro_batch": 4, "precision": "bf16"}
     case |= {"checkpoint_activations": False, "active": 29.0, "active_max": 31.0, "peak": 50, "energy": np.nan}
+    case |= {"profile": "paper", "largest": np.nan, "largest_tokens_per_second": np.nan}
     case |= {"device": "NVIDIA H200", "commit": "a" * 40, "command": "python -m twell measure train-step"}
     case |= {"date": "2026-11-22T10:00:00+00:00"} | columns
     return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+
+
+MODEL = {"model": "1.5b", "num_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32}
+MODEL |= {"vocab_size": 49152, "gated": True, "dtype": "bfloat16", "profile": "paper", "sdpa": "default"}
+MODEL |= {"batch": 64, "context": 2048, "tokens": 131072, "device": "NVIDIA H200", "commit": "a" * 40}
+MODEL |= {"command": "python -m twell measure model", "date": "2026-11-22T10:00:00+00:00"}
+COMPILED = ["dense torch.compile", "triton torch.compile", "auto torch.compile"]
+
+
+def model_rows(times, active=29.0, **columns):
+    """Rows of model.csv, as one call leaves them for one case; times: ms of COMPILED, or provider -> ms."""
+    times = times if isinstance(times, dict) else dict(zip(COMPILED, times, strict=True))
+    case = MODEL | {"active": active, "active_max": 700, "union": 800.0, "mode": "stream", "path": "union 28"}
+    case |= {"relative_rms": 0.01, "peak": 100, "energy": np.nan, "idle": np.nan} | columns
+    rows = pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+    return rows.assign(tokens_per_ms=rows["tokens"] / rows["p50"])
+
+
+def decode_rows(times, batch=1, **columns):
+    """Rows of decode.csv for one case; times as in `model_rows`."""
+    rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns).drop(columns="tokens_per_ms")
+    return rows.drop(columns=["mode", "peak"]).assign(tokens_per_second=1e3 * batch / rows["p50"])
+
+
+def model_layer_rows(dense, sparse, active, level=29.0, auto=None, **columns):
+    """Rows of model_layers.csv, a layer an entry of the lists."""
+    case = MODEL | {"level": level, "active_max": [50 * a for a in active], "union": 800.0} | columns
+    numbers = {"layer": range(len(active)), "active": active, "dense": dense, "sparse": sparse, "auto": auto or sparse}
+    return pd.DataFrame(case | numbers)
+
+
+def part_rows(dense, sparse, **columns):
+    """Rows of model_parts.csv for one layer; dense, sparse: part -> ms."""
+    both = zip(COMPILED, (dense, sparse), strict=False)
+    rows = [{"provider": name, "part": part, "ms": ms} for name, parts in both for part, ms in parts.items()]
+    return pd.DataFrame(MODEL | {"active": 24.0} | columns, index=range(len(rows))).join(pd.DataFrame(rows))
 
 
 def together(*frames):
@@ -1175,3 +1212,154 @@ def test_accuracies_to_be_read():
         "piqa": ["50.0", "100", "(50.0 ± 1.0)", "52.1 ± 1.0"],
         "piqa, acc_norm": ["50.0", "100", "", "(10.0 ± 1.0)"],
     }
+
+
+# --- whole models ---------------------------------------------------------------------------------------------------
+
+
+def test_model_speedups_are_over_dense_of_the_same_case_and_call():
+    rows = together(
+        model_rows([10.0, 8.0, 5.0], energy=[6000.0, 4000.0, 3000.0], idle=100.0, peak=[100, 80, 90]),
+        model_rows([10.0, 4.0, 2.0], active=911.0),
+        model_rows([30.0, 10.0, 5.0], batch=16, tokens=32768, mode="graph"),
+        model_rows([10.0, 1.0, 1.0], profile="flat"),
+        model_rows([9.0, 1.0, 1.0], date="2026-11-21T10:00:00+00:00"),  # an older call
+    )
+    table = analysis.model_speedups(rows)
+    first = table.query("active == 29 and batch == 64 and profile == 'paper'").set_index("provider")
+    assert first["speedup"].to_dict() == dict(zip(COMPILED, (1.0, 1.25, 2.0), strict=True))
+    assert first["energy_per_token"].tolist() == pytest.approx([e / 131072 for e in first["energy"]])
+    dense, sparse, auto = (first.loc[name] for name in COMPILED)
+    assert sparse["energy_change"] == pytest.approx(-100 / 3) and auto["peak_change"] == pytest.approx(-10)
+    # 100 W of idle power are 1 J in 10 ms: 5, 3.2 and 2.5 J are left.
+    assert dense["energy_net"] == pytest.approx(5000 / 131072)
+    assert sparse["energy_net_change"] == pytest.approx(-36) and auto["energy_net_change"] == pytest.approx(-50)
+    assert table.query("active == 911")["energy_net_change"].isna().all()
+    assert found(table[table["provider"] == COMPILED[2]], "batch", "active", "profile", "speedup") == [
+        (16, 29.0, "paper", 6.0),
+        (64, 29.0, "flat", 10.0),
+        (64, 29.0, "paper", 2.0),
+        (64, 911.0, "paper", 5.0),
+    ]
+    with pytest.raises(ValueError, match="rows of model.csv need the columns profile; `twell measure model` writes"):
+        analysis.model_speedups(rows.drop(columns="profile"))
+
+
+def test_decode_speedups_keep_numbers_of_documents_apart():
+    rows = together(decode_rows([4.0, 2.0, 1.0]), decode_rows([8.0, 6.0, 5.0], batch=32, energy=[10.0, 5.0, 4.0]))
+    table = analysis.decode_speedups(rows)
+    assert found(table, "batch", "provider", "speedup") == [
+        (1, "auto torch.compile", 4.0),
+        (1, "dense torch.compile", 1.0),
+        (1, "triton torch.compile", 2.0),
+        (32, "auto torch.compile", 1.6),
+        (32, "dense torch.compile", 1.0),
+        (32, "triton torch.compile", pytest.approx(4 / 3)),
+    ]
+    assert table.query("batch == 32 and provider == 'triton torch.compile'")["energy_per_token"].item() == 5 / 32
+
+
+def test_gains_by_level():
+    times = {"dense eager": 12.0, "triton": 4.0} | dict(zip(COMPILED, (10.0, 8.0, 5.0), strict=True))
+    energy = [9.0, 9.0, 8.0, 6.0, 4.0]
+    rows = together(model_rows(times, energy=energy), model_rows([10.0, 20.0, 10.0], active=911.0))
+    table = analysis.level_gains(analysis.model_speedups(rows))
+    shown = [tuple(row) for row in table[["active", "provider", "faster", "saved"]].fillna(-1).to_numpy()]
+    assert shown == [
+        (911.0, "auto torch.compile", 0.0, -1),
+        (911.0, "triton torch.compile", -50.0, -1),
+        (29.0, "auto torch.compile", 100.0, 50.0),
+        (29.0, "triton torch.compile", 25.0, 25.0),
+    ]
+    steps = step_rows({"dense torch.compile": 6.0, "triton union torch.compile": 4.0}, peak=[100, 70])
+    gains = analysis.level_gains(analysis.step_speedups(steps), by="peak_change")
+    assert found(gains, "provider", "faster", "saved") == [("triton union torch.compile", 50.0, pytest.approx(30))]
+    two = pd.concat([model_rows([2.0, 1.0, 1.0]), model_rows([2.0, 1.0, 1.0], model="2b")])
+    with pytest.raises(ValueError, match="levels are compared of one model and batch; this table has 2"):
+        analysis.level_gains(analysis.model_speedups(two))
+
+
+def test_what_layers_contribute():
+    timed = model_layer_rows(10.0, [9.0, 7.0, 12.0], [50.0, 10.0, 200.0], auto=[9.0, 7.0, 10.0])
+    rows = together(
+        timed,
+        model_layer_rows(10.0, [9.9, 9.9, 9.9], [5.0, 1.0, 2.0], date="2026-11-21T10:00:00+00:00"),  # an older call
+        model_layer_rows(np.nan, [np.nan] * 3, [1.0, 1.0, 1.0], date="2026-11-23T10:00:00+00:00"),  # no times
+        model_layer_rows(10.0, [15.0, 16.0, 17.0], [900.0, 910.0, 920.0], level=911.0),
+        model_layer_rows(10.0, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], level=1.0, model="2b"),
+    )
+    table = analysis.layer_contributions(rows)
+    assert found(table.query("level == 29"), "layer", "saved", "auto_saved") == [(0, 1, 1), (1, 3, 3), (2, -2, 0)]
+    assert found(table.query("level == 911"), "layer", "saved") == [(0, -5), (1, -6), (2, -7)] and len(table) == 9
+    near = analysis.layers_at(table[table["model"] == "1.5b"], 32)
+    assert set(near["level"]) == {29.0}
+    assert analysis.correlation(near) == pytest.approx(np.corrcoef([50, 10, 200], [1, 3, -2])[0, 1])
+    assert analysis.layers_at(table, 100).empty  # nothing within a factor of two
+    with pytest.raises(ValueError, match="model_layers.csv has no times; `twell measure model --layers` measures them"):
+        analysis.layer_contributions(rows[rows["dense"].isna()])
+
+
+def test_correlation():
+    line = pd.DataFrame({"active": [1.0, 2.0, 4.0], "saved": [7.0, 5.0, 1.0], "same": 3.0})
+    assert analysis.correlation(line) == pytest.approx(-1)
+    assert analysis.correlation(line.assign(saved=[0.0, 1.0, -1.0])) == pytest.approx(-6 / 84**0.5)
+    assert np.isnan(analysis.correlation(line, y="same")) and np.isnan(analysis.correlation(line[:1]))
+
+
+def test_where_the_time_of_a_layer_goes():
+    dense = {"attention": 3.0, "gate": 4.0, "up and down": 8.0, "between kernels": 1.0}
+    sparse = {"attention": 3.0, "gate": 4.0, "up and down": 2.0, "between kernels": 1.0}
+    rows = together(
+        part_rows(dense, sparse),
+        part_rows(dense, dense, date="2026-11-21T10:00:00+00:00"),
+        part_rows(dense, sparse | {"attention": 13.0}, model="2b"),
+    )
+    table = analysis.layer_parts(rows).set_index(["model", "provider"])
+    assert table["total"].to_dict() == {
+        ("1.5b", COMPILED[0]): 16.0,
+        ("1.5b", COMPILED[1]): 10.0,
+        ("2b", COMPILED[0]): 16.0,
+        ("2b", COMPILED[1]): 20.0,
+    }
+    assert (table["limit"] == 2).all() and table.loc["1.5b", "speedup"].tolist() == [1, 1.6]
+    assert table.loc[("1.5b", COMPILED[1]), list(sparse)].to_dict() == sparse
+
+
+def test_the_scale_of_the_paper_beside_ours():
+    forward = pd.concat(
+        [
+            model_rows([100.0, 90.0, 80.0], 24.3, model="2b", energy=[10.0, 9.0, 6.0], tokens=1000),
+            model_rows([100.0, 90.0, 50.0], 10.0, model="2b", tokens=1000),  # another level
+            model_rows([100.0, 90.0, 40.0], 911.0, model="0.5b", tokens=1000),
+        ]
+    )
+    times = {"dense torch.compile": 6.0, "triton union torch.compile": 4.0}
+    steps = step_rows(times, model="2b", active=24.0, peak=[100e9, 70e9])
+    table = analysis.scale_table(results.paper(), analysis.model_speedups(forward), analysis.step_speedups(steps))
+    assert list(table["quantity"].unique()) == [name for name, _ in analysis.SCALE.values()] and len(table) == 16
+    row = table.set_index(["quantity", "model"]).loc
+    speed = row["forward speed", "2B"]
+    assert (speed["paper_dense"], speed["paper_sparse"], speed["paper_change"]) == (87.8, 106, 20.5)
+    assert (speed["dense"], speed["sparse"]) == (10, 12.5) and speed["change"] == pytest.approx(25)
+    assert (speed["paper_device"], speed["device"]) == ("H100 PCIe", "NVIDIA H200")
+    assert row["forward energy", "2B"]["change"] == pytest.approx(-40)
+    assert row["training memory", "2B"][["paper_change", "dense", "sparse"]].tolist() == [22.3, 100, 70]
+    assert row["training speed", "2B"]["dense"] == pytest.approx(8192 / 6)
+    assert row["forward speed", "0.5B"]["change"] == pytest.approx(150)  # the only level there is
+    assert table.query("model == '1B'")["dense"].isna().all() and (table.query("model == '1B'")["device"] == "").all()
+    assert analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame())["dense"].isna().all()
+
+    layers = analysis.layer_contributions(model_layer_rows(10.0, [8.0, 7.0, 9.0], [20.0, 10.0, 30.0]))
+    models = analysis.model_speedups(pd.concat([forward, model_rows([10.0, 20.0, 10.5], active=900.0)]))
+    decode = analysis.decode_speedups(decode_rows([4.0, 2.0, 3.0]))
+    rows = analysis.model_findings(results.paper(), table, models[models["model"] == "1.5b"], decode, layers)
+    told = {name: (paper, ours, agrees) for name, paper, ours, agrees, _ in rows}
+    assert told["2B, forward speed: % over dense"] == (20.5, pytest.approx(25), True)
+    assert told["2B, training memory: % over dense"] == (22.3, pytest.approx(-30), False)
+    assert told["1B, forward speed: % over dense"][2] is None
+    assert told["Pearson's r, a layer's activity and time saved"] == (-0.996, pytest.approx(-1), True)
+    assert told["forward with 911 active: auto, % over dense"][1] == pytest.approx(100 * (10 / 10.5 - 1))
+    assert told["decoding: largest gain, % over dense"][1] == pytest.approx(100)
+    empty = pd.DataFrame()
+    rows = analysis.model_findings(results.paper(), analysis.scale_table(results.paper(), empty, empty), *[empty] * 3)
+    assert len(rows) == len(told) and all(agrees is None and np.isnan(ours) for _, _, ours, agrees, _ in rows)

@@ -251,7 +251,8 @@ def calibration(gated=True, hidden_size=32, **changes):
         sparse = "decode" if m <= 8 else "union"
         times += [Point(m, 1, 35, {sparse: 0.5}), Point(m, 1, 35.01, {sparse: 2.0}), Point(m, 70, 70, {sparse: 3.0})]
     about = {"device": "", "intermediate_size": 70, "dtype": "float16", "versions": "", "date": ""}
-    return Calibration(hidden_size=hidden_size, gated=gated, times=tuple(times), **about | changes)
+    about |= {"hidden_size": hidden_size, "gated": gated, "times": tuple(times)}
+    return Calibration(**about | changes)
 
 
 MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
@@ -400,6 +401,24 @@ def test_auto_keeps_to_its_plan_in_compiled_code(monkeypatch):
         ffn.observe(3, 21)
         compiled(x)
         assert graphs.frame_count == 2  # the code for that plan is there
+
+
+@triton_here
+def test_layers_that_take_the_same_path_share_compiled_code():
+    torch.compiler.reset()
+    graphs, layers = CompileCounter(), [make_auto() for _ in range(3)]
+    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    without = tuple(point for point in calibration().times if "decode" not in point.ms)
+    layers[1].calibration = calibration(times=without)  # few tokens densely
+    for ffn, observed in zip(layers, ((3, 20), (3, 20), (70, 70)), strict=True):
+        ffn.observe(*observed)
+        ffn.compile(fullgraph=True, backend=graphs, dynamic=False)
+    assert len({ffn.plan for ffn in layers}) == 3
+    assert [ffn.chooser.path(70) for ffn in layers] == ["union", "union", "dense"]
+    with torch.no_grad():
+        for ffn, expected in zip(layers, (1, 1, 2), strict=True):
+            ffn(x)
+            assert graphs.frame_count == expected
 
 
 @triton_here

@@ -30,10 +30,12 @@ MAY_IMPORT = {
     "widget": {"inspector", "plots", "results", "trace"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
-    "measure_training": {"ffn", "kernels", "measure", "model", "results", "sparse_training", "train"},
+    "imposed": {"ffn", "measure", "model"},
+    "measure_training": {"imposed", "kernels", "measure", "model", "results", "sparse_training", "train"},
+    "measure_model": {"choose", "ffn", "imposed", "kernels", "measure", "model", "results", "train"},
     "__main__": {
-        *("analysis", "choose", "evaluate", "export", "ffn", "inspector", "measure", "measure_training", "model"),
-        *("results", "trace", "train"),
+        *("analysis", "choose", "evaluate", "export", "ffn", "inspector", "measure", "measure_model"),
+        *("measure_training", "model", "results", "trace", "train"),
     },
 }
 

@@ -164,7 +164,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "ceilings", lambda: [dict(row) for row in PEAKS])
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(
-        measure, "_between_replays", lambda step, number: np.array([times(step)[1] for _ in range(number)])
+        measure, "_between_replays", lambda step, number, **_: np.array([times(step)[1] for _ in range(number)])
     )
     monkeypatch.setattr(measure, "ROUNDS", 2)
     monkeypatch.setattr(measure_training, "TURN", 2)
@@ -368,6 +368,7 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
         ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
         ({"path": "rowwise"}, ValueError, "path 'rowwise' is unknown; use one of union"),
+        ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
         ({"out": tmp_path / "old"}, ValueError, r"train_step.csv has the columns"),
         ({"out": tmp_path / "file"}, NotADirectoryError, "out is a folder, for train_step.csv"),
     ):
@@ -387,26 +388,38 @@ def trainer(quick):
 
     def build(*overrides):
         config = measure_training._model_config("quick", [*TINY, *overrides])
-        return measure_training._Trainer(config, "union", 20.0, torch.device("cpu"))
+        return measure_training._Trainer(config, "union", 20.0, "flat", torch.device("cpu"))
 
     return build
 
 
-@pytest.mark.parametrize("active", [2, 20, 90])
-@pytest.mark.parametrize("gated", [True, False])
-def test_activity_is_imposed_on_every_layer(quick, gated, active):
-    config = measure_training._model_config("quick", [*TINY, f"gated={gated}"])
-    trainer = measure_training._Trainer(config, "union", active, torch.device("cpu"))
-    assert len(trainer.active) == 3 and np.allclose(trainer.active, active, rtol=0.05, atol=0.1)
-    counts = []
-    for ffn in trainer.model.ffns:
-        ffn.register_forward_hook(lambda ffn, inputs, _: counts.append((ffn.activations(inputs[0])[0] != 0).sum()))
-    with trainer.autocast(), torch.no_grad():
-        trainer.model.eval()(input_ids=trainer.tokens, use_cache=False)
-    assert np.allclose(np.array(counts) / trainer.tokens.numel(), trainer.active)
-    biases = {b for ffn in trainer.model.ffns for b in (ffn.gate_proj if gated else ffn.up_proj).bias.tolist()}
-    assert len(biases) == 3  # one number a layer
-    assert all(not ffn._forward_pre_hooks for ffn in trainer.model.ffns)
+@pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (9, 3), (10, 64)])
+def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, seed):
+    torch.manual_seed(seed)
+    hidden, weight = torch.randn(num_tokens, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    labels = torch.randint(11, (num_tokens,))
+    labels[1 : num_tokens // 2] = -100
+    found, largest = [], []
+
+    def loss(hidden, weight, labels):
+        largest.append(len(hidden))
+        return F.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+
+    for whole in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        if whole:
+            value = F.cross_entropy(leaves[0] @ leaves[1].t(), labels)
+        else:
+            value = measure_training.chunked_cross_entropy(*leaves, labels, chunk=chunk, loss=loss)
+            assert len(largest) == -(-num_tokens // chunk)  # and again in the backward pass
+        value.backward()
+        found.append([value, *(t.grad for t in leaves)])
+    assert max(largest) == min(chunk, num_tokens) and sum(largest) == 2 * num_tokens
+    torch.testing.assert_close(*found)
+    value = measure_training.chunked_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(
+        value, F.cross_entropy(hidden.float() @ weight.float().t(), labels).double(), check_dtype=False
+    )
 
 
 def test_providers_take_the_same_steps_from_the_same_weights(trainer, monkeypatch):
@@ -427,9 +440,10 @@ def test_providers_take_the_same_steps_from_the_same_weights(trainer, monkeypatc
         moments = trainer.optimizer.state[weight]
         assert moments["exp_avg"].stride() == weight.stride() and moments["step"] == 4
         assert trainer.model.ffns[0].stats.histogram is None  # no statistics, on no side
-    losses, norms = zip(*found.values(), strict=True)
-    assert np.allclose(losses, losses[0], rtol=1e-3) and np.allclose(norms, norms[0], rtol=1e-2)
-    first, _ = trainer.step()
+    losses, *norms = zip(*found.values(), strict=True)
+    assert np.allclose(losses, losses[0], rtol=1e-3)
+    assert all(np.allclose(norm, norm[0], rtol=1e-2) for norm in norms)
+    first, *_ = trainer.step()
     trainer.become("dense eager", 0.0)
     assert trainer.steps()[0] == pytest.approx(float(trainer.step()[0]))  # nothing is learnt at the rate 0
     assert trainer.steps()[0] > 1.001 * float(first)
@@ -440,15 +454,17 @@ def test_a_step_is_that_of_the_model_itself(trainer):
     trainer = trainer("max_grad_norm=0.1")
     trainer.config.l1_coefficient = trainer.model.config.l1_coefficient = 0.01
     trainer.become("dense eager", 1e-3)
-    loss, norm = trainer.step()
+    loss, norm, inner = trainer.step()
     own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.become("dense eager", 1e-3)
     with trainer.autocast():
         output = trainer.model(input_ids=trainer.tokens, labels=trainer.tokens, use_cache=False)
     output.loss.backward()
     assert float(loss) == pytest.approx(output.loss.item()) and output.l1 > 0.1
-    assert float(norm) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)))
-    assert norm > 0.2
+    of_ffns = torch.cat([p.grad.flatten() for ffn in trainer.model.ffns for p in ffn.parameters()])
+    assert float(inner) == pytest.approx(float(of_ffns.norm()), rel=1e-4)
+    whole = float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1))
+    assert float(norm) == pytest.approx(whole, rel=1e-4) and 0.02 < inner < norm
     trainer.optimizer.step()
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), own[name], msg=name)
@@ -473,7 +489,7 @@ def test_rows_of_steps(quick, tmp_path, monkeypatch):
     assert table["capacity"].isna().tolist() == 2 * [True, False]
     assert (table["tokens_per_second"] == 128_000).all() and (table["energy"] == 64).all()
     assert table["checkpoint_activations"].all() and table["gated"].all()
-    assert table["active"].between(19, 21).all() and (table["active_max"] >= table["active"]).all()
+    assert table["active"].between(15, 25).all() and (table["active_max"] >= table["active"]).all()
     assert (table[["context", "micro_batch", "num_layers", "vocab_size"]] == [32, 4, 3, 320]).all(axis=None)
     rates = [rate for _, rate in seen]
     checks = 4 * (measure_training.CHECKED_STEPS + 1)
@@ -482,6 +498,52 @@ def test_rows_of_steps(quick, tmp_path, monkeypatch):
     }  # timed steps leave activity as it is
     timed = [side for side, _ in seen[checks:]]
     assert sum(timed[: len(timed) // 2]) == len(timed) // 4  # in turns
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointed_layers_compute_again(trainer, compiled):
+    found, calls = {}, {False: [], True: []}
+    for checkpointed, counts in calls.items():
+        made = trainer(f"checkpoint_activations={checkpointed}")
+        made.become("dense torch.compile" if compiled else "dense eager", 0.0)
+        for ffn in made.model.ffns:
+            ffn.register_forward_pre_hook(lambda *_, counts=counts: counts.append(1))
+        found[checkpointed] = torch.stack(made.step())
+    assert {name: len(counts) for name, counts in calls.items()} == {False: 3, True: 6}
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("curve", [0, 0.02])
+@pytest.mark.parametrize("limit", [100, 131, 159, 160, 219, 220, 221, 1000, 9000])
+def test_the_largest_micro_batch_is_found(trainer, monkeypatch, limit, curve):
+    trainer, tried = trainer(), []
+
+    def needs(sequences):
+        return 100 + 30 * sequences + curve * sequences**2
+
+    def step():
+        tried.append(len(trainer.tokens))
+        if needs(tried[-1]) > limit:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(trainer, "peak", lambda: needs(len(trainer.tokens)))
+    trainer.become("dense eager", 0.0)
+    most = next(n for n in range(1000) if needs(n + 1) > limit)
+    found = trainer.largest(limit)
+    assert 0.96 * most <= found <= most and (curve or found == most)
+    if found:
+        assert len(trainer.tokens) == found and trainer.labels.shape == (found * 32,)
+    assert len(set(tried)) <= 12
+
+
+def test_the_largest_micro_batch_is_timed(quick, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**9))
+    monkeypatch.setattr(measure_training._Trainer, "largest", lambda self, limit: self.draw(7) or 7)
+    rows = measure_training.train_step("quick", TINY, active=20, compiled=True, largest=True, profile="paper")
+    assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2
+    assert [row["largest_tokens_per_second"] for row in rows] == [7 * 32 * 1000] * 2
+    assert {row["profile"] for row in rows} == {"paper"} and rows[0]["active_max"] > 1.3 * rows[0]["active"]
 
 
 @pytest.mark.parametrize("compiled, kinds", [(True, [" torch.compile"]), (False, [""])])
@@ -508,8 +570,8 @@ def test_a_model_that_learns_something_else_is_refused(quick, tmp_path, monkeypa
     monkeypatch.setattr(ops, "train", train)
     monkeypatch.setattr(measure, "_between_replays", lambda *_: pytest.fail("timed"))
     words = {
-        "gradient": "the norm of the first gradient",
-        "loss": "the (loss after 3 steps|norm of the first gradient)",
+        "gradient": "the norm of the first gradient of feed-forward weights",
+        "loss": "the (loss after 3 steps|norm of the first gradient.*)",
     }
     with pytest.raises(ArithmeticError, match=f"^triton union of quick is wrong: {words[what]} is .* of dense eager"):
         measure_training.train_step("quick", TINY, active=20, out=tmp_path)
@@ -537,13 +599,16 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     words += (
         " --micro-batch 5 --non-gated --active 9 --path hybrid --checkpoint-activations --no-compile --energy --out x"
     )
+    words += " --profile paper --largest"
     assert main(words.split()) == 0
     fields = "num_layers=3 hidden_size=64 intermediate_size=128 num_heads=4 vocab_size=300 context=16 micro_batch=5"
     overrides = [*fields.split(), "gated=false", "checkpoint_activations=true"]
     options = {"active": 9.0, "path": "hybrid", "compiled": False, "energy": True, "out": Path("x")}
+    options |= {"profile": "paper", "largest": True}
     assert seen.pop() == (("quick", overrides), options)
     assert main(["measure", "train-step"]) == 0
     options = {"active": 29, "path": "union", "compiled": None, "energy": False, "out": Path("data/bench")}
+    options |= {"profile": "flat", "largest": False}
     assert seen.pop() == (("171m", []), options)
 
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from tests.test_analysis import CHANCE, evaluation
+from tests.test_analysis import CHANCE, decode_rows, evaluation, model_layer_rows, model_rows, part_rows, step_rows
 from twell import analysis, plots, results
 
 
@@ -622,6 +622,95 @@ def test_fig03_accuracy():
         bars = [part.get_segments() for container in ax.containers for part in container[2]]
         assert [len(segments) for segments in bars] == ([] if ax is printed else [len(heights)])
     assert texts(printed) == ["chance 31.4"] and texts(small) == []
+
+
+# --- whole models -------------------------------------------------------------------------------
+
+
+def heights(ax):
+    return [round(bar.get_height(), 6) for bar in ax.patches]
+
+
+def make_models():
+    rows = [model_rows([10.0, 8.0, 8.0], energy=[10.0, 7.0, 7.0]), model_rows([10.0, 20.0, 10.0], active=911.0)]
+    return analysis.model_speedups(pd.concat(rows))
+
+
+def test_fig04_levels():
+    figure = plots.fig04_levels(make_models())
+    draw(figure)
+    left, right = figure.axes
+    assert heights(left) == [-50, 25, 0, 25] and heights(right) == [30, 30]  # sparse, then auto
+    assert [label.get_text() for label in left.get_xticklabels()] == ["911", "29"]
+    assert texts(left) == ["-50", "+25", "+0", "+25"] and legend(figure) == ["sparse", "auto"]
+    title = "1.5b, 28 layers, NVIDIA H200; random weights, imposed activity; 64 x 2048 tokens"
+    assert figure.get_suptitle() == title
+    with pytest.raises(ValueError, match="shows one model on one device; this table has 2"):
+        plots.fig04_levels(pd.concat([make_models(), make_models().assign(model="2b")]))
+
+
+def test_fig05_levels():
+    times = {"dense torch.compile": 6.0, "triton union torch.compile": 4.0}
+    figure = plots.fig05_levels(analysis.step_speedups(step_rows(times, peak=[100, 72])))
+    draw(figure)
+    assert [heights(ax) for ax in figure.axes] == [[50], [28]] and legend(figure) == ["sparse"]
+    assert figure.get_suptitle().endswith("steps of 4 x 2048 tokens")
+
+
+def test_fig06_contributions():
+    rows = model_layer_rows(10.0, [9.0, 7.0, 12.0], [50.0, 10.0, 0.0], auto=[9.0, 7.0, 10.0])
+    table = analysis.layer_contributions(rows)
+    figure = plots.fig06_contributions(table.sample(frac=1, random_state=1))
+    draw(figure)
+    top, bottom = figure.axes
+    assert heights(top) == [50, 10, plots.ACTIVE_FLOOR] and heights(bottom) == [1, 3, -2]
+    assert [tuple(place) for place in bottom.collections[0].get_offsets()] == [(0, 1), (1, 3), (2, 0)]
+    r = np.corrcoef([50, 10, 0], [1, 3, -2])[0, 1]
+    assert [text.get_text() for text in bottom.get_legend().get_texts()] == ["auto", f"sparse (r = {r:.3f})"]
+    assert "29 active" in figure.get_suptitle() and "imposed" in figure.get_suptitle()
+    with pytest.raises(ValueError, match="shows one level of activity; this table has 2"):
+        plots.fig06_contributions(pd.concat([table, table.assign(level=3.0)]))
+
+
+def test_model_parts():
+    parts = {"attention": 3.0, "norms, rotary, residuals": 1.0, "gate": 4.0, "up and down": 8.0}
+    table = analysis.layer_parts(part_rows(parts, parts | {"up and down": 2.0}))
+    figure = plots.model_parts(table)
+    draw(figure)
+    (ax,) = figure.axes
+    assert [bar.get_width() for bar in ax.patches] == [3, 3, 1, 1, 4, 4, 8, 2]
+    assert [bar.get_x() for bar in ax.patches] == [0, 0, 3, 3, 4, 4, 8, 8]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["dense", "sparse"] and legend(figure) == list(parts)
+    assert ax.get_lines()[0].get_xdata()[0] == 8
+    assert texts(ax)[-3:] == ["16 ms", "10 ms, +60%", "dense without up and down: +100%"]
+    with pytest.raises(ValueError, match="shows one case; this table has 4 rows"):
+        plots.model_parts(pd.concat([table, table.assign(batch=1)]))
+
+
+def test_model_decode():
+    rows = [decode_rows([4.0, 2.0, 2.0]), decode_rows([8.0, 10.0, 8.0], batch=32)]
+    figure = plots.model_decode(analysis.decode_speedups(pd.concat(rows)))
+    draw(figure)
+    left, right = figure.axes
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [[250, 4000], [500, 3200], [500, 4000]]
+    assert [list(line.get_ydata()) for line in right.get_lines()[:2]] == [[100, pytest.approx(-20)], [100, 0]]
+    assert texts(right) == ["+100", "-20", "+100", "+0"] and legend(figure) == ["dense", "sparse", "auto"]
+    with pytest.raises(ValueError, match="shows one length of context; this table has 2"):
+        plots.model_decode(analysis.decode_speedups(pd.concat([*rows, rows[0].assign(context=64)])))
+
+
+def test_table1_scale():
+    models = analysis.model_speedups(model_rows([10.0, 9.0, 8.0], model="2b", active=24.0))
+    table = analysis.scale_table(results.paper(), models, pd.DataFrame())
+    figure = plots.table1_scale(table)
+    draw(figure)
+    left, right = figure.axes  # energy and training were not measured
+    assert heights(left) == [410, 185, 119, 87.8, 480, 219, 141, 106]
+    assert heights(right)[3::4] == [pytest.approx(13107.2), pytest.approx(16384)] and texts(right) == ["+25.0%"]
+    assert texts(left) == ["+17.0%", "+18.1%", "+18.8%", "+20.5%"]
+    assert left.get_title(loc="left") == "paper, H100 PCIe" and right.get_title(loc="left") == "ours, NVIDIA H200"
+    with pytest.raises(ValueError, match="none of the quantities of Table 1 was measured"):
+        plots.table1_scale(analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame()))
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
+SIZE, MODEL_TOKENS = "2b", "64x2048,16x2048,1x2048"
 # Options of `measure train-step`, the fields of a configuration that they change, and what these are.
 STEP_SIZES = {
     "layers": ("num_layers", "number of decoder layers"),
@@ -66,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--compare", type=Path, metavar="MODEL", help="another model, shown beside it")
     inspect.add_argument("--out", type=Path, required=True, help="the .html file to write")
 
-    measure = commands.add_parser("measure", help="time the layer on this GPU; a result is checked before it is timed")
+    measure = commands.add_parser(
+        "measure", help="time layers and models on this GPU; a result is checked before it is timed"
+    )
     what = measure.add_subparsers(dest="what", required=True)
     ffn = what.add_parser(
         "ffn",
@@ -129,6 +132,11 @@ def main(arguments: list[str] | None = None) -> int:
     step.add_argument(
         "--active", type=float, default=29, help="mean active neurons per token, given to each layer; default: 29"
     )
+    step.add_argument(
+        "--profile",
+        default="flat",
+        help="how it is spread over layers: flat, or paper (as in its Fig. 6); default: flat",
+    )
     step.add_argument("--path", default="union", choices=["union", "hybrid"], help="the sparse path; default: union")
     step.add_argument(
         "--checkpoint-activations", action="store_true", help="compute decoder layers again in the backward pass"
@@ -138,8 +146,49 @@ def main(arguments: list[str] | None = None) -> int:
         action=argparse.BooleanOptionalAction,
         help="time only compiled layers, or only eager ones; default: both",
     )
+    step.add_argument(
+        "--largest",
+        action="store_true",
+        help="also find the largest micro-batch that fits, and its speed: minutes more",
+    )
     step.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
     step.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+
+    model = what.add_parser(
+        "model",
+        help="time a whole model: forward passes, decoding, each layer",
+        description="Time a language model in bf16 on this GPU: densely, sparsely and by auto, eager and with compiled layers. "
+        "Weights are random and the activity is imposed, with the paper's profile over layers; with --model they are a "
+        "checkpoint's, and the activity is that of a text. Rows are appended to DIR/model.csv (forward passes), "
+        "model_layers.csv (each layer's activity and, with --layers, times), model_parts.csv and decode.csv.",
+    )
+    model.add_argument("--size", help=f"a YAML file, or one of the package's configurations; default: {SIZE}")
+    model.add_argument("--model", help="instead: a run or model folder, or a name on the Hugging Face hub")
+    model.add_argument("--text", type=Path, help="with --model: a UTF-8 text file")
+    model.add_argument(
+        "--tokens",
+        default=MODEL_TOKENS,
+        help=f"batches, sequences x tokens of each, with commas, or none; default: {MODEL_TOKENS}",
+    )
+    model.add_argument("--profile", help="how activity is spread over layers: paper (as in its Fig. 6) or flat")
+    model.add_argument(
+        "--active", help="mean active neurons per token, with commas; default: the paper's for this size"
+    )
+    model.add_argument("--layers", action="store_true", help="also time each feed-forward layer alone")
+    model.add_argument("--parts", action="store_true", help="also say where the time of a decoder layer goes")
+    model.add_argument("--decode", help="also time decoding: numbers of documents, with commas, such as 1,8,32,128")
+    model.add_argument(
+        "--context", type=int, default=512, help="tokens in the cache when decoding begins; default: 512"
+    )
+    model.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="time only compiled layers, or only eager ones; default: both",
+    )
+    model.add_argument("--attention", default="default", help="its kernel: torch's choice (default), cudnn or flash")
+    model.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
+    model.add_argument("--energy", action="store_true", help="also measure energy, over the same turns")
+    model.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
 
     calibrate = what.add_parser(
         "calibrate",
@@ -266,12 +315,7 @@ def _trace(options: argparse.Namespace) -> None:
 
 def _text(options: argparse.Namespace) -> str | None:
     """What --file holds, or the text that was given."""
-    if not options.file:
-        return options.text
-    try:
-        return options.file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{options.file} is not UTF-8 text: byte {error.start}") from None
+    return _read(options.file) if options.file else options.text
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -353,11 +397,73 @@ def _measure_train_step(options: argparse.Namespace) -> None:
         options.model,
         overrides,
         active=options.active,
+        profile=options.profile,
         path=options.path,
         compiled=options.compile,
+        largest=options.largest,
         energy=options.energy,
         out=options.out,
     )
+
+
+def _measure_model(options: argparse.Namespace) -> None:
+    from twell import measure, measure_model
+    from twell.choose import Calibration
+
+    if (options.model is None) != (options.text is None):
+        raise ValueError("--model NAME and --text FILE go together: the activity of a checkpoint is that of a text")
+    if options.model and (options.size, options.profile, options.active) != (None, None, None):
+        raise ValueError("--size, --profile and --active are for random weights; a checkpoint has its own")
+    shapes = _shapes(options.tokens)
+    active = _numbers("--active", options.active, float) if options.active else None
+    decode = _numbers("--decode", options.decode, int) if options.decode else ()
+    measure._gpu()  # before anything is loaded
+    measure_model.model(
+        options.size or SIZE,
+        checkpoint=_checkpoint(options.model, options.text) if options.model else None,
+        shapes=shapes,
+        profile=options.profile or "paper",
+        active=active,
+        layers=options.layers,
+        parts=options.parts,
+        decode=decode,
+        decode_context=options.context,
+        compiled=options.compile,
+        attention=options.attention,
+        calibration=Calibration.load(options.calibration) if options.calibration else None,
+        energy=options.energy,
+        out=options.out,
+    )
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [part.split("x") for part in text.split(",")] if text != "none" else []
+        return [(int(batch), int(context)) for batch, context in pairs]
+    except ValueError:
+        raise ValueError(
+            f"--tokens is {text!r}; write sequences x tokens with commas, such as {MODEL_TOKENS}"
+        ) from None
+
+
+def _checkpoint(name: str, path: Path) -> tuple:
+    """A model in bf16, by its name, and the tokens of a text."""
+    import torch
+
+    from twell.model import load
+
+    text = _read(path)
+    model, tokenizer = load(name, dtype=torch.bfloat16)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
+    return Path(name).name, model, tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start}") from None
 
 
 def _mask_of_trace(path: Path, layer: int) -> dict:

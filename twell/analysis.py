@@ -766,9 +766,12 @@ BASELINE = "dense torch.compile"  # what every speed-up is over
 # What makes two measured rows the same case, together with `active`; rows of kernels have no mode and weight_sets.
 CASE = ["tokens", "hidden_size", "intermediate_size", "gated", "dtype", "pattern", "device", "mode", "weight_sets"]
 STEP_CASE = "model num_layers hidden_size intermediate_size num_heads vocab_size gated context micro_batch".split()
-STEP_CASE += ["tokens", "precision", "checkpoint_activations", "device"]
+STEP_CASE += ["tokens", "precision", "checkpoint_activations", "profile", "device"]
+MODEL_CASE = "model num_layers hidden_size intermediate_size num_heads vocab_size gated dtype profile sdpa".split()
+MODEL_CASE += ["batch", "context", "tokens", "device"]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
 WRITTEN_BY = {"training.csv": "twell measure ffn --backward", "train_step.csv": "twell measure train-step"}
+WRITTEN_BY |= dict.fromkeys(("model.csv", "model_layers.csv", "model_parts.csv", "decode.csv"), "twell measure model")
 SAME_ACTIVE = 0.01  # the same seed gives the same activity but for rounding; levels of a grid are further apart
 
 
@@ -872,6 +875,190 @@ def step_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     table = _beside_dense(rows, "train_step.csv", STEP_CASE, ["p50", "energy", "peak"])
     table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
     return table
+
+
+def model_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/model.csv, forward passes, each beside dense with compiled layers in the same case and call.
+
+    Added columns as in `speedups`, with peak_change (% of dense), and, the idle power taken off, energy_net (mJ a token) and
+    energy_net_change (% of dense). Left out and raised: as there. Paper: Table 1, Fig. 4.
+    """
+    table = _beside_dense(rows, "model.csv", [*MODEL_CASE, "mode"], ["p50", "energy", "peak"])
+    table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
+    dense = table["energy"] / (1 + table["energy_change"] / 100) - table["idle"] * table["p50_dense"]
+    net = table["energy"] - table["idle"] * table["p50"]
+    return table.assign(energy_net=net / table["tokens"], energy_net_change=100 * (net / dense - 1))
+
+
+def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/decode.csv, each beside dense with compiled layers in the same case and call.
+
+    Added columns as in `speedups`; tokens are those of a step, one for each document. Left out and raised: as there. Ours.
+    """
+    return _beside_dense(rows, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
+
+
+def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
+    """Return what compiled providers gain over dense at each level of activity, most active first (Figs 4, 5).
+
+    table: `model_speedups` of one model and batch, or `step_speedups`. Columns: active, provider, faster (% of dense), saved (the
+    fall of `by`, in % of dense; NaN where it was not measured), device. Raises ValueError for several models or batches.
+    """
+    cases = table[["model", "tokens"]].drop_duplicates()
+    if len(cases) > 1:
+        raise ValueError(f"levels are compared of one model and batch; this table has {len(cases)}")
+    found = table[table["provider"].str.endswith("torch.compile") & (table["provider"] != BASELINE)]
+    found = found.assign(faster=100 * (found["speedup"] - 1), saved=-found[by])
+    found = found.sort_values(["active", "provider"], ascending=[False, True], ignore_index=True)
+    return found[["active", "provider", "faster", "saved", "device"]]
+
+
+def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/model_layers.csv with the time that each layer saves (Figs 6, 10, 11).
+
+    Of each case and level of activity (the column level, a mean over layers) the newest call that timed layers is taken. Added
+    columns: saved and auto_saved, ms that the sparse path and "auto" take less than dense for the feed-forward layer, negative
+    where they take longer. Raises ValueError for rows that lack columns and when none has times.
+    """
+    _check_rows(
+        rows, "model_layers.csv", [*MODEL_CASE, "level", "layer", "active", "date"], ["dense", "sparse", "auto"]
+    )
+    timed = rows[rows[["dense", "sparse", "auto"]].notna().all(axis=1)]
+    if timed.empty:
+        raise ValueError("model_layers.csv has no times; `twell measure model --layers` measures them")
+    levels = timed.rename(columns={"level": "active", "active": "of_layer"})
+    table = timed.loc[_newest(levels, MODEL_CASE).index]
+    saved, auto = table["dense"] - table["sparse"], table["dense"] - table["auto"]
+    return table.assign(saved=saved, auto_saved=auto).reset_index(drop=True)
+
+
+def layers_at(table: pd.DataFrame, level: float, most: float = 2.0) -> pd.DataFrame:
+    """Return of `layer_contributions` the level nearest to `level` by ratio; no rows where none is within a factor `most`."""
+    distance = np.log(table["level"] / level).abs()
+    near = (distance == distance.min()) & (distance <= np.log(most))
+    return table[near].reset_index(drop=True)
+
+
+def correlation(table: pd.DataFrame, x: str = "active", y: str = "saved") -> float:
+    """Return Pearson's r of two columns; NaN where one of them is constant, or with fewer than two rows."""
+    a, b = table[x].to_numpy(float), table[y].to_numpy(float)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return np.nan
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def layer_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return where the time of one decoder layer goes, from rows of data/bench/model_parts.csv: a row a provider.
+
+    Of each case the newest call is taken. Columns: those of the case and active, provider, a column a part in ms, total, speedup
+    (dense over it) and limit: the speed-up that Amdahl's law leaves, if up and down took no time. Raises ValueError for
+    rows that lack columns.
+    """
+    columns = [*MODEL_CASE, "active", "provider", "part", "ms", "date"]
+    _check_rows(rows, "model_parts.csv", columns)
+    newest = _newest(rows, MODEL_CASE)
+    index = [*MODEL_CASE, "active", "provider"]
+    parts = list(dict.fromkeys(newest["part"]))
+    table = newest.pivot_table(index=index, columns="part", values="ms", aggfunc="last")[parts]
+    table["total"] = table.sum(axis=1)
+    table = table.rename_axis(columns=None).reset_index()
+    dense = table.loc[table["provider"] == BASELINE, [*index[:-1], "total", "up and down"]]
+    dense = dense.assign(limit=dense["total"] / (dense["total"] - dense["up and down"]))
+    table = table.merge(dense.drop(columns="up and down"), on=index[:-1], suffixes=("", "_dense"))
+    return table.assign(speedup=table.pop("total_dense") / table["total"])
+
+
+# Of Table 1: the paper's metric, what it is called here, and its unit.
+SCALE = {
+    "forward_throughput": ("forward speed", "tokens/ms"),
+    "energy_per_token": ("forward energy", "mJ/token"),
+    "training_throughput": ("training speed", "tokens/ms"),
+    "training_peak_memory": ("training memory", "GB"),
+}
+
+
+def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the paper's Table 1 beside ours, a row a quantity of SCALE and model.
+
+    paper: `results.paper()`; models: `model_speedups` of one batch, or empty; steps: `step_speedups` of one micro-batch, or empty.
+    Columns: quantity, unit, model; paper_dense, paper_sparse, paper_change (%), paper_device; dense, sparse, change and device
+    of ours, NaN and empty where not measured: with compiled layers, in forward passes by "auto", of several levels of activity
+    at the one nearest to the paper's.
+    """
+    if len(models):
+        models = models.assign(forward_throughput=models["tokens"] / models["p50"])
+    if len(steps):
+        speed, peak = steps["tokens"] / steps["p50"], steps["peak"] / 1e9
+        steps = steps.assign(training_throughput=speed, training_peak_memory=peak)
+    known = paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)]
+    active = known.groupby("model")["value"].first().astype(float)
+    table_1 = paper[paper["source"] == "Table 1"]
+    changes = table_1[table_1["sparse"]].set_index(["metric", "model"])["value"]
+    rows = []
+    for metric, (quantity, unit) in SCALE.items():
+        for model, printed in table_1[table_1["metric"] == metric].groupby("model", sort=False):
+            theirs = printed.set_index("sparse")["value"].astype(float)
+            row = {"quantity": quantity, "unit": unit, "model": model}
+            row |= {"paper_dense": theirs[False], "paper_sparse": theirs[True]}
+            row |= {"paper_change": float(changes[f"{metric}_change", model])}
+            row |= {"paper_device": printed["hardware"].iloc[0]}
+            ours = steps if metric.startswith("training") else models
+            rows.append(row | _ours(ours, model, metric, active.get(model, np.nan)))
+    return pd.DataFrame(rows)
+
+
+def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
+    """dense, sparse, change and device of one model's `column`, at the level of activity nearest to `active`."""
+    nothing = {"dense": np.nan, "sparse": np.nan, "change": np.nan, "device": ""}
+    if table.empty:
+        return nothing
+    rows = table[table["model"].str.upper() == model.upper()]
+    distance = np.log(rows["active"] / active).abs().fillna(0)
+    rows = rows[distance <= distance.min() + SAME_ACTIVE]
+    dense = rows.loc[rows["provider"] == BASELINE]
+    sparse = rows[rows["provider"].isin(["auto torch.compile", "triton union torch.compile"])]
+    if dense.empty or sparse.empty:
+        return nothing
+    first, second = dense.iloc[-1], sparse.iloc[-1]
+    change = 100 * (second[column] / first[column] - 1)
+    return {"dense": first[column], "sparse": second[column], "change": change, "device": second["device"]}
+
+
+def model_findings(
+    paper: pd.DataFrame,
+    scale: pd.DataFrame,
+    models: pd.DataFrame,
+    decode: pd.DataFrame,
+    layers: pd.DataFrame,
+    dense_level: float = 911,
+) -> list[tuple]:
+    """Return rows for `compare`: the paper's gains of whole models, and ours.
+
+    paper: `results.paper()`; scale: `scale_table`; models: `model_speedups`; decode: `decode_speedups`; layers:
+    `layer_contributions` at the recommended level; each of the last three may be empty. dense_level: active neurons without
+    L1, where "auto" must not lose. A gain agrees where it has the paper's sign; what was not measured is None or NaN.
+    """
+    why = "another GPU; the activity is imposed"
+    rows = []
+    for row in scale.itertuples():
+        agrees = None if np.isnan(row.change) else bool(np.sign(row.change) == np.sign(row.paper_change))
+        larger = row.quantity == "training memory" and row.paper_change > 0
+        reason = "the paper's sparse run had a larger micro-batch" if larger else why
+        rows.append((f"{row.model}, {row.quantity}: % over dense", row.paper_change, row.change, agrees, reason))
+    theirs = paper.loc[paper["metric"] == "pearson_layer_nnz_vs_speedup", "value"].item()
+    r = correlation(layers) if len(layers) else np.nan
+    rows.append(("Pearson's r, a layer's activity and time saved", theirs, r, None if np.isnan(r) else r < -0.95, why))
+    lost, gained = np.nan, np.nan
+    if len(models):
+        near = models[(models["active"] > dense_level / 1.25) & (models["provider"] == "auto torch.compile")]
+        lost = 100 * (near["speedup"].min() - 1)
+    if len(decode):
+        gained = 100 * (decode["speedup"].max() - 1)
+    rows.append(
+        (f"forward with {dense_level:g} active: auto, % over dense", "slower", lost, None, "it has no such choice")
+    )
+    rows.append(("decoding: largest gain, % over dense", "–", gained, None, "the paper has no decoding"))
+    return rows
 
 
 def crossovers(table: pd.DataFrame) -> pd.DataFrame:

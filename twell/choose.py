@@ -318,8 +318,9 @@ NOTICEABLE = 1.2
 class Chooser:
     """Chooses the path of one layer for every number of tokens, from a calibration and from what the layer saw. Ours.
 
-    `plan` says it all: pairs (most tokens, path) in rising order, the last for any number above too. It is a tuple of
-    constants, so that code which torch.compile made for a plan notices a new one and is compiled again.
+    `plan` says it all: pairs (most tokens, path) in rising order, the last for any number above too. Code which
+    torch.compile made for a number of tokens notices when these take another path, and is compiled again; layers whose
+    plans differ for other numbers share it.
     `observed` holds the newest mean of active neurons per token and of neurons in a block's union; None at first.
     While nothing was observed, and the calibration expects nothing, the plan is dense.
 
@@ -336,6 +337,7 @@ class Chooser:
         self._known: dict[int, tuple[float, float]] = {}  # by class: the observations behind the plan
         self._choices: dict[int, tuple[tuple[float, float] | None, str]] = {}  # by power: observation and path
         self.plan: tuple[tuple[int, str], ...] = ()
+        self._paths: list[str] = []  # the same by power; of a list torch.compile guards what it read, of a tuple all
         self._forget_counters()
         self._make_plan()
 
@@ -374,10 +376,10 @@ class Chooser:
 
     def path(self, num_tokens: int) -> str:
         """Name of the path that so many tokens take."""
-        for most, path in self.plan:
-            if num_tokens <= most:
-                return path
-        return self.plan[-1][1]
+        place = 0
+        while place + 1 < len(POWERS) and num_tokens > POWERS[place]:
+            place += 1
+        return self._paths[place]
 
     # --- the plan
 
@@ -395,6 +397,7 @@ class Chooser:
                 plan.pop()
             plan.append((power, path))
         self.plan = tuple(plan)
+        self._paths = [self._choices[power][1] for power in POWERS]
 
     def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
         """Active neurons and union to expect in calls of a class; None when nothing is known."""

@@ -159,7 +159,7 @@ class SparseFFN(nn.Module):
 
     The backend "auto" goes by `plan`, pairs (most tokens, path), which follows from `calibration` (measured times; None:
     those of an H200) and from `observed`, the layer's newest activity. It counts and plans in ordinary calls; code
-    compiled by torch.compile or captured in a CUDA graph keeps to the plan of its making (compiled code is compiled
+    compiled by torch.compile or captured in a CUDA graph keeps to the path of its making (compiled code is compiled
     again for another). So run a batch before, call `observe`, or have a calibration that says what to expect.
 
     With `train_path` set (by twell.SparseTraining, which sees to it that nothing is lost) the backends "triton" and "auto"

@@ -15,7 +15,7 @@ import math
 import re
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,9 @@ DECODE_TOKENS = 1024
 # Row-wise takes half a second for so many entries, and is then far behind every other path.
 ROWWISE_ENTRIES = 100_000_000
 PATTERNS = "even", "skewed", "recorded"
+# Of skewed activity: how far neurons differ in popularity and tokens in activity, and the share of their variance that
+# tokens of one document have in common; each token has a variance of 1.
+POPULARITY, LIVELINESS, SHARED = 0.6, 0.4, 0.3
 
 CASE_COLUMNS = "tokens hidden_size intermediate_size gated dtype pattern active".split()
 COLUMNS = {
@@ -72,8 +75,8 @@ def synthetic_layer(
 
     x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides (1, K)), with a mean of `active` neurons per token, from
     0 to N.
-    Even: neurons are independent and equally likely. Skewed: neurons differ in popularity (spread 0.6), tokens in
-    activity (0.4), and tokens of the same 2,048 share 30% of their variance. Raises ValueError for an `active` that
+    Even: neurons are independent and equally likely. Skewed: neurons differ in popularity, tokens in activity, and tokens
+    of the same 2,048 share some of their variance (POPULARITY, LIVELINESS, SHARED). Raises ValueError for an `active` that
     the layer cannot have. Ours.
     """
     if not 0 <= active <= intermediate_size:
@@ -83,7 +86,7 @@ def synthetic_layer(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    popularity, activity, shared = (0.6, 0.4, 0.3) if skewed else (0.0, 0.0, 0.0)
+    popularity, activity, shared = (POPULARITY, LIVELINESS, SHARED) if skewed else (0.0, 0.0, 0.0)
     documents = normal(-(-num_tokens // 2048), hidden_size).repeat_interleave(2048, 0)[:num_tokens]
     x = math.sqrt(1 - shared) * normal(num_tokens, hidden_size) + math.sqrt(shared) * documents
     x[:, 0] = 1
@@ -305,11 +308,13 @@ def _graph_times(replay: Callable[[], None], calls: int, budget: float) -> np.nd
     return times / calls
 
 
-def _between_replays(replay: Callable[[], None], number: int) -> np.ndarray:
-    """Times in ms of each of so many replays, which follow one another without a gap."""
-    # The first replays find the queue empty and wait for the host; they are not counted.
+def _between_replays(replay: Callable[[], object], number: int, lead: int = 3) -> np.ndarray:
+    """Times in ms of each of so many replays, which follow one another without a gap.
+
+    The first replays, `lead` more, find the queue empty and wait for the host; they are not counted.
+    """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
-    for _ in range(3):
+    for _ in range(lead):
         replay()
     for event in events[:-1]:
         event.record()
@@ -334,6 +339,15 @@ def _energy_meter() -> Callable[[], int]:
     except pynvml.NVMLError as error:
         raise RuntimeError(f"NVML says: {error}") from None
     return meter
+
+
+def _meter() -> Callable[[], int] | None:
+    """What reads the energy counter; None, with the reason printed, where there is none."""
+    try:
+        return _energy_meter()
+    except RuntimeError as error:
+        print(f"energy is not measured: {error}", flush=True)
+        return None
 
 
 def _energy(run: Callable[[], object], calls: int, milliseconds: float, meter: Callable[[], int]) -> dict[str, float]:
@@ -382,6 +396,29 @@ def _kernel_times(calls: Sequence[Callable[[], Tensor]]) -> dict[str, tuple[floa
             found[kernel_name(event.key)] = (launches + event.count, spent + event.self_device_time_total / 1e3)
     number = rounds * len(calls)
     return {name: (launches / number, spent / number) for name, (launches, spent) in found.items()}
+
+
+class Compiled:
+    """Modules that are compiled, each by itself, or not: call it with whether they are to be from now on.
+
+    Whole (fullgraph) and for each shape anew (not dynamic), as a measurement wants it. `around`, where it is set, takes the
+    compiled module and its arguments and calls it. torch has no public way to take back what nn.Module.compile did.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self.modules = list(modules)
+        self.around: Callable | None = None
+        self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
+
+    def __call__(self, wanted: bool) -> None:
+        if wanted and self.calls is None:
+            for module in self.modules:
+                module.compile(fullgraph=True, dynamic=False)
+            self.calls = [module._compiled_call_impl for module in self.modules]
+            if self.around is not None:
+                self.calls = [functools.partial(self.around, call) for call in self.calls]
+        for place, module in enumerate(self.modules):
+            module._compiled_call_impl = self.calls[place] if wanted else None
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------
@@ -558,14 +595,8 @@ def ffn(
         raise ValueError("the rows of kernels go to a file; say in which folder (out)")
     origin = results.provenance()
     save = functools.partial(_append, out, origin)
-    if out is not None:
-        _check_files(out)
-    meter = None
-    if energy:
-        try:
-            meter = _energy_meter()
-        except RuntimeError as error:
-            print(f"energy is not measured: {error}", flush=True)
+    _check_files(out, COLUMNS)
+    meter = _meter() if energy else None
     peaks = ceilings()
     save("ceilings", peaks)
     for row in peaks:
@@ -799,14 +830,15 @@ def _check_choices(calibration: Calibration, device: torch.device) -> dict[str, 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _check_files(folder: str | Path) -> None:
-    """Refuse before anything is measured what could not be saved after it."""
-    folder = Path(folder)
-    if folder.is_file():
-        raise NotADirectoryError(f"{folder} is a file; out is a folder, for ffn.csv, kernels.csv and ceilings.csv")
-    for name, columns in COLUMNS.items():
-        path = folder / f"{name}.csv"
-        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != columns:
+def _check_files(folder: str | Path | None, files: Mapping[str, Sequence[str]]) -> None:
+    """Refuse before anything is measured what could not be saved after it: `files` are names and columns."""
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise NotADirectoryError(f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in files)}")
+    for name, columns in files.items():
+        path = Path(folder) / f"{name}.csv"
+        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != list(columns):
             raise ValueError(f"{path} has the columns {found}; the rows to add have {columns}: move it away first")
 
 

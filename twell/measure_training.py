@@ -8,20 +8,19 @@ All sides have the same loss, the gradient of the L1 term included, and provider
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from torch.utils.checkpoint import checkpoint
 
-from twell import measure, results
-from twell.ffn import SparseFFN, summarize_activity
+from twell import imposed, measure, results
 from twell.model import SparseLlamaForCausalLM, l1_by_layer
 from twell.sparse_training import MARGIN, SparseTraining, rooms
 from twell.train import TrainConfig
@@ -31,6 +30,7 @@ TURN = 2000  # ms of optimiser steps that a model's provider takes in a turn, 2 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-2, 3e-2  # relative; of the loss after these steps and the first gradient's norm
 L1_COEFFICIENT = 2e-5  # of the models
+LOSS_CHUNK = 4096  # tokens whose logits exist at a time
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets from y, so that the
 # check would not miss its absence. It is a power of two: another constant is rounded alike in every entry, on all sides,
 # which does not average.
@@ -47,8 +47,18 @@ COLUMNS = {
     + "active_max union provider path capacity relative_rms worst p20 p50 p80 forward held peak".split()
     + "flops bytes roofline energy watts".split(),
     "training_kernels": [*measure.CASE_COLUMNS, "union", "provider", "kernel", "launches", "ms"],
-    "train_step": ["model", "parameters", *SIZES, "precision", "checkpoint_activations", "active", "active_max"]
-    + "provider path capacity loss grad_norm p20 p50 p80 tokens_per_second peak energy watts".split(),
+    "train_step": [
+        "model",
+        "parameters",
+        *SIZES,
+        "precision",
+        "checkpoint_activations",
+        "profile",
+        "active",
+        "active_max",
+    ]
+    + "provider path capacity loss grad_norm p20 p50 p80 tokens_per_second peak energy watts".split()
+    + ["largest", "largest_tokens_per_second"],
     "ceilings": measure.COLUMNS["ceilings"],
 }
 
@@ -283,9 +293,9 @@ def ffn(
     measure._check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
     if kernels and out is None:
         raise ValueError("the rows of kernels go to a file; say in which folder (out)")
-    _check_files(out, "training", "training_kernels", "ceilings")
+    measure._check_files(out, {name: COLUMNS[name] for name in ("training", "training_kernels", "ceilings")})
     save = functools.partial(measure._append, out, results.provenance())
-    meter = _meter() if energy else None
+    meter = measure._meter() if energy else None
     peaks = measure.ceilings()
     save("ceilings", peaks)
 
@@ -425,43 +435,22 @@ def _crossing(levels: Sequence[tuple[float, float]]) -> float:
 # --- one optimiser step of a model ------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def impose_activity(model: SparseLlamaForCausalLM, tokens: Tensor, active: float) -> None:
-    """Set the bias of each layer's first projection, one number a layer, so that `active` neurons a token are active.
+def _chunk_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
-    `tokens` [B, S] are the batch to go by: one pass, in which each layer is set before it computes, so that the next sees
-    what it will see. The model has biases (mlp_bias). The mean comes out as rounding allows, a few percent off. Ours.
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = LOSS_CHUNK, loss: Callable = _chunk_loss
+) -> Tensor:
+    """Return the mean cross-entropy in nats, with the logits of `chunk` tokens at a time; backward computes them again.
+
+    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 where there is nothing to predict. `loss` is the sum over
+    a chunk, compiled or not. Of 32,768 tokens and a vocabulary of 49,152 all logits in fp32 would be 6.4 GB, and their
+    gradient as much.
     """
-
-    def bisect(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
-        part = ffn.gate_proj if ffn.gated else ffn.up_proj
-        with torch.autocast(tokens.device.type, enabled=False):
-            z = F.linear(inputs[0].detach().flatten(0, -2).float(), part.weight.float())
-        low, high = float(z.min()) - 1, float(z.max()) + 1
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if int((z > middle).sum()) > active * len(z) else (low, middle)
-        part.bias.fill_(-high)
-
-    hooks = [ffn.register_forward_pre_hook(bisect) for ffn in model.ffns]
-    try:
-        model.eval()(input_ids=tokens, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@torch.no_grad()
-def model_activity(model: SparseLlamaForCausalLM, tokens: Tensor) -> list[float]:
-    """Return each layer's mean active neurons per token on `tokens` [B, S]."""
-    for ffn in model.ffns:
-        ffn.stats.take()
-    model.recording = True
-    try:
-        model.eval()(input_ids=tokens, use_cache=False)
-    finally:
-        model.recording = False
-    return [summarize_activity(*ffn.stats.take())["mean"] for ffn in model.ffns]
+    parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    sums = [checkpoint(loss, part, weight, wanted, use_reentrant=False) for part, wanted in parts]
+    return torch.stack(sums).sum() / (labels != -100).sum()
 
 
 class _Trainer:
@@ -470,22 +459,33 @@ class _Trainer:
     Statistics are not counted: the dense layers would need passes of their own for them.
     """
 
-    def __init__(self, config: TrainConfig, path: str, active: float, device: torch.device):
+    def __init__(self, config: TrainConfig, path: str, active: float, profile: str, device: torch.device):
         self.config, self.path, self.device = config, path, device
-        torch.manual_seed(config.seed)
         with device:
-            self.model = SparseLlamaForCausalLM(config.model_config(mlp_bias=True))
-        if config.checkpoint_activations:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        size = (config.micro_batch, config.context)
-        self.tokens = torch.randint(config.vocab_size, size, device=device)
+            self.model = SparseLlamaForCausalLM(config.model_config())
+        imposed.draw_weights(self.model, config.seed)
+        self.draw(config.micro_batch)
         with self.autocast():
-            impose_activity(self.model, self.tokens, active)
-            self.active = model_activity(self.model, self.tokens)
+            wanted = imposed.profile(profile, config.num_layers, active)
+            sample = imposed.draw_tokens(config.vocab_size, 64, min(config.context, 128), device=device, seed=1)
+            imposed.impose(self.model, wanted, sample)
+            self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
-        self.compiled: list[Callable] | None = None  # by layer; kept, so that nothing is compiled twice
+        self.compiled = measure.Compiled([*self.model.model.layers, self.model.model.norm])
+        if config.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Around a compiled layer: within it, it could not keep its L1 term.
+            self.compiled.around = functools.partial(checkpoint, use_reentrant=False)
+        self.losses = {False: _chunk_loss, True: torch.compile(_chunk_loss, fullgraph=True, dynamic=False)}
+        SparseTraining(self.model, path=path).allow_recompiling()
+
+    def draw(self, sequences: int) -> None:
+        """Take a batch of so many documents from now on; each predicts its own next tokens."""
+        size = self.config.vocab_size, sequences, self.config.context
+        self.tokens = imposed.draw_tokens(*size, device=self.device)
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -495,7 +495,11 @@ class _Trainer:
         self.leave()
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        self.compile(provider.endswith("torch.compile"))
+        compiled = provider.endswith("torch.compile")
+        self.compiled(compiled)
+        self.loss = self.losses[compiled]
+        for layer in self.model.model.layers:
+            layer.gradient_checkpointing = self.config.checkpoint_activations and not compiled
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -514,18 +518,8 @@ class _Trainer:
             lr=learning_rate,
             betas=(c.adam_beta1, c.adam_beta2),
             eps=c.adam_epsilon,
+            fused=self.device.type == "cuda",  # one pass over weights and moments
         )
-
-    def compile(self, wanted: bool) -> None:
-        """Have each decoder layer compiled or not; torch has no public way to take back what nn.Module.compile did."""
-        layers = self.model.model.layers
-        if wanted and self.compiled is None:
-            SparseTraining(self.model, path=self.path).allow_recompiling()
-            for layer in layers:
-                layer.compile(fullgraph=True)
-            self.compiled = [layer._compiled_call_impl for layer in layers]
-        for place, layer in enumerate(layers):
-            layer._compiled_call_impl = self.compiled[place] if wanted else None
 
     def leave(self) -> None:
         if self.sparse is not None:
@@ -546,25 +540,25 @@ class _Trainer:
         room = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()
         return taken and room < ops.MAX_ENTRIES and all(self.sparse.sparse)
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """One optimiser step; returns the loss and the norm of the gradient before it."""
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """One optimiser step; returns the loss before it, and the norms of its gradient, whole and of feed-forward weights."""
         for _ in range(1) if self.sparse is None else self.sparse.attempts():
             self.optimizer.zero_grad()
             with self.autocast():
-                # Past SparseLlamaForCausalLM's own forward, which counts statistics.
-                output = LlamaForCausalLM.forward(
-                    self.model, input_ids=self.tokens, labels=self.tokens, use_cache=False
-                )
-                loss = output.loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
+                # Past SparseLlamaForCausalLM's own forward, which counts statistics and computes all logits at once.
+                hidden = self.model.model(input_ids=self.tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+                loss = chunked_cross_entropy(hidden, self.model.lm_head.weight, self.labels, loss=self.loss)
+                loss = loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
             loss.backward()
+        own = nn.utils.get_total_norm([p.grad for ffn in self.model.ffns for p in ffn.parameters()])
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
-        return loss.detach(), norm.detach()
+        return loss.detach(), norm.detach(), own
 
-    def steps(self) -> tuple[float, float]:
-        """The loss after CHECKED_STEPS steps, and the norm of the first gradient."""
+    def steps(self) -> tuple[float, float, float]:
+        """The loss after CHECKED_STEPS steps, and the norms of the first gradient."""
         found = [torch.stack(self.step()) for _ in range(CHECKED_STEPS + 1)]
-        return float(found[-1][0]), float(found[0][1])
+        return float(found[-1][0]), float(found[0][1]), float(found[0][2])
 
     def peak(self) -> int:
         """The most bytes allocated in a step, weights and optimiser included."""
@@ -574,14 +568,49 @@ class _Trainer:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
+    def fits(self, sequences: int) -> bool:
+        """Whether steps of so many documents fit into the device's memory; they are the batch from then on."""
+        self.draw(sequences)
+        try:
+            for _ in range(2):
+                self.step()
+            torch.cuda.synchronize()
+            return True
+        except torch.OutOfMemoryError:
+            pass
+        self.optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
+
+    def largest(self, limit: int) -> int:
+        """The most documents of a step that fit into `limit` bytes, within 3%; 0: none do. They are the batch from then on.
+
+        The peak is a straight line in their number; the first guess is where it meets the limit.
+        """
+        few = max(self.config.micro_batch // 2, 1)
+        peaks: list[int] = []
+        for sequences in (few, 2 * few):
+            if not self.fits(sequences):
+                break
+            peaks.append(self.peak())
+        guess = few * (len(peaks) + 1) - 1
+        if len(peaks) == 2:
+            guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
+        while guess > 0 and not self.fits(guess):
+            guess -= max(guess // 32, 1)
+        return guess
+
 
 def train_step(
     model: str = "171m",
     overrides: Sequence[str] = (),
     *,
     active: float = 29,
+    profile: str = "flat",
     path: str = "union",
     compiled: bool | None = None,
+    largest: bool = False,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -590,15 +619,18 @@ def train_step(
     Args:
         model: a configuration of the package or a YAML file (`TrainConfig.load`); its text is not read.
         overrides: fields of it to change, as key=value.
-        active: mean active neurons per token that every layer gets, by a bias (`impose_activity`).
+        active: mean active neurons per token over layers, imposed (`imposed.impose`).
+        profile: how it is spread over layers, see `imposed.profile`.
         path: the sparse path, "union" or "hybrid".
         compiled: True: only with each decoder layer compiled; False: only eager; None: both.
+        largest: also find the largest micro-batch that fits into memory, and the speed with it.
         energy: also measure the energy of a step, more than a second for each row.
         out: the folder of train_step.csv, to which the rows are appended.
 
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW on fp32 weights, with
-    the L1 term at 2e-5. Each provider takes 3 steps from the same weights at the configuration's learning rate; its loss
-    then and its first gradient's norm have to be those of dense. Steps that are timed have the learning rate 0, so that the
+    the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3 steps from the same weights at the configuration's
+    learning rate; its loss then and the norms of its first gradient, of all weights and of the feed-forward ones, have to be
+    those of dense. Steps that are timed have the learning rate 0, so that the
     activity stays. Returns the rows without their provenance, COLUMNS["train_step"]; data/README.md says what they mean.
     Raises ValueError for arguments that do not fit, ArithmeticError when a provider learns something else, RuntimeError
     without a GPU. Ours.
@@ -613,17 +645,19 @@ def train_step(
         raise ValueError(
             f"active is {active:g}; it has to be above 0 and below {config.intermediate_size}, the neurons"
         )
-    _check_files(out, "train_step")
+    imposed.profile(profile, config.num_layers, active)
+    measure._check_files(out, {"train_step": COLUMNS["train_step"]})
     save = functools.partial(measure._append, out, results.provenance())
-    meter = _meter() if energy else None
+    meter = measure._meter() if energy else None
     kinds = {None: ("", " torch.compile"), True: (" torch.compile",), False: ("",)}[compiled]
     providers = [f"{side}{kind}" for kind in kinds for side in ("dense", f"triton {path}")]
     providers = [DENSE if name == "dense" else name for name in providers]
 
-    trainer = _Trainer(config, path, active, device)
+    trainer = _Trainer(config, path, active, profile, device)
     common = {"model": model, "parameters": sum(p.numel() for p in trainer.model.parameters())}
     common |= {size: getattr(config, size) for size in SIZES}
     common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
+    common |= {"profile": profile}
     common |= {"active": round(float(np.mean(trainer.active)), 2), "active_max": round(max(trainer.active), 2)}
     tokens = config.micro_batch * config.context
     said = f"{common['parameters'] / 1e6:.0f} M parameters, {tokens} tokens, {common['active']} active"
@@ -647,14 +681,23 @@ def train_step(
             if turn < measure.ROUNDS - 1:
                 continue
             times = measure._quantiles(np.concatenate(taken[name]))
-            loss, norm = checked[name]
+            loss, norm, _ = checked[name]
             row = common | {"provider": name, "path": "dense" if trainer.sparse is None else path}
             row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
             row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
             row |= measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}
-            rows.append(row)
+            rows.append(row | {"largest": None, "largest_tokens_per_second": None})
             said = f"{times['p50']:.1f} ms, {row['tokens_per_second']} tokens/s, {row['peak'] / 1e9:.1f} GB"
             print(f"{model}  {name:<27} {said}", flush=True)
+    for row in rows if largest else []:
+        trainer.become(row["provider"], 0.0)
+        row["largest"] = trainer.largest(torch.cuda.mem_get_info()[1])
+        if row["largest"]:
+            times = measure._quantiles(measure._between_replays(trainer.step, 5, lead=1))
+            row["largest_tokens_per_second"] = round(1e3 * row["largest"] * config.context / times["p50"])
+        said = f"{row['largest']} x {config.context} tokens fit, {row['largest_tokens_per_second']} tokens/s"
+        print(f"{model}  {row['provider']:<27} {said}", flush=True)
+        trainer.draw(config.micro_batch)
     trainer.leave()
     save("train_step", rows)
     return rows
@@ -674,39 +717,19 @@ def _model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
     return given
 
 
-def _check_steps(model: str, checked: dict[str, tuple[float, float]], name: str) -> None:
-    """Compare a provider's loss and norm with those of the first one, which is dense."""
+def _check_steps(model: str, checked: dict[str, tuple[float, float, float]], name: str) -> None:
+    """Compare a provider's loss and norms with those of the first one, which is dense."""
     first, *_ = checked
     for what, found, wanted, allowed in zip(
-        (f"the loss after {CHECKED_STEPS} steps", "the norm of the first gradient"),
+        (
+            f"the loss after {CHECKED_STEPS} steps",
+            "the norm of the first gradient",
+            "the norm of the first gradient of feed-forward weights",
+        ),
         checked[name],
         checked[first],
-        (LOSS_TOLERANCE, NORM_TOLERANCE),
+        (LOSS_TOLERANCE, NORM_TOLERANCE, NORM_TOLERANCE),
         strict=True,
     ):
         if not abs(found - wanted) <= allowed * abs(wanted):
             raise ArithmeticError(f"{name} of {model} is wrong: {what} is {found:.5g}, of {first} {wanted:.5g}")
-
-
-# --- shared -----------------------------------------------------------------------------------------------------------
-
-
-def _meter() -> Callable[[], int] | None:
-    """What reads the energy counter; None, with the reason printed, where there is none."""
-    try:
-        return measure._energy_meter()
-    except RuntimeError as error:
-        print(f"energy is not measured: {error}", flush=True)
-        return None
-
-
-def _check_files(folder: str | Path | None, *names: str) -> None:
-    """Refuse before anything is measured what could not be saved after it."""
-    if folder is None:
-        return
-    if Path(folder).is_file():
-        raise NotADirectoryError(f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in names)}")
-    for name in names:
-        path, columns = Path(folder) / f"{name}.csv", COLUMNS[name]
-        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != columns:
-            raise ValueError(f"{path} has the columns {found}; the rows to add have {columns}: move it away first")
