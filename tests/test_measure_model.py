@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,16 +166,17 @@ def test_a_layer_that_is_wrong_is_named(sides, monkeypatch):
     ids = imposed.draw_tokens(640, 4, 64)
     sides.become("triton")
     with torch.no_grad():
-        assert 1e-3 < measure_model.check_layers(sides, ids, "triton") < measure.TOLERANCE
+        run = partial(measure_model.hidden_states, sides.model, ids)
+        assert 1e-3 < measure_model.check_layers(sides, run, "triton") < measure.TOLERANCE
     calls = []
 
-    def run(path, *tensors, **_):
+    def wrong(path, *tensors, **_):
         calls.append(path)
         return computed(path, *tensors) * (1.01 if len(calls) == 3 else 1.0)  # far below what the last states show
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(ops, "run", wrong)
     with pytest.raises(ArithmeticError, match="^layer 2 of triton is wrong: relative RMS 1"), torch.no_grad():
-        measure_model.check_layers(sides, ids, "triton")
+        measure_model.check_layers(sides, run, "triton")
     assert not any(ffn._forward_hooks for ffn in sides.model.ffns)
 
 
@@ -396,6 +398,7 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     decode = tables["decode"]
     assert list(decode["provider"]) == 4 * six and list(decode["batch"]) == 2 * (6 * [1] + 6 * [3])
     assert (decode["tokens"] == decode["batch"]).all() and (decode["context"] == 20).all()
+    assert decode["layer_rms"].between(1e-4, 1e-2).all()
     assert (decode["same"] == 1).all() and (decode["steps"] == 3).all()
     assert np.allclose(decode["tokens_per_second"], 1e3 * decode["batch"] / decode["p50"], rtol=1e-3)
     said = [line for line in capsys.readouterr().out.splitlines() if "  triton torch.compile" in line]
@@ -420,7 +423,7 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.csv", "model_layers.csv"]
 
 
-@pytest.mark.parametrize("wrong", ["layer", "pass", "step"])
+@pytest.mark.parametrize("wrong", ["layer", "pass", "step", "layer of a step"])
 def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(measure_model.Clock, "turn", lambda self: pytest.fail("timed"))
     forward, step = measure_model.forward, measure_model.Decoder.step
@@ -432,7 +435,7 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
     def bad_step(decoder, compiled=False):
         return step(decoder, compiled) * (1.1 if decoder.model.ffns[0].backend == "triton" else 1.0)
 
-    if wrong == "layer":
+    if wrong.startswith("layer"):
         monkeypatch.setattr(ops, "run", lambda *tensors, **_: 1.01 * computed(*tensors))
     if wrong == "pass":
         monkeypatch.setattr(measure_model, "forward", bad_forward)
@@ -441,9 +444,10 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
     words = {
         "layer": "^layer 0 of triton of quick  2 x 32 tokens .* is wrong",
         "pass": r"^hidden states \(quick .*\) of auto are wrong",
+        "layer of a step": "^layer 0 of triton of quick  decoding 2 x 1 behind 20 tokens .* is wrong",
         "step": r"^logits \(quick  decoding 2 x 1 behind 20 tokens .*\) of triton are wrong",
     }[wrong]
-    shapes, decode = ([], [2]) if wrong == "step" else ([(2, 32)], [])
+    shapes, decode = ([], [2]) if wrong.endswith("step") else ([(2, 32)], [])
     with pytest.raises(ArithmeticError, match=words):
         options = {"shapes": shapes, "decode": decode, "decode_context": 20}
         measure_model.model("quick", TINY, **options, active=[20], compiled=False, out=tmp_path)

@@ -9,9 +9,9 @@ A forward pass is that of a language model up to the logits of each sequence's l
 logits its passes compute, but it cannot be all: its times for 64 x 2048 tokens (Table 1) rise by 39.1 ms a layer from 8 to
 38 layers, and without layers 7 ms would be left, where all logits would take as long as 1.8 layers.
 
-A compiled model has each decoder layer and the last norm compiled, not the whole: transformers writes a causal mask out
-where a whole model without a cache is compiled, and attention with a mask is several times slower than causal attention.
-All layers share the compiled code.
+A compiled model has each decoder layer and the last norm compiled, not the whole: transformers writes the causal mask out
+where a whole model without a cache is compiled, and attention with a mask takes another kernel, which computes what is
+masked too. All layers share the compiled code.
 
 Without a checkpoint the weights are random and the activity is imposed (imposed.py), with a profile over layers.
 """
@@ -47,14 +47,15 @@ PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
 # Kernels of attention in the order in which they are tried; "default": torch's own.
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-ATTENTION = {"default": [], "cudnn": [CUDNN, FLASH, *OTHERS], "flash": [FLASH, CUDNN, *OTHERS]}
+ATTENTION = {"default": [], "cudnn": [CUDNN, FLASH, *OTHERS], "flash": [FLASH, *OTHERS]}
 ROUNDS, TURN = 3, 2500  # each provider is timed in so many turns, of so many ms
 SETTLE = 300  # ms before a turn that do not count: power takes a while to settle
 LAYER_ROUND = 60  # ms that one way to compute a layer takes in a turn
 GENERATION = 64  # tokens that a sequence is continued by, in decoding
 SAMPLE = 4096  # tokens of the batch that are compared with fp32, and rows of each layer with fp64
-# Relative RMS of last hidden states against fp32. Rounding adds up over layers: bf16 comes to 0.5 to 2% with 2 to 40 layers.
-# Another way to compute the same may be as far off as dense and a quarter more, and from dense by both errors.
+# Relative RMS of last hidden states against fp32. Rounding adds up over layers: bf16 comes to 0.5% with 4 layers and to 1.5%
+# with 38. Another way to compute the same may be as far off as dense and a quarter more, and from dense by both errors. (That
+# each layer is right is checked apart: of random weights a layer adds too little for its error to show at the end.)
 TOLERANCE, AS_DENSE, FROM_DENSE = 5e-2, 1.25, 2.0
 
 DENSE, COMPILED = "dense eager", "dense torch.compile"
@@ -67,7 +68,8 @@ COLUMNS = {
     "model_layers": [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "level", "layer", "wanted", "active"]
     + ["p99", "active_max", "union", "dense", "sparse", "auto", "auto_path", "relative_rms"],
     "model_parts": [*CASE, "layer", "provider", "part", "ms"],
-    "decode": [*CASE, "steps", "provider", "path", "relative_rms", "same", *SPEED, "tokens_per_second", *ENERGY],
+    "decode": [*CASE, "steps", "provider", "path", "relative_rms", "layer_rms", "same", *SPEED, "tokens_per_second"]
+    + ENERGY,
 }
 
 
@@ -193,8 +195,8 @@ class Judge:
         return error
 
 
-def check_layers(sides: Sides, ids: Tensor, what: str) -> float:
-    """Return the worst relative RMS against fp64 of a feed-forward layer's output, on SAMPLE rows of a pass over `ids`.
+def check_layers(sides: Sides, run: Callable[[], object], what: str) -> float:
+    """Return the worst relative RMS against fp64 of a feed-forward layer's output, on SAMPLE tokens of a pass, `run`.
 
     Each layer computes all tokens, by the present provider, not compiled. Raises ArithmeticError as `measure.Exact`.
     """
@@ -213,7 +215,7 @@ def check_layers(sides: Sides, ids: Tensor, what: str) -> float:
 
     hooks = [ffn.register_forward_hook(compare(place)) for place, ffn in enumerate(sides.model.ffns)]
     try:
-        hidden_states(sides.model, ids)
+        run()
     finally:
         for handle in hooks:
             handle.remove()
@@ -314,15 +316,15 @@ def _measure_forward(bench: Bench, ids: Tensor) -> tuple[list[dict], list[dict[s
     exact = exact_hidden_states(model, ids[:sequences])
     judge = Judge(f"hidden states ({said})", exact, lambda hidden: hidden[:sequences])
     errors, worst, peaks, calls = {}, {}, {}, {}
+    run = functools.partial(forward, model, ids)
     for name in names:
         side = name.split()[0]
         if side not in worst:
             sides.become(DENSE if side == "dense" else side)
-            worst[side] = check_layers(sides, ids, f"{side} of {said}")
+            worst[side] = check_layers(sides, run, f"{side} of {said}")
         sides.become(name)
-        errors[name] = judge.check(name, forward(model, ids)[0])
+        errors[name] = judge.check(name, run()[0])
     del judge, exact
-    run = functools.partial(forward, model, ids)
     graph = ids.numel() <= measure.GRAPH_TOKENS
     for name in names:
         sides.become(name)
@@ -424,9 +426,9 @@ PARTS = "attention", "projections", "norms, rotary, residuals", "gate", "up and 
 def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the time of each of PARTS but the last from one decoder layer's kernels (name, ms), in the order they ran.
 
-    Products are told apart by their place: before attention come q, k and v, behind it their output, then the feed-forward
-    layer, whose first product is the gate's (or, without a gate, the only one before down's). Elementwise work between two of its products is its own.
-    Raises ValueError for kernels without attention among them.
+    Products are told apart by their place: before attention come q, k and v, behind it the output's, then those of the
+    feed-forward layer, the first of which is the gate's (without a gate: up's). Elementwise work between two of these is the
+    layer's own. Raises ValueError for kernels without attention among them.
     """
     found = dict.fromkeys(PARTS[:-1], 0.0)
     seen_attention, products = False, 0
@@ -624,8 +626,13 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> list[dict]:
     judge = Judge(f"logits ({said})", exact, lambda found: found[:, :few])
     judge.check(DENSE, logits)
     first = decoder.picked[:, context:].clone()
-    errors, same, graphs = {}, {}, {}
+    errors, worst, same, graphs = {}, {}, {}, {}
     for name in providers(bench.compiled):
+        side = name.split()[0]
+        if side not in worst:
+            sides.become(DENSE if side == "dense" else side)
+            decoder.restart()
+            worst[side] = check_layers(sides, decoder.step, f"{side} of {said}")
         sides.become(name)
         step = functools.partial(decoder.step, compiled=name.endswith("torch.compile"))
         decoder.restart()
@@ -654,7 +661,8 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> list[dict]:
     for name, clock in clocks.items():
         timed = clock.row(bench.idle)
         row = case | {"steps": decoder.steps, "provider": name, "path": sides.paths(name, batch)}
-        row |= {"relative_rms": float(f"{errors[name]:.3g}"), "same": round(same[name], 4)}
+        layer_rms = float(f"{worst[name.split()[0]]:.3g}")
+        row |= {"relative_rms": float(f"{errors[name]:.3g}"), "layer_rms": layer_rms, "same": round(same[name], 4)}
         row |= {column: timed[column] for column in SPEED}
         row |= {"tokens_per_second": float(f"{1e3 * batch / timed['p50']:.5g}")}
         row |= {column: timed[column] for column in ENERGY}
@@ -735,14 +743,14 @@ def model(
             raise ValueError(f"{name} holds {min(numbers)}; it has to be at least 1")
     if checkpoint is not None and active is not None:
         raise ValueError("active is imposed on random weights; a checkpoint has its own activity")
+    if checkpoint is None and active is None and size not in PAPER_ACTIVE:
+        raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
     if (layers or parts) and not shapes:
         raise ValueError("layers and parts are measured on the first of the batches, and there is none")
     measure._check_files(out, COLUMNS)
     longest = max([context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1)
     if checkpoint is None:
         subject, config = random_model(size, overrides, longest, device)
-        if active is None and size not in PAPER_ACTIVE:
-            raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
         levels = [PAPER_ACTIVE[size]] if active is None else list(active)
         heights = [imposed.profile(profile, config.num_layers, level) for level in levels]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
