@@ -38,7 +38,7 @@ FIGURES = {
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
     "06_downstream": ["table6_tasks", "fig03_accuracy"],
     "08_models": ["table1_scale", "fig04_levels", "fig05_levels", "fig06_contributions", "fig10_contributions"]
-    + ["fig11_contributions", "model_parts", "model_decode"],
+    + ["fig11_contributions", "fig06_trained", "model_parts", "model_decode"],
 }
 
 
@@ -107,6 +107,7 @@ def write_bench(folder):
     pd.concat(rows).to_csv(folder / "model.csv", index=False)
     levels = ((29.0, [9.0, 7.0, 8.5]), (911.0, [14.0, 12.0, 13.0]), (1.0, [5.0, 4.0, 4.5]))
     rows = [model_layer_rows(10.0, sparse, [50.0, 10.0, 40.0], level) for level, sparse in levels]
+    rows += [model_layer_rows(1.0, [0.5, 0.7], [5.0, 8.0], 6.5, model="trained", profile="checkpoint", num_layers=2)]
     pd.concat(rows).to_csv(folder / "model_layers.csv", index=False)
     dense = {"attention": 3.0, "gate": 4.0, "up and down": 8.0}
     part_rows(dense, dense | {"up and down": 2.0}, model="2b").to_csv(folder / "model_parts.csv", index=False)
@@ -141,7 +142,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert digest == results.file_hash(results.root() / file)
             data += 1
     counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
-    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 9}
+    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]

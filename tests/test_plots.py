@@ -708,7 +708,10 @@ def test_table1_scale():
     assert heights(left) == [410, 185, 119, 87.8, 480, 219, 141, 106]
     assert heights(right)[3::4] == [pytest.approx(13107.2), pytest.approx(16384)] and texts(right) == ["+25.0%"]
     assert texts(left) == ["+17.0%", "+18.1%", "+18.8%", "+20.5%"]
-    assert left.get_title(loc="left") == "paper, H100 PCIe" and right.get_title(loc="left") == "ours, NVIDIA H200"
+    assert (
+        left.get_title(loc="left") == "paper, H100 PCIe"
+        and right.get_title(loc="left") == "ours, NVIDIA H200, imposed activity"
+    )
     with pytest.raises(ValueError, match="none of the quantities of Table 1 was measured"):
         plots.table1_scale(analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame()))
 

@@ -981,9 +981,9 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
     """Return the paper's Table 1 beside ours, a row a quantity of SCALE and model.
 
     paper: `results.paper()`; models: `model_speedups` of one batch, or empty; steps: `step_speedups` of one micro-batch, or empty.
-    Columns: quantity, unit, model; paper_dense, paper_sparse, paper_change (%), paper_device; dense, sparse, change and device
-    of ours, NaN and empty where not measured: with compiled layers, in forward passes by "auto", of several levels of activity
-    at the one nearest to the paper's.
+    Columns: quantity, unit, model; paper_dense, paper_sparse, paper_change (%), paper_device; dense, sparse, change, device and
+    profile of ours, NaN and empty where not measured: with compiled layers, in forward passes by "auto", of several levels of
+    activity at the one nearest to the paper's.
     """
     if len(models):
         models = models.assign(forward_throughput=models["tokens"] / models["p50"])
@@ -1009,7 +1009,7 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
 
 def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     """dense, sparse, change and device of one model's `column`, at the level of activity nearest to `active`."""
-    nothing = {"dense": np.nan, "sparse": np.nan, "change": np.nan, "device": ""}
+    nothing = {"dense": np.nan, "sparse": np.nan, "change": np.nan, "device": "", "profile": ""}
     if table.empty:
         return nothing
     rows = table[table["model"].str.upper() == model.upper()]
@@ -1021,7 +1021,8 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
         return nothing
     first, second = dense.iloc[-1], sparse.iloc[-1]
     change = 100 * (second[column] / first[column] - 1)
-    return {"dense": first[column], "sparse": second[column], "change": change, "device": second["device"]}
+    about = {"device": second["device"], "profile": second["profile"]}
+    return {"dense": first[column], "sparse": second[column], "change": change} | about
 
 
 def model_findings(

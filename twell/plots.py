@@ -1170,7 +1170,8 @@ def table1_scale(table: pd.DataFrame) -> Figure:
         pair[0].set_ylabel(f"{quantity}\n({rows['unit'].iloc[0]})")
     devices = "; ".join(dict.fromkeys(device for device in table["device"] if device))
     axes[0, 0].set_title(f"paper, {table['paper_device'].iloc[0]}", loc="left")
-    axes[0, 1].set_title(f"ours, {devices}", loc="left")
+    imposed = ", imposed activity" if set(table["profile"]) - {"", "checkpoint"} else ""
+    axes[0, 1].set_title(f"ours, {devices}{imposed}", loc="left")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, handlelength=1)
     return figure
 
