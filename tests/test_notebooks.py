@@ -52,6 +52,12 @@ def parameters_of(path):
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
+def execute(path, given, folder):
+    """The notebook as it is after running with these parameters."""
+    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
+    return papermill.execute_notebook(str(path), str(folder / "done.ipynb"), given, **options)
+
+
 @pytest.fixture(scope="module")
 def live(tiny_config, tmp_path_factory):
     """A sweep of three levels, one of them with two seeds, one traced, and an unfinished run, which the notebooks leave out."""
@@ -128,8 +134,7 @@ def test_notebook_runs(path, live, tmp_path):
     wanted |= {"live": True} if path.stem == "06_downstream" else {}
     wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
-    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
-    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    done = execute(path, given, tmp_path)
 
     assert sorted(file.stem for file in figures.glob("*.png")) == sorted(FIGURES[path.stem])
     data = 0
@@ -202,8 +207,7 @@ def test_notebook_runs(path, live, tmp_path):
 
 def test_downstream_without_anything_recorded(tmp_path):
     path, given = FOLDER / "06_downstream.ipynb", {"evaluations": str(tmp_path), "figures": str(tmp_path / "figures")}
-    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
-    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    done = execute(path, given, tmp_path)
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
     assert "**Not run:** set `live`." in said and "**Nothing is recorded**" in said
@@ -219,8 +223,7 @@ def test_speed_of_what_was_measured(tmp_path):
     alone = speed_rows(16384, 29.0, {"triton union": 1.0})
     pd.concat([rows, alone]).to_csv(tmp_path / "ffn.csv", index=False)
     path, given = FOLDER / "05_speedup.ipynb", {"bench": str(tmp_path), "figures": str(tmp_path / "figures")}
-    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
-    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    done = execute(path, given, tmp_path)
     assert [file.stem for file in (tmp_path / "figures").glob("*.png")] == ["ffn_activity"]
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
@@ -235,8 +238,7 @@ def test_speed_of_what_was_measured(tmp_path):
 def test_models_without_rows(tmp_path):
     """Nothing was measured yet: every figure says so, and the comparison too."""
     path, given = FOLDER / "08_models.ipynb", {"bench": str(tmp_path), "figures": str(tmp_path / "figures")}
-    options = {"kernel_name": "python3", "progress_bar": False, "cwd": str(results.root())}
-    done = papermill.execute_notebook(str(path), str(tmp_path / "done.ipynb"), given, **options)
+    done = execute(path, given, tmp_path)
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
     assert all(f"**{name} is not drawn:**" in said for name in FIGURES["08_models"])
