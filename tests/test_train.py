@@ -14,7 +14,7 @@ from tests.kills import differences, kill_rounds
 from twell import corpus, results
 from twell import train as train_module
 from twell.model import SparseLlamaForCausalLM, load
-from twell.train import CONFIGS, DeadWindow, TrainConfig, evaluate, l1_schedule, reinitialize, train
+from twell.train import CONFIGS, DeadWindow, TrainConfig, balance, evaluate, l1_schedule, reinitialize, train
 
 
 def series(log, metric, split="train"):
@@ -148,12 +148,14 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
         ("tokens=many", "tokens is 'many'; expected int"),
         ("seed=1.5", "seed is 1.5; expected int"),
         ("gated=3", "gated is 3; expected bool"),
+        ("balance_every=-1", "balance_every is -1; it has to be a finite number, 0 or more"),
+        ("balance_every=5 gated=false activation=silu", "balance_every is 5; without a gate it needs the activation"),
         ("batch_tokens=1000", "batch_tokens 1000 is no multiple of context 128"),
         ("precision=fp8", "precision is 'fp8'; use 'fp32' or 'bf16'"),
         ("nonsense", "'nonsense' is no override; write key=value"),
     ):
         with pytest.raises(ValueError, match=words):
-            TrainConfig.load("quick", [override])
+            TrainConfig.load("quick", override.split())
     with pytest.raises(FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"):
         TrainConfig.load("nothere")
 
@@ -235,6 +237,38 @@ def test_reinitialisation_revives_neurons_once_a_window(tiny_config, tmp_path):
     assert dead[0.5].iloc[-1] < dead[0.0].iloc[-1] - 0.05
 
 
+@pytest.mark.parametrize("kind", ["gated", "not gated", "SiLU"])
+def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, kind):
+    changes = {"gated": kind != "not gated", "activation": "silu" if kind == "SiLU" else "relu"}
+    model = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, **changes).model_config()).double().train()
+    for ffn in model.ffns:
+        columns = ffn.down_proj.weight
+        columns.data *= torch.rand(columns.shape[1]).mul(3).exp()
+        columns.data[:, 5] = 0
+        ffn.up_proj.bias = torch.nn.Parameter(torch.randn(columns.shape[1], dtype=torch.double))
+    tokens = torch.randint(0, 300, (2, 16))
+    before = model(input_ids=tokens, labels=tokens)
+    counted = [ffn.stats.take()[0] for ffn in model.ffns]
+    balance(model)
+    after = model(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(after.logits, before.logits, rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(ffn.stats.take()[0], counts) for ffn, counts in zip(model.ffns, counted, strict=True))
+    assert abs(after.l1 / before.l1 - 1) > 0.1
+    for ffn in model.ffns:
+        lengths = ffn.down_proj.weight.norm(dim=0)
+        expected = torch.full_like(lengths, 0.02 * 32**0.5).index_fill(0, torch.tensor(5), 0.0)
+        torch.testing.assert_close(lengths, expected, rtol=1e-9, atol=0)
+
+
+def test_balanced_training_ends_with_columns_of_one_length(tiny_config, tmp_path):
+    spread = {}
+    for every in (0, 2):
+        model, _ = load(train(dataclasses.replace(tiny_config, balance_every=every), tmp_path / str(every), quiet=True))
+        lengths = torch.stack([ffn.down_proj.weight.detach().norm(dim=0) for ffn in model.ffns])
+        spread[every] = float(lengths.max() / lengths.min())
+    assert spread[2] < 1 + 1e-5 < spread[0]
+
+
 @pytest.mark.parametrize("changes", [{"checkpoint_activations": True}, {"compile": True}, {"micro_batch": 5}])
 def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, changes):
     short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1)
@@ -312,6 +346,7 @@ def launch(tmp_path, name, kind, *arguments, prelude=""):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
     settings = {"tokens": 8 * 512, "micro_batch": 3, "reinit": 0.3, "checkpoint_every": 4, "learning_rate": 1e-2}
+    settings["balance_every"] = 3
     config = dataclasses.replace(tiny_config, **settings)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
     one = results.load_run(train(config, tmp_path / "one", quiet=True))[1]
@@ -335,6 +370,7 @@ def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
 
 def test_kills_and_exact_resumes(tiny_config, tmp_path):
     settings = {"checkpoint_every": 2, "log_every": 2, "tokens": 48 * 512, "l1_warmup_steps": 20, "reinit": 0.1}
+    settings["balance_every"] = 3
     config = dataclasses.replace(tiny_config, **settings)
     config.prepare_text()
     rounds = list(kill_rounds(config, tmp_path, 5))

@@ -7,7 +7,8 @@ says what it holds). What is drawn from the text, and in which order, depends on
 A neuron is *dead* when no token of a whole window activated it. The paper's window is one step of 2^20 tokens; ours is
 `dead_window_tokens`, carried across steps and checkpoints, since at smaller steps most rare neurons would look dead.
 Targeted re-initialisation, one of the paper's two remedies, acts on the dead neurons once a window; the other is
-an L1 warm-up.
+an L1 warm-up. An idea of our own is to keep the output columns at one length (`balance`): otherwise the L1 term can be
+lowered without any sparsity, by smaller activations and longer columns.
 
 Everything runs through Accelerate: `accelerate launch -m twell train ...` spreads the same step over processes (DDP, or
 FSDP2 with `--use_fsdp --fsdp_version 2`). Where layers train sparsely, sparse_training.py sees to it that nothing is lost:
@@ -98,6 +99,7 @@ class TrainConfig:
     reinit: float = (
         0.0  # share of fresh noise in the gate weights of neurons that were dead for a window; the paper: 0.1
     )
+    balance_every: int = 0  # steps after which the output columns are brought back to one length; 0: never
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last
@@ -113,6 +115,7 @@ class TrainConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be more than 0")
         at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
+        at_least_0 += ["balance_every"]
         for name in ("l1_coefficient", *at_least_0):
             values = getattr(self, name) if isinstance(getattr(self, name), list) else [getattr(self, name)]
             if not all(0 <= value < math.inf for value in values):
@@ -130,6 +133,11 @@ class TrainConfig:
             )
         if not 0 <= self.reinit <= 1:
             raise ValueError(f"reinit is {self.reinit}; it is a share, from 0 to 1")
+        if self.balance_every and not self.gated and self.activation != "relu":
+            raise ValueError(
+                f"balance_every is {self.balance_every}; without a gate it needs the activation 'relu', not "
+                f"{self.activation!r}, which is not proportional to its input"
+            )
         if self.checkpoint_every % self.log_every:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}")
         if self.precision not in ("fp32", "bf16"):
@@ -337,12 +345,35 @@ def reinitialize(model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share:
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
         # (w + share * (noise - w)) at the dead rows, written as one product and one sum: works on sharded weights too
         at = rows.cpu().to(noise.dtype)[:, None] * share
-        keep, add = ((1 - at).expand(weight.shape).contiguous(), at * noise)
-        if isinstance(weight, DTensor):
-            keep, add = (
-                distribute_tensor(t.to(weight.device), weight.device_mesh, weight.placements) for t in (keep, add)
-            )
-        weight.mul_(keep.to(weight.device, weight.dtype)).add_(add.to(weight.device, weight.dtype))
+        weight.mul_(_placed(1 - at, weight)).add_(_placed(at * noise, weight))
+
+
+@torch.no_grad()
+def balance(model: SparseLlamaForCausalLM) -> None:
+    """Bring the output columns (of down_proj) of all neurons to one length, the scale moved into the rows of up_proj.
+
+    No layer's output changes, since act(x Wg) * (x Wu) is proportional to the row of Wu (and ReLU to that of its input). The
+    L1 term does: it then counts |h| by what a neuron adds to the residual stream. The length is that of a fresh column,
+    `initializer_range` sqrt(K). A column of zeros stays. Adam's moments are left alone: between two times
+    lengths change by a few per cent. Ours, not the paper's.
+    """
+    for ffn in sparse_ffns(model):
+        down, up = ffn.down_proj.weight, ffn.up_proj.weight
+        lengths = (down.full_tensor() if isinstance(down, DTensor) else down).norm(dim=0)
+        factor = lengths / (model.config.initializer_range * math.sqrt(ffn.hidden_size))
+        factor = torch.where(factor > 0, factor, 1.0)
+        down.div_(_placed(factor, down))
+        up.mul_(_placed(factor[:, None], up))
+        if ffn.up_proj.bias is not None:
+            ffn.up_proj.bias.mul_(_placed(factor, ffn.up_proj.bias))
+
+
+def _placed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`values` in the weight's shape, dtype and device, and sharded like it."""
+    values = values.to(weight.device, weight.dtype).expand(weight.shape)
+    if not isinstance(weight, DTensor):
+        return values
+    return distribute_tensor(values.contiguous(), weight.device_mesh, weight.placements)
 
 
 def train(
@@ -536,6 +567,8 @@ class _Run:
                 parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
         self.optimizer.step()
+        if config.balance_every and step % config.balance_every == 0:
+            balance(self.model)
         self.schedule.step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return torch.cat([self.accelerator.reduce(parts), norm.detach().float().reshape(1)])
