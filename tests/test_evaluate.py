@@ -20,7 +20,8 @@ from lm_eval.api.instance import Instance
 import twell
 from twell import analysis, corpus, evaluate, results, trace
 from twell.__main__ import main
-from twell.train import cache_folder
+from twell.kernels import ops
+from twell.train import TrainConfig, cache_folder
 from twell.train import evaluate as validate
 
 SEVEN = ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande", "commonsense_qa")
@@ -326,6 +327,26 @@ def test_log_likelihoods_of_a_16_bit_model_are_summed_in_fp32(tiny_run):
     assert logprob == pytest.approx(brute_force(model, ids[:1], ids[1:]), rel=1e-5)
 
 
+def test_log_likelihoods_by_the_kernels_are_the_dense_ones(tiny_run, monkeypatch):
+    device, sizes, run = torch.device("cuda" if torch.cuda.is_available() else "cpu"), [], ops.run
+
+    def counted(path, x, *others, **options):
+        sizes.append(len(x))
+        return run(path, x, *others, **options)
+
+    monkeypatch.setattr(ops, "run", counted)
+    pairs = [("ba de", " dun fain"), ("", "ge ho"), ("kun " * 9, "ba"), ("kun " * 20, "ba de")]
+    found = {}
+    for backend in ("dense", "triton"):
+        lm = evaluate._LM(tiny_run, 2, device=device, backend=backend, dtype="bfloat16")
+        layers = lm.model.config.num_hidden_layers
+        assert not sizes
+        found[backend] = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0, ("some", 0, 1)) for pair in pairs])
+    assert len(sizes) == 2 * layers  # two batches of two requests
+    dense, triton = (np.array([logprob for logprob, _ in found[backend]]) for backend in ("dense", "triton"))
+    np.testing.assert_allclose(triton, dense, rtol=0.01)
+
+
 def test_a_continuation_without_tokens_is_named(tiny_run):
     lm = evaluate._LM(tiny_run, 4, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="'' after 'ba de' has no token of its own"):
@@ -389,6 +410,17 @@ def test_held_out_text_without_a_run_is_that_of_the_embedded_corpus(tiny_run, tm
     (run / "held_out.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
     assert evaluate.held_out_texts(run) == (["one", "two"], f"the texts of {run / 'held_out.jsonl'}")
     assert evaluate.held_out_texts(run, str(tmp_path / "own.txt"))[1] == f"the texts of {tmp_path / 'own.txt'}"
+
+
+def test_text_for_validation_alone_is_held_out_text_and_that_for_training_is_not_read(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    (tmp_path / "valid.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(41)))
+    config = dataclasses.replace(TrainConfig.load(run / "config.yaml"), source="nowhere.jsonl")
+    config = dataclasses.replace(config, valid_source=str(tmp_path / "valid.jsonl"))
+    (run / "config.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+    texts, description = evaluate.held_out_texts(run)
+    assert texts == [f"text {n}" for n in range(41)]
+    assert description == f"what the run run held out in {tmp_path / 'valid.jsonl'}"
 
 
 def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
@@ -562,6 +594,10 @@ MISTAKES = {
     ),
     "unknown device": (lambda p: p.evaluate("--device", "abacus"), r"device 'abacus' cannot be used here; cpu"),
     "unknown backend": (lambda p: p.evaluate("--backend", "cuda"), r"backend 'cuda' is unknown; use one of dense"),
+    "type of another backend": (
+        lambda p: p.evaluate("--backend", "triton"),
+        r"backend 'triton' computes in bfloat16 or float16, and the model is float32; give a dtype",
+    ),
     "file is there": (
         lambda p: [*p.evaluate(), "--out", p.file("old.json", "{}")],
         r"old\.json already holds an evaluation; choose another --out, or --overwrite it",
@@ -615,6 +651,7 @@ def test_the_command_says_what_it_found_and_nothing_else(tiny_run, tmp_path, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["twell", "evaluate", "run"])
     command = ["evaluate", "run", "--tasks", "held_out_continuation", "--limit", "3", "--backend", "reference"]
+    command += ["--dtype", "bfloat16"]
     command += ["--text", place.file("text.txt", " ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200)))]
     capfd.readouterr()
     assert main(command) == 0
@@ -625,8 +662,8 @@ def test_the_command_says_what_it_found_and_nothing_else(tiny_run, tmp_path, cap
     assert re.fullmatch(r"held_out_continuation: \d+ requests were longer than the context of 32 tokens .*", said[1])
     assert said[2].split() == ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
     assert [row.split()[1] for row in said[3:6]] == ["acc", "acc_norm", "acc_mutual_info"]
-    path = "data/eval/run-held_out_continuation-reference-limit-3.json"
-    assert re.fullmatch(re.escape(path) + r": \d+ s, backend reference, float32, on .*CPU.*", said[6])
+    path = "data/eval/run-held_out_continuation-reference-bfloat16-limit-3.json"
+    assert re.fullmatch(re.escape(path) + r": \d+ s, backend reference, bfloat16, on .*CPU.*", said[6])
     (record,) = results.load_evaluations("data/eval")
     assert record["backend"] == "reference" and record["command"] == "python -m twell evaluate run"
     assert record["lm_eval"]["n-samples"]["held_out_continuation"]["effective"] == 3

@@ -543,7 +543,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     out = options.out
     if out is None:
         named = [results.model_name(options.model), options.tasks.replace(",", "+").replace(" ", "")]
-        named += [options.backend] if options.backend else []
+        named += [given for given in (options.backend, options.dtype) if given]
         named += [f"limit-{options.limit}"] if options.limit else []
         out = Path("data") / "eval" / f"{'-'.join(named)}.json"
     if out.is_dir():

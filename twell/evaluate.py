@@ -56,7 +56,9 @@ TASKS = Path(__file__).parent / "tasks"
 OF_OURS = {"held_out_continuation"}  # no task of lm-eval's is needed for these
 HELD_OUT = "held_out.jsonl"  # a model's folder may have text that it was not trained on, {"text": ...} a line
 BESIDE = {"paper7": ["commonsense_qa_cloze"]}  # evaluated with it, and no part of its mean
-MAX_BATCH_SIZE = 1024  # where "auto" starts on a GPU; lm-eval halves it until it fits
+# Where "auto" starts on a GPU; lm-eval halves it until it fits. Its trial is five batches of the longest request: with 1024
+# that would be as many tokens as the paper's seven tasks have.
+MAX_BATCH_SIZE = 256
 # With 7 M parameters on two cores as fast as 16; 32 was several times slower: the logits of a batch are new memory each time.
 CPU_BATCH_SIZE = 8
 DTYPES = ("float32", "bfloat16", "float16")
@@ -92,8 +94,8 @@ def run(
     chance level, the mean of 1 / number of choices, with the data it had and the requests that were cut), lm_eval (its
     results without per-sample logs), and provenance. Log-likelihoods are summed in fp32 for any dtype. lm-eval seeds the
     random numbers of Python, numpy and torch. Raises ValueError
-    or FileNotFoundError for an unknown task, for a file that is missing or malformed, by name and line, for a model without tokenizer
-    and for a device that is not there.
+    or FileNotFoundError for an unknown task, for a file that is missing or malformed, by name and line, for a model without tokenizer,
+    for a device that is not there and for a type that the backend does not compute in.
     """
     names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
     names += [name for given in names for name in BESIDE.get(given, []) if name not in names]
@@ -233,6 +235,8 @@ class _LM(HFLM):
             softmax_dtype=torch.float32,
             add_bos_token=add_bos_token,
         )
+        if loaded.config.ffn_backend == "triton" and loaded.dtype == torch.float32:
+            raise ValueError("backend 'triton' computes in bfloat16 or float16, and the model is float32; give a dtype")
         if self.prefix_token_id is None:
             raise ValueError(f"the tokenizer of {model} has neither bos_token nor eos_token, which texts begin with")
         loaded.config.use_cache = False  # nothing is generated from these passes
@@ -416,9 +420,10 @@ def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str
             tokenizer, _, blocks = config.prepare_text()
             ends = np.flatnonzero(blocks.tokens == tokenizer.eos_token_id)
             texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in np.split(blocks.tokens, ends)]
+        elif config.valid_source is not None:
+            texts = list(corpus.documents(config.valid_source))
         else:
-            parts = corpus.split(config.source, config.valid_source)
-            texts = [document for part, document in parts if part == "valid"]
+            texts = [document for part, document in corpus.split(config.source) if part == "valid"]
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; {folder} held out a part of it; --text gives another") from None
     source = f"of {config.source}" if config.valid_source is None else f"in {config.valid_source}"
