@@ -1082,6 +1082,7 @@ def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **ch
     record = {
         "model": {"name": name, "parameters": 2_000_000, "training_tokens": 10**6, "l1_coefficient": l1},
         "backend": "dense",
+        "dtype": "float32",
         "tasks": {task: {"chance": CHANCE[task]} for task in tasks},
         "lm_eval": {"results": scores, "lm_eval_version": "0.4.13"},
     }
@@ -1135,17 +1136,62 @@ def test_seven_tasks_are_of_the_fullest_evaluation():
     table = analysis.seven_tasks(analysis.evaluations(records))
     assert table["model"].tolist() == ["twice"] * 8 + ["other"] * 8 and set(table["backend"]) == {"dense"}
     assert [*table["task"][:8]] == [*analysis.TASKS] and table["accuracy"][0] == 0.35
+    rounded = [evaluation("twice", gain=0.3, dtype="bfloat16"), evaluation("twice", gain=0.4, backend="triton")]
+    again = analysis.seven_tasks(analysis.evaluations([*rounded, *records]))
+    assert again["accuracy"].tolist() == table["accuracy"].tolist()
+    assert set(analysis.seven_tasks(analysis.evaluations(rounded))["backend"]) == {"triton"}
     assert analysis.seven_tasks(analysis.evaluations(records[3:4])).empty
     assert analysis.seven_tasks(analysis.evaluations([])).empty
+
+
+def levels_of(*records):
+    return analysis.by_level(analysis.seven_tasks(analysis.evaluations(records)))
+
+
+def test_seeds_are_one_model():
+    records = [evaluation("b", gain=0.03), evaluation("a", gain=0.06), evaluation("c", l1=1e-3, gain=0.018)]
+    records[1]["lm_eval"]["results"]["paper7"]["acc_stderr,none"] = 0.02
+    levels = levels_of(*records)
+    assert len(levels) == 16
+    mean = levels[levels["task"] == "paper7"]
+    assert found(mean, "l1_coefficient", "models", "verdict") == [(0, 2, "above chance"), (1e-3, 1, "near chance")]
+    np.testing.assert_allclose(mean[["accuracy", "stderr"]], [[0.3143 + 0.045, 0.015], [0.3143 + 0.018, 0.01]])
+    assert analysis.by_level(analysis.seven_tasks(analysis.evaluations([]))).empty
 
 
 def test_levels_are_compared_within_a_size_and_budget():
     records = [evaluation("a"), evaluation("b", l1=1e-3), evaluation("c", l1=1e-2, training_tokens=5)]
     records += [evaluation("d", training_tokens=None), evaluation("e", l1=2e-3, training_tokens=None)]
     records += [evaluation("f", parameters=7)]
-    seven = analysis.seven_tasks(analysis.evaluations(records))
-    assert list(analysis.several_levels(seven)["model"].unique()) == ["a", "b", "d", "e"]
-    assert found(analysis.against_dense(seven), "l1_coefficient", "difference") == [(1e-3, 0), (2e-3, 0)]
+    levels = levels_of(*records)
+    several = analysis.several_levels(levels)
+    assert set(several["l1_coefficient"]) == {0, 1e-3, 2e-3} and len(several) == 4 * 8
+    change = analysis.against_dense(levels)
+    changes = found(change.fillna(0), "training_tokens", "l1_coefficient", "difference")
+    assert sorted(changes) == [(0, 2e-3, 0), (1e6, 1e-3, 0)]
+    # with three levels somewhere, pairs are left to the comparison of sizes
+    levels = levels_of(*records, evaluation("g", l1=3e-3))
+    assert found(analysis.several_levels(levels)[::8], "l1_coefficient", "training_tokens") == [
+        (level, 1e6) for level in (0, 1e-3, 3e-3)
+    ]
+    assert analysis.several_levels(levels[:0]).empty
+
+
+def test_sizes_are_compared_at_one_level():
+    def shown(*models):
+        records = [evaluation(str(n), l1=l1, parameters=p, training_tokens=t) for n, (p, t, l1) in enumerate(models)]
+        levels = analysis.across_sizes(levels_of(*records))
+        rows = levels[levels["task"] == "piqa"]
+        assert len(levels) == 8 * len(rows)
+        return found(rows.fillna(0), "parameters", "training_tokens", "l1_coefficient")
+
+    pairs = [(10, 9, 0), (10, 9, 3e-3), (20, 9, 0), (20, 9, 3e-3)]
+    sweep = [(20, 5, level) for level in (0, 1e-4, 1e-3, 1e-2)]  # shorter
+    alone = [(5, None, 0), (5, None, 2e-3), (5, None, 1e-3)]
+    assert shown(*pairs, *sweep, *alone) == [(5, 0, 0), (5, 0, 1e-3), *pairs]
+    assert shown(*sweep) == sweep[:2]  # of levels that as many sizes have, the lowest
+    assert shown(pairs[0], pairs[2]) == [pairs[0], pairs[2]]
+    assert analysis.across_sizes(levels_of()).empty
 
 
 def test_the_papers_table_6():
@@ -1164,11 +1210,14 @@ def test_backends_are_compared_on_the_same_items():
     other = evaluation("a", gain=0.1, backend="reference")
     other["lm_eval"]["results"]["piqa"]["acc,none"] += 0.02
     other["lm_eval"]["results"]["winogrande"] |= {"acc,none": 0.0, "sample_len": 5}
-    table = analysis.evaluations([evaluation("a", gain=0.1), other, evaluation("b")])
-    assert found(analysis.backend_differences(table), "model", "backends", "accuracies") == [
-        ("a", "dense, reference", 7)
+    third = evaluation("a", gain=0.15, dtype="bfloat16")  # is no answer to how backends differ
+    table = analysis.evaluations([evaluation("a", gain=0.1), other, evaluation("b"), third])
+    differences = analysis.backend_differences(table)
+    assert found(differences, "model", "between", "compared", "alike", "accuracies") == [
+        ("a", "backend", "dense, reference", "float32", 7),
+        ("a", "dtype", "bfloat16, float32", "dense", 8),
     ]
-    assert analysis.backend_differences(table)["difference"].item() == pytest.approx(0.02)
+    assert differences["difference"].tolist() == pytest.approx([0.02, 0.05])
     assert analysis.backend_differences(analysis.evaluations([evaluation("b")])).empty
 
 
@@ -1186,12 +1235,12 @@ def test_findings_of_tasks():
         [worst, "not measured", "not comparable"],
     ]
     assert findings([evaluation("a"), evaluation("b", l1=1e-3, gain=-0.01)]) == [
-        [lettered, "near chance", "agrees"],
+        [lettered, "2 near chance", "agrees"],
         [worst, "-1.0 ± 1.4", "not comparable"],
     ]
     learnt = [evaluation("a", gain=0.1), evaluation("b", l1=1e-3, gain=0.08), evaluation("c", l1=1e-2, gain=0.07)]
     assert findings([*learnt, evaluation("b", l1=1e-3, gain=0.08, backend="reference")]) == [
-        [lettered, "above chance", "differs"],
+        [lettered, "3 above chance", "differs"],
         [worst, "-2.0 ± 1.4", "agrees"],
         [worst, "-3.0 ± 1.4", "differs"],
         ["–", "0", "not comparable"],
@@ -1206,7 +1255,12 @@ def test_accuracies_to_be_read():
     ]
     records[0]["lm_eval"]["results"]["piqa"] |= {"acc_norm,none": 0.1, "acc_norm_stderr,none": 0.01}
     table = analysis.accuracies(analysis.evaluations(records))
-    assert table.index.tolist() == ["chance", "items", "dense, dense, L1 = 0", "sparse, dense, L1 = 0.01"]
+    assert table.index.tolist() == [
+        "chance",
+        "items",
+        "dense, dense float32, L1 = 0",
+        "sparse, dense float32, L1 = 0.01",
+    ]
     assert table.to_dict("list") == {
         "arc_easy": ["25.0", "100", "(25.0 ± 1.0)", ""],
         "piqa": ["50.0", "100", "(50.0 ± 1.0)", "52.1 ± 1.0"],

@@ -569,12 +569,12 @@ def test_ffn_roofline_of_what_there_is(random):
         plots.ffn_roofline(table[:0])
 
 
-def seven_of(*records):
-    return analysis.seven_tasks(analysis.evaluations(records))
+def levels_of(*records):
+    return analysis.by_level(analysis.seven_tasks(analysis.evaluations(records)))
 
 
 def test_table6_tasks():
-    table = seven_of(
+    table = levels_of(
         evaluation("a", gain=0.1),
         evaluation("b", l1=1e-3),
         evaluation("c", gain=0.2, parameters=40_000_000),
@@ -603,19 +603,22 @@ def test_table6_tasks():
         pytest.approx([40.4, 44.6, 46.4, 49.1]),
         pytest.approx([40.4, 44.7, 46.2, 48.8]),
     ]
-    expected = ["ours, L1 = 0", "ours, L1 = 0.001", "paper, L1 = 0", "paper, L1 = 2e-05", "not above chance", "chance"]
+    expected = ["ours, L1 = 0", "ours, L1 = 0.001", "paper, L1 = 0", "paper, L1 = 2e-5", "not above chance", "chance"]
     assert legend(figure) == expected
 
 
 def test_fig03_accuracy():
     records = [evaluation("a", gain=0.1), evaluation("b", l1=1e-2, gain=0.08), evaluation("c", l1=1e-3)]
-    records += [evaluation("d", l1=1e-3, parameters=40_000_000), evaluation("e", parameters=40_000_000)]
-    figure = plots.fig03_accuracy(analysis.several_levels(seven_of(*records)), analysis.paper_levels(results.paper()))
+    more = {"parameters": 40_000_000, "training_tokens": None}
+    records += [evaluation(f"d{l1}", l1=l1, **more) for l1 in (1e-3, 3e-5, 0, 1e-5)]
+    figure = plots.fig03_accuracy(analysis.several_levels(levels_of(*records)), analysis.paper_levels(results.paper()))
     draw(figure)
     small, large, printed = figure.axes
-    assert [ax.get_title() for ax in figure.axes] == ["2 M parameters", "40 M parameters", "the paper, 1.5 B"]
-    assert [tick.get_text() for tick in small.get_xticklabels()] == ["0", "0.001", "0.01"]
-    for ax, heights in ((small, [41.43, 31.43, 39.43]), (large, [31.43, 31.43]), (printed, [46.36, 46.2, 44.83])):
+    titles = ["2 M parameters,\n1 M tokens", "40 M parameters", "the paper, 1.5 B"]
+    assert [ax.get_title() for ax in figure.axes] == titles
+    ticks = [[tick.get_text() for tick in ax.get_xticklabels()] for ax in (small, large)]
+    assert ticks == [["0", "0.001", "0.01"], ["0", "1e-5", "3e-5", "0.001"]]
+    for ax, heights in ((small, [41.43, 31.43, 39.43]), (large, 4 * [31.43]), (printed, [46.36, 46.2, 44.83])):
         assert list(ax.collections[0].get_offsets()[:, 1]) == pytest.approx(heights)
         (dashed,) = [line for line in ax.get_lines() if line.get_linestyle() == "--"]
         assert list(dashed.get_ydata()) == pytest.approx([31.43, 31.43])

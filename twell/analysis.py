@@ -1229,12 +1229,13 @@ TASKS = {  # of lm-eval, as they are called and as paper.yaml calls their metric
 }
 NEAR_CHANCE = 2.0  # standard errors
 EVALUATED = ["model", "parameters", "training_tokens", "l1_coefficient"]  # what tells models apart
+COMPUTED = ["backend", "dtype"]  # and how the same model was computed
 
 
 def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     """Return the accuracies of `results.load_evaluations`, one a row, in the order of the records and their tasks.
 
-    Columns: model, parameters, training_tokens (NaN where not known), l1_coefficient (of a list the mean), backend, task, metric (lm-eval's: acc; acc_norm, with
+    Columns: model, parameters, training_tokens (NaN where not known), l1_coefficient (of a list the mean), backend, dtype, task, metric (lm-eval's: acc; acc_norm, with
     log-likelihoods by the characters of a choice; acc_mutual_info, less the choice's own log-likelihood), items, accuracy and stderr
     (as lm-eval gives them, shares of 1; stderr is NaN for a single item), chance, and verdict: "above chance", "below chance", or "near
     chance" within two standard errors, empty where an error or chance is not known. The task "paper7" is the mean of the
@@ -1244,7 +1245,8 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     for record in records:
         about = record["model"]
         tokens = about["training_tokens"] or np.nan
-        origin = about["name"], about["parameters"], tokens, float(np.mean(about["l1_coefficient"])), record["backend"]
+        level = float(np.mean(about["l1_coefficient"]))
+        origin = about["name"], about["parameters"], tokens, level, record["backend"], record["dtype"]
         for task, facts in record["tasks"].items():
             found = record["lm_eval"]["results"][task]
             for key, accuracy in found.items():
@@ -1253,34 +1255,72 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
                     continue
                 stderr = found[f"{metric}_stderr,{kind}"]
                 stderr, chance = (np.nan if value in ("N/A", None) else value for value in (stderr, facts["chance"]))
-                verdict = ""
-                if not np.isnan(stderr + chance):
-                    verdict = "above chance" if accuracy > chance else "below chance"
-                    verdict = "near chance" if abs(accuracy - chance) <= NEAR_CHANCE * stderr else verdict
+                verdict = _verdict(accuracy, stderr, chance)
                 rows.append((*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict))
-    columns = [*EVALUATED, "backend", "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
+    columns = [*EVALUATED, *COMPUTED, "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _verdict(accuracy: float, stderr: float, chance: float) -> str:
+    if np.isnan(stderr + chance):
+        return ""
+    if abs(accuracy - chance) <= NEAR_CHANCE * stderr:
+        return "near chance"
+    return "above chance" if accuracy > chance else "below chance"
 
 
 def seven_tasks(table: pd.DataFrame) -> pd.DataFrame:
     """Return from `evaluations` the rows of Table 6: acc of the seven tasks and their mean, of models that have them all.
 
-    A model that was evaluated more than once, by several backends for example, is there once: with the most items, and
-    of these as it first stands in the table.
+    A model that was evaluated more than once, by several backends or in several types, is there once: with the most items,
+    of these rather in fp32, then rather densely, and then as it first stands in the table.
     """
     table = table[(table["metric"] == "acc") & table["task"].isin(TASKS)]
-    means = table[table["task"] == MEAN].sort_values("items", ascending=False, kind="stable")
-    means = means.drop_duplicates(EVALUATED)[[*EVALUATED, "backend"]]
-    rows = table.merge(means, on=[*EVALUATED, "backend"]).sort_values("items", ascending=False, kind="stable")
+    means = table[table["task"] == MEAN]
+    means = means.assign(rounded=means["dtype"] != "float32", sparse=means["backend"] != "dense")
+    means = means.sort_values(["items", "rounded", "sparse"], ascending=[False, True, True], kind="stable")
+    means = means.drop_duplicates(EVALUATED)[[*EVALUATED, *COMPUTED]]
+    rows = table.merge(means, on=[*EVALUATED, *COMPUTED]).sort_values("items", ascending=False, kind="stable")
     return rows.drop_duplicates([*EVALUATED, "task"]).sort_index().reset_index(drop=True)
 
 
 SIZE = ["parameters", "training_tokens"]  # models that differ in these are not compared with each other
 
 
-def several_levels(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `seven_tasks` whose size and training tokens have more than one level of L1."""
-    return table[table.groupby(SIZE, dropna=False)["l1_coefficient"].transform("nunique") > 1]
+def by_level(seven: pd.DataFrame) -> pd.DataFrame:
+    """Return `seven_tasks` with the mean over models of one size, training tokens and level, which differ in their seed.
+
+    Columns: parameters, training_tokens, l1_coefficient, task, models (how many), accuracy, stderr, chance, verdict; by size and level. The
+    error is the mean of theirs, not less: all were asked the same items.
+    """
+    numbers = {"models": ("model", "size")} | {name: (name, "mean") for name in ("accuracy", "stderr", "chance")}
+    found = seven.groupby([*SIZE, "l1_coefficient", "task"], dropna=False).agg(**numbers).reset_index()
+    found["verdict"] = [_verdict(*row) for row in found[["accuracy", "stderr", "chance"]].to_numpy()]
+    return found
+
+
+def across_sizes(levels: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `by_level` that compare sizes: of each the longest training, densely and at one level of L1.
+
+    That level is the one that most sizes have, of several the lowest; of a size that does not have it, the size's lowest.
+    """
+    longest = levels.groupby("parameters")["training_tokens"].transform("max")
+    levels = levels[longest.isna() | (levels["training_tokens"] == longest)]
+    sparse = levels[levels["l1_coefficient"] > 0]
+    if sparse.empty:
+        return levels
+    common = sparse.groupby("l1_coefficient")["parameters"].nunique().idxmax()
+    own = sparse.groupby("parameters")["l1_coefficient"].transform(
+        lambda has: common if common in set(has) else has.min()
+    )
+    kept = sparse.index[sparse["l1_coefficient"] == own]
+    return levels[(levels["l1_coefficient"] == 0) | levels.index.isin(kept)]
+
+
+def several_levels(levels: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `by_level` whose size and training tokens have more than two levels of L1; if none has, more than one."""
+    number = levels.groupby(SIZE, dropna=False)["l1_coefficient"].transform("nunique")
+    return levels[number > (2 if (number > 2).any() else 1)]
 
 
 def paper_tasks(paper: pd.DataFrame) -> pd.DataFrame:
@@ -1297,17 +1337,20 @@ def paper_tasks(paper: pd.DataFrame) -> pd.DataFrame:
 
 
 def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the largest difference of any accuracy between backends, from `evaluations`; one row a model that several computed.
+    """Return the largest difference of any accuracy of one model, from `evaluations`: between backends in one type, and between types.
 
-    Columns: model, backends, accuracies (how many were compared), difference.
+    Rows: a model and type that several backends computed, and a model and backend with several types, which says what rounding alone
+    does. Columns: model, between ("backend" or "dtype"), compared (their names), alike (the other one), accuracies (how many were
+    compared), difference (of shares of 1).
     """
     rows = []
-    for model, found in table.groupby("model", sort=False):
-        wide = found.pivot_table(index=["task", "metric", "items"], columns="backend", values="accuracy").dropna()
-        if wide.shape[1] > 1 and len(wide):
-            largest = (wide.max(axis=1) - wide.min(axis=1)).max()
-            rows.append((model, ", ".join(wide.columns), len(wide), largest))
-    return pd.DataFrame(rows, columns=["model", "backends", "accuracies", "difference"])
+    for between, same in (COMPUTED, COMPUTED[::-1]):
+        for (model, alike), found in table.groupby(["model", same], sort=False):
+            wide = found.pivot_table(index=["task", "metric", "items"], columns=between, values="accuracy").dropna()
+            if wide.shape[1] > 1 and len(wide):
+                largest = (wide.max(axis=1) - wide.min(axis=1)).max()
+                rows.append((model, between, ", ".join(wide.columns), alike, len(wide), largest))
+    return pd.DataFrame(rows, columns=["model", "between", "compared", "alike", "accuracies", "difference"])
 
 
 def paper_levels(paper: pd.DataFrame) -> pd.DataFrame:
@@ -1318,17 +1361,18 @@ def paper_levels(paper: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracies(table: pd.DataFrame) -> pd.DataFrame:
-    """Return `evaluations` to be read: a row a model and backend, by size and level, a column a task and metric, "accuracy ± error" in %.
+    """Return `evaluations` to be read: a row a model, backend and type, by size and level, a column a task and metric, "accuracy ± error" in %.
 
     Accuracies that are near chance or below it are in brackets. The first row is chance, the second the number of items (of the first
     model that was asked).
     """
-    table = table.sort_values(["parameters", "l1_coefficient"], kind="stable")
+    table = table.sort_values([*SIZE, "l1_coefficient"], kind="stable")
     column = table["task"] + np.where(table["metric"] == "acc", "", ", " + table["metric"])
     not_above = table["verdict"].isin(["near chance", "below chance"])
     cell = (100 * table["accuracy"]).map("{:.1f}".format) + " ± " + (100 * table["stderr"]).map("{:.1f}".format)
     cell = cell.where(~not_above, "(" + cell + ")")
-    name = table["model"] + ", " + table["backend"] + ", L1 = " + table["l1_coefficient"].map("{:g}".format)
+    how = table["backend"] + " " + table["dtype"]
+    name = table["model"] + ", " + how + ", L1 = " + table["l1_coefficient"].map("{:g}".format)
     wide = pd.DataFrame({"model": name, "column": column, "cell": cell}).drop_duplicates(["model", "column"])
     wide = wide.pivot(index="model", columns="column", values="cell").loc[name.unique(), column.unique()]
     first = table.assign(column=column).drop_duplicates("column").set_index("column")
@@ -1339,14 +1383,14 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
 def against_dense(table: pd.DataFrame) -> pd.DataFrame:
     """Return the mean accuracy of each sparse model beside that of the dense one (L1 = 0) of its size and training tokens.
 
-    table: `seven_tasks`, or `paper_tasks`. Columns: parameters, l1_coefficient, accuracy, dense, difference; from ours also stderr
+    table: `by_level`, or `paper_tasks`. Columns: parameters, l1_coefficient, accuracy, dense, difference; from ours also training_tokens, stderr
     (of the difference, errors taken as independent: too large where both models err alike) and above_chance (either of them).
     """
     same = [column for column in SIZE if column in table]
     means = table[table["task"] == MEAN]
-    dense = means[means["l1_coefficient"] == 0].drop_duplicates(same)
+    dense = means[means["l1_coefficient"] == 0]
     both = means[means["l1_coefficient"] > 0].merge(dense, on=same, suffixes=("", "_dense"))
-    found = both[["parameters", "l1_coefficient", "accuracy"]].assign(
+    found = both[[*same, "l1_coefficient", "accuracy"]].assign(
         dense=both["accuracy_dense"], difference=both["accuracy"] - both["accuracy_dense"]
     )
     if "stderr" in both:
@@ -1358,17 +1402,18 @@ def against_dense(table: pd.DataFrame) -> pd.DataFrame:
 def task_findings(paper: pd.DataFrame, table: pd.DataFrame, differences: pd.DataFrame) -> list[tuple]:
     """Return rows for `compare`: what Table 6 says, and `evaluations` with their `backend_differences`."""
     seven, printed = seven_tasks(table), paper_tasks(paper)
-    theirs, ours = against_dense(printed), against_dense(seven)
+    theirs, ours = against_dense(printed), against_dense(by_level(seven))
     lettered = 100 * printed.loc[printed["task"] == "commonsense_qa", "accuracy"]
     verdicts = seven.loc[seven["task"] == "commonsense_qa", "verdict"]
     at_chance = bool((verdicts != "above chance").all()) if len(verdicts) else None
-    found = ", ".join(sorted(set(verdicts))) or "not measured"
+    found = ", ".join(f"{number} {name}" for name, number in verdicts.value_counts().items()) or "not measured"
     why = "not measured" if at_chance is None else "a model that is above chance"
     what = "CommonsenseQA with lettered choices: at chance, 20%"
     rows = [(what, f"{lettered.min():.1f} to {lettered.max():.1f}%", found, at_chance, why)]
     worst = f"{100 * theirs['difference'].min():+.1f} at the worst"
     for row in ours.itertuples():
-        what = f"mean accuracy of {row.parameters / 1e6:.3g} M parameters at L1 = {row.l1_coefficient:g} over L1 = 0, points"
+        budget = "" if np.isnan(row.training_tokens) else f" after {row.training_tokens / 1e6:.3g} M tokens"
+        what = f"mean accuracy of {row.parameters / 1e6:.3g} M parameters{budget} at L1 = {row.l1_coefficient:g} over L1 = 0, points"
         change = f"{100 * row.difference:+.1f} ± {100 * row.stderr:.1f}"
         if not row.above_chance:
             rows.append((what, worst, change, None, "neither is above chance: there is nothing to lose"))
@@ -1377,7 +1422,9 @@ def task_findings(paper: pd.DataFrame, table: pd.DataFrame, differences: pd.Data
             rows.append((what, worst, change, agrees, "more than two standard errors below dense"))
     if ours.empty:
         rows.append(("mean accuracy of sparse over dense, points", worst, "not measured", None, "no pair of one size"))
-    if len(differences):
-        largest, among = 100 * differences["difference"].max(), differences["accuracies"].sum()
-        rows.append((f"largest difference between backends, points, of {among} accuracies", "–", largest, None, "ours"))
+    for between, what in (("backend", "backends"), ("dtype", "types of numbers")):
+        found = differences[differences["between"] == between]
+        if len(found):
+            what = f"largest difference between {what}, points, of {found['accuracies'].sum()} accuracies"
+            rows.append((what, "–", 100 * found["difference"].max(), None, "ours"))
     return rows

@@ -898,7 +898,7 @@ def _dodged(parameters: pd.Series, place: int, places: int) -> pd.Series:
 def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw accuracy against model size for each of the seven tasks and their mean, by L1 level, ours and the paper's.
 
-    table: `analysis.seven_tasks`; paper: `analysis.paper_tasks`. Bars are one standard error, dashed lines chance, and open
+    table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are one standard error, dashed lines chance, and open
     circles accuracies that are not more than two standard errors above it. The paper's levels are of another model and do not compare
     with ours.
     """
@@ -927,9 +927,10 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel("accuracy (%)")
     dot = {"marker": "o", "linestyle": "", "markersize": 4}
-    handles = {f"ours, L1 = {level:g}": Line2D([], [], color=colours[level], **dot) for level in ours}
+    handles = {f"ours, L1 = {_level(level)}": Line2D([], [], color=colours[level], **dot) for level in ours}
     handles |= {
-        f"paper, L1 = {level:g}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"})) for level in theirs
+        f"paper, L1 = {_level(level)}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"}))
+        for level in theirs
     }
     handles["not above chance"] = Line2D([], [], color="0.4", mfc="white", **dot)
     handles["chance"] = Line2D([], [], color="0.4", linestyle="--", linewidth=0.8)
@@ -943,19 +944,22 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error, the dashed line is chance.
     """
     sizes = [rows for _, rows in table[table["task"] == analysis.MEAN].groupby(analysis.SIZE, dropna=False)]
-    figure, (row,) = _figure(min(PAGE, 1.9 * (len(sizes) + 1)), 2.3, 1, len(sizes) + 1, sharey=True)
+    panels = [rows.sort_values("l1_coefficient") for rows in [*sizes, paper]]
+    ratios = [1 + len(rows) for rows in panels]
+    figure, (row,) = _figure(min(PAGE, 0.5 * sum(ratios)), 2.3, 1, len(panels), sharey=True, width_ratios=ratios)
     chance = 100 * sizes[0]["chance"].iloc[0]
-    for ax, rows, marker in zip(row, [*sizes, paper], [*"o" * len(sizes), "s"], strict=True):
-        rows = rows.sort_values("l1_coefficient").drop_duplicates("l1_coefficient")
+    for ax, rows in zip(row, panels, strict=True):
         x, y = range(len(rows)), 100 * rows["accuracy"]
         colours = list(_level_colours(rows["l1_coefficient"]).values())
         ax.plot(x, y, color="0.7", linewidth=1, zorder=1)
-        ax.scatter(x, y, 22, colours[-len(rows) :], marker=marker, zorder=3)
+        ax.scatter(x, y, 22, colours[-len(rows) :], marker="s" if rows is panels[-1] else "o", zorder=3)
         name = f"{rows['parameters'].iloc[0] / 1e6:,.3g} M parameters"
         if "stderr" in rows:
             ax.errorbar(x, y, 100 * rows["stderr"], fmt="none", ecolor="0.4", elinewidth=1, zorder=2)
+            if not np.isnan(tokens := rows["training_tokens"].iloc[0]):
+                name += f",\n{tokens / 1e6:,.3g} M tokens"
         ax.axhline(chance, color="0.4", linestyle="--", linewidth=0.8, zorder=1)
-        ax.set_xticks(x, [f"{level:g}" for level in rows["l1_coefficient"]])
+        ax.set_xticks(x, [_level(level) for level in rows["l1_coefficient"]])
         ax.set(xlabel="L1 coefficient", title=name)
         ax.margins(0.15, 0.12)
     note = {"textcoords": "offset points", "fontsize": 7, "color": "0.3", "ha": "center"}
