@@ -723,6 +723,13 @@ def test_choices_beside_the_line_of_the_recipe():
         analysis.against_frontier(analysis.choices(*tables(*family(), sparser))).query("l1_coefficient == 3e-3").iloc[0]
     )
     assert row["limit"] == pytest.approx(limit * math.sqrt(2))  # one seed, beside a level with one
+    # A level whose feed-forward layers are unused is no end of the line.
+    sparser = made("sparser", 3e-3, 2.0, 0.5, 10.0, balance_every=1)
+    unused = make_run("unused", 1e-2, 4.4, 4.41, (0.1, 0.1), window=(0.9,))
+    row = analysis.against_frontier(analysis.choices(*tables(*family(), sparser, unused))).query(
+        "l1_coefficient == 3e-3"
+    )
+    assert row[["line_price", "line_dead"]].isna().all(axis=None)
     assert analysis.against_frontier(analysis.choices(pd.DataFrame(), pd.DataFrame())).empty
 
 
@@ -769,6 +776,7 @@ def test_sizes():
     assert table["active"].tolist() == [5, 6, 4] and table["active_fraction"].tolist() == [0.05, 0.03, 0.01]
     assert table["change"].tolist() == pytest.approx([1.0, 1.5, np.nan], nan_ok=True)
     assert table["tokens"].tolist() == [200, 800, 1800] and table["runs"].tolist() == [1, 1, 1]
+    assert analysis.sizes(*tables(runs[3], runs[4]))["active"].tolist() == [6]  # of levels as frequent the lowest
     assert analysis.sizes(pd.DataFrame(), pd.DataFrame()).empty and analysis.sizes(*tables(runs[0], runs[-1])).empty
 
 
@@ -801,7 +809,8 @@ def test_what_the_paper_finds_of_choices():
     at = found.filter(like="cross-entropy at L1 = 0.001 over").index[0]
     assert found[at] == "agrees" and ours[at].startswith("+1") and ours[at].endswith("(n = 4, 4)")
     assert ours["re-initialisation: dead neurons left, %; without it 40"] == "0.5 (n = 4)"
-    assert {row[0]: row[1] for row in rows}["SiLU over ReLU at L1 = 0, cross-entropy, % (less)"] == "-0.665"
+    theirs = [row[1] for row in rows]
+    assert theirs == ["+1.86", "-0.665", "+0.21", "+0.26", "~0", "+0.0443", "+0", "~0", "+272"]
 
     worse = verdicts(analysis.choice_findings(paper, noisy(0.1, reinit=1.0, warm_active=1.0, silu=1.0), "small"))
     for start in ("SiLU over", "re-initialisation: cross-entropy", "L1 warm-up: active"):
@@ -846,6 +855,8 @@ def test_what_the_paper_finds_of_sizes():
     assert found == ["agrees"] * 4
     assert rows[0][1:3] == ("0.692 → 0.515 → 0.426", "9 → 7 → 5 → 4") and rows[1][1] == "39 → 29 → 24"
     assert rows[2][2] == "+1.00, +1.50, +1.20, +1.00"
+    limit = math.sqrt(2) * analysis.noise_limit(seeds, "cross_entropy_change", 1, 1)
+    assert rows[3][1:3] == ("+0.0, +0.1, -0.2, -0.3 points of accuracy", f"+0.00 ± {limit:.2f} points of %")
     assert (
         judged([9, 5, 7, 4], [1, 1, 1, 3])[0] == ["differs"] * 4
     )  # it rises on the way; one gap is too wide, and it grew

@@ -476,7 +476,7 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return dense and sparse models of the recipe by size (section 4.2), one row a size, by rising parameters.
 
     Columns: parameters, tokens, num_layers, hidden_size, intermediate_size, l1_coefficient (above 0: the one
-    that most sizes have); runs, cross_entropy, active, active_fraction, dead_fraction_train, status at that level;
+    that most sizes have, of several the lowest); runs, cross_entropy, active, active_fraction, dead_fraction_train, status at that level;
     cross_entropy_dense (NaN without a run at L1 = 0) and change (%). Sizes without a run at the level are left out, runs of
     other choices too. An empty table where no run is complete.
     """
