@@ -827,6 +827,9 @@ def test_what_the_paper_finds_of_choices():
     assert (
         verdicts(analysis.choice_findings(paper, left, "small")).filter(like="dead neurons left") == "differs"
     ).all()
+    alone = noisy(0.1).query("choice != 'recipe' or l1_coefficient != 1e-3")
+    reasons = [row[3:] for row in analysis.choice_findings(paper, alone, "small") if "dead neurons left" in row[0]]
+    assert reasons == [(None, "no run of the recipe at this level")] * 2
     rows = analysis.choice_findings(paper, analysis.choices(pd.DataFrame(), pd.DataFrame()), "small")
     assert len(rows) == 9 and all(row[2:] == ("–", None, "no such run is recorded") for row in rows)
 

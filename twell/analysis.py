@@ -403,10 +403,10 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
 def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     """Return each gated ReLU choice beside the recipe's line through its levels, at the same activity and at the same price.
 
-    table: `choices`. Columns: choice, l1_coefficient, runs; active_fraction, price (% over L1 = 0), line_price (of the recipe at this
-    activity, as `price_at`; NaN outside of its levels), difference (points), limit (`noise_limit`; a point of the line counts as
-    the fewer runs of the levels beside it) and verdict; line_active_fraction (as `activity_at`, of the recipe at this price);
-    dead (share) and line_dead (of the recipe at this activity). Ours.
+    table: `choices`. Columns: choice, l1_coefficient, runs; active_fraction, price (% over L1 = 0), line_price (of the recipe
+    at this activity, as `price_at`; NaN outside of its levels), difference (points), limit (`noise_limit`; a point of the
+    line counts as the fewer runs of the levels beside it) and verdict; line_active_fraction (as `activity_at`, of the recipe
+    at this price); dead (share) and line_dead (of the recipe at this activity). Ours.
     """
     every = levels(table) if len(table) else table
     recipe = every[every["choice"] == "recipe"]
@@ -573,7 +573,8 @@ def choice_findings(paper: pd.DataFrame, table: pd.DataFrame, reason: str) -> li
     row("SiLU over ReLU at L1 = 0, cross-entropy, % (less)", effect, loss, ("SiLU", 0.0), recipe, ["less"])
     for l1, theirs_l1 in ((0.0, 0.0), (level, 2e-5)):
         effect = printed("accuracy", ("non-gated", theirs_l1), ("recipe", theirs_l1))
-        what = f"non-gated over gated at {'L1 = 0' if l1 == 0 else at}, cross-entropy, points of % (the same; paper: accuracy, points)"
+        what = f"non-gated over gated at {'L1 = 0' if l1 == 0 else at}, cross-entropy, points of % "
+        what += "(the same; paper: accuracy, points)"
         row(what, effect, loss, ("non-gated", l1), ("recipe", l1), ["within noise"])
 
     without = contrast(table, dead, ("recipe", level), ("recipe", level))["value"]
@@ -581,8 +582,8 @@ def choice_findings(paper: pd.DataFrame, table: pd.DataFrame, reason: str) -> li
         left = contrast(table, dead, (name, level), ("recipe", level))
         said = f"{100 * left['value']:.3g} (n = {left['runs']})" if left["runs"] else "–"
         agrees, why = left["value"] <= FEW_DEAD, reason
-        if np.isnan(left["value"]):
-            agrees, why = None, NOT_RECORDED
+        if np.isnan(left["value"]) or np.isnan(without):
+            agrees, why = None, NOT_RECORDED if np.isnan(left["value"]) else "no run of the recipe at this level"
         elif not without > FEW_DEAD:
             agrees, why = None, "hardly any neuron is dead without it"
         known = "" if np.isnan(without) else f"; without it {100 * without:.3g}"

@@ -362,8 +362,8 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
 def choices_frontier(table: pd.DataFrame) -> Figure:
     """Draw the price in cross-entropy and the dead neurons of each choice against its share of active neurons.
 
-    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, levels that are alive, joined where there are several. Bars are the
-    standard deviation over seeds. The dashed line is the price that the paper accepts.
+    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive, joined where there are
+    several. Bars are the standard deviation over seeds. The dashed line is the price that the paper accepts.
     """
     figure, axes = _figure(PAGE, 2.7, 1, 2)
     table = table[table["status"] == "alive"]
@@ -396,8 +396,8 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
 def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float]) -> Figure:
     """Draw the share of active neurons and the gap to the dense model by size, ours and the paper's.
 
-    table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: `analysis.seed_noise` of active_fraction and cross_entropy_change,
-    drawn as bars where it is known. Numbers beside the points of the left are active neurons.
+    table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of `analysis.seed_noise` for active_fraction
+    and cross_entropy_change, drawn as bars where it is known. Numbers beside the points of the left are active neurons.
     """
     figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
     for rows, colour, marker, label in ((table, BLUE, "o", "ours"), (paper, "black", "s", "paper")):
