@@ -836,10 +836,23 @@ def test_what_the_paper_finds_of_choices():
 
 def test_findings_of_our_own_choice():
     rows = analysis.frontier_findings(noisy(0.1), "balanced columns")
-    assert rows[0][0].startswith("balanced columns, L1 = 0.001 (2") and rows[0][3:] == (None, "ours; less")
-    assert (
-        rows[0][2].startswith("-0.7") and rows[0][2].endswith("(n = 2)") and rows[1][2].startswith("10, the recipe 40")
-    )
+    limit = analysis.noise_limit(noisy(0.1), "cross_entropy_change", 2, 2)  # a neighbour of the line has two runs
+    assert rows[0][0].startswith("balanced columns, L1 = 0.001 (2% active)")
+    assert rows[0][2:] == (f"-0.75 ± {limit:.2g} (n = 2)", None, "ours; less")
+    assert rows[1][2:] == (f"{20.02 * 0.1**0.25:.3g}", None, "ours")
+    assert rows[2][2:] == ("10, -30 (n = 2)", None, "ours; no seeds")  # of dead neurons no seeds differ
+    other = [made(f"l1-a-{seed}", 1e-3, 1.0, 2, dead) for seed, dead in ((2, 39), (3, 41))]
+    found = analysis.against_frontier(analysis.choices(*tables(*family(), *other))).set_index("choice")
+    limit = analysis.noise_limit(analysis.choices(*tables(*family(), *other)), "dead_fraction_train", 1, 2)
+    assert found.loc["balanced columns", "dead_limit"] == pytest.approx(limit) and limit < 0.3
+    assert found.loc["balanced columns", "dead_verdict"] == "less"
+    unused = make_run("unused", 3e-3, 4.4, 4.41, (0.5, 0.5), window=(0.9,), balance_every=1)
+    rows = analysis.frontier_findings(analysis.choices(*tables(*family(), unused)), "balanced columns")
+    assert [row[4] for row in rows[3:]] == [
+        "ours; unused; no level of the recipe is beside it",
+        "ours; unused",
+        "ours; unused; no level of the recipe is beside it",
+    ]
     rows = analysis.frontier_findings(noisy(0.1), "nothing")
     assert [row[2:] for row in rows] == [("–", None, "no such run is recorded")]
 

@@ -403,32 +403,37 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
 def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     """Return each gated ReLU choice beside the recipe's line through its levels, at the same activity and at the same price.
 
-    table: `choices`. Columns: choice, l1_coefficient, runs; active_fraction, price (% over L1 = 0), line_price (of the recipe
-    at this activity, as `price_at`; NaN outside of its levels), difference (points), limit (`noise_limit`; a point of the
-    line counts as the fewer runs of the levels beside it) and verdict; line_active_fraction (as `activity_at`, of the recipe
-    at this price); dead (share) and line_dead (of the recipe at this activity). Ours.
+    table: `choices`. Columns: choice, l1_coefficient, runs, status; active_fraction, price (% over L1 = 0), line_price (of the
+    recipe at this activity, as `price_at`), difference (points), limit (`noise_limit`; a point of the line counts as the fewer
+    runs of the levels beside it; that activity scatters too is left out) and verdict; line_active_fraction (as `activity_at`,
+    of the recipe at this price); dead (share), line_dead (of the recipe at this activity), dead_limit and dead_verdict. What
+    would be outside of the recipe's alive levels is NaN. Ours.
     """
     every = levels(table) if len(table) else table
     recipe = every[every["choice"] == "recipe"]
+    columns = ["choice", "l1_coefficient", "runs", "status", "active_fraction", "price", "line_price", "difference"]
+    columns += ["limit", "verdict", "line_active_fraction", "dead", "line_dead", "dead_limit", "dead_verdict"]
     rows = []
-    if len(recipe):
-        alive = recipe[(recipe["status"] == "alive") & (recipe["active_fraction"] > 0)].sort_values("active_fraction")
-        known = np.log(alive["active_fraction"].to_numpy())
-        gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")]
-        for row in gated[gated["active_fraction"] > 0].itertuples():
-            at, line_price = np.log(row.active_fraction), price_at(recipe, row.active_fraction)
-            above = np.searchsorted(known, at)
-            fewest = alive["runs"].iloc[max(above - 1, 0) : above + 1].min() if len(alive) else 0
-            limit = noise_limit(table, "cross_entropy_change", row.runs, fewest)
-            difference = row.cross_entropy_change - line_price
-            there = activity_at(recipe, row.cross_entropy_change)
-            dead = np.interp(at, known, alive["dead_fraction_train"], np.nan, np.nan) if len(alive) else np.nan
-            rows.append(
-                (row.choice, row.l1_coefficient, row.runs, row.active_fraction, row.cross_entropy_change, line_price)
-            )
-            rows[-1] += (difference, limit, _verdict(difference, limit), there, row.dead_fraction_train, float(dead))
-    columns = ["choice", "l1_coefficient", "runs", "active_fraction", "price", "line_price", "difference", "limit"]
-    return pd.DataFrame(rows, columns=[*columns, "verdict", "line_active_fraction", "dead", "line_dead"])
+    alive = (
+        recipe.query("status == 'alive' and active_fraction > 0").sort_values("active_fraction")
+        if len(recipe)
+        else recipe
+    )
+    gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")] if len(alive) else every[:0]
+    known = np.log(alive["active_fraction"].to_numpy(float))
+    for row in gated[gated["active_fraction"] > 0].itertuples():
+        at, line_price = np.log(row.active_fraction), price_at(recipe, row.active_fraction)
+        above = np.searchsorted(known, at)
+        beside = alive["runs"].iloc[max(above - 1, 0) : above + 1].min()
+        limit = noise_limit(table, "cross_entropy_change", row.runs, beside)
+        dead_limit = noise_limit(table, "dead_fraction_train", row.runs, beside)
+        difference, dead = row.cross_entropy_change - line_price, row.dead_fraction_train
+        line_dead = float(np.interp(at, known, alive["dead_fraction_train"], np.nan, np.nan))
+        found = [row.choice, row.l1_coefficient, row.runs, row.status, row.active_fraction, row.cross_entropy_change]
+        found += [line_price, difference, limit, _verdict(difference, limit)]
+        found += [activity_at(recipe, row.cross_entropy_change), dead, line_dead, dead_limit]
+        rows.append([*found, _verdict(dead - line_dead, dead_limit)])
+    return pd.DataFrame(rows, columns=columns)
 
 
 _MODIFICATIONS = {"dead_neuron_reinit": "re-initialisation", "sparsity_warmup": "L1 warm-up"}
@@ -601,15 +606,20 @@ def choice_findings(paper: pd.DataFrame, table: pd.DataFrame, reason: str) -> li
 
 
 def frontier_findings(table: pd.DataFrame, name: str) -> list[tuple]:
-    """Return rows for `compare` on a choice of our own, from `choices`: its price and dead neurons beside the recipe's line."""
+    """Return rows for `compare` on a choice of our own, from `choices`: what it gains over the recipe's line, by level."""
     rows = []
     for row in against_frontier(table).query("choice == @name").itertuples():
         at = f"{name}, L1 = {row.l1_coefficient:g} ({100 * row.active_fraction:.3g}% active)"
+        why = "ours" if row.status == "alive" else f"ours; {row.status}"
+        outside = "no level of the recipe is beside it"
         said = _said(row.difference, row.limit, row.runs)
-        why = row.verdict or "the recipe has no levels around this activity"
-        rows.append((f"{at}: cross-entropy over the recipe as sparse, points of %", "–", said, None, f"ours; {why}"))
-        said = f"{100 * row.dead:.3g}, the recipe {100 * row.line_dead:.3g}"
-        rows.append((f"{at}: dead neurons, %", "–", said, None, "ours"))
+        verdict = f"{why}; {row.verdict or outside}"
+        rows.append((f"{at}: cross-entropy over the recipe as sparse, points of %", "–", said, None, verdict))
+        said = f"{100 * row.line_active_fraction:.3g}" if row.line_active_fraction == row.line_active_fraction else "–"
+        rows.append((f"{at}: active in the recipe at this price, %", "–", said, None, why))
+        said = f"{100 * row.dead:.3g}, {_said(100 * (row.dead - row.line_dead), 100 * row.dead_limit, row.runs)}"
+        verdict = f"{why}; {row.dead_verdict or outside}"
+        rows.append((f"{at}: dead neurons, %, and over the recipe as sparse, points", "–", said, None, verdict))
     return rows or [(f"{name}: cross-entropy over the recipe as sparse", "–", "–", None, NOT_RECORDED)]
 
 
