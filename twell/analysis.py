@@ -344,7 +344,7 @@ def seed_noise(table: pd.DataFrame, column: str) -> tuple[float, int]:
     return float(np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)), freedom
 
 
-def noise_limit(table: pd.DataFrame, column: str, runs: int, other_runs: int) -> float:
+def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float) -> float:
     """Return the largest difference of two means that seeds alone explain: Student's t at CONFIDENCE on `seed_noise`."""
     deviation, freedom = seed_noise(table, column)
     if not (freedom and runs and other_runs):
@@ -404,8 +404,8 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     """Return each gated ReLU choice beside the recipe's line through its levels, at the same activity and at the same price.
 
     table: `choices`. Columns: choice, l1_coefficient, runs, status; active_fraction, price (% over L1 = 0), line_price (of the
-    recipe at this activity, as `price_at`), difference (points), limit (`noise_limit`; a point of the line counts as the fewer
-    runs of the levels beside it; that activity scatters too is left out) and verdict; line_active_fraction (as `activity_at`,
+    recipe at this activity, as `price_at`), difference (points), limit (`noise_limit`; a point of the line has the noise of the
+    two levels that it lies between; that activity scatters too is left out) and verdict; line_active_fraction (as `activity_at`,
     of the recipe at this price); dead (share), line_dead (of the recipe at this activity), dead_limit and dead_verdict. What
     would be outside of the recipe's alive levels is NaN. Ours.
     """
@@ -423,8 +423,8 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     known = np.log(alive["active_fraction"].to_numpy(float))
     for row in gated[gated["active_fraction"] > 0].itertuples():
         at, line_price = np.log(row.active_fraction), price_at(recipe, row.active_fraction)
-        above = np.searchsorted(known, at)
-        beside = alive["runs"].iloc[max(above - 1, 0) : above + 1].min()
+        weights = np.array([np.interp(at, known, one) for one in np.eye(len(known))])  # of each level in this point
+        beside = 1 / (weights**2 / alive["runs"]).sum()  # so many runs of one level would scatter alike
         limit = noise_limit(table, "cross_entropy_change", row.runs, beside)
         dead_limit = noise_limit(table, "dead_fraction_train", row.runs, beside)
         difference, dead = row.cross_entropy_change - line_price, row.dead_fraction_train
