@@ -22,7 +22,7 @@ TRACED := 3e-3
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-RECORDED := 01_format 02_sparsity 05_speedup 06_downstream 08_models
+RECORDED := 01_format 02_sparsity 05_speedup 06_downstream 08_models 09_training_choices
 LIVELY := 02_sparsity 03_layerwise 04_tokens 06_downstream 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
 
 .PHONY: reproduce figures test lab screenshot clean

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import shutil
 
 import nbformat
 import pandas as pd
@@ -15,13 +16,16 @@ from tests.test_analysis import (
     ceiling_rows,
     decode_rows,
     evaluation,
+    family,
     kernel_rows,
     model_layer_rows,
     model_rows,
     part_rows,
+    scaled,
     speed_rows,
     step_rows,
     training_rows,
+    write_runs,
 )
 from twell import analysis, results
 from twell.trace import Aggregate, aggregate_run, trace_validation
@@ -39,6 +43,7 @@ FIGURES = {
     "06_downstream": ["table6_tasks", "fig03_accuracy"],
     "08_models": ["table1_scale", "fig04_levels", "fig05_levels", "fig06_contributions", "fig10_contributions"]
     + ["fig11_contributions", "fig06_trained", "model_parts", "model_decode"],
+    "09_training_choices": ["fig08_remedies", "choices_frontier", "scale_activity"],
 }
 
 
@@ -74,6 +79,12 @@ def live(tiny_config, tmp_path_factory):
     results.write_run(folder / "l1-unfinished", config, results.provenance() | {"complete": False})
     (folder / "l1-unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
     write_bench(folder / "bench")
+    window = {"dead_window_tokens": 500}
+    write_runs(folder / "choices", *((row | window, log) for row, log in family()))
+    sizes = [scaled("z-0", 10, 0, 0, 20), scaled("z-a", 10, 1e-3, 1.5, 5)]
+    write_runs(folder / "choices", *sizes, scaled("z-b", 40, 0, 0, 20), scaled("z-c", 40, 1e-3, 1.2, 4))
+    # Named like a level of the sweep, and none: the notebook of the sweep leaves it out.
+    shutil.copytree(folder / "choices" / "reinit-0", folder / "l1-0.001-reinit")
     for name, l1, gain, backend in (("a", 0, 0.1, "dense"), ("b", 1e-3, 0.09, "dense"), ("b", 1e-3, 0.09, "reference")):
         record = evaluation(name, l1=l1, gain=gain, backend=backend)
         results.write_evaluation(folder / "eval" / f"{name}-{backend}.json", record)
@@ -132,6 +143,7 @@ def test_notebook_runs(path, live, tmp_path):
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
     wanted |= {"live": True} if path.stem == "06_downstream" else {}
+    wanted |= {"runs": str(live / "choices"), "family": "[!z]*", "by_size": "z-*"} if path.stem[:2] == "09" else {}
     wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     done = execute(path, given, tmp_path)
@@ -147,7 +159,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert digest == results.file_hash(results.root() / file)
             data += 1
     counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
-    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10}
+    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10, "09_training_choices": 6 + 14 + 18}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -157,9 +169,11 @@ def test_notebook_runs(path, live, tmp_path):
     assert "agrees" in table or "differs" in table
     said = " ".join(output["data"].get("text/markdown", "") for output in outputs if "data" in output)
     if path.stem == "02_sparsity":
-        levels = analysis.levels(analysis.sweep(*results.load_runs(live, "l1-*")))
+        every_run, log = results.load_runs(live, "l1-*")
+        levels = analysis.levels(analysis.sweep(every_run[analysis.choice(every_run) == "recipe"], log))
         best = analysis.recommended(levels)
         assert f"**L1 = {best['l1_coefficient']:g}**, {best['active']:.1f} active neurons" in said
+        assert "other choices of training, left for `09_training_choices`: 1." in said
         assert "4 complete runs" in said and "incomplete: ['l1-unfinished']" in said
         assert f"**0.0246 M tokens**: 95% inactive costs {analysis.price_at(levels, 0.05):+.2f}%" in said
         assert f"L1 = 0: 2 runs, ± {levels['cross_entropy_std'][0]:.4f} nats" in said
@@ -194,6 +208,19 @@ def test_notebook_runs(path, live, tmp_path):
         for ours in (">25<", ">42.9<", ">40<", ">-1<", ">100<"):
             assert ours in table, ours
         assert "other GPU" not in {json.loads(path.read_text())["device"] for path in figures.glob("*.json")}
+    if path.stem == "09_training_choices":
+        assert "not drawn" not in said and "paper's alone" not in said
+        assert "14 complete runs fit" in said and "2 sizes" in said and "compared at L1 = 0.001" in said
+        inputs = json.loads((figures / "fig08_remedies.json").read_text())["inputs"]
+        assert {name.split("/")[-2] for name in inputs} == {
+            "l1-a-0",
+            "l1-a-1",
+            "reinit-0",
+            "reinit-1",
+            "warm-0",
+            "warm-1",
+        }
+        assert ">0.5 (n = 2)<" in table and ">5 → 4<" in table and "balanced columns, L1 = 0.001 (2% active)" in table
     if path.stem == "06_downstream":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         assert "lm-eval and our loss over the same windows differ by" in said
@@ -244,6 +271,23 @@ def test_models_without_rows(tmp_path):
     assert all(f"**{name} is not drawn:**" in said for name in FIGURES["08_models"])
     table = outputs[-1]["data"]["text/html"]
     assert table.count("not measured") == 16 + 3 and "agrees" not in table and "differs" not in table
+
+
+def test_choices_without_runs(tmp_path, live):
+    """No run of a family, and a family of the recipe alone: what is missing is said."""
+    path = FOLDER / "09_training_choices.ipynb"
+    for runs, pattern in ((tmp_path, "*"), (live / "choices", "l1-*")):
+        figures = tmp_path / pattern[:2] / "figures"
+        given = {"runs": str(runs), "family": pattern, "by_size": "none-*", "figures": str(figures)}
+        done = execute(path, given, tmp_path)
+        outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+        said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
+        assert all(f"**{name} is not drawn:**" in said for name in FIGURES["09_training_choices"])
+        assert all(f"**Table {n} is the paper's alone:**" in said for n in (3, 4, 5))
+        assert ("**Nothing to compare:**" in said) == (pattern == "*")
+        assert not figures.exists()
+        table = outputs[-1]["data"]["text/html"]
+        assert table.count(">not comparable<") == 14 - (pattern != "*") and "differs" not in table
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -12,7 +12,19 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from tests.test_analysis import CHANCE, decode_rows, evaluation, model_layer_rows, model_rows, part_rows, step_rows
+from tests.test_analysis import (
+    CHANCE,
+    decode_rows,
+    evaluation,
+    family,
+    made,
+    model_layer_rows,
+    model_rows,
+    part_rows,
+    scaled,
+    step_rows,
+    tables,
+)
 from twell import analysis, plots, results
 
 
@@ -174,6 +186,74 @@ def test_fig09_without_a_filled_window(random):
     figure = plots.fig09_activity_over_training(active, active[:0], 1000)
     draw(figure)
     assert texts(figure.axes[1]) == ["no window was filled"]
+
+
+def test_fig08_shows_means_and_bands_of_seeds():
+    runs, log = tables(*family(), made("reinit-2", 1e-3, 1.0, 2, 6.5, reinit=0.1))
+    runs = analysis.remedied(runs, 1e-3)
+    active, dead = (analysis.training_curves(runs, log, metric) for metric in ("active_mean", "dead_fraction"))
+    active.loc[active["choice"] == "L1 warm-up", "value"] = 0.0
+    figure = plots.fig08_remedies(active, dead, 1000)
+    draw(figure)
+    left, right = figure.axes
+    names = ["recipe, 2 seeds", "re-initialisation, 3 seeds", "L1 warm-up, 2 seeds"]
+    assert legend(figure) == names and figure.legends[0].get_title().get_text() == "L1 = 0.001"
+    np.testing.assert_allclose(lines(left)[names[0]].get_ydata(), [20.5, 40.5, 100.5])
+    np.testing.assert_allclose(lines(left)[names[2]].get_ydata(), [plots.ACTIVE_FLOOR] * 3)
+    np.testing.assert_allclose(lines(right)[names[1]].get_ydata(), [90, 2.5])  # of 0.5, 0.5 and 6.5%
+    band = right.collections[1].get_paths()[0].vertices
+    assert band[:, 1].min() == pytest.approx(0.5) and 6.5 in band[:, 1].round(6)
+    assert "1,000 tokens" in right.get_ylabel() and len({line.get_linestyle() for line in left.get_lines()}) == 3
+    single = plots.fig08_remedies(active[active["run"] == "l1-a-0"], dead[:0], 1000)
+    draw(single)
+    assert legend(single) == ["recipe, 1 seed"] and not single.axes[0].collections
+    assert texts(single.axes[1]) == ["no window was filled"]
+    with pytest.raises(ValueError, match="shows one level of L1; these curves have 2"):
+        plots.fig08_remedies(active.assign(l1_coefficient=[0] + [1] * (len(active) - 1)), dead, 1000)
+
+
+def test_choices_frontier():
+    unused = made("ours-b", 3e-3, 3.0, 1.0, 5.0, balance_every=1)
+    table = analysis.levels(analysis.choices(*tables(*family(), unused)))
+    table.loc[(table["choice"] == "balanced columns") & (table["l1_coefficient"] == 3e-3), "status"] = "unused"
+    figure = plots.choices_frontier(table)
+    draw(figure)
+    left, right = figure.axes
+    names = ["recipe", "re-initialisation", "L1 warm-up", "balanced columns"]
+    assert legend(figure) == [*names, "2% above L1 = 0"]  # SiLU has no zeros, the non-gated layer other neurons
+    np.testing.assert_allclose(lines(left)["recipe"].get_xdata(), [1, 2, 20])
+    np.testing.assert_allclose(lines(left)["recipe"].get_ydata(), [3, 1, 0], atol=1e-9)
+    np.testing.assert_allclose(lines(right)["recipe"].get_ydata(), [60, 40, 0])
+    np.testing.assert_allclose(lines(left)["balanced columns"].get_xdata(), [2])
+    assert texts(left) == ["0.003", "0.001", "0"] and texts(right) == []
+    sideways, upright = (bars.get_segments() for bars in left.collections[:2])  # of the recipe's two levels with seeds
+    np.testing.assert_allclose([np.ptp(bar[:, 0]) for bar in sideways], [2 * 0.02 * np.sqrt(2), 0], atol=1e-9)
+    np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in upright], [0, 2 * 0.2 * np.sqrt(2)], atol=1e-9)
+    assert len({lines(left)[name].get_marker() for name in names}) == 4
+
+
+def test_scale_activity():
+    runs = [scaled("a", 1e7, 0, 0, 20), scaled("b", 1e7, 1e-3, 1.0, 5)]
+    runs += [scaled("c", 9e7, 0, 0, 20, width=200), scaled("d", 9e7, 1e-3, 3.0, 6, width=200)]
+    runs += [scaled("e", 2e7, 1e-3, 3.0, 5.5)]  # no dense model of its size
+    table, paper = analysis.sizes(*tables(*runs)), analysis.paper_sizes(results.paper())
+    figure = plots.scale_activity(table, paper, {"active_fraction": 0.1, "cross_entropy_change": 0.2})
+    draw(figure)
+    left, right = figure.axes
+    np.testing.assert_allclose(lines(left)["ours"].get_xdata(), [10, 20, 90])
+    np.testing.assert_allclose(lines(left)["ours"].get_ydata(), [5, 5.5, 3])
+    np.testing.assert_allclose(lines(left)["paper"].get_xdata(), [500, 1500, 2000])
+    np.testing.assert_allclose(lines(left)["paper"].get_ydata(), [100 * n / 5632 for n in (39, 29, 24)])
+    np.testing.assert_allclose(lines(right)["ours"].get_xdata(), [10, 90])
+    np.testing.assert_allclose(lines(right)["ours"].get_ydata(), [1, 3])
+    np.testing.assert_allclose(lines(right)["paper"].get_ydata(), [100 * (2.297 / 2.255 - 1)])
+    assert texts(left) == ["5", "5.5", "6", "39", "29", "24"]
+    assert [np.ptp(bar[:, 1]) for bar in left.collections[0].get_segments()] == pytest.approx([1, 1.1, 0.6])
+    assert [np.ptp(bar[:, 1]) for bar in right.collections[0].get_segments()] == pytest.approx([0.4 * np.sqrt(2)] * 2)
+    assert legend(figure) == ["ours, L1 = 0.001", "paper, L1 = 2e-5", "2%"] and right.get_ylim()[0] == 0
+    unknown = plots.scale_activity(table, paper, {"active_fraction": np.nan, "cross_entropy_change": np.nan})
+    draw(unknown)
+    assert not unknown.axes[0].collections and not unknown.axes[1].collections
 
 
 def make_layers(means):

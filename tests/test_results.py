@@ -48,6 +48,8 @@ def test_runs_are_read_back(tmp_path):
 def test_what_is_not_a_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run in"):
         results.load_runs(tmp_path)
+    runs, log = results.load_runs(tmp_path, "85m-*", required=False)
+    assert runs.empty and runs[runs["complete"]].empty and log.empty and list(log) == ["run", *results.LOG_COLUMNS]
     results.write_run(tmp_path / "a", {"seed": 1}, PROVENANCE)
     with pytest.raises(FileNotFoundError, match=r"log\.csv"):
         results.load_run(tmp_path / "a")

@@ -30,9 +30,47 @@ MIN_FFN_GAIN = 0.05
 STATUSES = ["alive", "unused", "dead layer"]
 # The rise of cross-entropy over L1 = 0, in %, that the paper accepts at its levels up to 3e-5 (section 4.2).
 MAX_PRICE = 2.0
+# What the recipe leaves out. A configuration without one of these fields is older than the choice.
+RECIPE = {"activation": "relu", "gated": True, "reinit": 0.0, "l1_zero_steps": 0, "l1_warmup_steps": 0}
+RECIPE |= {"balance_every": 0}
+# What runs of one sweep may differ in: the level, the seed, how and when it was computed, what was looked at.
+MAY_DIFFER = ["run", "path", "complete", "parameters", *("device", "versions", "commit", "command")]
+MAY_DIFFER += ["l1_coefficient", "seed", "backend", "micro_batch", "checkpoint_activations", "compile"]
+MAY_DIFFER += ["log_every", "valid_every", "checkpoint_every"]
 
 
 # --- runs ---------------------------------------------------------------------------------------
+
+
+def choice(runs: pd.DataFrame) -> pd.Series:
+    """Return what each run does otherwise than the recipe, from its configuration: this alone tells runs of a sweep from others.
+
+    "recipe", or one or more of "SiLU", "non-gated", "re-initialisation", "L1 warm-up" and "balanced columns", joined by " + ".
+    The level of L1, sizes, tokens and seed are no choices.
+    """
+    names = []
+    for row in runs.to_dict("records"):
+        told = {field: row.get(field) for field in RECIPE}
+        told = {field: RECIPE[field] if pd.isna(value) else value for field, value in told.items()}
+        others = {
+            "SiLU": told["activation"] == "silu",
+            "non-gated": not told["gated"],
+            "re-initialisation": told["reinit"] > 0,
+            "L1 warm-up": told["l1_zero_steps"] + told["l1_warmup_steps"] > 0,
+            "balanced columns": told["balance_every"] > 0,
+        }
+        names.append(" + ".join(name for name, does in others.items() if does) or "recipe")
+    return pd.Series(names, runs.index, dtype=object)
+
+
+def _check_alike(runs: pd.DataFrame, may_differ: Iterable[str], what: str) -> None:
+    """Raise ValueError naming the first field of the configuration, outside of `may_differ`, in which runs differ."""
+    for field in runs.columns.drop(list(may_differ), errors="ignore"):
+        first = runs.drop_duplicates(field)  # a configuration that does not have the field is like any
+        first = first[first[field].notna()]
+        if len(first) > 1:
+            found = ", ".join(f"{value} ({run})" for value, run in zip(first[field], first["run"], strict=True))
+            raise ValueError(f"{what}; these differ in {field}: {found}")
 
 
 def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -44,15 +82,20 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     cross_entropy_change in % of the mean at L1 = 0 (NaN without such a run); min_layer_active; dead_fraction
     (no activation in the whole validation sample); dead_fraction_train (none in the last full window of
     training tokens, NaN when no window was filled); status: "alive", "dead layer" or "unused", see the
-    constants above. Raises ValueError when no run is complete, or when they differ in model or token budget.
+    constants above; choice, see `choice`. Raises ValueError when no run is complete, or when they differ in more than
+    level and seed.
     """
     complete = runs[runs["complete"]]
     if complete.empty:
         raise ValueError(f"none of the {len(runs)} runs is complete: {', '.join(runs['run'])}")
-    budgets = complete[["hidden_size", "intermediate_size", "num_layers", "tokens"]].drop_duplicates()
-    if len(budgets) > 1:
-        found = budgets.to_string(index=False)
-        raise ValueError(f"a sweep compares runs of one model and token budget; these have\n{found}")
+    chosen = choice(complete)
+    if chosen.nunique() > 1:
+        first = complete.groupby(chosen, sort=False)["run"].first()
+        found = ", ".join(f"{name} ({run})" for name, run in first.items())
+        raise ValueError(
+            f"a sweep compares levels of one choice; these runs are of several: {found}; see analysis.choice"
+        )
+    _check_alike(complete, MAY_DIFFER, "a sweep compares runs of one model and token budget, by level and seed")
 
     table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
     valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
@@ -65,12 +108,11 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["cross_entropy_silenced"] = means["cross_entropy_silenced"]
     table["ffn_gain"] = table["cross_entropy_silenced"] - table["cross_entropy"]
     table["active"] = means["active_mean"]
-    table["active_fraction"] = table["active"] / budgets["intermediate_size"].item()
+    table["active_fraction"] = table["active"] / complete["intermediate_size"].iloc[0]
     init = valid[(valid["step"] == 0) & (valid["metric"] == "active_mean")]
     table["active_init"] = init.groupby("run")["value"].mean()
     table["fall"] = table["active_init"] / table["active"]
-    baseline = table.loc[table["l1_coefficient"] == 0, "cross_entropy"].mean()
-    table["cross_entropy_change"] = 100 * (table["cross_entropy"] / baseline - 1)
+    table["cross_entropy_change"] = _change(table)
     table["min_layer_active"] = layers.loc[layers["metric"] == "active_mean", "value"].groupby("run").min()
     table["dead_fraction"] = means["dead_fraction"]
     table["dead_fraction_train"] = dead_windows.groupby("run")["value"].last()
@@ -80,21 +122,31 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["status"] = "alive"
     table.loc[~(table["ffn_gain"] >= MIN_FFN_GAIN), "status"] = "unused"  # NaN too: no gain was shown
     table.loc[dead_layer, "status"] = "dead layer"
+    table["choice"] = chosen.iloc[0]
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
 
 
+def _change(table: pd.DataFrame) -> pd.Series:
+    """Cross-entropy in % over the mean of the recipe's runs at L1 = 0 (in a table of one choice: of its own)."""
+    dense = table["l1_coefficient"] == 0
+    if "choice" in table:
+        dense &= table["choice"] == "recipe"
+    return 100 * (table["cross_entropy"] / table.loc[dense, "cross_entropy"].mean() - 1)
+
+
 def levels(table: pd.DataFrame) -> pd.DataFrame:
-    """Return `sweep` by level of L1: the means over its runs, which differ by seed, and how much they do.
+    """Return `sweep` (or `choices`) by level of L1: the means over its runs, which differ by seed, and how much they do.
 
     Columns: those of `sweep`, `run` and `tokens` being its first run's and `status` the worst; runs, their number; and
-    cross_entropy_std, cross_entropy_change_std and active_std, sample standard deviations (NaN for a single run).
+    sample standard deviations (NaN for a single run): cross_entropy_std, cross_entropy_change_std, active_std,
+    active_fraction_std and dead_fraction_train_std.
     """
-    means = table.groupby("l1_coefficient").mean(numeric_only=True).drop(columns="tokens")
-    by_level = table.groupby("l1_coefficient")
-    deviating = ["cross_entropy", "cross_entropy_change", "active"]
-    means = means.join(by_level[deviating].std().add_suffix("_std")).join(by_level.size().rename("runs"))
-    worst = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True)).groupby("l1_coefficient")
-    means = means.join(worst["status"].max().astype(str)).join(by_level[["run", "tokens"]].first())
+    table = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True))
+    groups = table.groupby(["choice", "l1_coefficient"], sort=False)
+    means = groups.mean(numeric_only=True).drop(columns="tokens")
+    deviating = ["cross_entropy", "cross_entropy_change", "active", "active_fraction", "dead_fraction_train"]
+    means = means.join(groups[deviating].std().add_suffix("_std")).join(groups.size().rename("runs"))
+    means = means.join(groups["status"].max().astype(str)).join(groups[["run", "tokens"]].first())
     return means.reset_index()
 
 
@@ -157,9 +209,9 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train") -> pd.DataFrame:
-    """Return one metric over training, by coefficient and step (Figs 2, 9).
+    """Return one metric over training, by coefficient and step (Figs 2, 8, 9).
 
-    Columns: run, l1_coefficient, step, tokens, value. Metrics of layers are averaged over layers. Empty when
+    Columns: run, choice, l1_coefficient, step, tokens, value. Metrics of layers are averaged over layers. Empty when
     the metric was not reached in this split (dead_fraction before the first window of training tokens is
     full). Raises ValueError for a metric that no run has.
     """
@@ -167,9 +219,9 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: s
         raise ValueError(f"no run logged {metric!r}; the log has {', '.join(sorted(set(log['metric'])))}")
     rows = log[(log["metric"] == metric) & (log["split"] == split)]
     curves = rows.groupby(["run", "step", "tokens"], as_index=False)["value"].mean()
-    curves = curves.merge(runs[["run", "l1_coefficient"]], on="run")
+    curves = curves.merge(runs[["run", "l1_coefficient"]].assign(choice=choice(runs)), on="run")
     curves = curves.sort_values(["l1_coefficient", "run", "step"], ignore_index=True)
-    return curves[["run", "l1_coefficient", "step", "tokens", "value"]]
+    return curves[["run", "choice", "l1_coefficient", "step", "tokens", "value"]]
 
 
 def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
@@ -221,6 +273,396 @@ def sweep_findings(paper: pd.DataFrame, table: pd.DataFrame, active: pd.DataFram
         ("dead neurons rise with every level", True, dies, dies, reason),
         ("levels that cannot be used", "none", ", ".join(bad) or "none", not bad, reason),
     ]
+
+
+# --- choices of training (Fig. 8, Tables 3 to 5) and sizes --------------------------------------------
+# A setting is one choice at one level of L1; its runs differ by seed.
+
+CONFIDENCE = 0.95
+# Below this share of dead neurons there is nothing to remedy, and what a remedy leaves counts as none.
+FEW_DEAD = 0.01
+UNKNOWN = "no seeds"  # the verdict on a difference where no setting has several runs
+QUANTITIES = {  # of a contrast, and in what its difference is
+    "cross_entropy_change": "cross-entropy, % over L1 = 0",
+    "active_fraction": "active neurons, %; difference relative",
+    "dead_fraction_train": "dead neurons, %",
+}
+
+
+def choices(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return what each complete run came to, columns as of `sweep`, of the recipe and then of each other choice.
+
+    cross_entropy_change is over the mean of the recipe at L1 = 0. An empty table where no run is complete. Raises
+    ValueError when runs differ in more than choice, level, seed and width (the non-gated layer is wider, so that its parameters
+    are as many).
+    """
+    runs = runs[runs["complete"]] if len(runs) else runs
+    if runs.empty:
+        return pd.DataFrame(columns=["run", "choice", "l1_coefficient", *QUANTITIES])
+    may_differ = [*MAY_DIFFER, *RECIPE, "intermediate_size"]
+    _check_alike(runs, may_differ, "choices are compared at one size and token budget")
+    chosen = choice(runs)
+    order = sorted(chosen.unique(), key=lambda name: (name != "recipe", name))
+    table = pd.concat([sweep(runs[chosen == name], log) for name in order], ignore_index=True)
+    return table.assign(cross_entropy_change=_change(table))
+
+
+def compared_level(table: pd.DataFrame) -> float:
+    """Return the level above 0 at which most runs of `choices` were trained (the lowest of several); NaN without any."""
+    counts = table.loc[table["l1_coefficient"] > 0, "l1_coefficient"].value_counts()
+    return float(counts[counts == counts.max()].index.min()) if len(counts) else np.nan
+
+
+def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
+    """Return the complete runs at a level of L1 with a remedy for dead neurons, and the recipe's beside them (Fig. 8).
+
+    No rows where there is no remedy.
+    """
+    if runs.empty:
+        return runs
+    at = runs[runs["complete"] & (runs["l1_coefficient"] == level)]
+    remedies = choice(at).isin(["re-initialisation", "L1 warm-up"])
+    return at[remedies | (choice(at) == "recipe")] if remedies.any() else at[:0]
+
+
+def seed_noise(table: pd.DataFrame, column: str) -> tuple[float, int]:
+    """Return the standard deviation of `column` of `choices` between seeds and its degrees of freedom, runs less settings.
+
+    Pooled over all settings with several runs; (NaN, 0) without any. active_fraction counts in natural logarithms, since
+    activity scatters in proportion. What cannot scatter is left out: SiLU's activity, settings without a dead neuron.
+    """
+    values = table[column].astype(float)
+    if column != "cross_entropy_change":
+        values = values.where(table["active_fraction"] < 0.99)
+    if column == "active_fraction":
+        values = np.log(values.where(values > 0))
+    spread = values.groupby([table["choice"], table["l1_coefficient"]]).agg(["var", "count"])
+    spread = spread[spread["var"] > 0]
+    freedom = int((spread["count"] - 1).sum())
+    if not freedom:
+        return np.nan, 0
+    return float(np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)), freedom
+
+
+def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float) -> float:
+    """Return the largest difference of two means that seeds alone explain: Student's t at CONFIDENCE on `seed_noise`."""
+    deviation, freedom = seed_noise(table, column)
+    if not (freedom and runs and other_runs):
+        return np.nan
+    return float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * deviation * np.sqrt(1 / runs + 1 / other_runs))
+
+
+def _verdict(difference: float, limit: float) -> str:
+    if np.isnan(difference):
+        return ""
+    if np.isnan(limit):
+        return UNKNOWN
+    return "within noise" if abs(difference) <= limit else "more" if difference > 0 else "less"
+
+
+def contrast(table: pd.DataFrame, column: str, first: tuple[str, float], second: tuple[str, float]) -> dict:
+    """Return by how much two settings of `choices`, (choice, l1_coefficient), differ in a column, and whether seeds explain it.
+
+    Keys: runs and value (mean) of the first, other_runs and other of the second; difference, first less second, and limit, the
+    `noise_limit` (cross_entropy_change: points of %; active_fraction: % of the second; dead_fraction_train: a share);
+    verdict: "more", "less", "within noise", "no seeds", or empty where one of them was not trained.
+    """
+    found = [
+        table.loc[(table["choice"] == c) & (table["l1_coefficient"] == l1), column].dropna()
+        for c, l1 in (first, second)
+    ]
+    (runs, value), (other_runs, other) = ((len(f), float(f.mean()) if len(f) else np.nan) for f in found)
+    limit, difference = noise_limit(table, column, runs, other_runs), value - other
+    verdict = _verdict(difference, limit)
+    if column == "active_fraction":
+        verdict = _verdict(float(np.log(value / other)), limit)
+        difference, limit = 100 * (value / other - 1), 100 * float(np.expm1(limit))
+    told = {"runs": runs, "value": value, "other_runs": other_runs, "other": other}
+    return told | {"difference": difference, "limit": limit, "verdict": verdict}
+
+
+def contrasts(table: pd.DataFrame) -> pd.DataFrame:
+    """Return what each choice changes against the recipe at the same level, from `choices`, a row a quantity.
+
+    Columns: choice, l1_coefficient, quantity (QUANTITIES), and the keys of `contrast`, shares of neurons in %.
+    """
+    rows = []
+    others = table.loc[table["choice"] != "recipe", ["choice", "l1_coefficient"]].drop_duplicates()
+    for name, l1 in others.itertuples(index=False):
+        for column, quantity in QUANTITIES.items():
+            found = contrast(table, column, (name, l1), ("recipe", l1))
+            if column != "cross_entropy_change":
+                found |= {key: 100 * found[key] for key in ("value", "other")}
+            if column == "dead_fraction_train":
+                found |= {key: 100 * found[key] for key in ("difference", "limit")}
+            rows.append({"choice": name, "l1_coefficient": l1, "quantity": quantity} | found)
+    columns = ["choice", "l1_coefficient", "quantity", "runs", "value", "other_runs", "other", "difference", "limit"]
+    return pd.DataFrame(rows, columns=[*columns, "verdict"])
+
+
+def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
+    """Return each gated ReLU choice beside the recipe's line through its levels, at the same activity and at the same price.
+
+    table: `choices`. Columns: choice, l1_coefficient, runs, status; active_fraction, price (% over L1 = 0), line_price (of the
+    recipe at this activity, as `price_at`), difference (points), limit (`noise_limit`; a point of the line has the noise of the
+    two levels that it lies between; that activity scatters too is left out) and verdict; line_active_fraction (as `activity_at`,
+    of the recipe at this price); dead (share), line_dead (of the recipe at this activity), dead_limit and dead_verdict. What
+    would be outside of the recipe's alive levels is NaN. Ours.
+    """
+    every = levels(table) if len(table) else table
+    recipe = every[every["choice"] == "recipe"]
+    columns = ["choice", "l1_coefficient", "runs", "status", "active_fraction", "price", "line_price", "difference"]
+    columns += ["limit", "verdict", "line_active_fraction", "dead", "line_dead", "dead_limit", "dead_verdict"]
+    rows = []
+    alive = (
+        recipe.query("status == 'alive' and active_fraction > 0").sort_values("active_fraction")
+        if len(recipe)
+        else recipe
+    )
+    gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")] if len(alive) else every[:0]
+    known = np.log(alive["active_fraction"].to_numpy(float))
+    for row in gated[gated["active_fraction"] > 0].itertuples():
+        at, line_price = np.log(row.active_fraction), price_at(recipe, row.active_fraction)
+        weights = np.array([np.interp(at, known, one) for one in np.eye(len(known))])  # of each level in this point
+        beside = 1 / (weights**2 / alive["runs"]).sum()  # so many runs of one level would scatter alike
+        limit = noise_limit(table, "cross_entropy_change", row.runs, beside)
+        dead_limit = noise_limit(table, "dead_fraction_train", row.runs, beside)
+        difference, dead = row.cross_entropy_change - line_price, row.dead_fraction_train
+        line_dead = float(np.interp(at, known, alive["dead_fraction_train"], np.nan, np.nan))
+        found = [row.choice, row.l1_coefficient, row.runs, row.status, row.active_fraction, row.cross_entropy_change]
+        found += [line_price, difference, limit, _verdict(difference, limit)]
+        found += [activity_at(recipe, row.cross_entropy_change), dead, line_dead, dead_limit]
+        rows.append([*found, _verdict(dead - line_dead, dead_limit)])
+    return pd.DataFrame(rows, columns=columns)
+
+
+_MODIFICATIONS = {"dead_neuron_reinit": "re-initialisation", "sparsity_warmup": "L1 warm-up"}
+
+
+def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.DataFrame:
+    """Return Table 3, 4 or 5 of the paper beside ours, a row a setting of the paper's.
+
+    paper: `results.paper()`; table: `choices`; source: "Table 3", for example. Columns: choice; paper_l1, paper_accuracy (%),
+    paper_cross_entropy (nats) and paper_active (of 5632), NaN where not printed; ours, NaN where not trained: l1, runs,
+    cross_entropy and its standard deviation, change (% over the recipe at L1 = 0), active with its standard deviation,
+    dead (%, in the last window of training). The paper's 2e-5, and 3e-4 of its
+    warm-up, stand beside our `compared_level`; its other levels have no partner. Raises ValueError for another source.
+    """
+    if source not in ("Table 3", "Table 4", "Table 5"):
+        raise ValueError(f"{source!r} is no table of choices; use 'Table 3', 'Table 4' or 'Table 5'")
+    printed = paper[paper["source"] == source]
+    named = np.select(
+        [printed["activation"] == "SiLU", ~printed["gated"].astype(bool)], ["SiLU", "non-gated"], "recipe"
+    )
+    named = printed["training_modification"].map(_MODIFICATIONS).fillna(pd.Series(named, printed.index))
+    every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else None
+    level, rows = compared_level(table), []
+    for (name, l1), theirs in printed.groupby([named, "l1"], sort=False):
+        value = theirs.set_index("metric")["value"].astype(float)
+        row = {"choice": name, "paper_l1": float(l1), "paper_accuracy": value.get("mean_task_accuracy", np.nan)}
+        row |= {
+            "paper_cross_entropy": value.get("cross_entropy", np.nan),
+            "paper_active": value.get("avg_nonzeros", np.nan),
+        }
+        ours = {0: 0.0, 2e-5: level, 3e-4: level}.get(l1, np.nan)
+        if every is not None and (name, ours) in every.index:
+            found = every.loc[name, ours]
+            row |= {"l1": ours, "runs": found["runs"], "cross_entropy": found["cross_entropy"]}
+            row |= {"cross_entropy_std": found["cross_entropy_std"], "change": found["cross_entropy_change"]}
+            row |= {"active": found["active"], "active_std": found["active_std"]}
+            row |= {"dead": 100 * found["dead_fraction_train"]}
+        rows.append(row)
+    columns = ["choice", "paper_l1", "paper_accuracy", "paper_cross_entropy", "paper_active", "l1", "runs"]
+    columns += ["cross_entropy", "cross_entropy_std", "change", "active", "active_std", "dead"]
+    return pd.DataFrame(rows).reindex(columns=columns)
+
+
+def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return dense and sparse models of the recipe by size (section 4.2), one row a size, by rising parameters.
+
+    Columns: parameters, tokens, num_layers, hidden_size, intermediate_size, l1_coefficient (above 0: the one
+    that most sizes have, of several the lowest); runs, cross_entropy, active, active_fraction, dead_fraction_train, status at that level;
+    cross_entropy_dense (NaN without a run at L1 = 0) and change (%). Sizes without a run at the level are left out, runs of
+    other choices too. An empty table where no run is complete.
+    """
+    size = ["parameters", "tokens", "num_layers", "hidden_size", "intermediate_size"]
+    found = ["runs", "cross_entropy", "active", "active_fraction", "dead_fraction_train", "status"]
+    rows = []
+    if len(runs):
+        runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
+        sparse = runs[runs["l1_coefficient"] > 0].drop_duplicates(["l1_coefficient", *size])
+        level = sparse["l1_coefficient"].mode().min()  # NaN without any
+        for of, some in runs.groupby(size):
+            by_level = levels(sweep(some, log)).set_index("l1_coefficient")
+            if level in by_level.index:
+                dense = by_level["cross_entropy"].get(0.0, np.nan)
+                rows.append((*of, level, *by_level.loc[level, found], dense))
+    table = pd.DataFrame(rows, columns=[*size, "l1_coefficient", *found, "cross_entropy_dense"])
+    return table.assign(change=100 * (table["cross_entropy"] / table["cross_entropy_dense"] - 1))
+
+
+def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:
+    """Return the paper's four sizes at 2e-5 with columns as of `sizes`, from `results.paper()`; NaN where it prints nothing.
+
+    Also accuracy and accuracy_dense, its mean task accuracies in %.
+    """
+    printed = paper[(paper["source"] == "Table 1") & (paper["metric"] == "mean_task_accuracy")]
+    accuracy = printed.pivot(index="model", columns="sparse", values="value").astype(float)
+    at = paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)].groupby("model")["value"].first()
+    loss = paper[
+        (paper["source"] == "Table 3") & (paper["activation"] == "ReLU") & (paper["metric"] == "cross_entropy")
+    ]
+    loss = loss.pivot(index="model", columns="sparse", values="value").astype(float).reindex(accuracy.index)
+    table = pd.DataFrame({"parameters": 1e9 * accuracy.index.str.removesuffix("B").astype(float)}, accuracy.index)
+    tokens = 1e9 * printed.groupby("model")["train_tokens_B"].first().astype(float)
+    table = table.assign(tokens=tokens, intermediate_size=5632, l1_coefficient=2e-5)
+    table["active"] = at.reindex(table.index).astype(float)
+    table["active_fraction"] = table["active"] / 5632
+    table["cross_entropy"], table["cross_entropy_dense"] = loss[True], loss[False]
+    table["change"] = 100 * (loss[True] / loss[False] - 1)
+    table["accuracy"], table["accuracy_dense"] = accuracy[True], accuracy[False]
+    return table.sort_values("parameters").reset_index()
+
+
+NOT_RECORDED = "no such run is recorded"
+
+
+def _judged(verdict: str, agrees: Sequence[str], printed: float, limit: float, reason: str) -> tuple[bool | None, str]:
+    """Whether a difference is as the paper says, and the reason if not; agrees: the verdicts that are."""
+    if verdict in ("", UNKNOWN):
+        return None, "no setting has several seeds" if verdict else NOT_RECORDED
+    if verdict == "within noise" and verdict not in agrees and abs(printed) <= limit:
+        return None, "the paper's difference is less than our noise"
+    return verdict in agrees, reason
+
+
+def _said(difference: float, limit: float, *runs: int) -> str:
+    if np.isnan(difference):
+        return "–"
+    noise = "" if np.isnan(limit) else f" ± {limit:.2g}"
+    return f"{difference:+.3g}{noise} (n = {', '.join(map(str, runs))})"
+
+
+def choice_findings(paper: pd.DataFrame, table: pd.DataFrame, reason: str) -> list[tuple]:
+    """Return rows for `compare`: what the paper says of its choices of training, and `choices` of ours at `compared_level`.
+
+    paper: `results.paper()`; reason: why a difference is to be expected. A difference is one only above the `noise_limit`, which
+    stands behind the ±; within it a claim of a difference is only contradicted where the paper's is larger than the limit.
+    """
+    level, rows = compared_level(table), []
+    loss, active, dead = QUANTITIES
+    theirs = pd.concat([choice_table(paper, table, f"Table {n}") for n in (4, 3, 5)])
+    theirs = theirs.groupby(["choice", "paper_l1"]).first()  # of Table 4 the accuracies, which have a digit more
+
+    def printed(column: str, first: tuple, second: tuple, of: tuple | None = None) -> float:
+        value = theirs[f"paper_{column}"]
+        return float(value[first] - value[second]) * (1 if of is None else 100 / value[of])
+
+    def row(
+        what: str, effect: float, column: str, first: tuple, second: tuple, agrees: Sequence[str], why: str = reason
+    ):
+        found = contrast(table, column, first, second)
+        said = _said(*(found[key] for key in ("difference", "limit", "runs", "other_runs")))
+        rows.append((what, f"{effect:+.3g}", said, *_judged(found["verdict"], agrees, effect, found["limit"], why)))
+
+    recipe, plain, at = ("recipe", 0.0), ("recipe", 2e-5), f"L1 = {level:g}" if level == level else "the sparse level"
+    not_worse = ["within noise", "less"]
+    found = contrast(table, loss, ("recipe", level), recipe)
+    said = _said(*(found[key] for key in ("difference", "limit", "runs", "other_runs")))
+    cheap = None if np.isnan(found["difference"]) else found["difference"] <= MAX_PRICE
+    price = f"{printed('cross_entropy', plain, recipe, recipe):+.3g}"
+    what = f"cross-entropy at {at} over L1 = 0, % (at most {MAX_PRICE:g})"
+    rows.append((what, price, said, cheap, NOT_RECORDED if cheap is None else reason))
+
+    effect = printed("cross_entropy", ("SiLU", 0.0), recipe, recipe)
+    row("SiLU over ReLU at L1 = 0, cross-entropy, % (less)", effect, loss, ("SiLU", 0.0), recipe, ["less"])
+    for l1, theirs_l1 in ((0.0, 0.0), (level, 2e-5)):
+        effect = printed("accuracy", ("non-gated", theirs_l1), ("recipe", theirs_l1))
+        what = f"non-gated over gated at {'L1 = 0' if l1 == 0 else at}, cross-entropy, points of % "
+        what += "(the same; paper: accuracy, points)"
+        row(what, effect, loss, ("non-gated", l1), ("recipe", l1), ["within noise"])
+
+    without = contrast(table, dead, ("recipe", level), ("recipe", level))["value"]
+    for name, theirs_l1 in (("re-initialisation", 2e-5), ("L1 warm-up", 3e-4)):
+        left = contrast(table, dead, (name, level), ("recipe", level))
+        said = f"{100 * left['value']:.3g} (n = {left['runs']})" if left["runs"] else "–"
+        agrees, why = left["value"] <= FEW_DEAD, reason
+        if np.isnan(left["value"]) or np.isnan(without):
+            agrees, why = None, NOT_RECORDED if np.isnan(left["value"]) else "no run of the recipe at this level"
+        elif not without > FEW_DEAD:
+            agrees, why = None, "hardly any neuron is dead without it"
+        known = "" if np.isnan(without) else f"; without it {100 * without:.3g}"
+        rows.append((f"{name}: dead neurons left, %{known}", "~0", said, agrees, why))
+        ours, setting = (name, level), (name, theirs_l1)
+        effect = 100 * printed("active", setting, plain) / theirs.loc[plain, "paper_active"]
+        if name == "re-initialisation":
+            cost = printed("cross_entropy", setting, plain, recipe)
+            row(f"{name}: cross-entropy, points of % (no more)", cost, loss, ours, ("recipe", level), not_worse)
+            row(f"{name}: active neurons, % (no more)", effect, active, ours, ("recipe", level), not_worse)
+        else:
+            why = "at the same coefficient; the paper's with warm-up is 15 times its other"
+            row(f"{name}: active neurons, % (more)", effect, active, ours, ("recipe", level), ["more"], why)
+    return rows
+
+
+def frontier_findings(table: pd.DataFrame, name: str) -> list[tuple]:
+    """Return rows for `compare` on a choice of our own, from `choices`: what it gains over the recipe's line, by level."""
+    rows = []
+    for row in against_frontier(table).query("choice == @name").itertuples():
+        at = f"{name}, L1 = {row.l1_coefficient:g} ({100 * row.active_fraction:.3g}% active)"
+        why = "ours" if row.status == "alive" else f"ours; {row.status}"
+        outside = "no level of the recipe is beside it"
+        said = _said(row.difference, row.limit, row.runs)
+        verdict = f"{why}; {row.verdict or outside}"
+        rows.append((f"{at}: cross-entropy over the recipe as sparse, points of %", "–", said, None, verdict))
+        said = f"{100 * row.line_active_fraction:.3g}" if row.line_active_fraction == row.line_active_fraction else "–"
+        rows.append((f"{at}: active in the recipe at this price, %", "–", said, None, why))
+        said = f"{100 * row.dead:.3g}, {_said(100 * (row.dead - row.line_dead), 100 * row.dead_limit, row.runs)}"
+        verdict = f"{why}; {row.dead_verdict or outside}"
+        rows.append((f"{at}: dead neurons, %, and over the recipe as sparse, points", "–", said, None, verdict))
+    return rows or [(f"{name}: cross-entropy over the recipe as sparse", "–", "–", None, NOT_RECORDED)]
+
+
+def size_findings(paper: pd.DataFrame, table: pd.DataFrame, seeds: pd.DataFrame, reason: str) -> list[tuple]:
+    """Return rows for `compare`: what the paper says of its four sizes, and `sizes` of ours.
+
+    seeds: `choices`, whose noise counts for all sizes, as these have one seed each; reason: why a difference is to be expected.
+    """
+    theirs = paper_sizes(paper)
+    gaps = ", ".join(f"{gap:+.1f}" for gap in theirs["accuracy"] - theirs["accuracy_dense"])
+    activity = theirs.dropna(subset="active")
+    rows = []
+    for column, what in (("active_fraction", "share of neurons active, %"), ("active", "active neurons")):
+        scaled = 100 if column == "active_fraction" else 1
+        printed, ours = (
+            " → ".join(f"{scaled * value:.3g}" for value in values) for values in (activity[column], table[column])
+        )
+        agrees, why = None, NOT_RECORDED
+        if len(table) > 1:
+            steps = np.diff(np.log(table[column].astype(float)))
+            limit = noise_limit(seeds, "active_fraction", table["runs"].min(), table["runs"].min())
+            effect = np.log(activity[column].iloc[-1] / activity[column].iloc[0])
+            agrees, why = _judged(_verdict(steps.sum(), limit), ["less"], effect, limit, reason)
+            if agrees and steps.max() > limit:
+                agrees, why = False, "it rises between two sizes"
+        rows.append((f"larger is sparser: {what}", printed, ours or "–", agrees, why))
+    change = table["change"].dropna()
+    agrees = bool((change <= MAX_PRICE).all()) if len(change) else None
+    said = ", ".join(f"{value:+.2f}" for value in change) or "–"
+    what = f"cross-entropy of sparse over dense by size, % (at most {MAX_PRICE:g})"
+    printed = f"{theirs['change'].dropna().item():+.2f} (1.5B)"
+    rows.append((what, printed, said, agrees, reason if len(change) else NOT_RECORDED))
+    agrees, why, said = None, NOT_RECORDED, "–"
+    if len(change) > 1:
+        # The difference of two gaps has the noise of four models.
+        limit = np.sqrt(2) * noise_limit(seeds, "cross_entropy_change", 1, 1)
+        grows = change.iloc[-1] - change.iloc[0]
+        agrees, why = _judged(_verdict(grows, limit), ["within noise", "less"], 0, limit, reason)
+        said = f"{grows:+.2f} ± {limit:.2f} points of %"
+    rows.append(
+        ("the gap grows from the smallest to the largest (no)", f"{gaps} points of accuracy", said, agrees, why)
+    )
+    return rows
 
 
 def logged_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:

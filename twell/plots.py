@@ -315,6 +315,122 @@ def fig09_activity_over_training(active: pd.DataFrame, dead: pd.DataFrame, windo
     return figure
 
 
+# --- choices of training and sizes (Fig. 8, section 4.2) ------------------------------------------
+
+CHOICES = {  # of `analysis.choice`: colour, mark and dash
+    "recipe": (BLUE, "o", "-"),
+    "re-initialisation": (ORANGE, "s", "--"),
+    "L1 warm-up": (GREEN, "^", "-."),
+    "balanced columns": (PURPLE, "D", ":"),
+}
+
+
+def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int) -> Figure:
+    """Draw active neurons and the dead fraction over training for each remedy: means over seeds, and bands from least to most.
+
+    active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1; window_tokens: for how many
+    tokens a neuron that counts as dead was silent. Raises ValueError for several levels.
+    """
+    if active["l1_coefficient"].nunique() != 1:
+        raise ValueError(f"this figure shows one level of L1; these curves have {active['l1_coefficient'].nunique()}")
+    figure, axes = _figure(PAGE, 2.4, 1, 2)
+    for ax, curves, unit in zip(axes.flat, (active, dead), (1, 100), strict=True):
+        for name, (colour, _, dash) in CHOICES.items():
+            some = curves[curves["choice"] == name]
+            if some.empty:
+                continue
+            values = (unit * some["value"]).groupby(some["tokens"]).agg(["mean", "min", "max"])
+            values = values.clip(lower=ACTIVE_FLOOR) if unit == 1 else values
+            seeds = some["run"].nunique()
+            label = f"{name}, {seeds} seed{'s' if seeds > 1 else ''}"
+            ax.plot(values.index / 1e6, values["mean"], dash, color=colour, label=label)
+            if seeds > 1:
+                ax.fill_between(values.index / 1e6, values["min"], values["max"], color=colour, alpha=0.25, linewidth=0)
+        ax.set_xlabel("training tokens (millions)")
+    axes[0, 0].set(yscale="log", ylabel="active neurons per token")
+    _plain(axes[0, 0].yaxis)
+    axes[0, 1].set(ylabel=f"dead neurons (%)\n(silent for {window_tokens:,} tokens)")
+    axes[0, 1].set_xlim(axes[0, 0].get_xlim())
+    if dead.empty:
+        axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
+    handles = axes[0, 0].get_legend_handles_labels()
+    title = f"L1 = {_level(active['l1_coefficient'].iloc[0])}"
+    figure.legend(*handles, title=title, loc="outside lower center", ncols=len(handles[0]))
+    return figure
+
+
+def choices_frontier(table: pd.DataFrame) -> Figure:
+    """Draw the price in cross-entropy and the dead neurons of each choice against its share of active neurons.
+
+    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive, joined where there are
+    several. Bars are the standard deviation over seeds. The dashed line is the price that the paper accepts.
+    """
+    figure, axes = _figure(PAGE, 2.7, 1, 2)
+    table = table[table["status"] == "alive"]
+    for ax, column, unit in zip(axes.flat, ("cross_entropy_change", "dead_fraction_train"), (1, 100), strict=True):
+        for name, (colour, marker, dash) in CHOICES.items():
+            rows = table[table["choice"] == name].sort_values("active_fraction")
+            if rows.empty:
+                continue
+            share, height = 100 * rows["active_fraction"], unit * rows[column]
+            ax.plot(share, height, dash, color=colour, marker=marker, markersize=3.5, label=name)
+            seeds = rows["runs"] > 1
+            bars = {"xerr": 100 * rows["active_fraction_std"][seeds], "yerr": unit * rows[f"{column}_std"][seeds]}
+            ax.errorbar(share[seeds], height[seeds], **bars, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
+            if name == "recipe" and unit == 1:
+                for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
+                    place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
+                    ax.annotate(_level(l1), (x, y), **place)
+        ax.set(xscale="log", xlabel="active neurons per token (% of all)")
+        ax.margins(0.1, 0.12)
+        _plain(ax.xaxis)
+    price = axes[0, 0].axhline(analysis.MAX_PRICE, color="0.5", linestyle="--", linewidth=0.8)
+    axes[0, 0].set_ylabel("cross-entropy (% over L1 = 0)")
+    axes[0, 1].set_ylabel("dead neurons (%)")
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    names = [*names, f"{analysis.MAX_PRICE:g}% above L1 = 0"]
+    figure.legend([*lines, price], names, loc="outside lower center", ncols=len(names))
+    return figure
+
+
+def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float]) -> Figure:
+    """Draw the share of active neurons and the gap to the dense model by size, ours and the paper's.
+
+    table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of `analysis.seed_noise` for active_fraction
+    and cross_entropy_change, drawn as bars where it is known. Numbers beside the points of the left are active neurons.
+    """
+    figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
+    for rows, colour, marker, label in ((table, BLUE, "o", "ours"), (paper, "black", "s", "paper")):
+        rows = rows.sort_values("parameters")
+        for ax, column, unit in zip(axes.flat, ("active_fraction", "change"), (100, 1), strict=True):
+            known = rows.dropna(subset=column)
+            size, height = known["parameters"] / 1e6, unit * known[column]
+            ax.plot(size, height, color=colour, marker=marker, markersize=4.5, linewidth=1, label=label)
+            # Of a logarithm, and of the difference of two models.
+            bar = height * noise["active_fraction"] if unit == 100 else np.sqrt(2) * noise["cross_entropy_change"]
+            if label == "ours" and np.isfinite(bar).all():
+                ax.errorbar(size, height, bar, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
+            if column == "active_fraction":
+                for x, y, active in zip(size, height, known["active"], strict=True):
+                    ax.annotate(f"{active:.3g}", (x, y), (4, 4), textcoords="offset points", fontsize=6.5, color=colour)
+    for ax in axes.flat:
+        ax.set(xscale="log", xlabel="parameters (millions)")
+        ax.margins(0.12)
+        _plain(ax.xaxis)
+    axes[0, 0].set(yscale="log", ylabel="active neurons per token (% of all)")
+    _plain(axes[0, 0].yaxis)
+    price = axes[0, 1].axhline(analysis.MAX_PRICE, color="0.5", linestyle="--", linewidth=0.8)
+    low, high = axes[0, 1].get_ylim()
+    axes[0, 1].set(ylabel="cross-entropy (% over dense)", ylim=(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE)))
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    names = [
+        f"{name}, L1 = {_level(rows['l1_coefficient'].iloc[0])}"
+        for name, rows in zip(names, (table, paper), strict=True)
+    ]
+    figure.legend([*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3)
+    return figure
+
+
 # --- layers (Figs 6, 10, 11) --------------------------------------------------------------------
 
 

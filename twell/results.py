@@ -227,13 +227,17 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     return row, load_log(folder / "log.csv")
 
 
-def load_runs(folder: str | Path, pattern: str = "*") -> tuple[pd.DataFrame, pd.DataFrame]:
+def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read every run in `folder` whose name fits `pattern`.
 
     Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
-    tidy table with the column `run` in front. Raises FileNotFoundError when there is no run.
+    tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or returns two
+    tables without rows if none is `required`.
     """
     folders = sorted(path.parent for path in Path(folder).glob(f"{pattern}/config.yaml"))
+    if not folders and not required:
+        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype({"complete": bool})
+        return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])
     if not folders:
         named = "" if pattern == "*" else f" that fits {pattern!r}"
         raise FileNotFoundError(
