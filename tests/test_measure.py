@@ -566,7 +566,7 @@ def timed(on_cpu, monkeypatch):
         case.exact.check(calls[0](), what)
         m, active, union = (case.columns[name] for name in ("tokens", "active", "union"))
         path = what.split("(")[-1].removesuffix(")")
-        ms = {"rowwise": 0.001 + m * active / 200, "union": 0.02 + union * m / 4000, "decode": 0.01 + union * m / 2000}
+        ms = {"rowwise": m * active / 200 or 0.001, "union": 0.02 + union * m / 4000, "decode": 0.01 + union * m / 2000}
         made.append((m, active, what, ms.get(path, 0.02 + 0.02 * m)))
         return made[-1][-1]
 
