@@ -1,5 +1,5 @@
-# make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and look at it alike
-#                  (PROFILE=live: all notebooks that can on the small sweep alone)
+# make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
+#                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
@@ -22,8 +22,12 @@ TRACED := 3e-3
 LIVE := data/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(addprefix twell/,analysis.py plots.py results.py trace.py format.py) data/paper.yaml
-RECORDED := 01_format 02_sparsity 05_speedup 06_downstream 08_models 09_training_choices
-LIVELY := 02_sparsity 03_layerwise 04_tokens 06_downstream 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
+RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
+ifeq ($(PROFILE),live)
+LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
+else
+LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
+endif
 
 .PHONY: reproduce figures test lab screenshot clean
 .DELETE_ON_ERROR:
@@ -45,7 +49,7 @@ define execute
 	@mv $@.part.ipynb $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz data/eval/*.json)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz data/eval/*.json data/checkpoints/*/*)
 	$(call execute,recorded)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
@@ -54,7 +58,6 @@ build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(D
 build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
 build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
-build/notebooks/live/06_downstream.ipynb: $(LIVE)/l1-3e-3/done twell/evaluate.py $(wildcard twell/tasks/*/*)
 build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector.* twell/widget.py)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
@@ -79,8 +82,8 @@ test: $(VENV)/installed
 lab: $(VENV)/installed
 	$(RUN) -m jupyter lab notebooks
 
-screenshot: $(VENV)/installed $(LIVE)/l1-$(INSPECTED)/aggregate.npz
-	$(RUN) -m tests.browser $(LIVE)/l1-$(INSPECTED)
+screenshot: $(VENV)/installed
+	$(RUN) -m tests.browser data/checkpoints/twell-6m
 
 clean:
 	rm -rf build figures/live $(LIVE)

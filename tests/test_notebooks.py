@@ -135,14 +135,13 @@ def write_bench(folder):
 def test_notebook_runs(path, live, tmp_path):
     figures = tmp_path / "figures"
     wanted = {"runs": str(live), "sweep": "l1-*", "longer": "longer-*", "source": "recorded"}
-    wanted |= {"figures": str(figures), "tracked_figures": str(figures)}
+    wanted |= {"figures": str(figures), "drawn": str(figures), "tracked_figures": str(figures)}
     wanted |= {
         name: str(live / "l1-0.001" / f"{file}.npz") for name, file in (("aggregate",) * 2, ("passage", "trace"))
     }
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
-    wanted |= {"live": True} if path.stem == "06_downstream" else {}
     wanted |= {"runs": str(live / "choices"), "family": "[!z]*", "by_size": "z-*"} if path.stem[:2] == "09" else {}
     wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
@@ -153,7 +152,7 @@ def test_notebook_runs(path, live, tmp_path):
     for name in FIGURES[path.stem]:
         assert (figures / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         origin = json.loads((figures / f"{name}.json").read_text())
-        assert origin["source"] == ("live" if path.stem == "01_format" else "recorded")
+        assert origin["source"] == ("live" if path.stem in ("01_format", "07_inspect") else "recorded")
         for file, digest in origin["inputs"].items():
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
