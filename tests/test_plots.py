@@ -107,13 +107,13 @@ def test_fig02_smooths_over_a_twentieth_of_the_points(random):
     figure = plots.fig02_training_curves(curves)
     draw(figure)
     for ax in figure.axes:
-        assert list(lines(ax)) == ["0", "0.001", "0.003"]
+        assert list(lines(ax)) == ["0", "1e-3", "3e-3"]
         for label, line in lines(ax).items():
             values = curves.loc[curves["l1_coefficient"] == float(label), "value"].to_numpy()
             np.testing.assert_allclose(line.get_ydata()[1:], (values[1:] + values[:-1]) / 2)
             np.testing.assert_allclose(line.get_xdata(), np.arange(10, 410, 10) * 4096 / 1e6)
     assert figure.axes[1].get_xlim()[0] >= 0.5 * curves["tokens"].max() / 1e6
-    assert legend(figure) == ["0", "0.001", "0.003"]
+    assert legend(figure) == ["0", "1e-3", "3e-3"]
 
 
 def test_l1_levels_keep_their_colour_within_a_figure(random):
@@ -131,7 +131,7 @@ def test_fig03_shows_prices_activity_and_status():
     assert texts(top) == ["+1.0%", "+5.0%", "+10.0%"]
     assert texts(bottom) == ["150", "30", "3", "0"]
     np.testing.assert_allclose(bottom.get_lines()[0].get_ydata(), [150, 30, 3, plots.ACTIVE_FLOOR])
-    assert [label.get_text() for label in bottom.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
+    assert [label.get_text() for label in bottom.get_xticklabels()] == ["0", "1e-3", "1e-2", "0.1"]
     assert legend(figure) == ["alive", "feed-forward unused", "dead layer"]
     marks = {len(collection.get_paths()[0].vertices) for collection in top.collections}
     assert len(marks) == 3
@@ -160,7 +160,7 @@ def test_frontier():
     np.testing.assert_allclose(drawn["1 M tokens"].get_xdata(), 100 * alive["active_fraction"])
     np.testing.assert_allclose(drawn["1 M tokens"].get_ydata(), alive["cross_entropy"])
     assert len(drawn["2 M tokens"].get_xdata()) == 2
-    assert texts(ax) == ["0.1", "0.01", "0.001", "0"]  # of the shorter training alone
+    assert texts(ax) == ["0.1", "1e-2", "1e-3", "0"]  # of the shorter training alone
     price = [line.get_ydata()[0] for line in ax.get_lines() if line.get_linestyle() == "--"]
     dense = levels.loc[levels["l1_coefficient"] == 0, "cross_entropy"].item()
     np.testing.assert_allclose(price, [1.02 * dense, 1.02 * (dense - 1)])
@@ -176,7 +176,7 @@ def test_fig09(random):
     draw(figure)
     left, right = figure.axes
     np.testing.assert_allclose(lines(left)["0"].get_ydata(), active["value"][:30].clip(lower=plots.ACTIVE_FLOOR))
-    np.testing.assert_allclose(lines(right)["0.003"].get_ydata(), 100 * dead["value"][60:])
+    np.testing.assert_allclose(lines(right)["3e-3"].get_ydata(), 100 * dead["value"][60:])
     assert "131,072 tokens" in right.get_ylabel()
     assert left.get_yscale() == "log"
 
@@ -197,7 +197,7 @@ def test_fig08_shows_means_and_bands_of_seeds():
     draw(figure)
     left, right = figure.axes
     names = ["recipe, 2 seeds", "re-initialisation, 3 seeds", "L1 warm-up, 2 seeds"]
-    assert legend(figure) == names and figure.legends[0].get_title().get_text() == "L1 = 0.001"
+    assert legend(figure) == names and figure.legends[0].get_title().get_text() == "L1 = 1e-3"
     np.testing.assert_allclose(lines(left)[names[0]].get_ydata(), [20.5, 40.5, 100.5])
     np.testing.assert_allclose(lines(left)[names[2]].get_ydata(), [plots.ACTIVE_FLOOR] * 3)
     np.testing.assert_allclose(lines(right)[names[1]].get_ydata(), [90, 2.5])  # of 0.5, 0.5 and 6.5%
@@ -225,7 +225,7 @@ def test_choices_frontier():
     np.testing.assert_allclose(lines(left)["recipe"].get_ydata(), [3, 1, 0], atol=1e-9)
     np.testing.assert_allclose(lines(right)["recipe"].get_ydata(), [60, 40, 0])
     np.testing.assert_allclose(lines(left)["balanced columns"].get_xdata(), [2])
-    assert texts(left) == ["0.003", "0.001", "0"] and texts(right) == []
+    assert texts(left) == ["3e-3", "1e-3", "0"] and texts(right) == []
     sideways, upright = (bars.get_segments() for bars in left.collections[:2])  # of the recipe's two levels with seeds
     np.testing.assert_allclose([np.ptp(bar[:, 0]) for bar in sideways], [2 * 0.02 * np.sqrt(2), 0], atol=1e-9)
     np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in upright], [0, 2 * 0.2 * np.sqrt(2)], atol=1e-9)
@@ -250,7 +250,7 @@ def test_scale_activity():
     assert texts(left) == ["5", "5.5", "6", "39", "29", "24"]
     assert [np.ptp(bar[:, 1]) for bar in left.collections[0].get_segments()] == pytest.approx([1, 1.1, 0.6])
     assert [np.ptp(bar[:, 1]) for bar in right.collections[0].get_segments()] == pytest.approx([0.4 * np.sqrt(2)] * 2)
-    assert legend(figure) == ["ours, L1 = 0.001", "paper, L1 = 2e-5", "2%"] and right.get_ylim()[0] == 0
+    assert legend(figure) == ["ours, L1 = 1e-3", "paper, L1 = 2e-5", "2%"] and right.get_ylim()[0] == 0
     unknown = plots.scale_activity(table, paper, {"active_fraction": np.nan, "cross_entropy_change": np.nan})
     draw(unknown)
     assert not unknown.axes[0].collections and not unknown.axes[1].collections
@@ -683,7 +683,7 @@ def test_table6_tasks():
         pytest.approx([40.4, 44.6, 46.4, 49.1]),
         pytest.approx([40.4, 44.7, 46.2, 48.8]),
     ]
-    expected = ["ours, L1 = 0", "ours, L1 = 0.001", "paper, L1 = 0", "paper, L1 = 2e-5", "not above chance", "chance"]
+    expected = ["ours, L1 = 0", "ours, L1 = 1e-3", "paper, L1 = 0", "paper, L1 = 2e-5", "not above chance", "chance"]
     assert legend(figure) == expected
 
 
@@ -697,7 +697,7 @@ def test_fig03_accuracy():
     titles = ["2 M parameters,\n1 M tokens", "40 M parameters", "the paper, 1.5 B"]
     assert [ax.get_title() for ax in figure.axes] == titles
     ticks = [[tick.get_text() for tick in ax.get_xticklabels()] for ax in (small, large)]
-    assert ticks == [["0", "0.001", "0.01"], ["0", "1e-5", "3e-5", "0.001"]]
+    assert ticks == [["0", "1e-3", "1e-2"], ["0", "1e-5", "3e-5", "1e-3"]]
     for ax, heights in ((small, [41.43, 31.43, 39.43]), (large, 4 * [31.43]), (printed, [46.36, 46.2, 44.83])):
         assert list(ax.collections[0].get_offsets()[:, 1]) == pytest.approx(heights)
         (dashed,) = [line for line in ax.get_lines() if line.get_linestyle() == "--"]

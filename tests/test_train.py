@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -199,6 +200,17 @@ def test_each_layer_can_have_its_own_coefficient(tiny_config, tmp_path):
     active = series(results.load_run(run)[1], "active_mean", "valid").loc[16]
     assert active[0] < 0.5 * active[1]
     assert load(run)[0].config.l1_coefficients == [0.3, 0.0]
+
+
+def test_a_validation_between_two_rows_changes_none_of_them(tiny_config, tmp_path):
+    rows = {}
+    for every in (3, 16):
+        config = dataclasses.replace(tiny_config, valid_every=every, l1_coefficient=0.3, learning_rate=1e-2, reinit=0.3)
+        _, log = results.load_run(train(config, tmp_path / str(every), quiet=True))
+        keep = (log["split"] == "train") & (log["metric"] != "tokens_per_second")
+        rows[every] = log[keep].reset_index(drop=True)
+    assert (rows[16]["metric"] == "dead_fraction").sum() == 8
+    pd.testing.assert_frame_equal(rows[3], rows[16])
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -1697,13 +1697,13 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
                     continue
                 stderr = found[f"{metric}_stderr,{kind}"]
                 stderr, chance = (np.nan if value in ("N/A", None) else value for value in (stderr, facts["chance"]))
-                verdict = _verdict(accuracy, stderr, chance)
+                verdict = _near_chance(accuracy, stderr, chance)
                 rows.append((*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict))
     columns = [*EVALUATED, *COMPUTED, "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def _verdict(accuracy: float, stderr: float, chance: float) -> str:
+def _near_chance(accuracy: float, stderr: float, chance: float) -> str:
     if np.isnan(stderr + chance):
         return ""
     if abs(accuracy - chance) <= NEAR_CHANCE * stderr:
@@ -1737,7 +1737,7 @@ def by_level(seven: pd.DataFrame) -> pd.DataFrame:
     """
     numbers = {"models": ("model", "size")} | {name: (name, "mean") for name in ("accuracy", "stderr", "chance")}
     found = seven.groupby([*SIZE, "l1_coefficient", "task"], dropna=False).agg(**numbers).reset_index()
-    found["verdict"] = [_verdict(*row) for row in found[["accuracy", "stderr", "chance"]].to_numpy()]
+    found["verdict"] = [_near_chance(*row) for row in found[["accuracy", "stderr", "chance"]].to_numpy()]
     return found
 
 

@@ -114,8 +114,15 @@ def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
 
 
 def _level(l1: float) -> str:
-    """An L1 coefficient as one writes it: 0.003, 3e-5."""
-    return f"{l1:g}".replace("e-0", "e-")
+    """An L1 coefficient as one writes it: 0.3, 3e-3, 1.5e-4."""
+    if l1 == 0 or l1 >= 0.1:
+        return f"{l1:g}"
+    mantissa, exponent = f"{l1:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _signed(percent: float) -> str:
+    return f"{percent:+.1f}%".replace("-", "−")
 
 
 def _plain(axis: mpl.axis.Axis) -> None:
@@ -230,7 +237,8 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
     colours = _level_colours(levels)
     table = table.assign(level=table["l1_coefficient"].map(levels.index))
     means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
-    prices = means.loc[means.index > 0, "cross_entropy_change"].dropna().map("{:+.1f}%".format)
+    lowest = table.groupby("level")["cross_entropy"].min()
+    prices = means.loc[means.index > 0, "cross_entropy_change"].dropna().map(_signed)
     notes = {"cross_entropy": prices, "active": means["active"].map("{:.3g}".format)}
     for ax, column in zip(axes.flat, notes, strict=True):
         floor = ACTIVE_FLOOR if column == "active" else None
@@ -239,9 +247,9 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
         for status, rows in table.groupby("status"):
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
             ax.scatter(rows["level"], rows[column].clip(lower=floor), 28, colour, marker=STATUS_MARKERS[status])
-        for level, note in notes[column].items():
-            place = level, heights[level]
-            ax.annotate(note, place, (0, 5), textcoords="offset points", ha="center", fontsize=6.5)
+        for level, note in notes[column].items():  # where the line does not go
+            place, above = ((level, heights[level]), 5) if column == "active" else ((level, lowest[level]), -12)
+            ax.annotate(note, place, (0, above), textcoords="offset points", ha="center", fontsize=6.5)
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
     axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
@@ -281,12 +289,14 @@ def frontier(table: pd.DataFrame) -> Figure:
         if len(dense):
             ax.axhline((1 + analysis.MAX_PRICE / 100) * dense.item(), color=colour, linestyle="--", linewidth=0.8)
         if tokens == budgets[0]:
-            for x, y, l1 in zip(share, rows["cross_entropy"], rows["l1_coefficient"], strict=True):
-                place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
-                ax.annotate(_level(l1), (x, y), **place)
+            # Below the points, where the line of a frontier does not go, and upright, since levels may be close.
+            lowest = rows["cross_entropy"] - rows["cross_entropy_std"].fillna(0)
+            for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
+                place = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
+                ax.annotate(_level(l1), (x, y), fontsize=6.5, rotation=90, **place)
     inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
-    ax.margins(0.1)
+    ax.margins(0.1, 0.27)
     _plain(ax.xaxis)
     price = Line2D([], [], color="0.5", linestyle="--", linewidth=0.8)
     lines, names = ax.get_legend_handles_labels()

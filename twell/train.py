@@ -254,12 +254,12 @@ def _read_config(name: str | Path) -> dict:
 def evaluate(model: SparseLlamaForCausalLM, blocks: corpus.Blocks, batch: int = 32) -> dict:
     """Return the mean cross-entropy (nats per predicted token) over all blocks, and each layer's activity.
 
-    Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}.
+    Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}. What the layers had counted
+    before stays counted.
     """
     training, model.recording = model.training, True
     model.eval()
-    for ffn in model.ffns:
-        ffn.stats.take()
+    before = [ffn.stats.take() for ffn in model.ffns]
     total = 0.0
     for start in range(0, len(blocks), batch):
         tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
@@ -267,6 +267,8 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: corpus.Blocks, batch: int = 
     model.train(training)
     model.recording = False
     layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
+    for ffn, counters in zip(model.ffns, before, strict=True):
+        ffn.stats.neuron_counts, ffn.stats.histogram = counters
     return {"cross_entropy": total / len(blocks), "layers": layers}
 
 
