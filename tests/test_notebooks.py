@@ -231,12 +231,14 @@ def test_notebook_runs(path, live, tmp_path):
         assert compared.groups() == ("11", "0")  # three live and eight recorded
 
 
-def test_downstream_without_anything_recorded(tmp_path):
-    path, given = FOLDER / "06_downstream.ipynb", {"evaluations": str(tmp_path), "figures": str(tmp_path / "figures")}
+def test_downstream_without_anything_recorded(live, tmp_path):
+    path = FOLDER / "06_downstream.ipynb"
+    given = {"evaluations": str(tmp_path / "eval"), "figures": str(tmp_path / "figures"), "sparse_items": 3}
+    given["model"] = str(live / "l1-0.001")
     done = execute(path, given, tmp_path)
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
-    assert "**Not run:** set `live`." in said and "**Nothing is recorded**" in said
+    assert "**Nothing is recorded**" in said
     assert "**table6_tasks is not drawn:**" in said and "**fig03_accuracy is not drawn:**" in said
     assert not (tmp_path / "figures").exists()
     table = outputs[-1]["data"]["text/html"]
