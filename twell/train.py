@@ -22,6 +22,7 @@ import contextlib
 import csv
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import math
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from twell import corpus, results
@@ -438,8 +440,6 @@ class _Run:
         self.model = SparseLlamaForCausalLM(dataclasses.replace(config, backend="dense").model_config(**ends))
         self.model.set_ffn_backend(config.backend)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        if config.checkpoint_activations:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         # The kernels are for 16-bit inputs.
         self.sparse = SparseTraining(self.model, path="union" if config.precision == "bf16" else None)
         if config.compile:
@@ -447,6 +447,11 @@ class _Run:
                 self.sparse.allow_recompiling()
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True)
+                if config.checkpoint_activations:  # around the compiled layer: within it the L1 term could not leave
+                    compiled = layer._compiled_call_impl
+                    layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
+        elif config.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if accelerator.distributed_type == DistributedType.FSDP:  # it takes no strides but the usual
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.contiguous()
