@@ -1,6 +1,7 @@
 """Imports go one way (the order below); the test reads the sources and holds the line."""
 
 import ast
+import importlib
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from twell import results
 
 PACKAGE = results.root() / "twell"
-# Every module with the modules of ours it may import.
+# Every module with the modules of ours it may import. From outside, analysis and plots are imported as a whole.
 MAY_IMPORT = {
     "format": set(),
     "results": set(),
@@ -23,8 +24,21 @@ MAY_IMPORT = {
     "train": {"ffn", "model", "corpus", "results", "sparse_training"},
     "trace": {"ffn", "model", "corpus", "results", "train"},
     "evaluate": {"corpus", "model", "results", "trace", "train"},
-    "analysis": {"format", "results"},
-    "plots": {"results", "analysis"},
+    "analysis.runs": set(),
+    "analysis.variants": {"analysis.runs"},
+    "analysis.activity": set(),
+    "analysis.formats": {"format"},
+    "analysis.speed": {"analysis.runs"},
+    "analysis.tasks": set(),
+    "analysis.findings": {"analysis.runs", "analysis.speed", "analysis.tasks", "analysis.variants"},
+    "analysis": {f"analysis.{name}" for name in "runs variants activity formats speed tasks findings".split()},
+    "plots.base": {"results"},
+    "plots.formats": {"plots.base"},
+    "plots.training": {"analysis", "plots.base"},
+    "plots.activity": {"plots.base"},
+    "plots.speed": {"analysis", "plots.base"},
+    "plots.models": {"analysis", "plots.base"},
+    "plots": {f"plots.{name}" for name in "base formats training activity speed models".split()},
     "export": {"analysis", "model", "results", "train"},
     "inspector": {"analysis", "model", "plots", "trace"},
     "widget": {"inspector", "plots", "results", "trace"},
@@ -40,25 +54,50 @@ MAY_IMPORT = {
 }
 
 
+def entry(name):
+    """The entry of the table that a dotted name belongs to; the kernels have one together."""
+    while name not in MAY_IMPORT and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
 def imported(path):
-    """Names of our modules that a file imports, at any depth."""
+    """Entries of our modules that a file imports, at any depth."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "twell":
-            yield from (alias.name for alias in node.names if alias.name != "__version__")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("twell."):
-            yield node.module.split(".")[1]
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.level:
             raise AssertionError(f"{path.name}: write imports in full, not relative")
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("twell."))
+            names = [alias.name for alias in node.names]
+        ours = [name.removeprefix("twell.") for name in names if name.startswith("twell.")]
+        yield from (entry(name) for name in ours if name != "__version__")
 
 
-SOURCES = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "kernels").glob("*.py")])
+SOURCES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py")])
+}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_imports_go_one_way(path):
-    assert set(imported(path)) <= MAY_IMPORT["kernels" if path.parent.name == "kernels" else path.stem]
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_go_one_way(name):
+    assert set(imported(SOURCES[name])) <= MAY_IMPORT["kernels" if name.startswith("kernels.") else name]
+
+
+@pytest.mark.parametrize("package", ["analysis", "plots"])
+def test_a_package_hands_on_the_public_names_of_its_modules(package):
+    whole = importlib.import_module(f"twell.{package}")
+    parts = [name for name in SOURCES if name.startswith(f"{package}.")]
+    assert len(parts) > 1
+    for part in parts:
+        of = importlib.import_module(f"twell.{part}")
+        for name, value in vars(of).items():
+            defined = getattr(value, "__module__", None) == of.__name__ or name.isupper() and name != "TYPE_CHECKING"
+            # Loading a module puts it into the package under its own name, in place of what else may have it.
+            if defined and not name.startswith("_"):
+                assert getattr(whole, name) is value, f"{part}.{name}"
 
 
 def test_importing_twell_is_cheap():

@@ -7,7 +7,7 @@ An aggregate has a fixed size and is filled in one pass. It keeps counts that ar
 position, layer, neuron, block of tokens and TwELL tile) and, for every neuron, a few places in the text: the strongest,
 and examples at set quantiles of its values. The words around these places are stored once, however many neurons
 point to them. Both answer the same questions (`histogram`, `by_token`, `by_position`, `neurons`, `unions`, `overflows`),
-from which analysis.py makes the same tables.
+from which analysis makes the same tables.
 """
 
 from __future__ import annotations
