@@ -467,6 +467,7 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     def output(start):
         return page.locator(".jp-OutputArea-output pre", has_text=start).last.inner_text()
 
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # a cell that is run before is run by nothing
     run(0)
     page.locator(".tw-t").first.wait_for()
     assert "tw-dark" in page.get_attribute(".twell", "class")
