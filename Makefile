@@ -52,6 +52,11 @@ endef
 build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz data/eval/*.json data/checkpoints/*/*)
 	$(call execute,recorded)
 
+# These run the model that ships.
+build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb: twell/model.py twell/ffn.py
+build/notebooks/06_downstream.ipynb: twell/evaluate.py $(wildcard twell/tasks/*/*)
+build/notebooks/07_inspect.ipynb: twell/widget.py $(wildcard twell/inspector.*)
+
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
 	$(call execute,live)
 

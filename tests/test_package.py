@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 
 from twell import analysis, results
 from twell.__main__ import main
+from twell.model import load
 from twell.trace import Aggregate
 
 ROOT = results.root()
@@ -98,7 +100,7 @@ def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     assert Path(page).read_text(encoding="utf-8") == (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_states_what_the_recorded_runs_say():
+def test_readme_states_what_the_sweep_says():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     runs, log = results.load_runs(ROOT / "data" / "runs", "85m-50m-l1-*")
     swept = analysis.sweep(runs[analysis.choice(runs) == "recipe"], log)
@@ -107,29 +109,83 @@ def test_readme_states_what_the_recorded_runs_say():
     assert best["l1_coefficient"] == 6e-4 and list(table["runs"]) == [2 if l1 in (0, 6e-4) else 1 for l1 in table.index]
     dense, good, costly, broken = (table.loc[l1] for l1 in (0.0, 6e-4, 1.5e-3, 5e-3))
     choices = analysis.choices(runs, log)
-    noise = analysis.contrast(choices, "cross_entropy_change", ("recipe", 6e-4), ("recipe", 0.0))
+    noise, single = (
+        analysis.contrast(choices, "cross_entropy_change", ("recipe", l1), ("recipe", 0.0)) for l1 in (6e-4, 1.5e-4)
+    )
     assert noise["verdict"] == "within noise"
-    active = analysis.training_curves(runs, log, "active_mean").set_index(["run", "step"])["value"][good["run"]]
+    moderate = table["cross_entropy_change"][[2e-5, 6e-5, 1.5e-4, 3e-4]]
+    assert list(moderate.index[moderate < -single["limit"]]) == [1.5e-4]
+    active = analysis.training_curves(runs[runs["run"] == good["run"]], log, "active_mean")
+    settled = 100 * analysis.settles_after(active)
     counted = Aggregate.load(ROOT / "data" / "traces" / "85m-50m-l1-6e-4-aggregate.npz")
     layers, positions = analysis.per_layer(counted), analysis.by_position(counted)["mean_active"]
     over = layers["max_over_mean"]
     for words in (
         f"{dense['active']:.0f} of 2,112 ({100 * dense['active_fraction']:.1f}%)",
-        f"{good['active']:.1f} active ({100 - 100 * good['active_fraction']:.1f}% inactive) for "
-        f"−{-good['cross_entropy_change']:.1f}% (L1 = 6e-4), within the noise of seeds (± {noise['limit']:.1f}%)",
-        f"−{-table['cross_entropy_change'].min():.1f}% at 1.5e-4",
+        f"{good['active']:.1f} active ({100 - 100 * good['active_fraction']:.1f}% inactive, "
+        f"{dense['active'] / good['active']:.0f} times fewer) for −{-good['cross_entropy_change']:.1f}% (L1 = 6e-4), "
+        f"within the noise of seeds (± {noise['limit']:.1f}%)",
+        f"From 2e-5 to 3e-4 −{-moderate.max():.1f} to −{-moderate.min():.1f}%",
+        f"beyond the noise of one run (± {single['limit']:.1f}%)",
         f"+{costly['cross_entropy_change']:.1f}% at 1.5e-3 ({costly['active']:.1f} active)",
         f"+{broken['cross_entropy_change']:.1f}% at 5e-3 ({broken['active']:.2f} active)",
-        f"costs {good['ffn_gain']:.1f} nats at 6e-4, {broken['ffn_gain']:.2f} at 5e-3",
-        f"{active[416]:.1f} active after {100 * 416 / 1526:.0f}% of the training, {active[1526]:.1f} at its end",
+        f"costs {good['ffn_gain']:.1f} nats at 6e-4 ({dense['ffn_gain']:.1f} at L1 = 0)",
+        f"at 5e-3, {broken['ffn_gain']:.2f}: there they hardly do",
+        f"within 20% of its last value after {settled:.0f}% of a training of 1,526 steps",
         f"{100 * good['dead_fraction_train']:.0f}% (silent for 2^20 tokens)",
-        f"{over.min():.0f} to {over.max():.0f} by layer",
+        f"{over.min():.0f} to {over.max():.0f} times by layer, one of twelve below 10",
         f"the last the most ({layers['mean'].iloc[-1]:.0f} active)",
         f"{positions.iloc[0]:.1f} active at the first position, {positions.iloc[512:].mean():.1f} over the second half",
     ):
         assert words in text, words
-    assert table["cross_entropy_change"].idxmin() == 1.5e-4 and table["status"].eq("alive").all()
+    assert table["status"].eq("alive").all() and (over < 10).sum() == 1
     assert set(layers["mean"].nsmallest(3).index) == {1, 2, 3} and layers["mean"].idxmax() == 11
+
+
+def test_readmes_state_what_single_runs_say():
+    text, data = ((ROOT / folder / "README.md").read_text(encoding="utf-8") for folder in (".", "data"))
+    runs, log = results.load_runs(ROOT / "data" / "runs")
+    at_end = log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")].groupby("run")["value"].last()
+    active = log[(log["split"] == "valid") & (log["metric"] == "active_mean")]
+    active = active[active["step"] == active.groupby("run")["step"].transform("max")].groupby("run")["value"].mean()
+    worse = {
+        name: 100 * (at_end[f"lr-2e-3-l1-{name}"] / at_end[f"85m-50m-l1-{name}-seed-0"] - 1) for name in ("0", "3e-4")
+    }
+    assert f"2e-3: dense {worse['0']:.1f}% worse, L1 = 3e-4 {worse['3e-4']:.1f}%" in text
+    assert f"dense is {worse['0']:.1f}% worse and L1 = 3e-4 {worse['3e-4']:.1f}%" in data
+    assert set(runs["commit"]) == {"3032514"} and "All are of commit 3032514" in data
+    sparse, dense = "5m-400m-l1-1.5e-3-seed-0", "5m-400m-l1-0-seed-0"
+    price, inactive = 100 * (at_end[sparse] / at_end[dense] - 1), 100 - 100 * active[sparse] / 704
+    assert f"5.9 M parameters on 400 M tokens: {inactive:.1f}% inactive for +{price:.1f}%" in text
+    shipped = "5m-500m-l1-1.5e-3-seed-0"
+    parameters = runs.set_index("run")["parameters"][shipped]
+    assert (
+        f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {100 - 100 * active[shipped] / 704:.1f}% of the neurons"
+        in text
+    )
+    card = (ROOT / "data" / "checkpoints" / "twell-6m" / "README.md").read_text(encoding="utf-8")
+    assert (
+        f"the dense model reached {at_end[dense]:.3f} and the sparse one {at_end[sparse]:.3f}, {price:.1f}% more"
+        in card
+    )
+
+
+def test_the_shipped_model_is_the_recorded_run():
+    folder = ROOT / "data" / "checkpoints" / "twell-6m"
+    config, log = results.load_run(ROOT / "data" / "runs" / "5m-500m-l1-1.5e-3-seed-0")
+    model, tokenizer = load(folder)
+    counted = Aggregate.load(folder / "aggregate.npz")
+    sizes = (model.config.num_hidden_layers, model.config.hidden_size, model.config.intermediate_size)
+    assert sizes == (config["num_layers"], config["hidden_size"], config["intermediate_size"])
+    assert sum(p.numel() for p in model.parameters()) == config["parameters"] and len(tokenizer) == config["vocab_size"]
+    assert counted.num_tokens == 2**20 and counted.meta["run"] == "5m-500m-l1-1.5e-3-seed-0"
+    logged = analysis.logged_layers(log, config["intermediate_size"])["mean"].to_numpy()
+    np.testing.assert_allclose(analysis.per_layer(counted)["mean"], logged, rtol=0.02)
+    # On text that it has not seen it predicts: far better than a guess among 4,096 tokens (8.3 nats).
+    text = "The river rises in the hills north of the town, and for most of the year it can be crossed on foot. " * 2
+    ids = tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids
+    assert float(model.eval()(input_ids=ids, labels=ids).cross_entropy) < 5
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 15e6
 
 
 def test_readme_states_what_the_measured_rows_say():

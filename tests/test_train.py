@@ -213,6 +213,22 @@ def test_a_validation_between_two_rows_changes_none_of_them(tiny_config, tmp_pat
     pd.testing.assert_frame_equal(rows[3], rows[16])
 
 
+def test_an_evaluation_leaves_counters_as_they_were(tiny_config):
+    model = SparseLlamaForCausalLM(tiny_config.model_config())
+    _, _, blocks = tiny_config.prepare_text()
+    evaluate(model, blocks)
+    assert all(ffn.stats.histogram is None and ffn.stats.neuron_counts is None for ffn in model.ffns)
+    model.train()(input_ids=blocks.draw([0]))
+    counted = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+    evaluate(model, blocks)
+    assert all(
+        a is b
+        for ffn, pair in zip(model.ffns, counted, strict=True)
+        for a, b in zip((ffn.stats.neuron_counts, ffn.stats.histogram), pair, strict=True)
+    )
+    assert counted[0][1].sum() == tiny_config.context
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_reinitialisation_mixes_noise_into_dead_rows_alone(tiny_config, gated):
     model = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, gated=gated).model_config())

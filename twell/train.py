@@ -117,7 +117,7 @@ class TrainConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be more than 0")
         at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
-        at_least_0 += ["balance_every"]
+        at_least_0.append("balance_every")
         for name in ("l1_coefficient", *at_least_0):
             values = getattr(self, name) if isinstance(getattr(self, name), list) else [getattr(self, name)]
             if not all(0 <= value < math.inf for value in values):
@@ -261,7 +261,9 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: corpus.Blocks, batch: int = 
     """
     training, model.recording = model.training, True
     model.eval()
-    before = [ffn.stats.take() for ffn in model.ffns]
+    before = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+    for ffn in model.ffns:
+        ffn.stats.take()
     total = 0.0
     for start in range(0, len(blocks), batch):
         tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
@@ -358,8 +360,8 @@ def balance(model: SparseLlamaForCausalLM) -> None:
 
     No layer's output changes, since act(x Wg) * (x Wu) is proportional to the row of Wu (and ReLU to that of its input). The
     L1 term does: it then counts |h| by what a neuron adds to the residual stream. The length is that of a fresh column,
-    `initializer_range` sqrt(K). A column of zeros stays. Adam's moments are left alone: between two times
-    lengths change by a few per cent. Ours, not the paper's.
+    `initializer_range` sqrt(K). A column of zeros stays; Adam's moments are left alone. Ours,
+    not the paper's.
     """
     for ffn in sparse_ffns(model):
         down, up = ffn.down_proj.weight, ffn.up_proj.weight
