@@ -553,6 +553,12 @@ def test_where_the_paper_finds_activity():
     paper, sparse, dense = results.paper(), layers(1, 2, 9, 4, 3, 3, 3, 3), layers(1, 2, 3, 9, 3, 3, 3, 3)
     found = verdicts(analysis.layer_findings(paper, sparse, dense, layers(1, 1, 8, 1, 1, 1, 1, 9), overflow, "small"))
     assert set(found) == {"agrees"} and len(found) == 6
+    for at, verdict in enumerate(["agrees"] * 3 + ["differs"] * 4):  # the paper: 2 of 0 to 27
+        beyond = [1.0] * at + [8.0] + [1.0] * (6 - at) + [9.0]
+        rows = analysis.layer_findings(paper, sparse, dense, layers(*beyond), overflow, "small")
+        assert verdicts(rows)["peak layers, a level beyond use"] == verdict
+        assert rows[3][2] == f"[{at}, 7] (of 0 to 7)"
+    assert rows[1][1:3] == ("~6 (of 0 to 27)", "2 (of 0 to 7)")
     turned = layers(3, 3, 3, 3, 3, 9, 1, 2).assign(max_over_mean=9.0)
     found = verdicts(
         analysis.layer_findings(paper, turned, layers(9, 1, 1, 1, 1, 1, 1, 1), sparse, overflow + 1, "small")

@@ -243,19 +243,23 @@ def layer_findings(
 
     paper: `results.paper()`; sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1 and
     at a level beyond use; overflow: `tile_overflow` at the recommended level; reason: why a difference is to be expected.
-    A peak agrees when it lies within a quarter of the depth of the paper's.
+    A peak agrees when it lies within a quarter of the depth of the paper's; of two, the other has to be in the last layer.
     """
     theirs = paper.set_index("metric")["value"]
     peaks = paper[paper["metric"] == "peak_layer"].set_index("l1")["value"]
-    depth, num_layers = 28, len(sparse)
+    their_last, last = 27, len(sparse) - 1
+
+    def near(at: int, printed: str) -> bool:
+        return abs(at / max(last, 1) - float(printed.strip("~")) / their_last) < 0.25
 
     def peak(name: str, table: pd.DataFrame, printed: str) -> tuple:
-        at, place = int(table["mean"].idxmax()), float(printed.strip("~")) / (depth - 1)
-        near = abs(at / max(num_layers - 1, 1) - place) < 0.25
-        return name, f"{printed} of {depth}", f"{at} of {num_layers}", near, reason
+        at = int(table["mean"].idxmax())
+        return name, f"{printed} (of 0 to {their_last})", f"{at} (of 0 to {last})", near(at, printed), reason
 
     least = sorted(int(layer) for layer in sparse.nsmallest(2, "mean")["layer"])
     two = sorted(int(layer) for layer in sparsest.nlargest(2, "mean")["layer"])
+    printed_two, as_printed = theirs["peak_layers"], len(two) == 2 and two[1] == last
+    as_printed = as_printed and near(two[0], printed_two.split()[0])
     ratio, over = sparse["max_over_mean"].min(), overflow[overflow["compression"] == theirs["compression_factor"]]
     over = over["overflow_rows"].mean()
     independent = "neurons do not fire independently"
@@ -263,7 +267,7 @@ def layer_findings(
         ("least active layers", theirs["least_active_layers"], least, least == [0, 1], reason),
         peak("peak layer, recommended level", sparse, peaks[2e-5]),
         peak("peak layer, L1 = 0", dense, peaks[0]),
-        ("peak layers, a level beyond use", theirs["peak_layers"], two, two[1] == num_layers - 1, reason),
+        ("peak layers, a level beyond use", printed_two, f"{two} (of 0 to {last})", as_printed, reason),
         ("maximum over mean, in every layer", theirs["max_over_mean_nonzeros_per_layer"], ratio, ratio > 10, reason),
         ("tokens with a tile that overflows", theirs["overflow_probability"], over, over == 0, independent),
     ]
