@@ -24,6 +24,7 @@ from twell.plots.base import (
 )
 
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
+_ON_WHITE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}, "zorder": 4}  # text above lines
 
 
 # --- sweeps (Figs 2, 3, 9) ----------------------------------------------------------------------
@@ -87,8 +88,12 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
             ax.scatter(rows["level"], rows[column].clip(lower=floor), 28, colour, marker=STATUS_MARKERS[status])
         for level, note in notes[column].items():  # where the line does not go
-            place, above = ((level, heights[level]), 5) if column == "active" else ((level, lowest[level]), -12)
-            ax.annotate(note, place, (0, above), textcoords="offset points", ha="center", fontsize=6.5)
+            if column == "active":  # the line falls to the right
+                place = {"xy": (level, heights[level]), "xytext": (4, 4), "ha": "left"}
+            else:
+                rises = level - 1 in heights.index and heights[level - 1] < heights[level]
+                place = {"xy": (level, lowest[level]), "xytext": (3 * rises, -12), "ha": "left" if rises else "center"}
+            ax.annotate(note, textcoords="offset points", fontsize=6.5, **place, **_ON_WHITE)
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
     axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
@@ -98,7 +103,8 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
     shown = [status for status in names if status in set(table["status"])]
     handles = [Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5) for s in shown]
     labels = [names[status] for status in shown]
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
+    if shown != ["alive"]:
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
     return figure
 
 
@@ -132,10 +138,10 @@ def frontier(table: pd.DataFrame) -> Figure:
             lowest = rows["cross_entropy"] - rows["cross_entropy_std"].fillna(0)
             for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
                 place = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
-                ax.annotate(_level(l1), (x, y), fontsize=6.5, rotation=90, **place)
+                ax.annotate(_level(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE)
     inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
-    ax.margins(0.1, 0.27)
+    ax.margins(0.1, 0.4)
     _plain(ax.xaxis)
     price = Line2D([], [], color="0.5", linestyle="--", linewidth=0.8)
     lines, names = ax.get_legend_handles_labels()
