@@ -304,6 +304,8 @@ def test_fig07a_shows_both_ends_and_any_token():
     assert shown == ["a$_b", "␣the", "⏎", "$", "⇥", "\\x00", "\\frac", "x" * 16, "é", "$x$", "%", "_^{"]
     np.testing.assert_allclose([bar.get_width() for bar in ax.patches], [*np.arange(6) + 0.5, *np.arange(13, 19) + 0.5])
     assert texts(ax)[0] == "0.5 (n = 16)"
+    ends = [note.get_window_extent().x1 for note in ax.texts]
+    assert 0.9 * figure.bbox.x1 < max(ends) <= figure.bbox.x1  # the notes take what the bars leave, and no more is left
     assert ax.yaxis_inverted()  # the lowest stand on top
 
 
@@ -421,7 +423,9 @@ def test_fig_surprise(random):
     left, right = figure.axes
     np.testing.assert_array_equal(lines(left)["mean"].get_ydata(), bins["active"])
     assert [label.get_text() for label in right.get_xticklabels()] == ["0", "1", "2", "mean"]
-    assert legend(figure) == ["surprise of this token", "surprise of the next token"]
+    names = [[text.get_text() for text in shown.get_texts()] for shown in figure.legends]
+    assert names == [["middle half", "mean"], ["surprise of this token", "surprise of the next token"]]
+    assert not any(ax.get_legend() for ax in figure.axes)  # which would stand on the band
     for bars, (_, drawn) in zip(right.containers, table.groupby("of", sort=False), strict=True):
         np.testing.assert_allclose(bars.lines[0].get_ydata().astype(float), drawn["spearman"])
         segments = bars.lines[2][0].get_segments()

@@ -18,7 +18,6 @@ from twell.plots.base import (
     PAGE,
     PURPLE,
     _figure,
-    _level,
     _level_colours,
     _plain,
 )
@@ -40,7 +39,7 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> 
     labelled = set()
     for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
         smooth = curve["value"].rolling(window, min_periods=1).mean()
-        label = None if l1 in labelled else _level(l1)
+        label = None if l1 in labelled else analysis.level_name(l1)
         ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1], label=label, **options)
         labelled.add(l1)
     ax.set_xlabel("training tokens (millions)")
@@ -97,7 +96,7 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
     axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
-    axes[1, 0].set_xticks(range(len(levels)), [_level(l1) for l1 in levels])
+    axes[1, 0].set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels])
     _plain(axes[1, 0].yaxis)
     names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
     shown = [status for status in names if status in set(table["status"])]
@@ -138,7 +137,7 @@ def frontier(table: pd.DataFrame) -> Figure:
             lowest = rows["cross_entropy"] - rows["cross_entropy_std"].fillna(0)
             for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
                 place = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
-                ax.annotate(_level(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE)
+                ax.annotate(analysis.level_name(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE)
     inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
     ax.margins(0.1, 0.4)
@@ -209,7 +208,7 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
     if dead.empty:
         axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
     handles = axes[0, 0].get_legend_handles_labels()
-    title = f"L1 = {_level(active['l1_coefficient'].iloc[0])}"
+    title = f"L1 = {analysis.level_name(active['l1_coefficient'].iloc[0])}"
     figure.legend(*handles, title=title, loc="outside lower center", ncols=len(handles[0]))
     return figure
 
@@ -235,7 +234,7 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
             if name == "recipe" and unit == 1:
                 for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
                     place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
-                    ax.annotate(_level(l1), (x, y), **place)
+                    ax.annotate(analysis.level_name(l1), (x, y), **place)
         ax.set(xscale="log", xlabel="active neurons per token (% of all)")
         ax.margins(0.1, 0.12)
         _plain(ax.xaxis)
@@ -279,7 +278,7 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     axes[0, 1].set(ylabel="cross-entropy (% over dense)", ylim=(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE)))
     lines, names = axes[0, 0].get_legend_handles_labels()
     names = [
-        f"{name}, L1 = {_level(rows['l1_coefficient'].iloc[0])}"
+        f"{name}, L1 = {analysis.level_name(rows['l1_coefficient'].iloc[0])}"
         for name, rows in zip(names, (table, paper), strict=True)
     ]
     figure.legend([*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3)
