@@ -144,6 +144,7 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
 
 
 LINE = 0.17  # height of a line of text, inches
+FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that the first lacks
 
 
 def _typeset(tokens: Iterable[str], columns: int) -> tuple[list[tuple[int, int, str]], int]:
@@ -165,7 +166,7 @@ def _write(ax: Axes, places: list, lines: int, colours: Sequence[tuple], columns
         ax.add_patch(Rectangle((x, y), len(token), 0.94, facecolor=colour, linewidth=0))
         ink = "white" if np.dot(colour[:3], (0.3, 0.59, 0.11)) < 0.5 else "black"
         text = token.replace("␣", " ")
-        ax.text(x, y + 0.5, text, color=ink, family="DejaVu Sans Mono", fontsize=size, va="center", parse_math=False)
+        ax.text(x, y + 0.5, text, color=ink, family=FIXED_WIDTH, fontsize=size, va="center", parse_math=False)
     ax.set(xlim=(0, columns), ylim=(lines, 0))
     ax.axis("off")
 
