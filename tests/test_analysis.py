@@ -434,6 +434,12 @@ def test_levels_are_means_over_seeds_with_their_noise():
     assert list(table.index) == sorted(table.index)
 
 
+def test_names_of_levels():
+    assert [*map(analysis.level_name, (0, 2e-5, 1.5e-4, 6e-4, 0.001, 0.1, 0.3))] == [
+        *("0", "2e-5", "1.5e-4", "6e-4", "1e-3", "0.1", "0.3")
+    ]
+
+
 def test_recommended_is_the_sparsest_that_is_alive_and_cheap():
     dear = make_run("dear", 5e-3, 4.2, 5.0, (1, 1))
     denser = make_run("denser", 5e-4, 4.01, 5.0, (9, 9))
@@ -441,7 +447,7 @@ def test_recommended_is_the_sparsest_that_is_alive_and_cheap():
     assert analysis.recommended(table)["run"] == "good"
     assert analysis.recommended(table, max_price=6)["run"] == "dear"
     assert analysis.recommended(table, max_price=0.1)["run"] == "denser"  # none is: the cheapest
-    with pytest.raises(ValueError, match="no level above 0 is alive; the levels are 0, 0.01"):
+    with pytest.raises(ValueError, match="no level above 0 is alive; the levels are 0, 1e-2"):
         analysis.recommended(analysis.levels(analysis.sweep(*tables(DENSE, UNUSED))))
 
 
@@ -553,6 +559,12 @@ def test_where_the_paper_finds_activity():
     paper, sparse, dense = results.paper(), layers(1, 2, 9, 4, 3, 3, 3, 3), layers(1, 2, 3, 9, 3, 3, 3, 3)
     found = verdicts(analysis.layer_findings(paper, sparse, dense, layers(1, 1, 8, 1, 1, 1, 1, 9), overflow, "small"))
     assert set(found) == {"agrees"} and len(found) == 6
+    for at, verdict in enumerate(["agrees"] * 3 + ["differs"] * 4):  # the paper: 2 of 0 to 27
+        beyond = [1.0] * at + [8.0] + [1.0] * (6 - at) + [9.0]
+        rows = analysis.layer_findings(paper, sparse, dense, layers(*beyond), overflow, "small")
+        assert verdicts(rows)["peak layers, a level beyond use"] == verdict
+        assert rows[3][2] == f"[{at}, 7] (of 0 to 7)"
+    assert rows[1][1:3] == ("~6 (of 0 to 27)", "2 (of 0 to 7)")
     turned = layers(3, 3, 3, 3, 3, 9, 1, 2).assign(max_over_mean=9.0)
     found = verdicts(
         analysis.layer_findings(paper, turned, layers(9, 1, 1, 1, 1, 1, 1, 1), sparse, overflow + 1, "small")
@@ -806,7 +818,7 @@ def test_what_the_paper_finds_of_choices():
     rows = analysis.choice_findings(paper, noisy(0.1), "small")
     found, ours = verdicts(rows), {row[0]: row[2] for row in rows}
     assert len(found) == 9 and (found.drop(found.filter(like="cross-entropy at").index) == "agrees").all()
-    at = found.filter(like="cross-entropy at L1 = 0.001 over").index[0]
+    at = found.filter(like="cross-entropy at L1 = 1e-3 over").index[0]
     assert found[at] == "agrees" and ours[at].startswith("+1") and ours[at].endswith("(n = 4, 4)")
     assert ours["re-initialisation: dead neurons left, %; without it 40"] == "0.5 (n = 4)"
     theirs = [row[1] for row in rows]
@@ -837,7 +849,7 @@ def test_what_the_paper_finds_of_choices():
 def test_findings_of_our_own_choice():
     rows = analysis.frontier_findings(noisy(0.1), "balanced columns")
     limit = analysis.noise_limit(noisy(0.1), "cross_entropy_change", 2, 4)
-    assert rows[0][0].startswith("balanced columns, L1 = 0.001 (2% active)")
+    assert rows[0][0].startswith("balanced columns, L1 = 1e-3 (2% active)")
     assert rows[0][2:] == (f"-0.75 ± {limit:.2g} (n = 2)", None, "ours; less")
     assert rows[1][2:] == (f"{20.02 * 0.1**0.25:.3g}", None, "ours")
     assert rows[2][2:] == ("10, -30 (n = 2)", None, "ours; no seeds")  # of dead neurons no seeds differ
@@ -1562,16 +1574,17 @@ def test_findings_of_tasks():
         [worst, "not measured", "not comparable"],
     ]
     assert findings([evaluation("a"), evaluation("b", l1=1e-3, gain=-0.01)]) == [
-        [lettered, "2 near chance", "agrees"],
+        [lettered, "20.0 ± 1.0% (near chance), 19.0 ± 1.0% (near chance)", "agrees"],
         [worst, "-1.0 ± 1.4", "not comparable"],
     ]
     learnt = [evaluation("a", gain=0.1), evaluation("b", l1=1e-3, gain=0.08), evaluation("c", l1=1e-2, gain=0.07)]
     assert findings([*learnt, evaluation("b", l1=1e-3, gain=0.08, backend="reference")]) == [
-        [lettered, "3 above chance", "differs"],
+        [lettered, "30.0 ± 1.0% (above chance), 28.0 ± 1.0% (above chance), 27.0 ± 1.0% (above chance)", "differs"],
         [worst, "-2.0 ± 1.4", "agrees"],
         [worst, "-3.0 ± 1.4", "differs"],
         ["–", "0", "not comparable"],
     ]
+    assert findings([evaluation("a", gain=-0.04)])[0] == [lettered, "16.0 ± 1.0% (below chance)", "agrees"]
     assert len(analysis.task_findings(paper, nothing, analysis.backend_differences(nothing))) == 2
 
 
@@ -1586,7 +1599,7 @@ def test_accuracies_to_be_read():
         "chance",
         "items",
         "dense, dense float32, L1 = 0",
-        "sparse, dense float32, L1 = 0.01",
+        "sparse, dense float32, L1 = 1e-2",
     ]
     assert table.to_dict("list") == {
         "arc_easy": ["25.0", "100", "(25.0 ± 1.0)", ""],

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from transformers.utils import logging as transformers_logging
 
 import twell
 from twell import analysis, corpus, evaluate, results, trace
@@ -220,13 +221,13 @@ def choose(model, tokenizer, asked):
 
 
 def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path):
-    streams = sys.stdout, sys.stderr, evaluate.transformers_logging.is_progress_bar_enabled()
+    streams = sys.stdout, sys.stderr, transformers_logging.is_progress_bar_enabled()
     said = []
     folder = both_sources(np.random.default_rng(7))  # of fresh ones two choices may be as likely but for rounding
     record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
     found = record["lm_eval"]["results"]
     assert set(found) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
-    assert streams == (sys.stdout, sys.stderr, evaluate.transformers_logging.is_progress_bar_enabled())
+    assert streams == (sys.stdout, sys.stderr, transformers_logging.is_progress_bar_enabled())
 
     # accuracies, from the model alone
     model, tokenizer = twell.load(tiny_run)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from twell.choose import Calibration, Point
 from twell.ffn import SparseFFN, backend_status, summarize_activity
@@ -388,6 +389,22 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
     assert model.config.l1_coefficient == 2e-5 and model.config.hidden_act == "relu"
     x = tokens(1, 9)
     assert torch.equal(model(input_ids=x).logits, expected(input_ids=x).logits)
+
+
+def test_loading_draws_no_bar_and_leaves_it_to_others_as_it_was(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    make().save_pretrained(tmp_path)
+    capfd.readouterr()
+    before = transformers_logging.is_progress_bar_enabled()
+    try:
+        for enable in (transformers_logging.enable_progress_bar, transformers_logging.disable_progress_bar):
+            enable()
+            shown = transformers_logging.is_progress_bar_enabled()
+            load(tmp_path)
+            assert transformers_logging.is_progress_bar_enabled() == shown
+            assert capfd.readouterr() == ("", "")
+    finally:
+        (transformers_logging.enable_progress_bar if before else transformers_logging.disable_progress_bar)()
 
 
 def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import os
 import re
 import shutil
 
@@ -166,12 +167,13 @@ def test_notebook_runs(path, live, tmp_path):
     table = outputs[-1]["data"]["text/html"]
     assert all(heading in table for heading in ("finding", "paper", "ours", "verdict", "reason"))
     assert "agrees" in table or "differs" in table
+    assert not any("Loading weights" in str(output) for output in outputs)
     said = " ".join(output["data"].get("text/markdown", "") for output in outputs if "data" in output)
     if path.stem == "02_sparsity":
         every_run, log = results.load_runs(live, "l1-*")
         levels = analysis.levels(analysis.sweep(every_run[analysis.choice(every_run) == "recipe"], log))
         best = analysis.recommended(levels)
-        assert f"**L1 = {best['l1_coefficient']:g}**, {best['active']:.1f} active neurons" in said
+        assert f"**L1 = {analysis.level_name(best['l1_coefficient'])}**, {best['active']:.1f} active neurons" in said
         assert "other choices of training, left for `09_training_choices`: 1." in said
         assert "4 complete runs" in said and "incomplete: ['l1-unfinished']" in said
         assert f"**0.0246 M tokens**: 95% inactive costs {analysis.price_at(levels, 0.05):+.2f}%" in said
@@ -179,11 +181,15 @@ def test_notebook_runs(path, live, tmp_path):
         assert "**0.0328 M tokens**" in said and "one seed a level" in said
     if path.stem == "03_layerwise":
         trace = Aggregate.load(live / "l1-0.001" / "aggregate.npz")
-        assert f"{trace.num_tokens:,} tokens at L1 = 0.001" in said and "first two" in table
+        assert f"{trace.num_tokens:,} tokens at L1 = 1e-3" in said and "first two" in table
     if path.stem == "04_tokens":
-        assert "tokens at L1 = 0.001" in said
+        assert "tokens at L1 = 1e-3" in said
     if path.stem == "07_inspect":
         assert "512 tokens traced" in said and "sequences" not in said
+        assert f"Written to `{os.path.relpath(figures / 'inspector.html', results.root())}`" in said
+        tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+        assert not any("NaN" in html for html in tables[1:3]) and "<th>quantile</th>" not in tables[1]
+        assert "<th>quantile</th>" in tables[2]
         page = (figures / "inspector.html").read_text(encoding="utf-8")
         assert page.startswith("<!doctype html>") and "l1-0.001" in page
         shown = [output["data"] for output in outputs if "Inspector(" in output.get("data", {}).get("text/plain", "")]
@@ -209,7 +215,7 @@ def test_notebook_runs(path, live, tmp_path):
         assert "other GPU" not in {json.loads(path.read_text())["device"] for path in figures.glob("*.json")}
     if path.stem == "09_training_choices":
         assert "not drawn" not in said and "paper's alone" not in said
-        assert "14 complete runs fit" in said and "2 sizes" in said and "compared at L1 = 0.001" in said
+        assert "14 complete runs fit" in said and "2 sizes" in said and "compared at L1 = 1e-3" in said
         inputs = json.loads((figures / "fig08_remedies.json").read_text())["inputs"]
         assert {name.split("/")[-2] for name in inputs} == {
             "l1-a-0",
@@ -219,7 +225,7 @@ def test_notebook_runs(path, live, tmp_path):
             "warm-0",
             "warm-1",
         }
-        assert ">0.5 (n = 2)<" in table and ">5 → 4<" in table and "balanced columns, L1 = 0.001 (2% active)" in table
+        assert ">0.5 (n = 2)<" in table and ">5 → 4<" in table and "balanced columns, L1 = 1e-3 (2% active)" in table
     if path.stem == "06_downstream":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         assert "lm-eval and our loss over the same windows differ by" in said
@@ -269,6 +275,7 @@ def test_models_without_rows(tmp_path):
     done = execute(path, given, tmp_path)
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
+    assert "**Nothing is recorded** of forward passes" in said and "0 rows" not in said and "nan" not in said
     assert all(f"**{name} is not drawn:**" in said for name in FIGURES["08_models"])
     table = outputs[-1]["data"]["text/html"]
     assert table.count("not measured") == 16 + 3 and "agrees" not in table and "differs" not in table

@@ -42,7 +42,7 @@ def legend(figure):
 
 def draw(figure):
     """Render; what cannot be drawn (mathematics in a token, a log axis of zeros) raises here or warns, which fails."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()  # the canvas of a figure without pyplot draws nothing
 
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -144,7 +144,7 @@ def test_fig03_averages_runs_of_one_level_and_needs_no_baseline():
     assert texts(figure.axes[0]) == []
     np.testing.assert_allclose(figure.axes[0].get_lines()[0].get_ydata(), [4.02, 4.3])
     assert sum(len(collection.get_offsets()) for collection in figure.axes[0].collections) == 4
-    assert legend(figure) == ["alive"]
+    assert not figure.legends  # all are alive
 
 
 def test_frontier():
@@ -167,6 +167,19 @@ def test_frontier():
     across = ax.collections[0].get_segments()[0][:, 0]  # of the three runs at L1 = 0
     np.testing.assert_allclose(np.ptp(across), 100 * 2 * 15 / 500)
     assert legend(figure) == ["1 M tokens", "2 M tokens", "2% above L1 = 0", "95% inactive"]
+
+
+def test_labels_of_the_frontier_stay_within_its_axes():
+    levels = make_sweep(l1_coefficient=[0, 1.5e-4, 6e-4, 5e-3], cross_entropy=[3.75, 3.66, 3.7, 4.01], status="alive")
+    levels = levels.assign(
+        tokens=1e6, runs=1, active_fraction=levels["active"] / 500, active_std=np.nan, cross_entropy_std=np.nan
+    )
+    figure = plots.frontier(levels)
+    draw(figure)
+    low, high = figure.axes[0].get_window_extent().intervaly
+    found = {label.get_text(): label.get_window_extent().intervaly for label in figure.axes[0].texts}
+    assert set(found) == {"0", "1.5e-4", "6e-4", "5e-3"}
+    assert all(low + 5 < bottom and top < high for bottom, top in found.values()), found  # pixels
 
 
 def test_fig09(random):
@@ -291,6 +304,8 @@ def test_fig07a_shows_both_ends_and_any_token():
     assert shown == ["a$_b", "␣the", "⏎", "$", "⇥", "\\x00", "\\frac", "x" * 16, "é", "$x$", "%", "_^{"]
     np.testing.assert_allclose([bar.get_width() for bar in ax.patches], [*np.arange(6) + 0.5, *np.arange(13, 19) + 0.5])
     assert texts(ax)[0] == "0.5 (n = 16)"
+    ends = [note.get_window_extent().x1 for note in ax.texts]
+    assert 0.9 * figure.bbox.x1 < max(ends) <= figure.bbox.x1  # the notes take what the bars leave, and no more is left
     assert ax.yaxis_inverted()  # the lowest stand on top
 
 
@@ -408,7 +423,9 @@ def test_fig_surprise(random):
     left, right = figure.axes
     np.testing.assert_array_equal(lines(left)["mean"].get_ydata(), bins["active"])
     assert [label.get_text() for label in right.get_xticklabels()] == ["0", "1", "2", "mean"]
-    assert legend(figure) == ["surprise of this token", "surprise of the next token"]
+    names = [[text.get_text() for text in shown.get_texts()] for shown in figure.legends]
+    assert names == [["middle half", "mean"], ["surprise of this token", "surprise of the next token"]]
+    assert not any(ax.get_legend() for ax in figure.axes)  # which would stand on the band
     for bars, (_, drawn) in zip(right.containers, table.groupby("of", sort=False), strict=True):
         np.testing.assert_allclose(bars.lines[0].get_ydata().astype(float), drawn["spearman"])
         segments = bars.lines[2][0].get_segments()

@@ -30,7 +30,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch.nn import functional as F
-from transformers.utils import logging as transformers_logging
 
 from twell import corpus, results
 from twell.model import SparseLlamaForCausalLM, load_config
@@ -195,16 +194,13 @@ def _quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None
             if say is not None:
                 say(line)
 
-    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
+    level = logger.level
     logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()  # notebooks show it beside what is redirected
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield aloud
     finally:
         logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 # --- the model ------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from twell.choose import Calibration
 from twell.ffn import SparseFFN
@@ -338,11 +339,24 @@ def load(
         expected.pop("lm_head.weight")
     _check_tensors(tensors, expected, folder)
     dtype = dtype or next(iter(tensors.values())).dtype
-    model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    with _no_progress_bar():
+        model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without transformers' bar of loading weights: ours are read before, and notebooks keep the bar at 0%."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_config(name_or_path: str | Path) -> tuple[Path, SparseLlamaConfig]:

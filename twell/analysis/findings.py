@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from twell.analysis.runs import MAX_PRICE, recommended, settles_after
+from twell.analysis.runs import MAX_PRICE, level_name, recommended, settles_after
 from twell.analysis.speed import at_level, correlation, crossovers
 from twell.analysis.tasks import NEAR_CHANCE, against_dense, by_level, paper_tasks, seven_tasks
 from twell.analysis.variants import (
     QUANTITIES,
     UNKNOWN,
-    _verdict,
     against_frontier,
     choice_table,
     compared_level,
     contrast,
     noise_limit,
+    noise_verdict,
     paper_sizes,
 )
 
@@ -73,7 +73,7 @@ def sweep_findings(paper: pd.DataFrame, table: pd.DataFrame, active: pd.DataFram
     died = 100 * best["dead_fraction_train"]
     falls = table["active"].is_monotonic_decreasing
     dies = table["dead_fraction_train"].is_monotonic_increasing
-    bad = [f"{row.l1_coefficient:g} ({row.status})" for row in table.itertuples() if row.status != "alive"]
+    bad = [f"{level_name(row.l1_coefficient)} ({row.status})" for row in table.itertuples() if row.status != "alive"]
     return [
         ("active at L1 = 0, % (below 30)", their_share, share, share < 30, reason),
         ("inactive at the recommended level, % (at least 95)", their_inactive, inactive, inactive >= 95, reason),
@@ -131,7 +131,11 @@ def choice_findings(paper: pd.DataFrame, table: pd.DataFrame, reason: str) -> li
         said = _said(*(found[key] for key in ("difference", "limit", "runs", "other_runs")))
         rows.append((what, f"{effect:+.3g}", said, *_judged(found["verdict"], agrees, effect, found["limit"], why)))
 
-    recipe, plain, at = ("recipe", 0.0), ("recipe", 2e-5), f"L1 = {level:g}" if level == level else "the sparse level"
+    recipe, plain, at = (
+        ("recipe", 0.0),
+        ("recipe", 2e-5),
+        f"L1 = {level_name(level)}" if level == level else "the sparse level",
+    )
     not_worse = ["within noise", "less"]
     found = contrast(table, loss, ("recipe", level), recipe)
     said = _said(*(found[key] for key in ("difference", "limit", "runs", "other_runs")))
@@ -175,7 +179,7 @@ def frontier_findings(table: pd.DataFrame, name: str) -> list[tuple]:
     """Return rows for `compare` on a choice of our own, from `choices`: what it gains over the recipe's line, by level."""
     rows = []
     for row in against_frontier(table).query("choice == @name").itertuples():
-        at = f"{name}, L1 = {row.l1_coefficient:g} ({100 * row.active_fraction:.3g}% active)"
+        at = f"{name}, L1 = {level_name(row.l1_coefficient)} ({100 * row.active_fraction:.3g}% active)"
         why = "ours" if row.status == "alive" else f"ours; {row.status}"
         outside = "no level of the recipe is beside it"
         said = _said(row.difference, row.limit, row.runs)
@@ -208,7 +212,7 @@ def size_findings(paper: pd.DataFrame, table: pd.DataFrame, seeds: pd.DataFrame,
             steps = np.diff(np.log(table[column].astype(float)))
             limit = noise_limit(seeds, "active_fraction", table["runs"].min(), table["runs"].min())
             effect = np.log(activity[column].iloc[-1] / activity[column].iloc[0])
-            agrees, why = _judged(_verdict(steps.sum(), limit), ["less"], effect, limit, reason)
+            agrees, why = _judged(noise_verdict(steps.sum(), limit), ["less"], effect, limit, reason)
             if agrees and steps.max() > limit:
                 agrees, why = False, "it rises between two sizes"
         rows.append((f"larger is sparser: {what}", printed, ours or "–", agrees, why))
@@ -223,7 +227,7 @@ def size_findings(paper: pd.DataFrame, table: pd.DataFrame, seeds: pd.DataFrame,
         # The difference of two gaps has the noise of four models.
         limit = np.sqrt(2) * noise_limit(seeds, "cross_entropy_change", 1, 1)
         grows = change.iloc[-1] - change.iloc[0]
-        agrees, why = _judged(_verdict(grows, limit), ["within noise", "less"], 0, limit, reason)
+        agrees, why = _judged(noise_verdict(grows, limit), ["within noise", "less"], 0, limit, reason)
         said = f"{grows:+.2f} ± {limit:.2f} points of %"
     rows.append(
         ("the gap grows from the smallest to the largest (no)", f"{gaps} points of accuracy", said, agrees, why)
@@ -243,19 +247,23 @@ def layer_findings(
 
     paper: `results.paper()`; sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1 and
     at a level beyond use; overflow: `tile_overflow` at the recommended level; reason: why a difference is to be expected.
-    A peak agrees when it lies within a quarter of the depth of the paper's.
+    A peak agrees when it lies within a quarter of the depth of the paper's; of two, the other has to be in the last layer.
     """
     theirs = paper.set_index("metric")["value"]
     peaks = paper[paper["metric"] == "peak_layer"].set_index("l1")["value"]
-    depth, num_layers = 28, len(sparse)
+    their_last, last = 27, len(sparse) - 1
+
+    def near(at: int, printed: str) -> bool:
+        return abs(at / max(last, 1) - float(printed.strip("~")) / their_last) < 0.25
 
     def peak(name: str, table: pd.DataFrame, printed: str) -> tuple:
-        at, place = int(table["mean"].idxmax()), float(printed.strip("~")) / (depth - 1)
-        near = abs(at / max(num_layers - 1, 1) - place) < 0.25
-        return name, f"{printed} of {depth}", f"{at} of {num_layers}", near, reason
+        at = int(table["mean"].idxmax())
+        return name, f"{printed} (of 0 to {their_last})", f"{at} (of 0 to {last})", near(at, printed), reason
 
     least = sorted(int(layer) for layer in sparse.nsmallest(2, "mean")["layer"])
     two = sorted(int(layer) for layer in sparsest.nlargest(2, "mean")["layer"])
+    printed_two, as_printed = theirs["peak_layers"], len(two) == 2 and two[1] == last
+    as_printed = as_printed and near(two[0], printed_two.split()[0])
     ratio, over = sparse["max_over_mean"].min(), overflow[overflow["compression"] == theirs["compression_factor"]]
     over = over["overflow_rows"].mean()
     independent = "neurons do not fire independently"
@@ -263,7 +271,7 @@ def layer_findings(
         ("least active layers", theirs["least_active_layers"], least, least == [0, 1], reason),
         peak("peak layer, recommended level", sparse, peaks[2e-5]),
         peak("peak layer, L1 = 0", dense, peaks[0]),
-        ("peak layers, a level beyond use", theirs["peak_layers"], two, two[1] == num_layers - 1, reason),
+        ("peak layers, a level beyond use", printed_two, f"{two} (of 0 to {last})", as_printed, reason),
         ("maximum over mean, in every layer", theirs["max_over_mean_nonzeros_per_layer"], ratio, ratio > 10, reason),
         ("tokens with a tile that overflows", theirs["overflow_probability"], over, over == 0, independent),
     ]
@@ -387,16 +395,17 @@ def task_findings(paper: pd.DataFrame, table: pd.DataFrame, differences: pd.Data
     seven, printed = seven_tasks(table), paper_tasks(paper)
     theirs, ours = against_dense(printed), against_dense(by_level(seven))
     lettered = 100 * printed.loc[printed["task"] == "commonsense_qa", "accuracy"]
-    verdicts = seven.loc[seven["task"] == "commonsense_qa", "verdict"]
-    at_chance = bool((verdicts != "above chance").all()) if len(verdicts) else None
-    found = ", ".join(f"{number} {name}" for name, number in verdicts.value_counts().items()) or "not measured"
+    asked = seven[seven["task"] == "commonsense_qa"]
+    at_chance = bool((asked["verdict"] != "above chance").all()) if len(asked) else None
+    shares = zip(100 * asked["accuracy"], 100 * asked["stderr"], asked["verdict"], strict=True)
+    found = ", ".join(f"{share:.1f} ± {error:.1f}% ({verdict})" for share, error, verdict in shares) or "not measured"
     why = "not measured" if at_chance is None else "a model that is above chance"
     what = "CommonsenseQA with lettered choices: at chance, 20%"
     rows = [(what, f"{lettered.min():.1f} to {lettered.max():.1f}%", found, at_chance, why)]
     worst = f"{100 * theirs['difference'].min():+.1f} at the worst"
     for row in ours.itertuples():
         budget = "" if np.isnan(row.training_tokens) else f" after {row.training_tokens / 1e6:.3g} M tokens"
-        what = f"mean accuracy of {row.parameters / 1e6:.3g} M parameters{budget} at L1 = {row.l1_coefficient:g} over L1 = 0, points"
+        what = f"mean accuracy of {row.parameters / 1e6:.3g} M parameters{budget} at L1 = {level_name(row.l1_coefficient)} over L1 = 0, points"
         change = f"{100 * row.difference:+.1f} ± {100 * row.stderr:.1f}"
         if not row.above_chance:
             rows.append((what, worst, change, None, "neither is above chance: there is nothing to lose"))

@@ -50,7 +50,15 @@ def choice(runs: pd.DataFrame) -> pd.Series:
     return pd.Series(names, runs.index, dtype=object)
 
 
-def _check_alike(runs: pd.DataFrame, may_differ: Iterable[str], what: str) -> None:
+def level_name(l1: float) -> str:
+    """Return an L1 coefficient as one writes it: 0.3, 3e-3, 1.5e-4."""
+    if l1 == 0 or l1 >= 0.1:
+        return f"{l1:g}"
+    mantissa, exponent = f"{l1:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], what: str) -> None:
     """Raise ValueError naming the first field of the configuration, outside of `may_differ`, in which runs differ."""
     for field in runs.columns.drop(list(may_differ), errors="ignore"):
         first = runs.drop_duplicates(field)  # a configuration that does not have the field is like any
@@ -82,7 +90,7 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         raise ValueError(
             f"a sweep compares levels of one choice; these runs are of several: {found}; see analysis.choice"
         )
-    _check_alike(complete, MAY_DIFFER, "a sweep compares runs of one model and token budget, by level and seed")
+    check_alike(complete, MAY_DIFFER, "a sweep compares runs of one model and token budget, by level and seed")
 
     table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
     valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
@@ -99,7 +107,7 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     init = valid[(valid["step"] == 0) & (valid["metric"] == "active_mean")]
     table["active_init"] = init.groupby("run")["value"].mean()
     table["fall"] = table["active_init"] / table["active"]
-    table["cross_entropy_change"] = _change(table)
+    table["cross_entropy_change"] = cross_entropy_change(table)
     table["min_layer_active"] = layers.loc[layers["metric"] == "active_mean", "value"].groupby("run").min()
     table["dead_fraction"] = means["dead_fraction"]
     table["dead_fraction_train"] = dead_windows.groupby("run")["value"].last()
@@ -113,8 +121,8 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
 
 
-def _change(table: pd.DataFrame) -> pd.Series:
-    """Cross-entropy in % over the mean of the recipe's runs at L1 = 0 (in a table of one choice: of its own)."""
+def cross_entropy_change(table: pd.DataFrame) -> pd.Series:
+    """Return the cross-entropy of each run in % over the mean of the recipe's at L1 = 0 (in a table of one choice: of its own)."""
     dense = table["l1_coefficient"] == 0
     if "choice" in table:
         dense &= table["choice"] == "recipe"
@@ -145,7 +153,7 @@ def recommended(table: pd.DataFrame, max_price: float = MAX_PRICE) -> pd.Series:
     """
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
     if alive.empty:
-        known = ", ".join(f"{l1:g}" for l1 in table["l1_coefficient"])
+        known = ", ".join(map(level_name, table["l1_coefficient"]))
         raise ValueError(f"no level above 0 is alive; the levels are {known}")
     cheap = alive[alive["cross_entropy_change"] <= max_price]
     best = cheap["active"].idxmin() if len(cheap) else alive["cross_entropy"].idxmin()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
+from twell.analysis.runs import level_name
+
 MEAN = "paper7"  # the group of tasks whose accuracy is the mean of the seven
 TASKS = {  # of lm-eval, as they are called and as paper.yaml calls their metric
     "arc_easy": ("ARC-easy", "arc_easy_accuracy"),
@@ -163,7 +165,7 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     cell = (100 * table["accuracy"]).map("{:.1f}".format) + " ± " + (100 * table["stderr"]).map("{:.1f}".format)
     cell = cell.where(~not_above, "(" + cell + ")")
     how = table["backend"] + " " + table["dtype"]
-    name = table["model"] + ", " + how + ", L1 = " + table["l1_coefficient"].map("{:g}".format)
+    name = table["model"] + ", " + how + ", L1 = " + table["l1_coefficient"].map(level_name)
     wide = pd.DataFrame({"model": name, "column": column, "cell": cell}).drop_duplicates(["model", "column"])
     wide = wide.pivot(index="model", columns="column", values="cell").loc[name.unique(), column.unique()]
     first = table.assign(column=column).drop_duplicates("column").set_index("column")

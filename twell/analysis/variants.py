@@ -10,7 +10,17 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from twell.analysis.runs import MAY_DIFFER, RECIPE, _change, _check_alike, activity_at, choice, levels, price_at, sweep
+from twell.analysis.runs import (
+    MAY_DIFFER,
+    RECIPE,
+    activity_at,
+    check_alike,
+    choice,
+    cross_entropy_change,
+    levels,
+    price_at,
+    sweep,
+)
 
 CONFIDENCE = 0.95
 UNKNOWN = "no seeds"  # the verdict on a difference where no setting has several runs
@@ -32,11 +42,11 @@ def choices(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     if runs.empty:
         return pd.DataFrame(columns=["run", "choice", "l1_coefficient", *QUANTITIES])
     may_differ = [*MAY_DIFFER, *RECIPE, "intermediate_size"]
-    _check_alike(runs, may_differ, "choices are compared at one size and token budget")
+    check_alike(runs, may_differ, "choices are compared at one size and token budget")
     chosen = choice(runs)
     order = sorted(chosen.unique(), key=lambda name: (name != "recipe", name))
     table = pd.concat([sweep(runs[chosen == name], log) for name in order], ignore_index=True)
-    return table.assign(cross_entropy_change=_change(table))
+    return table.assign(cross_entropy_change=cross_entropy_change(table))
 
 
 def compared_level(table: pd.DataFrame) -> float:
@@ -84,7 +94,8 @@ def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float
     return float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * deviation * np.sqrt(1 / runs + 1 / other_runs))
 
 
-def _verdict(difference: float, limit: float) -> str:
+def noise_verdict(difference: float, limit: float) -> str:
+    """Return what a difference is: "within noise" up to a `noise_limit`, "more", "less"; UNKNOWN without a limit, empty without itself."""
     if np.isnan(difference):
         return ""
     if np.isnan(limit):
@@ -105,9 +116,9 @@ def contrast(table: pd.DataFrame, column: str, first: tuple[str, float], second:
     ]
     (runs, value), (other_runs, other) = ((len(f), float(f.mean()) if len(f) else np.nan) for f in found)
     limit, difference = noise_limit(table, column, runs, other_runs), value - other
-    verdict = _verdict(difference, limit)
+    verdict = noise_verdict(difference, limit)
     if column == "active_fraction":
-        verdict = _verdict(float(np.log(value / other)), limit)
+        verdict = noise_verdict(float(np.log(value / other)), limit)
         difference, limit = 100 * (value / other - 1), 100 * float(np.expm1(limit))
     told = {"runs": runs, "value": value, "other_runs": other_runs, "other": other}
     return told | {"difference": difference, "limit": limit, "verdict": verdict}
@@ -162,9 +173,9 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
         difference, dead = row.cross_entropy_change - line_price, row.dead_fraction_train
         line_dead = float(np.interp(at, known, alive["dead_fraction_train"], np.nan, np.nan))
         found = [row.choice, row.l1_coefficient, row.runs, row.status, row.active_fraction, row.cross_entropy_change]
-        found += [line_price, difference, limit, _verdict(difference, limit)]
+        found += [line_price, difference, limit, noise_verdict(difference, limit)]
         found += [activity_at(recipe, row.cross_entropy_change), dead, line_dead, dead_limit]
-        rows.append([*found, _verdict(dead - line_dead, dead_limit)])
+        rows.append([*found, noise_verdict(dead - line_dead, dead_limit)])
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -15,6 +15,7 @@ Public names are all to be had from here: `from twell import plots`, then `plots
 from __future__ import annotations
 
 from twell.plots.activity import (
+    FIXED_WIDTH,
     LINE,
     PALETTES,
     fig06_layers,

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from twell import analysis
 from twell.plots.base import (
     ACTIVE_FLOOR,
     BLUE,
@@ -21,7 +22,6 @@ from twell.plots.base import (
     PAGE,
     RED,
     _figure,
-    _level,
     _level_colours,
     _plain,
     style,
@@ -114,7 +114,7 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
     for at, value, count in zip(y, both["mean_active"], both["count"], strict=True):
         text = f"{value:.3g} (n = {count})"
         ax.annotate(text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5)
-    ax.set_xlim(0, 1.75 * both["mean_active"].max())
+    ax.set_xlim(0, 1.02 * both["mean_active"].max())  # notes go beyond: the layout leaves them as much as they need
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("active neurons per token")
@@ -130,7 +130,12 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
     ax = axes[0, 0]
     colours = _level_colours(table["l1_coefficient"])
     for l1, line in table.groupby("l1_coefficient"):
-        ax.plot(line["position"] + 1, line["mean_active"].clip(lower=ACTIVE_FLOOR), color=colours[l1], label=_level(l1))
+        ax.plot(
+            line["position"] + 1,
+            line["mean_active"].clip(lower=ACTIVE_FLOOR),
+            color=colours[l1],
+            label=analysis.level_name(l1),
+        )
     ax.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="active neurons per token")
     _plain(ax.xaxis)
     _plain(ax.yaxis)
@@ -139,6 +144,7 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
 
 
 LINE = 0.17  # height of a line of text, inches
+FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that the first lacks
 
 
 def _typeset(tokens: Iterable[str], columns: int) -> tuple[list[tuple[int, int, str]], int]:
@@ -160,7 +166,7 @@ def _write(ax: Axes, places: list, lines: int, colours: Sequence[tuple], columns
         ax.add_patch(Rectangle((x, y), len(token), 0.94, facecolor=colour, linewidth=0))
         ink = "white" if np.dot(colour[:3], (0.3, 0.59, 0.11)) < 0.5 else "black"
         text = token.replace("␣", " ")
-        ax.text(x, y + 0.5, text, color=ink, family="DejaVu Sans Mono", fontsize=size, va="center", parse_math=False)
+        ax.text(x, y + 0.5, text, color=ink, family=FIXED_WIDTH, fontsize=size, va="center", parse_math=False)
     ax.set(xlim=(0, columns), ylim=(lines, 0))
     ax.axis("off")
 
@@ -288,7 +294,7 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     )
     left.plot(bins["surprise"], bins["active"], "o-", color=BLUE, markersize=3.5, label="mean")
     left.set(xlabel="surprise of the token, $-$log p (nats)", ylabel="active neurons per token", ylim=(0, None))
-    left.legend(loc="upper left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     looks = {"surprise": ("this token", BLUE, "o", -0.12), "next_surprise": ("the next token", ORANGE, "D", 0.12)}
     layers = correlations["layer"].max() + 1
     for of, rows in correlations.groupby("of", sort=False):

@@ -74,14 +74,6 @@ def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
     return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
 
 
-def _level(l1: float) -> str:
-    """An L1 coefficient as one writes it: 0.3, 3e-3, 1.5e-4."""
-    if l1 == 0 or l1 >= 0.1:
-        return f"{l1:g}"
-    mantissa, exponent = f"{l1:.2e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
 def _plain(axis: mpl.axis.Axis) -> None:
     """Write a log axis' ticks as few plain numbers: 1, 2, 5 in each decade, or only 1 when it spans many."""
     low, high = axis.get_view_interval()

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from twell import analysis
-from twell.plots.base import ACTIVE_FLOOR, BLUE, COLUMN, GREEN, ORANGE, PAGE, _figure, _level, _level_colours, _plain
+from twell.plots.base import ACTIVE_FLOOR, BLUE, COLUMN, GREEN, ORANGE, PAGE, _figure, _level_colours, _plain
 
 # --- downstream tasks (Table 6, Fig. 3) ------------------------------------------------------------
 
@@ -51,9 +51,11 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel("accuracy (%)")
     dot = {"marker": "o", "linestyle": "", "markersize": 4}
-    handles = {f"ours, L1 = {_level(level)}": Line2D([], [], color=colours[level], **dot) for level in ours}
+    handles = {
+        f"ours, L1 = {analysis.level_name(level)}": Line2D([], [], color=colours[level], **dot) for level in ours
+    }
     handles |= {
-        f"paper, L1 = {_level(level)}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"}))
+        f"paper, L1 = {analysis.level_name(level)}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"}))
         for level in theirs
     }
     handles["not above chance"] = Line2D([], [], color="0.4", mfc="white", **dot)
@@ -83,7 +85,7 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             if not np.isnan(tokens := rows["training_tokens"].iloc[0]):
                 name += f",\n{tokens / 1e6:,.3g} M tokens"
         ax.axhline(chance, color="0.4", linestyle="--", linewidth=0.8, zorder=1)
-        ax.set_xticks(x, [_level(level) for level in rows["l1_coefficient"]])
+        ax.set_xticks(x, [analysis.level_name(level) for level in rows["l1_coefficient"]])
         ax.set(xlabel="L1 coefficient", title=name)
         ax.margins(0.15, 0.12)
     note = {"textcoords": "offset points", "fontsize": 7, "color": "0.3", "ha": "center"}

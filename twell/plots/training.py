@@ -18,12 +18,12 @@ from twell.plots.base import (
     PAGE,
     PURPLE,
     _figure,
-    _level,
     _level_colours,
     _plain,
 )
 
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
+_ON_WHITE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}, "zorder": 4}  # text above lines
 
 
 # --- sweeps (Figs 2, 3, 9) ----------------------------------------------------------------------
@@ -39,7 +39,7 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> 
     labelled = set()
     for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
         smooth = curve["value"].rolling(window, min_periods=1).mean()
-        label = None if l1 in labelled else _level(l1)
+        label = None if l1 in labelled else analysis.level_name(l1)
         ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1], label=label, **options)
         labelled.add(l1)
     ax.set_xlabel("training tokens (millions)")
@@ -87,18 +87,23 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
             ax.scatter(rows["level"], rows[column].clip(lower=floor), 28, colour, marker=STATUS_MARKERS[status])
         for level, note in notes[column].items():  # where the line does not go
-            place, above = ((level, heights[level]), 5) if column == "active" else ((level, lowest[level]), -12)
-            ax.annotate(note, place, (0, above), textcoords="offset points", ha="center", fontsize=6.5)
+            if column == "active":  # the line falls to the right
+                place = {"xy": (level, heights[level]), "xytext": (4, 4), "ha": "left"}
+            else:
+                rises = level - 1 in heights.index and heights[level - 1] < heights[level]
+                place = {"xy": (level, lowest[level]), "xytext": (3 * rises, -12), "ha": "left" if rises else "center"}
+            ax.annotate(note, textcoords="offset points", fontsize=6.5, **place, **_ON_WHITE)
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
     axes[1, 0].set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
-    axes[1, 0].set_xticks(range(len(levels)), [_level(l1) for l1 in levels])
+    axes[1, 0].set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels])
     _plain(axes[1, 0].yaxis)
     names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
     shown = [status for status in names if status in set(table["status"])]
     handles = [Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5) for s in shown]
     labels = [names[status] for status in shown]
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
+    if shown != ["alive"]:
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
     return figure
 
 
@@ -132,10 +137,10 @@ def frontier(table: pd.DataFrame) -> Figure:
             lowest = rows["cross_entropy"] - rows["cross_entropy_std"].fillna(0)
             for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
                 place = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
-                ax.annotate(_level(l1), (x, y), fontsize=6.5, rotation=90, **place)
+                ax.annotate(analysis.level_name(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE)
     inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
-    ax.margins(0.1, 0.27)
+    ax.margins(0.1, 0.4)
     _plain(ax.xaxis)
     price = Line2D([], [], color="0.5", linestyle="--", linewidth=0.8)
     lines, names = ax.get_legend_handles_labels()
@@ -203,7 +208,7 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
     if dead.empty:
         axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
     handles = axes[0, 0].get_legend_handles_labels()
-    title = f"L1 = {_level(active['l1_coefficient'].iloc[0])}"
+    title = f"L1 = {analysis.level_name(active['l1_coefficient'].iloc[0])}"
     figure.legend(*handles, title=title, loc="outside lower center", ncols=len(handles[0]))
     return figure
 
@@ -229,7 +234,7 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
             if name == "recipe" and unit == 1:
                 for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
                     place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
-                    ax.annotate(_level(l1), (x, y), **place)
+                    ax.annotate(analysis.level_name(l1), (x, y), **place)
         ax.set(xscale="log", xlabel="active neurons per token (% of all)")
         ax.margins(0.1, 0.12)
         _plain(ax.xaxis)
@@ -273,7 +278,7 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     axes[0, 1].set(ylabel="cross-entropy (% over dense)", ylim=(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE)))
     lines, names = axes[0, 0].get_legend_handles_labels()
     names = [
-        f"{name}, L1 = {_level(rows['l1_coefficient'].iloc[0])}"
+        f"{name}, L1 = {analysis.level_name(rows['l1_coefficient'].iloc[0])}"
         for name, rows in zip(names, (table, paper), strict=True)
     ]
     figure.legend([*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3)
