@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     runs = commands.add_parser("runs", help="list runs: size, tokens, L1, cross-entropy, activity, speed")
     runs.add_argument("folder", nargs="?", type=Path, default=Path("data/runs"), help="default: data/runs")
-    runs.add_argument("--pattern", default="*", help="only runs whose names fit, e.g. 'quick-*'")
+    runs.add_argument("--pattern", default="*", help="only runs whose names fit, e.g. '85m-50m-*'")
     runs.add_argument("--into", type=Path, metavar="FILE", help="a Markdown file: replace the list that stands in it")
 
     export = commands.add_parser(
