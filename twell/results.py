@@ -131,9 +131,15 @@ def provenance(command: str | None = None) -> dict:
         "device": device_name(),
         "versions": versions(),
         "commit": commit(),
-        "command": command or shlex.join(["python", "-m", "twell", *sys.argv[1:]]),
+        "command": command or shlex.join([*_launcher(), "-m", "twell", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _launcher() -> list[str]:
+    """What starts Python: Accelerate where this is one process of several."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    return ["python"] if processes == "1" else ["accelerate", "launch", "--num_processes", processes]
 
 
 def file_hash(path: str | Path) -> str:

@@ -489,7 +489,7 @@ class _Run:
         self.done, self.start = done, time.perf_counter()
         if not done:
             self.validate(0)
-        self.since = time.perf_counter()
+        self.restart_meters()
         sums = torch.zeros(4, device=self.accelerator.device)  # since the last row
         for step in range(done + 1, config.steps + 1):
             sums += self.step(step)
@@ -500,7 +500,7 @@ class _Run:
                 self.validate(step)
             if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
                 self.save_checkpoint(step)
-                self.since = time.perf_counter()  # the logged speed is that of training alone
+                self.restart_meters()
         return self.finish()
 
     def save_checkpoint(self, step: int) -> None:
@@ -608,6 +608,8 @@ class _Run:
         if self.sparse.active:
             summary = self.sparse.summary()
             values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
+        if self.accelerator.device.type == "cuda":  # bytes, of one device, in these steps
+            values["peak_memory"] = torch.cuda.max_memory_allocated()
         if dead is not None:
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
             if config.reinit:
@@ -620,7 +622,13 @@ class _Run:
                 f"{self.folder.name}  step {step}/{config.steps}  cross-entropy {cross_entropy:.3f}  active {active:.1f} of "
                 f"{config.intermediate_size}  {values['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left"
             )
+        self.restart_meters()
+
+    def restart_meters(self) -> None:
+        """Speed and memory that are logged next count from now: they are those of training alone."""
         self.since = time.perf_counter()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity; after the last step also the loss without feed-forward layers."""
@@ -635,7 +643,7 @@ class _Run:
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, "valid", values)
             self.say(f"{self.folder.name}  step {step}/{self.config.steps}  validation {found['cross_entropy']:.3f}")
-        self.since = time.perf_counter()
+        self.restart_meters()
 
     def finish(self) -> Path:
         weights = get_model_state_dict(self.wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
