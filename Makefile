@@ -49,7 +49,7 @@ define execute
 	@mv $@.part.ipynb $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv data/bench/*.csv data/traces/*.npz data/eval/*.json data/checkpoints/*/*)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json data/checkpoints/*/*)
 	$(call execute,recorded)
 
 # These run the model that ships.

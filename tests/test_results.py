@@ -1,4 +1,5 @@
 import json
+import lzma
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_runs_are_read_back(tmp_path):
     runs, log = results.load_runs(tmp_path)
     assert runs.run.tolist() == ["a", "b"] and runs.l1_coefficient.tolist() == [1.5, 2.5] and runs.complete.all()
     assert log.value.tolist() == [1.5, 2, 2.5, 2] and log.layer.isna().tolist() == [True, False] * 2
+
+
+def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
+    for name in ("a", "b", "deep-1"):
+        results.write_run(tmp_path / name, {}, PROVENANCE | {"complete": True})
+        text = f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{ord(name[0])}\n"
+        (tmp_path / name / "log.csv.xz").write_bytes(lzma.compress(text.encode()))
+    runs, log = results.load_runs(tmp_path, "deep-* a")
+    assert runs.run.tolist() == ["a", "deep-1"] and log.value.tolist() == [ord("a"), ord("d")]
+    (tmp_path / "a" / "log.csv").write_text("step,tokens,split,layer,metric,value\n4,8,train,,loss,3\n")
+    assert results.load_run(tmp_path / "a")[1].value.tolist() == [3]
+    packed = tmp_path / "b" / "log.csv.xz"
+    for broken in (packed.read_bytes()[:-9], b"step,tokens"):
+        packed.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"log\.csv\.xz is not a run's log"):
+            results.load_run(tmp_path / "b")
 
 
 def test_what_is_not_a_run_is_named(tmp_path):

@@ -6,7 +6,8 @@ versions, commit and command that made it. This module is a leaf; it imports not
 A run folder holds
     config.yaml       every field of the configuration, defaults included
     provenance.json   device, versions, commit, command, when, and whether the run is complete
-    log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model)
+    log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
+                      kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
 """
 
@@ -17,6 +18,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import lzma
 import os
 import platform
 import shlex
@@ -204,11 +206,17 @@ def write_run(folder: str | Path, config: dict, origin: dict) -> None:
     write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")
 
 
+def log_path(folder: str | Path) -> Path:
+    """Return the log in a run's folder: log.csv, or log.csv.xz where that alone is there."""
+    plain, packed = Path(folder) / "log.csv", Path(folder) / "log.csv.xz"
+    return packed if packed.is_file() and not plain.exists() else plain
+
+
 def load_log(path: str | Path) -> pd.DataFrame:
-    """Read one run's log.csv. Raises ValueError when it is not such a file, naming it."""
+    """Read one run's log. Raises ValueError when it is not such a file, naming it."""
     try:
         log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is not a run's log: {error}") from None
     if list(log.columns) != LOG_COLUMNS:
         raise ValueError(f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}")
@@ -230,17 +238,17 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{folder}: configuration or provenance cannot be read: {error}") from None
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
-    return row, load_log(folder / "log.csv")
+    return row, load_log(log_path(folder))
 
 
 def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read every run in `folder` whose name fits `pattern`.
+    """Read every run in `folder` whose name fits `pattern`, or one of several with spaces between ("depth-* 85m-100m-*").
 
     Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
     tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or returns two
     tables without rows if none is `required`.
     """
-    folders = sorted(path.parent for path in Path(folder).glob(f"{pattern}/config.yaml"))
+    folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
     if not folders and not required:
         nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype({"complete": bool})
         return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])

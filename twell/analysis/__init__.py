@@ -126,6 +126,7 @@ from twell.analysis.variants import (
     choice_table,
     choices,
     compared_level,
+    computed_otherwise,
     contrast,
     contrasts,
     noise_limit,

@@ -20,6 +20,7 @@ from twell.analysis.runs import (
     levels,
     price_at,
     sweep,
+    training_curves,
 )
 
 CONFIDENCE = 0.95
@@ -242,6 +243,44 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
                 rows.append((*of, level, *by_level.loc[level, found], dense))
     table = pd.DataFrame(rows, columns=[*size, "l1_coefficient", *found, "cross_entropy_dense"])
     return table.assign(change=100 * (table["cross_entropy"] / table["cross_entropy_dense"] - 1))
+
+
+def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return the complete runs of one training that was computed in several ways: densely and by the kernels, or by more devices.
+
+    Columns, dense and fewest devices first: run, backend, devices; of the last validation cross_entropy and active; apart, the
+    most that the training cross-entropy of a row of the log differs from the first run's (nats), and apart_mean, its mean over
+    rows; over the second half of training, when activity has settled: tokens_per_second (median) and peak_memory (bytes of
+    one device, the most); speed, in times the first run's, and memory, in % over it. Raises ValueError when runs
+    differ in more than how they were computed.
+    """
+    complete = runs[runs["complete"]]
+    if complete.empty:
+        return pd.DataFrame(columns=["run", "backend", "devices"])
+    may_differ = [field for field in MAY_DIFFER if field not in ("l1_coefficient", "seed")]
+    check_alike(complete, may_differ, "one training, computed in several ways, has one configuration")
+    table = complete[["run", "backend", "tokens"]].set_index("run")
+    # Accelerate's launcher is part of the recorded command.
+    table.insert(
+        1,
+        "devices",
+        complete.set_index("run")["command"].str.extract(r"--num_processes (\d+)")[0].fillna("1").astype(int),
+    )
+    table = table.sort_values(["devices", "backend"], key=lambda column: column.replace({"dense": ""}))
+    valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
+    last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
+    last = last.groupby(["run", "metric"])["value"].mean().unstack()
+    table["cross_entropy"], table["active"] = last["cross_entropy"], last["active_mean"]
+    losses = training_curves(complete, log, "cross_entropy").pivot(index="step", columns="run", values="value")
+    apart = losses.sub(losses[table.index[0]], axis=0).abs()
+    table["apart"], table["apart_mean"] = apart.max(), apart.mean()
+    train = log[(log["split"] == "train") & (log["tokens"] > table.pop("tokens").iloc[0] / 2)]
+    for metric, most in (("tokens_per_second", "median"), ("peak_memory", "max")):
+        table[metric] = train[train["metric"] == metric].groupby("run")["value"].agg(most)
+    first = table.iloc[0]
+    table["speed"] = table["tokens_per_second"] / first["tokens_per_second"]
+    table["memory"] = 100 * (table["peak_memory"] / first["peak_memory"] - 1)
+    return table.reset_index()
 
 
 def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:

@@ -72,6 +72,7 @@ from twell.plots.training import (
     CHOICES,
     STATUS_MARKERS,
     choices_frontier,
+    computed_otherwise,
     fig02_training_curves,
     fig03_frontier,
     fig08_remedies,

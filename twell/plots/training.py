@@ -283,3 +283,25 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     ]
     figure.legend([*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3)
     return figure
+
+
+def computed_otherwise(
+    losses: pd.DataFrame, speed: pd.DataFrame, memory: pd.DataFrame, labels: dict[str, str]
+) -> Figure:
+    """Draw one training that was computed in several ways: cross-entropy, tokens a second and peak memory over training.
+
+    losses, speed, memory: `analysis.training_curves` of cross_entropy, tokens_per_second and peak_memory; labels: of each run, in
+    the order of `analysis.computed_otherwise`. The first has a wide line, so that one above it is seen.
+    """
+    figure, axes = _figure(PAGE, 2.3, 1, 3)
+    units = (("cross-entropy (nats)", 1), ("thousand tokens a second", 1e-3), ("peak memory of a GPU (GB)", 1e-9))
+    looks = ({"color": "0.65", "linewidth": 3.2}, {"color": BLUE, "linewidth": 1}, {"color": ORANGE, "linewidth": 1})
+    for ax, curves, (unit, factor) in zip(axes.flat, (losses, speed, memory), units, strict=True):
+        for (run, label), look in zip(labels.items(), looks, strict=False):
+            curve = curves[curves["run"] == run]
+            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], label=label, **look)
+        ax.set(xlabel="training tokens (millions)", ylabel=unit)
+        if ax is not axes[0, 0]:
+            ax.set_ylim(bottom=0)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(labels))
+    return figure
