@@ -14,10 +14,10 @@ from twell.train import TrainConfig, evaluate, train
 
 @pytest.fixture(scope="module")
 def runs(tiny_config, tmp_path_factory):
-    """A sparse run and its dense twin."""
+    """A sparse run and its dense twin, which was looked at at other steps."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, l1 in (("sparse", 1e-2), ("dense", 0.0)):
-        train(dataclasses.replace(tiny_config, l1_coefficient=l1, tokens=8 * 512), folder / name, quiet=True)
+    for name, changes in (("sparse", {"l1_coefficient": 1e-2}), ("dense", {"l1_coefficient": 0.0, "valid_every": 5})):
+        train(dataclasses.replace(tiny_config, tokens=8 * 512, **changes), folder / name, quiet=True)
     return folder
 
 

@@ -70,8 +70,8 @@ follow instructions, nor checked for bias; it repeats what its text holds.
 def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | None = None) -> Path:
     """Write a run's model to the folder `out`: bf16 weights, tokenizer, config and README.md, the model card.
 
-    text: what the model was trained on, in a sentence, for the card. twin: a run that differs by its L1 coefficient,
-    usually the dense one, whose losses the card shows beside. The run's validation text has to be at hand. Raises
+    text: what the model was trained on, in a sentence, for the card. twin: a run that differs by its L1 coefficient (and by
+    when it was looked at), usually the dense one, whose losses the card shows beside. The run's validation text has to be at hand. Raises
     FileExistsError where `out` exists and ValueError for a run that is not complete or a twin that differs by more.
     """
     run, out = Path(run), Path(out)
@@ -86,7 +86,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
         logs.append(log)
     row = rows[0]
     if twin is not None:
-        same = [name for name in row if name in TrainConfig.__dataclass_fields__ and name != "l1_coefficient"]
+        may_differ = ("l1_coefficient", "log_every", "valid_every", "checkpoint_every")
+        same = [name for name in row if name in TrainConfig.__dataclass_fields__ and name not in may_differ]
         differ = [name for name in same if row[name] != rows[1][name]]
         if differ:
             raise ValueError(
