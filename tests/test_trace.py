@@ -482,8 +482,8 @@ def test_aggregate_of_a_model_has_the_tables_of_its_trace(tiny_run, monkeypatch)
     assert first["before"] == "".join(trace.token_strings(tokenizer, before))
     with pytest.raises(ValueError, match="no sequence to count"):
         trace.aggregate(model, tokenizer, [])
-    with pytest.raises(ValueError, match="2 layers of 96 neurons may need 11136 bytes; max_bytes is 8000"):
-        trace.aggregate(model, tokenizer, sequences, max_bytes=8000)
+    with pytest.raises(ValueError, match="2 layers of 96 neurons may need 6144 bytes; max_bytes is 6000"):
+        trace.aggregate(model, tokenizer, sequences, max_bytes=6000)
 
 
 TABLES = [
@@ -537,7 +537,7 @@ def test_validation_aggregate_has_the_loss_that_training_logged(tiny_run):
         (["--valid", "--tokens", "10"], "--tokens and --max-bytes belong to --aggregate"),
         (
             ["--aggregate", "--valid", "--max-bytes", "5000"],
-            "2 layers of 96 neurons may need 11136 bytes; max_bytes is 5000",
+            "2 layers of 96 neurons may need 6144 bytes; max_bytes is 5000",
         ),
         (["--aggregate", "--text", ""], "the text is empty"),
         (["--aggregate", "--file", "LATIN"], "latin.txt is not UTF-8 text: byte 1"),
