@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, gather_object, set_seed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -397,7 +397,9 @@ def train(
     # Every process looks before the first one writes. Hidden files are what a killed process was about to rename.
     occupied = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
     is_run = (folder / "config.yaml").is_file()
-    accelerator = Accelerator(mixed_precision="no")  # autocast is ours: Accelerate's cannot change within a process
+    # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
     accelerator.wait_for_everyone()
     if occupied and not (resume or overwrite):
         raise FileExistsError(f"{folder} already holds a run; choose another folder, --resume or --overwrite it")
@@ -560,16 +562,17 @@ class _Run:
         micro = config.micro_batch or len(share)
         totals = {"num_items_in_batch": sequences * (config.context - 1), "num_tokens_in_batch": config.batch_tokens}
         totals["l1_scale"] = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
-        batches: list[torch.Tensor] = []  # drawn once: a step that is done again is the same step
+        # Drawn once: a step that is done again is the same step. All before the first pass, and from pinned memory, so that no
+        # pass waits for its text.
+        on_gpu = self.accelerator.device.type == "cuda"
+        drawn = [self.blocks.draw(share[at : at + micro]) for at in range(0, len(share), micro)]
+        batches = [(d.pin_memory() if on_gpu else d).to(self.accelerator.device, non_blocking=True) for d in drawn]
         self.wrapped.train()
         for _ in self.sparse.attempts():
             self.optimizer.zero_grad()
             parts = torch.zeros(3, device=self.accelerator.device)
-            for number, at in enumerate(range(0, len(share), micro)):
-                if number == len(batches):
-                    batches.append(self.blocks.draw(share[at : at + micro]).to(self.accelerator.device))
-                tokens, last = batches[number], at + micro >= len(share)
-                with self.accelerator.no_sync(self.wrapped) if not last else contextlib.nullcontext():
+            for number, tokens in enumerate(batches, 1):
+                with self.accelerator.no_sync(self.wrapped) if number < len(batches) else contextlib.nullcontext():
                     with self.autocast():
                         output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
                     self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
