@@ -359,9 +359,11 @@ def write_runs(folder, *runs):
     """The same as run folders."""
     for config, log in runs:
         config = dict(config)
-        name, complete, parameters = (config.pop(key, None) for key in ("run", "complete", "parameters"))
+        name = config.pop("run")
         origin = {"device": "made", "versions": {"torch": "2"}, "commit": "none", "command": "none"}
-        results.write_run(folder / name, config, origin | {"complete": complete, "parameters": parameters})
+        origin |= {key: config.pop(key, None) for key in ("complete", "parameters")}
+        origin |= {key: config.pop(key) for key in ("device", "command") if key in config}
+        results.write_run(folder / name, config, origin)
         log[results.LOG_COLUMNS].to_csv(folder / name / "log.csv", index=False)
 
 
@@ -895,6 +897,139 @@ def test_what_the_paper_finds_of_sizes():
     assert judged([9, 8], [1, 1], single)[0] == ["not comparable"] * 2 + ["agrees", "not comparable"]
     rows = analysis.size_findings(paper, analysis.sizes(pd.DataFrame(), pd.DataFrame()), seeds, "small")
     assert all(row[2:] == ("–", None, "no such run is recorded") for row in rows) and len(rows) == 4
+
+
+def trained(name, losses, speeds, memory=None, backend="dense", devices=1, every=1, complete=True, last=4.0, **config):
+    """A run with a row of the log every so many steps of 100 tokens; the last validation's cross-entropy, 5 of 100 active."""
+    rows = [(every * (n + 1), "train", "cross_entropy", loss) for n, loss in enumerate(losses)]
+    rows += [(every * (n + 1), "train", "tokens_per_second", speed) for n, speed in enumerate(speeds)]
+    rows += [(every * (n + 1), "train", "peak_memory", peak) for n, peak in enumerate(memory or [])]
+    rows += [(step, "valid", "cross_entropy", value) for step, value in ((0, 9.0), (every * len(losses), last))]
+    log = pd.DataFrame(rows, columns=["step", "split", "metric", "value"]).assign(layer=None)
+    active = pd.DataFrame({"step": every * len(losses), "split": "valid", "metric": "active_mean", "value": [4.0, 6.0]})
+    log = pd.concat([log, active.assign(layer=[0, 1])], ignore_index=True).astype({"layer": "Int64"})
+    log = log.assign(run=name, tokens=100 * log["step"])
+    launched = "accelerate launch --num_processes {} -m twell train" if devices > 1 else "python -m twell train"
+    row = SHAPE | {"run": name, "complete": complete, "backend": backend, "command": launched.format(devices)}
+    row |= {"tokens": int(100 * every * len(losses)), "parameters": 7e6, "batch_tokens": 100, "vocab_size": 16_384}
+    return row | {"l1_coefficient": 1e-3, "seed": 0, "device": "a GPU"} | config, log
+
+
+SPARSELY = trained("a-sparse", [8, 6.5, 5, 4], [10, 20, 60, 40], [900, 700, 300, 400], "triton", last=4.1)
+DENSELY = trained("dense", [8, 6, 5, 4.5], [30, 30, 20, 20], [800, 500, 500, 500])
+BY_TWO = trained("b-two", [8, 6.5, 5, 4.25], [1, 1, 90, 100], [600, 1, 1, 200], "triton", devices=2, last=4.2)
+
+
+def test_one_training_computed_in_several_ways():
+    unfinished = trained("c-unfinished", [1, 1], [1, 1], [1, 1], "auto", complete=False, tokens=400)
+    table = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO, unfinished, DENSELY)).set_index("run")
+    assert table.index.tolist() == ["dense", "a-sparse", "b-two"]  # fewest devices first, then dense
+    assert table["way"].tolist() == ["dense, 1 device", "sparse kernels, 1 device", "sparse kernels, 2 devices"]
+    assert table["devices"].tolist() == [1, 1, 2] and table["backend"].tolist() == ["dense", "triton", "triton"]
+    assert table["cross_entropy"].tolist() == [4, 4.1, 4.2] and table["active"].tolist() == [5, 5, 5]
+    assert table["apart"].tolist() == [0, 0.5, 0.5] and table["apart_mean"].tolist() == [0, 0.25, 0.1875]
+    # Of four rows the last two are the second half.
+    assert table["tokens_per_second"].tolist() == [20, 50, 95] and table["peak_memory"].tolist() == [500, 400, 200]
+    assert table["peak_memory_whole"].tolist() == [800, 900, 600] and table["vocab_size"].tolist() == [16_384] * 3
+    pair = analysis.computed_otherwise(*tables(SPARSELY, DENSELY))
+    assert pair["way"].tolist() == ["dense", "sparse kernels"]
+    alone = analysis.computed_otherwise(*tables(BY_TWO))
+    assert alone["way"].tolist() == ["sparse kernels, 2 devices"] and alone["apart"].tolist() == [0]
+    curves = analysis.computed_curves(*tables(SPARSELY, unfinished))
+    assert set(curves["run"]) == {"a-sparse"} and curves["metric"].value_counts().tolist() == [4, 4, 4]
+    speeds = curves[curves["metric"] == "tokens_per_second"]
+    assert speeds["value"].tolist() == [10, 20, 60, 40] and speeds["tokens"].tolist() == [100, 200, 300, 400]
+
+
+def test_a_training_on_a_cpu_has_no_memory_and_none_has_no_rows():
+    runs = [trained("a", [8, 4], [10, 20], backend="reference"), trained("b", [8, 4], [30, 40])]
+    table = analysis.computed_otherwise(*tables(*runs))
+    assert table["run"].tolist() == ["b", "a"] and table["way"].tolist() == ["dense", "reference"]
+    assert table["tokens_per_second"].tolist() == [40, 20]
+    assert table[["peak_memory", "peak_memory_whole"]].isna().all(axis=None)
+    assert table["peak_memory"].dtype.kind == table["peak_memory_whole"].dtype.kind == "f"
+    half = analysis.computed_otherwise(*tables(runs[0], trained("b", [8, 4], [30, 40], [5, 6])))
+    assert half["peak_memory"].tolist() == pytest.approx([6, np.nan], nan_ok=True)
+    columns = analysis.computed_otherwise(*tables(*runs)).columns.tolist()
+    nothing = (pd.DataFrame(columns=["run", "complete"]), pd.DataFrame(columns=["run", *results.LOG_COLUMNS]))
+    unfinished = tables(trained("c", [8, 4], [1, 1], complete=False))
+    for none in (nothing, unfinished, (pd.DataFrame(), pd.DataFrame())):
+        table, curves = analysis.computed_otherwise(*none), analysis.computed_curves(*none)
+        assert table.empty and table.columns.tolist() == columns
+        assert curves.empty and curves.columns.tolist() == ["run", "metric", "step", "tokens", "value"]
+
+
+def test_only_rows_of_the_same_steps_are_compared():
+    """A row is the mean over the steps since the last one, so at the same step it may be of others."""
+    fine = trained("fine", [8, 7, 6, 5], [1, 1, 2, 4])
+    coarse = trained("sparse", [7.5, 5.25], [2, 8], backend="triton", every=2)
+    table = analysis.computed_otherwise(*tables(fine, coarse))
+    assert table[["apart", "apart_mean"]].iloc[1].isna().all() and table["tokens_per_second"].tolist() == [3, 8]
+    config, log = trained("sparse", [8.5, 7, 5.5, 5.25], [1, 1, 1, 1], backend="triton")
+    table = analysis.computed_otherwise(*tables(fine, (config, log[log["step"] != 2])))  # row 3 is now of steps 2 and 3
+    assert table["apart"].tolist() == [0, 0.5] and table["apart_mean"].tolist() == [0, 0.375]
+
+
+def test_what_sets_computed_runs_apart_is_said_or_refused():
+    shared = {"micro_batch": 8, "compile": True, "log_every": 1}
+    other = shared | {"micro_batch": None, "log_every": 2, "commit": "abc"}
+    runs = [trained("a", [8, 4], [1, 1], **shared), trained("b", [8, 4], [1, 1], backend="auto", **other)]
+    assert analysis.computed_otherwise(*tables(*runs))["way"].tolist() == [
+        "dense, micro_batch 8",
+        "auto, micro_batch none",
+    ]
+    runs[1] = trained("b", [8, 4], [1, 1], **(shared | {"compile": False}))
+    assert analysis.computed_otherwise(*tables(*runs))["way"].tolist() == ["dense, compile 1", "dense, compile 0"]
+    for field, value in {"seed": 1, "l1_coefficient": 2e-3, "batch_tokens": 200, "device": "another GPU"}.items():
+        runs[1] = trained("b", [8, 4], [1, 1], **{field: value})
+        with pytest.raises(ValueError, match=rf"has one configuration.*; these differ in {field}: .*{value} \(b\)"):
+            analysis.computed_otherwise(*tables(trained("a", [8, 4], [1, 1]), runs[1]))
+
+
+def test_findings_of_trainings_computed_in_several_ways():
+    paper, none = results.paper(), analysis.computed_otherwise(pd.DataFrame(), pd.DataFrame())
+    both = analysis.computed_otherwise(*tables(SPARSELY, DENSELY))
+    two = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO))
+    rows = analysis.computed_findings(paper, both, two)
+    found = analysis.compare(rows).set_index("finding")
+    assert (found["verdict"] == "not comparable").all() and len(found) == 6
+    over = "sparse kernels over dense: "
+    assert found.loc[over + "last cross-entropy, %", ["paper", "ours"]].tolist() == ["–", "+2.5"]
+    assert found.loc[over + "training speed, second half, %", ["paper", "ours"]].tolist() == ["-1.5", "+150"]
+    assert found.loc[over + "peak memory, second half, %", ["paper", "ours"]].tolist() == ["-19.2", "-20"]
+    assert found.loc[over + "peak memory, whole training, %", ["paper", "ours"]].tolist() == ["–", "+12.5"]
+    reason = found.loc[over + "training speed, second half, %", "reason"]
+    for said in ("another GPU", "ours: 7 M parameters, steps of 100 tokens", "a vocabulary of 16,384, 5 active"):
+        assert said in reason, said
+    assert reason.endswith("the paper: 0.5B, 1,048,576, 49,152")
+    over = "sparse kernels, 2 devices over sparse kernels, 1 device: "
+    assert found.loc[over + "training speed, times", ["paper", "ours"]].tolist() == ["–", "1.9"]
+    assert found.loc[over + "last cross-entropy, %", "ours"] == "+2.44"
+    # Each is compared with its partner, whatever else is in the tables.
+    every = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO, DENSELY))
+    assert [row[2] for row in analysis.computed_findings(paper, every, every)] == [row[2] for row in rows]
+
+    rows = analysis.computed_findings(paper, none, none)
+    assert [row[1] for row in rows] == ["–", "-1.5", "-19.2", "–", "–"]
+    assert all(row[2:] == ("–", None, "no such run is recorded") for row in rows)
+    for alone in (SPARSELY, DENSELY):  # nothing to compare it with
+        alone = analysis.computed_otherwise(*tables(alone))
+        assert analysis.computed_findings(paper, alone, alone) == rows
+    cpu = analysis.computed_otherwise(
+        *tables(trained("a", [8, 4], [20, 20]), trained("b", [8, 4], [20, 25], backend="triton"))
+    )
+    rows = analysis.computed_findings(paper, cpu, none)
+    assert [row[2] for row in rows[:4]] == ["+0", "+25", "–", "–"]
+    assert [row[4] for row in rows[2:4]] == ["not measured"] * 2
+
+
+def test_tables_to_be_read():
+    table = pd.DataFrame({"l1_coefficient": [6e-4, np.nan], "paper_l1": [np.nan, 2e-5], "value": [123.456, -1e-12]})
+    table = table.assign(nothing=np.nan, name=["a", "b"], half=[np.nan, 0.5], number=[1, 2])
+    found = analysis.readable(table)
+    assert found.columns.tolist() == ["l1_coefficient", "paper_l1", "value", "name", "half", "number"]
+    assert found.to_numpy().tolist() == [["6e-4", "–", "123.5", "a", "–", 1], ["–", "2e-5", "0", "b", "0.5", 2]]
+    assert table["value"].tolist() == [123.456, -1e-12] and analysis.readable(table[:0]).empty
 
 
 # --- formats ------------------------------------------------------------------------------------

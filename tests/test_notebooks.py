@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from tests.test_analysis import (
+    BY_TWO,
+    DENSELY,
+    SPARSELY,
     ceiling_rows,
     decode_rows,
     evaluation,
@@ -25,6 +28,7 @@ from tests.test_analysis import (
     scaled,
     speed_rows,
     step_rows,
+    trained,
     training_rows,
     write_runs,
 )
@@ -36,7 +40,8 @@ FOLDER = results.root() / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FIGURES = {
     "01_format": ["fig01_formats", "fig01_bytes"],
-    "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training", "frontier"],
+    "02_sparsity": ["fig02_training_curves", "fig03_frontier", "fig09_activity_over_training", "frontier"]
+    + ["fig08_remedies"],
     "03_layerwise": ["fig06_layers", "fig10_layers_dense", "fig11_layers_sparsest"],
     "04_tokens": ["fig07a_tokens", "fig07b_positions", "fig07_passage"],
     "07_inspect": ["inspect_passage", "inspect_specific", "inspect_surprise", "inspect_silenced"],
@@ -44,8 +49,12 @@ FIGURES = {
     "06_downstream": ["table6_tasks", "fig03_accuracy"],
     "08_models": ["table1_scale", "fig04_levels", "fig05_levels", "fig06_contributions", "fig10_contributions"]
     + ["fig11_contributions", "fig06_trained", "model_parts", "model_decode"],
-    "09_training_choices": ["fig08_remedies", "choices_frontier", "scale_activity"],
+    "09_training_choices": ["choices_frontier", "scale_activity", "flagship", "processes"],
 }
+
+
+# Of `trained`: the runs that 09_training_choices compares, zf-* dense and sparse, zp-* on one device and on two.
+WAYS = {"f-a": SPARSELY, "f-b": DENSELY, "p-a": SPARSELY, "p-b": BY_TWO}
 
 
 def code_cells(path):
@@ -84,6 +93,9 @@ def live(tiny_config, tmp_path_factory):
     write_runs(folder / "choices", *((row | window, log) for row, log in family()))
     sizes = [scaled("z-0", 10, 0, 0, 20), scaled("z-a", 10, 1e-3, 1.5, 5)]
     write_runs(folder / "choices", *sizes, scaled("z-b", 40, 0, 0, 20), scaled("z-c", 40, 1e-3, 1.2, 4))
+    # One training in several ways; an unfinished run among them is left out.
+    ways = [(row | {"run": f"z{name}"}, log) for name, (row, log) in WAYS.items()]
+    write_runs(folder / "choices", *ways, trained("zf-unfinished", [1], [1], complete=False, tokens=9))
     # Named like a level of the sweep, and none: the notebook of the sweep leaves it out.
     shutil.copytree(folder / "choices" / "reinit-0", folder / "l1-0.001-reinit")
     for name, l1, gain, backend in (("a", 0, 0.1, "dense"), ("b", 1e-3, 0.09, "dense"), ("b", 1e-3, 0.09, "reference")):
@@ -143,7 +155,8 @@ def test_notebook_runs(path, live, tmp_path):
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
-    wanted |= {"runs": str(live / "choices"), "family": "[!z]*", "by_size": "z-*"} if path.stem[:2] == "09" else {}
+    wanted |= {"family": "choices/[!z]*", "by_size": "z-*", "flagship": "zf-*", "processes": "zp-*"}
+    wanted |= {"runs": str(live / "choices"), "family": "[!z]*"} if path.stem[:2] == "09" else {}
     wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     done = execute(path, given, tmp_path)
@@ -158,8 +171,8 @@ def test_notebook_runs(path, live, tmp_path):
             assert (results.root() / file).resolve().is_relative_to(live)
             assert digest == results.file_hash(results.root() / file)
             data += 1
-    counts = {"01_format": 0, "02_sparsity": 17, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
-    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10, "09_training_choices": 6 + 14 + 18}
+    counts = {"01_format": 0, "02_sparsity": 17 + 6, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
+    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10, "09_training_choices": 14 + 18 + 2 + 2}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -174,11 +187,31 @@ def test_notebook_runs(path, live, tmp_path):
         levels = analysis.levels(analysis.sweep(every_run[analysis.choice(every_run) == "recipe"], log))
         best = analysis.recommended(levels)
         assert f"**L1 = {analysis.level_name(best['l1_coefficient'])}**, {best['active']:.1f} active neurons" in said
-        assert "other choices of training, left for `09_training_choices`: 1." in said
+        assert "Runs of other choices of training, left out here: 1." in said
         assert "4 complete runs" in said and "incomplete: ['l1-unfinished']" in said
         assert f"**0.0246 M tokens**: 95% inactive costs {analysis.price_at(levels, 0.05):+.2f}%" in said
         assert f"L1 = 0: 2 runs, ± {levels['cross_entropy_std'][0]:.4f} nats" in said
         assert "**0.0328 M tokens**" in said and "one seed a level" in said
+        assert "not drawn" not in said and "paper's alone" not in said
+        inputs = json.loads((figures / "fig08_remedies.json").read_text())["inputs"]
+        assert {name.split("/")[-2] for name in inputs} == {
+            "l1-a-0",
+            "l1-a-1",
+            "reinit-0",
+            "reinit-1",
+            "warm-0",
+            "warm-1",
+        }
+        assert json.loads((figures / "fig08_remedies.json").read_text())["device"] == "made"
+        tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+        captions = [html for html in tables if "<caption>Table" in html]
+        assert [re.search(r"<caption>(.*?)</caption>", html)[1] for html in captions] == [
+            "Table 3",
+            "Table 4",
+            "Table 5",
+        ]
+        # Table 5 has the remedies: the warm-up, of two seeds, at our level; its 8 active neurons.
+        assert ">L1 warm-up<" in captions[2] and ">8<" in captions[2] and ">1e-3<" in captions[2]
     if path.stem == "03_layerwise":
         trace = Aggregate.load(live / "l1-0.001" / "aggregate.npz")
         assert f"{trace.num_tokens:,} tokens at L1 = 1e-3" in said and "first two" in table
@@ -216,16 +249,20 @@ def test_notebook_runs(path, live, tmp_path):
     if path.stem == "09_training_choices":
         assert "not drawn" not in said and "paper's alone" not in said
         assert "14 complete runs fit" in said and "2 sizes" in said and "compared at L1 = 1e-3" in said
-        inputs = json.loads((figures / "fig08_remedies.json").read_text())["inputs"]
-        assert {name.split("/")[-2] for name in inputs} == {
-            "l1-a-0",
-            "l1-a-1",
-            "reinit-0",
-            "reinit-1",
-            "warm-0",
-            "warm-1",
-        }
         assert ">0.5 (n = 2)<" in table and ">5 → 4<" in table and "balanced columns, L1 = 1e-3 (2% active)" in table
+        # One training in two ways: speed, memory, cross-entropy; the paper's beside them.
+        for name, runs in (("flagship", {"zf-a", "zf-b"}), ("processes", {"zp-a", "zp-b"})):
+            origin = json.loads((figures / f"{name}.json").read_text())
+            assert {file.split("/")[-2] for file in origin["inputs"]} == runs
+            assert origin["parameters"]["flagship"] == "zf-*" and origin["device"] == "a GPU"
+        for finding, theirs, ours in (
+            ("sparse kernels over dense: training speed, second half, %", "-1.5", r"\+150"),
+            ("sparse kernels over dense: peak memory, second half, %", "-19.2", "-20"),
+            ("sparse kernels, 2 devices over sparse kernels, 1 device: training speed, times", "–", "1.9"),
+        ):
+            assert re.search(rf">{finding}</td>\s*<td[^>]*>{theirs}</td>\s*<td[^>]*>{ours}</td>", table), finding
+        tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+        assert ">apart_mean<" in tables and ">peak_memory (GB)<" in tables and ">5e-07<" in tables
     if path.stem == "06_downstream":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         assert "lm-eval and our loss over the same windows differ by" in said
@@ -282,20 +319,48 @@ def test_models_without_rows(tmp_path):
 
 
 def test_choices_without_runs(tmp_path, live):
-    """No run of a family, and a family of the recipe alone: what is missing is said."""
+    """No run of a family, and a family of the recipe alone: what is missing is said. One run is not compared with itself."""
     path = FOLDER / "09_training_choices.ipynb"
-    for runs, pattern in ((tmp_path, "*"), (live / "choices", "l1-*")):
+    for runs, pattern, flagship in ((tmp_path, "*", "zf-*"), (live / "choices", "l1-*", "zf-b zf-unfinished")):
         figures = tmp_path / pattern[:2] / "figures"
         given = {"runs": str(runs), "family": pattern, "by_size": "none-*", "figures": str(figures)}
-        done = execute(path, given, tmp_path)
+        done = execute(path, given | {"flagship": flagship, "processes": "none-*"}, tmp_path)
         outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
         said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
         assert all(f"**{name} is not drawn:**" in said for name in FIGURES["09_training_choices"])
-        assert all(f"**Table {n} is the paper's alone:**" in said for n in (3, 4, 5))
+        assert f"{0 if pattern == '*' else 1} complete runs fit `{flagship}`; there is nothing to compare" in said
         assert ("**Nothing to compare:**" in said) == (pattern == "*")
         assert not figures.exists()
         table = outputs[-1]["data"]["text/html"]
-        assert table.count(">not comparable<") == 14 - (pattern != "*") and "differs" not in table
+        assert table.count(">not comparable<") == 14 + 5 - (pattern != "*") and "differs" not in table
+
+
+def test_trainings_without_memory(tmp_path):
+    """Runs on a CPU: the figure and the table do without memory, and say so."""
+    ways = [trained("f-a", [8, 4], [10, 20], backend="triton"), trained("f-b", [8, 4], [30, 40])]
+    write_runs(tmp_path / "runs", *ways)
+    given = {"runs": str(tmp_path / "runs"), "figures": str(tmp_path / "figures"), "flagship": "f-*"}
+    given |= dict.fromkeys(("family", "by_size", "processes"), "none-*")
+    done = execute(FOLDER / "09_training_choices.ipynb", given, tmp_path)
+    assert [file.stem for file in (tmp_path / "figures").glob("*.png")] == ["flagship"]
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    table = outputs[-1]["data"]["text/html"]
+    assert table.count(">not measured<") == 2 and ">-50<" in table
+    assert "peak_memory" not in "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+
+
+def test_a_sweep_without_other_choices(tmp_path, live):
+    """No family, and one of the recipe alone: what is the paper's alone is said, and the rest is drawn. Longer runs may be missing."""
+    for number, pattern in enumerate((None, "choices/l1-*")):
+        figures = tmp_path / str(number)
+        given = {"runs": str(live), "family": pattern, "longer": "none-*", "figures": str(figures)}
+        done = execute(FOLDER / "02_sparsity.ipynb", given, tmp_path)
+        outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+        said = " ".join(str(output.get("data", {}).get("text/markdown", output.get("text"))) for output in outputs)
+        assert "**fig08_remedies is not drawn:**" in said
+        assert all(f"**Table {n} is the paper's alone:**" in said for n in (3, 4, 5))
+        drawn = {file.stem for file in figures.glob("*.png")}
+        assert drawn == set(FIGURES["02_sparsity"]) - {"fig08_remedies"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -13,7 +13,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from tests.test_analysis import (
+    BY_TWO,
     CHANCE,
+    DENSELY,
+    SPARSELY,
     decode_rows,
     evaluation,
     family,
@@ -24,6 +27,7 @@ from tests.test_analysis import (
     scaled,
     step_rows,
     tables,
+    trained,
 )
 from twell import analysis, plots, results
 
@@ -267,6 +271,46 @@ def test_scale_activity():
     unknown = plots.scale_activity(table, paper, {"active_fraction": np.nan, "cross_entropy_change": np.nan})
     draw(unknown)
     assert not unknown.axes[0].collections and not unknown.axes[1].collections
+
+
+def test_one_training_computed_in_several_ways():
+    runs = tables(SPARSELY, BY_TWO, DENSELY)
+    table, curves = analysis.computed_otherwise(*runs), analysis.computed_curves(*runs)
+    figure = plots.computed_otherwise(table, curves.sample(frac=1, random_state=1))
+    draw(figure)
+    ways = ["dense, 1 device", "sparse kernels, 1 device", "sparse kernels, 2 devices"]
+    assert legend(figure) == ways == table["way"].tolist()
+    losses, speed, memory = figure.axes
+    for ax, values in (
+        (losses, ([8, 6, 5, 4.5], [8, 6.5, 5, 4], [8, 6.5, 5, 4.25])),
+        (speed, ([0.03, 0.03, 0.02, 0.02], [0.01, 0.02, 0.06, 0.04], [0.001, 0.001, 0.09, 0.1])),
+        (memory, ([8e-7, 5e-7, 5e-7, 5e-7], [9e-7, 7e-7, 3e-7, 4e-7], [6e-7, 1e-9, 1e-9, 2e-7])),
+    ):
+        for way, value in zip(ways, values, strict=True):
+            np.testing.assert_allclose(lines(ax)[way].get_ydata(), value)
+            np.testing.assert_allclose(lines(ax)[way].get_xdata(), [1e-4, 2e-4, 3e-4, 4e-4])
+    widths = [line.get_linewidth() for line in losses.get_lines()]
+    assert widths[0] > 2 * max(widths[1:]) and len({line.get_color() for line in losses.get_lines()}) == 3
+    assert speed.get_ylim()[0] == memory.get_ylim()[0] == 0 and losses.get_ylim()[0] > 3 and not texts(memory)
+    single = plots.computed_otherwise(table[:1], curves)
+    draw(single)
+    assert legend(single) == ways[:1] and [len(ax.get_lines()) for ax in single.axes] == [1, 1, 1]
+    many = pd.concat([table, table.assign(run="x"), table.assign(run="y")])
+    with pytest.raises(ValueError, match="shows up to 5 runs; this table has 9"):
+        plots.computed_otherwise(many, curves)
+
+
+def test_a_training_on_a_cpu_says_that_no_memory_was_logged():
+    runs = tables(trained("a", [8, 4], [10, 20], backend="triton"), trained("b", [8, 4], [30, 40]))
+    figure = plots.computed_otherwise(analysis.computed_otherwise(*runs), analysis.computed_curves(*runs))
+    draw(figure)
+    assert [texts(ax) for ax in figure.axes] == [[], [], ["not logged"]]
+    assert not figure.axes[2].get_lines() and legend(figure) == ["dense", "sparse kernels"]
+    # One of two has it: its line alone.
+    runs = tables(trained("a", [8, 4], [10, 20], [1, 2], backend="triton"), trained("b", [8, 4], [30, 40]))
+    figure = plots.computed_otherwise(analysis.computed_otherwise(*runs), analysis.computed_curves(*runs))
+    draw(figure)
+    assert [len(line.get_ydata()) for line in figure.axes[2].get_lines()] == [0, 2] and not texts(figure.axes[2])
 
 
 def make_layers(means):

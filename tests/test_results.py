@@ -28,6 +28,24 @@ def test_provenance_is_whole():
     assert all(origin[field] for field in results.PROVENANCE_FIELDS) and origin["command"] == "some command"
 
 
+@pytest.mark.parametrize(
+    ("processes", "start"),
+    [
+        (None, "python -m twell"),
+        ("1", "python -m twell"),
+        ("2", "accelerate launch --num_processes 2 -m twell"),
+        ("16", "accelerate launch --num_processes 16 -m twell"),
+    ],
+)
+def test_the_command_says_how_many_processes_there_were(monkeypatch, processes, start):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if processes:
+        monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setattr(results.sys, "argv", ["/somewhere/twell/__main__.py", "train", "171m", "source=my texts/"])
+    assert results.provenance()["command"] == f"{start} train 171m 'source=my texts/'"
+    assert results.provenance("make")["command"] == "make"
+
+
 @pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
 def test_a_run_without_provenance_is_refused(tmp_path, missing):
     with pytest.raises(ValueError, match=f"provenance without {missing}"):
@@ -51,10 +69,16 @@ def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
         results.write_run(tmp_path / name, {}, PROVENANCE | {"complete": True})
         text = f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{ord(name[0])}\n"
         (tmp_path / name / "log.csv.xz").write_bytes(lzma.compress(text.encode()))
-    runs, log = results.load_runs(tmp_path, "deep-* a")
+    assert results.log_path(tmp_path / "b") == tmp_path / "b" / "log.csv.xz"
+    assert results.log_path(tmp_path / "none") == tmp_path / "none" / "log.csv"
+    runs, log = results.load_runs(tmp_path, "deep-* a d*")
     assert runs.run.tolist() == ["a", "deep-1"] and log.value.tolist() == [ord("a"), ord("d")]
+    assert results.load_runs(tmp_path, "", required=False)[0].empty
+    with pytest.raises(FileNotFoundError, match=r"no run that fits 'x\* y' in"):
+        results.load_runs(tmp_path, "x* y")
     (tmp_path / "a" / "log.csv").write_text("step,tokens,split,layer,metric,value\n4,8,train,,loss,3\n")
     assert results.load_run(tmp_path / "a")[1].value.tolist() == [3]
+    assert results.log_path(tmp_path / "a") == tmp_path / "a" / "log.csv"
     packed = tmp_path / "b" / "log.csv.xz"
     for broken in (packed.read_bytes()[:-9], b"step,tokens"):
         packed.write_bytes(broken)

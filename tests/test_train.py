@@ -40,6 +40,7 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     learning_rates = series(log, "lr").to_numpy()
     assert learning_rates[0] > learning_rates[-1] == pytest.approx(0, abs=1e-9)
     assert series(log, "cross_entropy_silenced", "valid").index.get_level_values("step").tolist() == [16]
+    assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
 
 def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config):

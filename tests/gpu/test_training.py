@@ -157,8 +157,13 @@ def test_200_steps_follow_the_dense_ones(tmp_path):
         "auto": {"backend": "auto"},
     }.items():
         folder = train(dataclasses.replace(config, **changes), tmp_path / name, quiet=True)
-        _, log = results.load_run(folder)
+        row, log = results.load_run(folder)
         rows = log[log.split == "train"]
+        memory = rows[rows.metric == "peak_memory"]
+        assert memory.step.tolist() == rows[rows.metric == "loss"].step.tolist() and memory.layer.isna().all()
+        # fp32 weights, gradients and the two moments of AdamW are there at once.
+        assert (memory.value >= 4 * 4 * row["parameters"]).all()
+        assert memory.value.max() <= torch.cuda.get_device_properties(0).total_memory
         losses[name] = rows[rows.metric == "cross_entropy"].value.to_numpy()
         active[name] = rows[rows.metric == "active_mean"].groupby("step").value.mean().to_numpy()
     torch.compiler.reset()

@@ -4,7 +4,7 @@ Everything here is a count, a mean or a ratio of what a run logged, a trace or a
 Nothing reads files or draws. Each module stands on those above it alone:
 
 runs      what each run came to, an L1 sweep by level, curves over training
-variants  other choices of training and other sizes, and what seeds alone explain
+variants  other choices of training, other sizes and ways to compute, and what seeds alone explain
 activity  a trace or an aggregate by layer, token, position and neuron
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
@@ -38,6 +38,7 @@ from twell.analysis.findings import (
     NOT_RECORDED,
     choice_findings,
     compare,
+    computed_findings,
     forward_findings,
     frontier_findings,
     layer_findings,
@@ -68,6 +69,7 @@ from twell.analysis.runs import (
     list_runs,
     logged_layers,
     price_at,
+    readable,
     recommended,
     settles_after,
     sweep,
@@ -126,6 +128,7 @@ from twell.analysis.variants import (
     choice_table,
     choices,
     compared_level,
+    computed_curves,
     computed_otherwise,
     contrast,
     contrasts,

@@ -235,6 +235,58 @@ def size_findings(paper: pd.DataFrame, table: pd.DataFrame, seeds: pd.DataFrame,
     return rows
 
 
+def _percent(value: float, over: float) -> str:
+    change = 100 * (value / over - 1)
+    return "–" if np.isnan(change) else f"{change:+.3g}"
+
+
+def computed_findings(paper: pd.DataFrame, flagships: pd.DataFrame, scaled: pd.DataFrame) -> list[tuple]:
+    """Return rows for `compare`: whole trainings by the sparse kernels beside dense ones, and on more devices beside fewer.
+
+    paper: `results.paper()`; flagships, scaled: `computed_otherwise` of a training with both, and of one on several numbers of
+    devices; either may be empty. Each run is compared with the dense one on as many devices, or with that of its backend on the
+    fewest. Speed and memory stand beside the paper's of 0.5B, with a reason why they do not compare.
+    """
+    known = paper[(paper["source"] == "Table 1") & (paper["model"] == "0.5B") & (paper["l1"] > 0)]
+    known = known.set_index("metric")["value"].astype(float)
+    theirs = paper[(paper["source"] == "Table 2") & (paper["model"] == "all (gated)")].set_index("metric")["value"]
+    faster, smaller = (f"{known[f'training_{what}_change']:+.3g}" for what in ("throughput", "peak_memory"))
+    rows, titles = [], ("training speed", "peak memory")
+    for _, alike in flagships.groupby("devices"):
+        dense = alike[alike["backend"] == "dense"]
+        for run in alike[alike["backend"] != "dense"].itertuples() if len(dense) else ():
+            first, what = dense.iloc[0], f"{run.way} over {dense['way'].iloc[0]}"
+            why = f"another GPU; ours: {run.parameters / 1e6:.3g} M parameters, steps of {run.batch_tokens:,} tokens, a vocabulary "
+            why += f"of {run.vocab_size:,}, {run.active:.3g} active; the paper: 0.5B, {theirs['tokens_per_step']:,}, {theirs['vocab_size']:,}"
+            change = _percent(run.cross_entropy, first["cross_entropy"])
+            rows.append((f"{what}: last cross-entropy, %", "–", change, None, "ours; the same steps but for rounding"))
+            for column, printed, name, reason in (
+                ("tokens_per_second", faster, f"{titles[0]}, second half, %", why),
+                ("peak_memory", smaller, f"{titles[1]}, second half, %", why),
+                ("peak_memory_whole", "–", f"{titles[1]}, whole training, %", "ours; early steps are the least sparse"),
+            ):
+                change = _percent(getattr(run, column), first[column])
+                rows.append((f"{what}: {name}", printed, change, None, "not measured" if change == "–" else reason))
+    if not rows:
+        rows = [("sparse kernels over dense: last cross-entropy, %", "–", "–", None, NOT_RECORDED)]
+        for name, printed in zip(titles, (faster, smaller), strict=True):
+            rows.append((f"sparse kernels over dense: {name}, %", printed, "–", None, NOT_RECORDED))
+    before = len(rows)
+    for _, alike in scaled.groupby("backend"):
+        first = alike.sort_values("devices", kind="stable").iloc[0]
+        for run in alike[alike["devices"] > first["devices"]].itertuples():
+            what, why = f"{run.way} over {first['way']}", "ours; the paper trains on 8 GPUs and gives no other number"
+            times = run.tokens_per_second / first["tokens_per_second"]
+            why, times = ("not measured", "–") if np.isnan(times) else (why, f"{times:.3g}")
+            rows.append((f"{what}: training speed, times", "–", times, None, why))
+            change = _percent(run.cross_entropy, first["cross_entropy"])
+            rows.append((f"{what}: last cross-entropy, %", "–", change, None, "ours; the same steps but for rounding"))
+    if len(rows) == before:
+        for name in ("training speed, times", "last cross-entropy, %"):
+            rows.append((f"more devices over one: {name}", "–", "–", None, NOT_RECORDED))
+    return rows
+
+
 def layer_findings(
     paper: pd.DataFrame,
     sparse: pd.DataFrame,

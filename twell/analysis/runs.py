@@ -203,6 +203,18 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table.join(runs.set_index("run")[["device", "complete"]]).sort_index().reset_index()
 
 
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table to be read: numbers with four digits, levels of L1 as one writes them, "–" for what is not known.
+
+    Levels are columns with "l1" in their name. Columns of which nothing is known are left out.
+    """
+    table = table.assign(**{name: table[name].map(level_name, "ignore") for name in table if "l1" in name})
+    short = table.dropna(axis=1, how="all").map(
+        lambda cell: f"{round(cell, 9) + 0:.4g}" if isinstance(cell, float) else cell  # no -0
+    )
+    return short.replace("nan", "–")
+
+
 def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train") -> pd.DataFrame:
     """Return one metric over training, by coefficient and step (Figs 2, 8, 9).
 

@@ -1,4 +1,5 @@
-"""Tables of the runs that depart from one sweep: other choices of training (Fig. 8, Tables 3 to 5), and other sizes.
+"""Tables of the runs that depart from one sweep: other choices of training (Fig. 8, Tables 3 to 5), other sizes, and one
+training computed in several ways.
 
 A setting is one choice at one level of L1; its runs differ by seed. A difference between two settings counts only above
 what seeds alone explain.
@@ -20,7 +21,6 @@ from twell.analysis.runs import (
     levels,
     price_at,
     sweep,
-    training_curves,
 )
 
 CONFIDENCE = 0.95
@@ -248,39 +248,84 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the complete runs of one training that was computed in several ways: densely and by the kernels, or by more devices.
 
-    Columns, dense and fewest devices first: run, backend, devices; of the last validation cross_entropy and active; apart, the
-    most that the training cross-entropy of a row of the log differs from the first run's (nats), and apart_mean, its mean over
-    rows; over the second half of training, when activity has settled: tokens_per_second (median) and peak_memory (bytes of
-    one device, the most); speed, in times the first run's, and memory, in % over it. Raises ValueError when runs
-    differ in more than how they were computed.
+    Columns, fewest devices and dense first: run; way, what sets it apart, in words; backend, devices; parameters, batch_tokens,
+    vocab_size; of the last validation cross_entropy and active; apart, the most that the training cross-entropy of a row of the
+    log differs from the first run's (nats), and apart_mean, its mean over rows, NaN where no rows are of the same steps; over the
+    second half of training, when activity has settled: tokens_per_second (median) and peak_memory (bytes of one device, the
+    most), and peak_memory_whole, over all of it (NaN on a CPU, where it is not logged). Without a complete run no rows.
+    Raises ValueError when runs differ in more than how they were computed, or are of different devices, whose speeds do not compare.
     """
-    complete = runs[runs["complete"]]
-    if complete.empty:
-        return pd.DataFrame(columns=["run", "backend", "devices"])
-    may_differ = [field for field in MAY_DIFFER if field not in ("l1_coefficient", "seed")]
-    check_alike(complete, may_differ, "one training, computed in several ways, has one configuration")
-    table = complete[["run", "backend", "tokens"]].set_index("run")
-    # Accelerate's launcher is part of the recorded command.
-    table.insert(
-        1,
+    columns = [
+        "run",
+        "way",
+        "backend",
         "devices",
-        complete.set_index("run")["command"].str.extract(r"--num_processes (\d+)")[0].fillna("1").astype(int),
+        "parameters",
+        "batch_tokens",
+        "vocab_size",
+        "cross_entropy",
+        "active",
+    ]
+    columns += ["apart", "apart_mean", "tokens_per_second", "peak_memory", "peak_memory_whole"]
+    complete = runs[runs["complete"].astype(bool)] if len(runs) else runs
+    if complete.empty:
+        return pd.DataFrame(columns=columns)
+    may_differ = [field for field in MAY_DIFFER if field not in ("l1_coefficient", "seed", "device")]
+    check_alike(
+        complete, may_differ, "one training, computed in several ways, has one configuration and kind of device"
     )
-    table = table.sort_values(["devices", "backend"], key=lambda column: column.replace({"dense": ""}))
+    table = complete.set_index("run").reindex(columns=["backend", "parameters", "batch_tokens", "vocab_size", "tokens"])
+    table["parameters"] = table["parameters"].astype(float)  # None in a run that does not say
+    # Accelerate's launcher is part of the recorded command.
+    processes = complete.set_index("run")["command"].astype(str).str.extract(r"--num_processes[ =](\d+)")[0]
+    table["devices"] = processes.fillna("1").astype(int)
+    table["way"] = _ways(complete.set_index("run"), table["devices"])
+    order = table.assign(sparse=table["backend"] != "dense", name=table.index)
+    table = table.loc[order.sort_values(["devices", "sparse", "name"]).index]
     valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
     last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
-    last = last.groupby(["run", "metric"])["value"].mean().unstack()
+    last = last.groupby(["run", "metric"])["value"].mean().unstack().reindex(columns=["cross_entropy", "active_mean"])
     table["cross_entropy"], table["active"] = last["cross_entropy"], last["active_mean"]
-    losses = training_curves(complete, log, "cross_entropy").pivot(index="step", columns="run", values="value")
+    curves = computed_curves(complete, log)
+    losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "step"])
+    # A row is a mean over the steps since the last one: only rows of the same steps compare.
+    losses = losses.assign(since=losses.groupby("run")["step"].shift(fill_value=0))
+    losses = losses.pivot(index=["since", "step"], columns="run", values="value").reindex(columns=table.index)
     apart = losses.sub(losses[table.index[0]], axis=0).abs()
     table["apart"], table["apart_mean"] = apart.max(), apart.mean()
-    train = log[(log["split"] == "train") & (log["tokens"] > table.pop("tokens").iloc[0] / 2)]
-    for metric, most in (("tokens_per_second", "median"), ("peak_memory", "max")):
-        table[metric] = train[train["metric"] == metric].groupby("run")["value"].agg(most)
-    first = table.iloc[0]
-    table["speed"] = table["tokens_per_second"] / first["tokens_per_second"]
-    table["memory"] = 100 * (table["peak_memory"] / first["peak_memory"] - 1)
-    return table.reset_index()
+    late = curves[curves["tokens"] > table["tokens"].iloc[0] / 2]
+    for column, some, most in (
+        ("tokens_per_second", late, "median"),
+        ("peak_memory", late, "max"),
+        ("peak_memory_whole", curves, "max"),
+    ):
+        of = some[some["metric"] == column.removesuffix("_whole")]
+        table[column] = of.groupby("run")["value"].agg(most).astype(float)
+    return table.reset_index()[columns]
+
+
+def _ways(runs: pd.DataFrame, devices: pd.Series) -> pd.Series:
+    """What is different about how each run was computed, in words; runs: with their names as index."""
+    ways = runs["backend"].replace({"triton": "sparse kernels"})
+    if (devices > 1).any():
+        ways = ways + devices.map(lambda number: f", {number} device{'s' * (number > 1)}")
+    for field in ("micro_batch", "checkpoint_activations", "compile"):
+        if field in runs and runs[field].nunique(dropna=False) > 1:
+            ways = ways + runs[field].map(
+                lambda value, of=field: f", {of} {'none' if pd.isna(value) else f'{value:g}'}"
+            )
+    return ways
+
+
+def computed_curves(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return cross_entropy, tokens_per_second and peak_memory over the training of complete runs, as far as they were logged.
+
+    Columns: run, metric, step, tokens, value. Memory is that of one device; a run on a CPU has none.
+    """
+    complete = runs.loc[runs["complete"].astype(bool), "run"] if len(runs) else ()
+    wanted = ("cross_entropy", "tokens_per_second", "peak_memory")
+    rows = log[(log["split"] == "train") & log["metric"].isin(wanted) & log["run"].isin(complete)] if len(log) else log
+    return rows.reindex(columns=["run", "metric", "step", "tokens", "value"]).reset_index(drop=True)
 
 
 def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Figures of training: sweeps (Figs 2, 3, 9), choices of training (Fig. 8) and sizes (section 4.2)."""
+"""Figures of training: sweeps (Figs 2, 3, 9), choices of training (Fig. 8), sizes (section 4.2), and one training computed in several ways."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def fig09_activity_over_training(active: pd.DataFrame, dead: pd.DataFrame, windo
     return figure
 
 
-# --- choices of training and sizes (Fig. 8, section 4.2) ------------------------------------------
+# --- choices of training and sizes (Fig. 8, section 4.2), ways to compute ------------------------------------------
 
 CHOICES = {  # of `analysis.choice`: colour, mark and dash
     "recipe": (BLUE, "o", "-"),
@@ -285,23 +285,33 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     return figure
 
 
-def computed_otherwise(
-    losses: pd.DataFrame, speed: pd.DataFrame, memory: pd.DataFrame, labels: dict[str, str]
-) -> Figure:
+def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
     """Draw one training that was computed in several ways: cross-entropy, tokens a second and peak memory over training.
 
-    losses, speed, memory: `analysis.training_curves` of cross_entropy, tokens_per_second and peak_memory; labels: of each run, in
-    the order of `analysis.computed_otherwise`. The first has a wide line, so that one above it is seen.
+    table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs. The first run has a wide line, so
+    that one above it is seen. Where no memory was logged, the third panel says so. Raises ValueError for more runs than it has colours.
     """
+    colours = ("0.65", BLUE, ORANGE, GREEN, PURPLE)
+    if len(table) > len(colours):
+        raise ValueError(f"this figure shows up to {len(colours)} runs; this table has {len(table)}")
     figure, axes = _figure(PAGE, 2.3, 1, 3)
-    units = (("cross-entropy (nats)", 1), ("thousand tokens a second", 1e-3), ("peak memory of a GPU (GB)", 1e-9))
-    looks = ({"color": "0.65", "linewidth": 3.2}, {"color": BLUE, "linewidth": 1}, {"color": ORANGE, "linewidth": 1})
-    for ax, curves, (unit, factor) in zip(axes.flat, (losses, speed, memory), units, strict=True):
-        for (run, label), look in zip(labels.items(), looks, strict=False):
-            curve = curves[curves["run"] == run]
-            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], label=label, **look)
+    panels = {
+        "cross_entropy": ("cross-entropy (nats)", 1),
+        "tokens_per_second": ("thousand tokens a second", 1e-3),
+        "peak_memory": ("peak memory of a device (GB)", 1e-9),
+    }
+    for ax, (metric, (unit, factor)) in zip(axes.flat, panels.items(), strict=True):
         ax.set(xlabel="training tokens (millions)", ylabel=unit)
-        if ax is not axes[0, 0]:
+        some = curves[curves["metric"] == metric]
+        if some.empty:
+            ax.text(0.5, 0.5, "not logged", ha="center", transform=ax.transAxes)
+            continue
+        for number, (run, way) in enumerate(zip(table["run"], table["way"], strict=True)):
+            curve = some[some["run"] == run].sort_values("step")
+            look = {"color": colours[number], "linewidth": 1 if number else 3.2}
+            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], label=way, **look)
+        if metric != "cross_entropy":
             ax.set_ylim(bottom=0)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(labels))
+    axes[0, 2].set_xlim(axes[0, 0].get_xlim())
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(table))
     return figure
