@@ -85,6 +85,7 @@ def live(tiny_config, tmp_path_factory):
     run = folder / "l1-0.001"
     trace_validation(run).save(run / "trace.npz")
     aggregate_run(run).save(run / "aggregate.npz")
+    shutil.copy(run / "aggregate.npz", folder / "largest.npz")
     config = dataclasses.asdict(dataclasses.replace(tiny_config, l1_coefficient=0.5, num_layers=3))
     results.write_run(folder / "l1-unfinished", config, results.provenance() | {"complete": False})
     (folder / "l1-unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
@@ -150,7 +151,12 @@ def test_notebook_runs(path, live, tmp_path):
     wanted = {"runs": str(live), "sweep": "l1-*", "longer": "longer-*", "source": "recorded"}
     wanted |= {"figures": str(figures), "drawn": str(figures), "tracked_figures": str(figures)}
     wanted |= {
-        name: str(live / "l1-0.001" / f"{file}.npz") for name, file in (("aggregate",) * 2, ("passage", "trace"))
+        name: str(live / f"{file}.npz")
+        for name, file in (
+            ("sparse_aggregate", "l1-0.001/aggregate"),
+            ("aggregate", "largest"),
+            ("passage", "l1-0.001/trace"),
+        )
     }
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
@@ -215,6 +221,7 @@ def test_notebook_runs(path, live, tmp_path):
     if path.stem == "03_layerwise":
         trace = Aggregate.load(live / "l1-0.001" / "aggregate.npz")
         assert f"{trace.num_tokens:,} tokens at L1 = 1e-3" in said and "first two" in table
+        assert f"`l1-0.001`: {trace.num_layers} layers of {trace.intermediate_size:,} neurons, L1 = 1e-3" in said
     if path.stem == "04_tokens":
         assert "tokens at L1 = 1e-3" in said
     if path.stem == "07_inspect":
