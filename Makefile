@@ -42,14 +42,15 @@ else
 figures: $(RECORDED:%=build/notebooks/%.ipynb) $(LIVELY:%=build/notebooks/live/%.ipynb)
 endif
 
-# $(1): profile
+# $(1): profile. Twice where the first fails: of kernels that start at the same moment, two can take the same port.
 define execute
 	@mkdir -p $(@D)
-	MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml $< $@.part.ipynb
+	run="env $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml"; \
+	export MPLCONFIGDIR=build/matplotlib; $$run $< $@.part.ipynb || $$run $< $@.part.ipynb
 	@mv $@.part.ipynb $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json data/checkpoints/*/*)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
 	$(call execute,recorded)
 
 # These run the model that ships.

@@ -603,6 +603,10 @@ MISTAKES = {
         lambda p: [*p.evaluate(), "--out", p.file("old.json", "{}")],
         r"old\.json already holds an evaluation; choose another --out, or --overwrite it",
     ),
+    "it is there, compressed": (
+        lambda p: [*p.evaluate(), "--out", p.file("old.json.xz", "").removesuffix(".xz")],
+        r"old\.json\.xz already holds an evaluation; choose another --out, or --overwrite it",
+    ),
     "a folder": (
         lambda p: [*p.evaluate(), "--out", str(p.data)],
         r"tasks is a folder; --out is the \.json file to write",

@@ -99,7 +99,8 @@ def live(tiny_config, tmp_path_factory):
     write_runs(folder / "choices", *ways, trained("zf-unfinished", [1], [1], complete=False, tokens=9))
     # Named like a level of the sweep, and none: the notebook of the sweep leaves it out.
     shutil.copytree(folder / "choices" / "reinit-0", folder / "l1-0.001-reinit")
-    for name, l1, gain, backend in (("a", 0, 0.1, "dense"), ("b", 1e-3, 0.09, "dense"), ("b", 1e-3, 0.09, "reference")):
+    evaluated = [("a", 0, 0.1, "dense"), ("b", 1e-3, 0.09, "dense"), ("b", 1e-3, 0.09, "reference")]
+    for name, l1, gain, backend in (*evaluated, ("b-warmup", 1e-3, 0.5, "dense")):
         record = evaluation(name, l1=l1, gain=gain, backend=backend)
         results.write_evaluation(folder / "eval" / f"{name}-{backend}.json", record)
     return folder
@@ -161,7 +162,13 @@ def test_notebook_runs(path, live, tmp_path):
     wanted |= {"dense_run": "l1-0", "sparse_run": "l1-0.001", "sparsest_run": "l1-0.1", "min_count": 2}
     wanted |= {"num_tokens": 16, "intermediate_size": 768, "active": [2, 29, 300], "bench": str(live / "bench")}
     wanted |= {"evaluations": str(live / "eval"), "model": str(live / "l1-0.001"), "sparse_items": 3}
-    wanted |= {"family": "choices/[!z]*", "by_size": "z-*", "flagship": "zf-*", "processes": "zp-*"}
+    wanted |= {
+        "family": "choices/[!z]*",
+        "by_size": "z-*",
+        "left_out": "none *-warmup",
+        "flagship": "zf-*",
+        "processes": "zp-*",
+    }
     wanted |= {"runs": str(live / "choices"), "family": "[!z]*"} if path.stem[:2] == "09" else {}
     wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
@@ -178,7 +185,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert digest == results.file_hash(results.root() / file)
             data += 1
     counts = {"01_format": 0, "02_sparsity": 17 + 6, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
-    counts |= {"06_downstream": 6, "07_inspect": 8, "08_models": 10, "09_training_choices": 14 + 18 + 2 + 2}
+    counts |= {"06_downstream": 8, "07_inspect": 8, "08_models": 10, "09_training_choices": 14 + 18 + 2 + 2}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -273,7 +280,7 @@ def test_notebook_runs(path, live, tmp_path):
     if path.stem == "06_downstream":
         tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
         assert "lm-eval and our loss over the same windows differ by" in said
-        assert "3 recorded evaluations, lm-eval 0.4.13, on a CPU" in said
+        assert "4 recorded evaluations, lm-eval 0.4.13, on a CPU" in said
         # live: items of the run's own text, the same accuracies from both backends; recorded: the pair and the mean
         assert "held_out_continuation, acc_mutual_info" in tables and ">dense, reference<" in tables
         assert ">35.0 ± 1.0<" in tables and ">-1.0 ± 1.4<" in table and ">agrees<" in table

@@ -141,6 +141,16 @@ def test_evaluations_are_kept_with_their_provenance(tmp_path):
     assert [found["backend"] for found in results.load_evaluations(tmp_path / "eval")] == ["triton", "dense"]
     assert results.load_evaluations(tmp_path / "eval")[1] == record
     assert results.load_evaluations(tmp_path / "nothing") == []
+    packed = tmp_path / "eval" / "b.json.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "eval" / "b.json").read_bytes()))
+    assert len(results.load_evaluations(tmp_path / "eval")) == 2
+    (tmp_path / "eval" / "b.json").unlink()
+    assert results.load_evaluations(tmp_path / "eval")[1] == record
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"b\.json\.xz is not an evaluation"):
+        results.load_evaluations(tmp_path / "eval")
+    results.write_evaluation(tmp_path / "eval" / "b.json", record)  # the new one takes its place
+    assert not packed.exists() and results.load_evaluations(tmp_path / "eval")[1] == record
     with pytest.raises(ValueError, match="provenance without device"):
         results.write_evaluation(tmp_path / "c.json", record | {"device": ""})
     assert not (tmp_path / "c.json").exists()

@@ -517,9 +517,13 @@ def _runs(options: argparse.Namespace) -> None:
         l1 = run.l1_coefficient
         cells = [f"`{run.run}`" + ("" if run.complete else " (not complete)")]
         cells += [f"{run.parameters / 1e6:.1f} M", f"{run.tokens / 1e6:.4g} M"]
-        cells += [", ".join(f"{level:g}" for level in (l1 if isinstance(l1, list) else [l1])), str(run.seed)]
-        cells += [f"{run.cross_entropy:.3f}", f"{run.active:.3g} ({100 * run.active_fraction:.2g}%)"]
-        cells += [f"{100 * run.dead_fraction:.2g}%", f"{run.tokens_per_second:,.0f}", run.device]
+        cells += [", ".join(map(analysis.level_name, l1 if isinstance(l1, list) else [l1])), str(run.seed)]
+        active, share, dead = (
+            f"{value:,.0f}" if value >= 100 else f"{value:.{digits}g}"
+            for value, digits in ((run.active, 3), (100 * run.active_fraction, 2), (100 * run.dead_fraction, 2))
+        )
+        cells += [f"{run.cross_entropy:.3f}", f"{active} ({share}%)", f"{dead}%"]
+        cells += [f"{run.tokens_per_second:,.0f}", run.device]
         lines.append(f"| {' | '.join(cells)} |")
     if options.into is None:
         print("\n".join(lines))
@@ -548,8 +552,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         out = Path("data") / "eval" / f"{'-'.join(named)}.json"
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
-    if out.exists() and not options.overwrite:
-        raise FileExistsError(f"{out} already holds an evaluation; choose another --out, or --overwrite it")
+    if results.kept(out).exists() and not options.overwrite:
+        raise FileExistsError(f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it")
     out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
 
     from twell import evaluate

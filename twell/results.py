@@ -206,10 +206,16 @@ def write_run(folder: str | Path, config: dict, origin: dict) -> None:
     write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")
 
 
+def kept(path: str | Path) -> Path:
+    """Return the file, or where it is not there its compressed form, which has .xz behind its name."""
+    path = Path(path)
+    packed = path.with_name(f"{path.name}.xz")
+    return packed if packed.is_file() and not path.exists() else path
+
+
 def log_path(folder: str | Path) -> Path:
     """Return the log in a run's folder: log.csv, or log.csv.xz where that alone is there."""
-    plain, packed = Path(folder) / "log.csv", Path(folder) / "log.csv.xz"
-    return packed if packed.is_file() and not plain.exists() else plain
+    return kept(Path(folder) / "log.csv")
 
 
 def load_log(path: str | Path) -> pd.DataFrame:
@@ -282,16 +288,24 @@ def write_evaluation(path: str | Path, record: dict) -> None:
     """Write what `evaluate.run` returned as JSON. Raises ValueError when the provenance is not whole."""
     _check_provenance(record)
     write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    Path(f"{path}.xz").unlink(missing_ok=True)
+
+
+def evaluation_paths(folder: str | Path) -> list[Path]:
+    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name."""
+    names = {path.name.removesuffix(".xz") for path in Path(folder).glob("*.json*")}
+    return [kept(Path(folder) / name) for name in sorted(names)]
 
 
 def load_evaluations(folder: str | Path) -> list[dict]:
     """Read every evaluation in `folder`, by name; an empty list where there is none. Raises ValueError naming a file that is not one."""
     found = []
-    for path in sorted(Path(folder).glob("*.json")):
+    for path in evaluation_paths(folder):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            data = path.read_bytes()
+            record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
             missing = [field for field in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record.get(field)]
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, lzma.LZMAError):
             raise ValueError(f"{path} is not an evaluation: `twell evaluate` writes such files") from None
         if missing:
             raise ValueError(f"{path} is not an evaluation: it has no {', '.join(missing)}")
