@@ -100,46 +100,114 @@ def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     assert Path(page).read_text(encoding="utf-8") == (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
 
+def signed(value, digits=1):
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def with_limit(found):
+    """A difference of `analysis.contrast` with what seeds explain."""
+    return f"{signed(found['difference'])} ± {found['limit']:.1f}%"
+
+
 def test_readme_states_what_the_sweep_says():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    runs, log = results.load_runs(ROOT / "data" / "runs", "85m-50m-l1-*")
-    swept = analysis.sweep(runs[analysis.choice(runs) == "recipe"], log)
-    table = analysis.levels(swept)
+    runs, log = results.load_runs(ROOT / "data" / "runs", "85m-50m-*")
+    recipe = analysis.choice(runs) == "recipe"
+    table = analysis.levels(analysis.sweep(runs[recipe], log))
     best, table = analysis.recommended(table), table.set_index("l1_coefficient")
-    assert best["l1_coefficient"] == 6e-4 and list(table["runs"]) == [2 if l1 in (0, 6e-4) else 1 for l1 in table.index]
+    assert best["l1_coefficient"] == 6e-4 and list(table["runs"]) == [3 if l1 in (0, 6e-4) else 1 for l1 in table.index]
+    assert table["status"].eq("alive").all()
     dense, good, costly, broken = (table.loc[l1] for l1 in (0.0, 6e-4, 1.5e-3, 5e-3))
     choices = analysis.choices(runs, log)
-    noise, single = (
-        analysis.contrast(choices, "cross_entropy_change", ("recipe", l1), ("recipe", 0.0)) for l1 in (6e-4, 1.5e-4)
-    )
-    assert noise["verdict"] == "within noise"
+
+    def against(column, choice, l1, other=("recipe", 6e-4)):
+        return analysis.contrast(choices, column, (choice, l1), other)
+
+    noise = against("cross_entropy_change", "recipe", 6e-4, ("recipe", 0.0))
+    single = against("cross_entropy_change", "recipe", 1.5e-4, ("recipe", 0.0))
     moderate = table["cross_entropy_change"][[2e-5, 6e-5, 1.5e-4, 3e-4]]
-    assert list(moderate.index[moderate < -single["limit"]]) == [1.5e-4]
+    assert noise["verdict"] == "less" and (moderate < -single["limit"]).all()
+    longer = analysis.levels(analysis.sweep(*results.load_runs(ROOT / "data" / "runs", "85m-100m-*")))
+    longer = longer.set_index("l1_coefficient")["cross_entropy_change"]
     active = analysis.training_curves(runs[runs["run"] == good["run"]], log, "active_mean")
     settled = 100 * analysis.settles_after(active)
-    counted = Aggregate.load(ROOT / "data" / "traces" / "85m-50m-l1-6e-4-aggregate.npz")
-    layers, positions = analysis.per_layer(counted), analysis.by_position(counted)["mean_active"]
-    over = layers["max_over_mean"]
+    counted, wide = (
+        Aggregate.load(ROOT / "data" / "traces" / f"{name}-aggregate.npz") for name in ("85m-50m-l1-6e-4", "flagship")
+    )
+    layers, wide_layers = analysis.per_layer(counted), analysis.per_layer(wide)
+    over, wide_over = layers["max_over_mean"], wide_layers["max_over_mean"]
+    position, wide_position = (analysis.by_position(found)["mean_active"] for found in (counted, wide))
+    sizes = analysis.sizes(*results.load_runs(ROOT / "data" / "runs", "depth-* 85m-100m-l1-*"))
+    assert sizes["num_layers"].tolist() == [2, 4, 8, 12] and sizes["active"].is_monotonic_decreasing
+    reinit, warm, balanced = (
+        {column: against(column, name, 6e-4) for column in analysis.QUANTITIES}
+        for name in ("re-initialisation", "L1 warm-up", "balanced columns")
+    )
+    chosen = analysis.levels(choices).set_index(["choice", "l1_coefficient"])
+    frontier = (
+        analysis.against_frontier(choices).set_index(["choice", "l1_coefficient"]).loc[("balanced columns", 6e-4)]
+    )
+    assert frontier["verdict"] == "less" and balanced["active_fraction"]["verdict"] == "less"
+    assert reinit["cross_entropy_change"]["verdict"] == reinit["active_fraction"]["verdict"] == "within noise"
+    ungated = [against("cross_entropy_change", "non-gated", l1, ("recipe", l1)) for l1 in (0.0, 6e-4)]
+    assert [found["verdict"] for found in ungated] == ["more", "within noise"]
+    silu = against("cross_entropy_change", "SiLU", 0.0, ("recipe", 0.0))
+    assert silu["verdict"] == "within noise"
     for words in (
         f"{dense['active']:.0f} of 2,112 ({100 * dense['active_fraction']:.1f}%)",
         f"{good['active']:.1f} active ({100 - 100 * good['active_fraction']:.1f}% inactive, "
-        f"{dense['active'] / good['active']:.0f} times fewer) for −{-good['cross_entropy_change']:.1f}% (L1 = 6e-4), "
-        f"within the noise of seeds (± {noise['limit']:.1f}%)",
-        f"From 2e-5 to 3e-4 −{-moderate.max():.1f} to −{-moderate.min():.1f}%",
-        f"beyond the noise of one run (± {single['limit']:.1f}%)",
-        f"+{costly['cross_entropy_change']:.1f}% at 1.5e-3 ({costly['active']:.1f} active)",
-        f"+{broken['cross_entropy_change']:.1f}% at 5e-3 ({broken['active']:.2f} active)",
+        f"{dense['active'] / good['active']:.0f} times fewer) for {with_limit(noise)} (L1 = 6e-4",
+        f"From 2e-5 to 3e-4 {signed(moderate.max())} to {signed(moderate.min())}%, one seed each (± {single['limit']:.1f}%)",
+        f"On twice the tokens {signed(longer[6e-4])}% at 6e-4, {signed(longer[1.5e-4])}% at 1.5e-4",
+        f"{signed(costly['cross_entropy_change'])}% at 1.5e-3 ({costly['active']:.1f} active)",
+        f"{signed(broken['cross_entropy_change'])}% at 5e-3 ({broken['active']:.2f} active)",
         f"costs {good['ffn_gain']:.1f} nats at 6e-4 ({dense['ffn_gain']:.1f} at L1 = 0)",
         f"at 5e-3, {broken['ffn_gain']:.2f}: there they hardly do",
         f"within 20% of its last value after {settled:.0f}% of a training of 1,526 steps",
         f"{100 * good['dead_fraction_train']:.0f}% (silent for 2^20 tokens)",
-        f"{over.min():.0f} to {over.max():.0f} times by layer, one of twelve below 10",
+        f"{' → '.join(f'{active:.1f}' for active in sizes['active'])} active with 2, 4, 8 and 12 layers",
+        f"{signed(sizes['change'].min())} to {signed(sizes['change'].max())}% cross-entropy over dense",
+        f"{100 * reinit['dead_fraction_train']['value']:.1f}% dead, cross-entropy "
+        f"{with_limit(reinit['cross_entropy_change'])}, activity {with_limit(reinit['active_fraction'])}",
+        f"{100 * warm['dead_fraction_train']['value']:.0f}% dead, {chosen['active']['L1 warm-up', 6e-4]:.1f} active, "
+        f"cross-entropy {with_limit(warm['cross_entropy_change'])}",
+        f"{with_limit(silu)}, one seed: as much as in the paper",
+        f"{with_limit(ungated[0])} without L1, {with_limit(ungated[1])} at 6e-4, "
+        f"with {chosen['active']['non-gated', 6e-4]:.1f} of 3,168 active",
+        f"{chosen['active']['balanced columns', 6e-4]:.1f} active ({with_limit(balanced['active_fraction'])}), cross-entropy "
+        f"{with_limit(balanced['cross_entropy_change'])}",
+        f"{signed(frontier['difference'])} ± {frontier['limit']:.1f}% over a recipe that is as sparse",
+        f"{over.min():.0f} to {over.max():.0f} times by layer; in the flagship {wide_over.min():.0f} to {wide_over.max():.0f}",
         f"the last the most ({layers['mean'].iloc[-1]:.0f} active)",
-        f"{positions.iloc[0]:.1f} active at the first position, {positions.iloc[512:].mean():.1f} over the second half",
+        f"{position.iloc[0]:.1f} active at the first position, {position.iloc[512:].mean():.1f} over the second half; in the "
+        f"flagship {wide_position.iloc[0]:.0f} and {wide_position.iloc[512:].mean():.1f}",
     ):
         assert words in text, words
-    assert table["status"].eq("alive").all() and (over < 10).sum() == 1
-    assert set(layers["mean"].nsmallest(3).index) == {1, 2, 3} and layers["mean"].idxmax() == 11
+    assert over.min() > 10 and wide_over.min() > 10
+    assert set(layers["mean"].nsmallest(3).index) == {2, 3, 4} and layers["mean"].idxmax() == 11
+    assert wide_layers["mean"].idxmin() == 1 and wide_layers["mean"].idxmax() == 7
+
+
+def test_readme_states_what_was_computed_in_two_ways():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    dense, sparse = (
+        analysis.computed_otherwise(*results.load_runs(ROOT / "data" / "runs", "flagship-*"))
+        .set_index("way")
+        .T.to_dict()
+    ).values()
+    faster, lighter, heavier = (
+        100 * (sparse[name] / dense[name] - 1) for name in ("tokens_per_second", "peak_memory", "peak_memory_whole")
+    )
+    apart = 100 * (sparse["cross_entropy"] / dense["cross_entropy"] - 1)
+    for words in (
+        f"{signed(faster, 0)}% tokens/s in its second half, {sparse['active']:.1f} of 5,632 active",
+        f"losses {sparse['apart_mean']:.3f} nats apart on average, {signed(apart)}% at the end",
+        f"peak {signed(lighter, 0)}% in the second half; {signed(heavier, 0)}% in the first steps, which are not sparse",
+    ):
+        assert words in text, words
+    one, two = analysis.computed_otherwise(*results.load_runs(ROOT / "data" / "runs", "171m-30m-*")).to_dict("records")
+    speed, apart = (two[name] / one[name] for name in ("tokens_per_second", "cross_entropy"))
+    assert f"{speed:.2f} times the tokens/s of one, {100 * (apart - 1):+.2f}% cross-entropy at the end" in text
 
 
 def test_readmes_state_what_single_runs_say():
@@ -148,26 +216,37 @@ def test_readmes_state_what_single_runs_say():
     at_end = log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")].groupby("run")["value"].last()
     active = log[(log["split"] == "valid") & (log["metric"] == "active_mean")]
     active = active[active["step"] == active.groupby("run")["step"].transform("max")].groupby("run")["value"].mean()
-    worse = {
-        name: 100 * (at_end[f"lr-2e-3-l1-{name}"] / at_end[f"85m-50m-l1-{name}-seed-0"] - 1) for name in ("0", "3e-4")
-    }
-    assert f"2e-3: dense {worse['0']:.1f}% worse, L1 = 3e-4 {worse['3e-4']:.1f}%" in text
-    assert f"dense is {worse['0']:.1f}% worse and L1 = 3e-4 {worse['3e-4']:.1f}%" in data
-    assert set(runs["commit"]) == {"3032514"} and "All are of commit 3032514" in data
-    sparse, dense = "5m-400m-l1-1.5e-3-seed-0", "5m-400m-l1-0-seed-0"
+    high, high_sparse, low = (
+        100 * (at_end[f"lr-{rate}-l1-{name}"] / at_end[f"85m-50m-l1-{name}-seed-0"] - 1)
+        for rate, name in (("2e-3", "0"), ("2e-3", "3e-4"), ("5e-4", "0"))
+    )
+    assert f"2e-3: dense {high:.1f}% worse, L1 = 3e-4 {high_sparse:.1f}%; 5e-4: dense {low:.1f}%" in text
+    assert (
+        f"2e-3 dense is {high:.1f}% worse and L1 = 3e-4 {high_sparse:.1f}%; at 5e-4 dense is {low:.1f}% worse" in data
+    )
+    assert set(runs["commit"]) == {"3032514", "376facd"} and "of the commits 3032514 and 376facd" in data
+    sparse, dense = "5m-500m-l1-1.5e-3-seed-0", "5m-500m-l1-0-seed-0"
     price, inactive = 100 * (at_end[sparse] / at_end[dense] - 1), 100 - 100 * active[sparse] / 704
-    assert f"5.9 M parameters on 400 M tokens: {inactive:.1f}% inactive for +{price:.1f}%" in text
-    shipped = "5m-500m-l1-1.5e-3-seed-0"
-    parameters = runs.set_index("run")["parameters"][shipped]
-    assert (
-        f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {100 - 100 * active[shipped] / 704:.1f}% of the neurons"
-        in text
-    )
+    assert f"5.9 M parameters on 500 M tokens: {inactive:.1f}% inactive for {signed(price)}%" in text
+    parameters = runs.set_index("run")["parameters"][sparse]
+    assert f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {inactive:.1f}% of the neurons" in text
     card = (ROOT / "data" / "checkpoints" / "twell-6m" / "README.md").read_text(encoding="utf-8")
-    assert (
-        f"the dense model reached {at_end[dense]:.3f} and the sparse one {at_end[sparse]:.3f}, {price:.1f}% more"
-        in card
-    )
+    assert f"| cross-entropy, nats a token | {at_end[sparse]:.4f} | {at_end[dense]:.4f} |" in card
+
+
+def test_readme_states_what_was_evaluated():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = analysis.evaluations(results.load_evaluations(ROOT / "data" / "eval"))
+    levels = [f"85m-100m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
+    fp32 = table[(table["dtype"] == "float32") & (table["backend"] == "dense") & table["model"].isin(levels)]
+
+    def percent(task):
+        rows = fp32[(fp32["task"] == task) & (fp32["metric"] == "acc")].set_index("model").loc[levels]
+        return ", ".join(f"{100 * value:.1f}" for value in rows["accuracy"]), 100 * rows["stderr"].max()
+
+    (means, error), (continued, continued_error) = percent("paper7"), percent("held_out_continuation")
+    assert f"{means} ± {error:.1f}% at L1 = 0, 1.5e-4, 6e-4 (chance 31.4)" in text
+    assert f"{continued} ± {continued_error:.1f}% (chance 25)" in text
 
 
 def test_the_shipped_model_is_the_recorded_run():
