@@ -44,8 +44,8 @@ endif
 
 # $(1): profile. Twice where the first fails: of kernels that start at the same moment, two can take the same port.
 define execute
-	@mkdir -p $(@D)
-	run="env $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml"; \
+	@mkdir -p $(@D); echo "$< with $(1) parameters"
+	@run="env $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml"; \
 	export MPLCONFIGDIR=build/matplotlib; $$run $< $@.part.ipynb || $$run $< $@.part.ipynb
 	@mv $@.part.ipynb $@
 endef
