@@ -51,7 +51,7 @@ CACHE_BYTES = 2**25
 
 def backup_rows(num_tokens: int, num_neurons: int, capacity: int) -> int:
     """Backup rows of tokens: at least `capacity` entries for each token, at least 1 row, at most one for each token."""
-    return min(max(-(-num_tokens * capacity // num_neurons), 1), num_tokens)
+    return torch.sym_min(torch.sym_max(-(-num_tokens * capacity // num_neurons), 1), num_tokens)
 
 
 def transposed_sizes(num_tokens: int, num_neurons: int, num_backup: int) -> tuple[int, int]:

@@ -303,7 +303,8 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         f"twell::train_{name}",
         forward,
         mutates_args=(),
-        schema=f"({arguments}, Tensor? b_down, Tensor? token_mask, int capacity) -> ({outputs})",
+        # A SymInt: compiled code serves every capacity.
+        schema=f"({arguments}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> ({outputs})",
     )
     backward_op = torch.library.custom_op(
         f"twell::train_{name}_backward",

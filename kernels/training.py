@@ -463,14 +463,14 @@ class Saved(NamedTuple):
 def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) -> Saved:
     """Empty tensors of the shapes of what `forward` keeps, gated or not."""
     num_tokens = len(x)
-    rows = min(max(intermediate_size // 4, ROWS_PER_ENTRY * capacity), intermediate_size)
+    rows = torch.sym_min(torch.sym_max(intermediate_size // 4, ROWS_PER_ENTRY * capacity), intermediate_size)
     width, num_blocks = round_up(intermediate_size, 256), triton.cdiv(num_tokens, BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     return Saved(
-        empty(max(capacity * num_tokens, 1), dtype=torch.int64),
+        empty(torch.sym_max(capacity * num_tokens, 1), dtype=torch.int64),
         empty(triton.cdiv(num_tokens, 32), width, dtype=torch.int64),
         empty(num_blocks, width),
         empty(num_blocks),

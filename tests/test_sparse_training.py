@@ -333,7 +333,9 @@ def test_runs_that_cannot_be_sparse_are_as_before(tiny_config, tmp_path, fake):
         np.testing.assert_allclose(series(log, "loss"), series(logs[0], "loss"), rtol=1e-5)
 
 
-@torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)  # put back what training raises
+# Put back what training sets.
+@torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, optimize_ddp=True)
 def test_training_with_the_kernels_is_close_to_dense(tiny_config, tmp_path, monkeypatch):
     if not torch.cuda.is_available():  # inductor's code for the rest of the model would take most of the time
         monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))

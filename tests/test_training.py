@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton")
 
@@ -16,6 +17,7 @@ from tests import fuzz
 from tests.test_kernels import DEVICE, SEED, pytestmark, unwritten_memory_is_nan  # noqa: F401
 from twell.ffn import SparseFFN
 from twell.kernels import common, ops, training
+from twell.sparse_training import SparseTraining
 
 PATHS = sorted(ops.TRAIN_PATHS)
 
@@ -298,6 +300,23 @@ def test_compiled_layer():
     found = step(torch.compile(sparse, fullgraph=True, backend="aot_eager"), x)
     for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256)
+@pytest.mark.parametrize("path", PATHS)
+def test_compiled_code_serves_every_room(path):
+    _, sparse, x = layers()
+    SparseTraining(sparse).allow_recompiling()
+    sparse.train_path = path
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sparse, fullgraph=True, backend=counter)
+    for capacity in (100, 97, 80, 91, 100):
+        sparse.capacity = capacity
+        expected, found = step(sparse, x), step(compiled, x)
+        for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+    assert counter.frame_count == 2  # for the first, and for all others
 
 
 def test_steps_follow_those_of_the_dense_layer():

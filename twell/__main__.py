@@ -553,7 +553,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
     if results.kept(out).exists() and not options.overwrite:
-        raise FileExistsError(f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it")
+        raise FileExistsError(
+            f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
 
     from twell import evaluate

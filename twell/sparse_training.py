@@ -93,11 +93,13 @@ class SparseTraining:
         self.close()
 
     def allow_recompiling(self) -> None:
-        """Raise torch.compile's limits to what compiled layers need, for the whole process; never lowers them.
+        """Set what compiled layers need of torch.compile, for the whole process.
 
-        Call it once where the model or its layers are compiled: code is made for each room, with and without statistics.
+        Call it once where the model or its layers are compiled. Code is made for dense and sparse layers, with and without statistics, and
+        the second time that a room is seen for all rooms at once. Limits of recompilation are never lowered.
         """
-        most = max(len(self.layers), 1) * (8 + 4 * len(self.rooms))
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's capacity need not be a constant
+        most = 16 * max(len(self.layers), 1)
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
 
@@ -220,7 +222,7 @@ class SparseTraining:
             return
         self._recent.append(most)
         wanted = self._room(max(self._recent))
-        # Less room only where it is much less, and not before the recent steps are known: it may be code made anew.
+        # Less room only where it is much less, and not before the recent steps are known.
         lower = bisect_left(self.rooms, self.capacity) - bisect_left(self.rooms, wanted)
         if wanted > self.capacity or (lower >= 2 and len(self._recent) == RECENT):
             self.capacity = wanted

@@ -449,6 +449,7 @@ class _Run:
         if config.compile:
             if self.sparse.active:
                 self.sparse.allow_recompiling()
+            torch._dynamo.config.optimize_ddp = False  # it would cut each layer in pieces; here layers are the pieces
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True)
                 if config.checkpoint_activations:  # around the compiled layer: within it the L1 term could not leave
