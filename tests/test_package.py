@@ -128,7 +128,8 @@ def test_readme_states_what_the_sweep_says():
     moderate = table["cross_entropy_change"][[2e-5, 6e-5, 1.5e-4, 3e-4]]
     assert noise["verdict"] == "less" and (moderate < -single["limit"]).all()
     longer = analysis.levels(analysis.sweep(*results.load_runs(ROOT / "data" / "runs", "85m-100m-*")))
-    longer = longer.set_index("l1_coefficient")["cross_entropy_change"]
+    longer = longer.set_index("l1_coefficient")
+    longer, longer_dead = longer["cross_entropy_change"], longer["dead_fraction_train"][6e-4]
     active = analysis.training_curves(runs[runs["run"] == good["run"]], log, "active_mean")
     settled = 100 * analysis.settles_after(active)
     counted, wide = (
@@ -136,6 +137,13 @@ def test_readme_states_what_the_sweep_says():
     )
     layers, wide_layers = analysis.per_layer(counted), analysis.per_layer(wide)
     over, wide_over = layers["max_over_mean"], wide_layers["max_over_mean"]
+    least = [
+        analysis.logged_layers(log[log["run"] == f"85m-50m-l1-6e-4-seed-{seed}"], 2112)["max_over_mean"].min()
+        for seed in (0, 1)
+    ]
+    tiles = [analysis.tile_overflow(found).query("compression == 8").set_index("layer") for found in (counted, wide)]
+    overflow = [100 * found["overflow_rows"].max() for found in tiles]
+    assert tiles[0]["overflow_rows"].idxmax() == 11
     position, wide_position = (analysis.by_position(found)["mean_active"] for found in (counted, wide))
     sizes = analysis.sizes(*results.load_runs(ROOT / "data" / "runs", "depth-* 85m-100m-l1-*"))
     assert sizes["num_layers"].tolist() == [2, 4, 8, 12] and sizes["active"].is_monotonic_decreasing
@@ -164,11 +172,11 @@ def test_readme_states_what_the_sweep_says():
         f"costs {good['ffn_gain']:.1f} nats at 6e-4 ({dense['ffn_gain']:.1f} at L1 = 0)",
         f"at 5e-3, {broken['ffn_gain']:.2f}: there they hardly do",
         f"within 20% of its last value after {settled:.0f}% of a training of 1,526 steps",
-        f"{100 * good['dead_fraction_train']:.0f}% (silent for 2^20 tokens)",
+        f"{100 * good['dead_fraction_train']:.0f}% (silent for 2^20 tokens), {100 * longer_dead:.0f}% on twice the tokens",
+        f"{100 * table['dead_fraction_train'][6e-4]:.0f} to {100 * reinit['dead_fraction_train']['value']:.1f}% dead, cross-entropy "
+        f"{with_limit(reinit['cross_entropy_change'])}, activity {with_limit(reinit['active_fraction'])}",
         f"{' → '.join(f'{active:.1f}' for active in sizes['active'])} active with 2, 4, 8 and 12 layers",
         f"{signed(sizes['change'].min())} to {signed(sizes['change'].max())}% cross-entropy over dense",
-        f"{100 * reinit['dead_fraction_train']['value']:.1f}% dead, cross-entropy "
-        f"{with_limit(reinit['cross_entropy_change'])}, activity {with_limit(reinit['active_fraction'])}",
         f"{100 * warm['dead_fraction_train']['value']:.0f}% dead, {chosen['active']['L1 warm-up', 6e-4]:.1f} active, "
         f"cross-entropy {with_limit(warm['cross_entropy_change'])}",
         f"{with_limit(silu)}, one seed: as much as in the paper",
@@ -177,7 +185,9 @@ def test_readme_states_what_the_sweep_says():
         f"{chosen['active']['balanced columns', 6e-4]:.1f} active ({with_limit(balanced['active_fraction'])}), cross-entropy "
         f"{with_limit(balanced['cross_entropy_change'])}",
         f"{signed(frontier['difference'])} ± {frontier['limit']:.1f}% over a recipe that is as sparse",
-        f"{over.min():.0f} to {over.max():.0f} times by layer; in the flagship {wide_over.min():.0f} to {wide_over.max():.0f}",
+        f"{over.min():.0f} to {over.max():.0f} times by layer; of the other two seeds the least layer has {least[0]:.1f} and "
+        f"{least[1]:.1f}; in the flagship {wide_over.min():.0f} to {wide_over.max():.0f}",
+        f"{overflow[0]:.1f}% of the tokens have one that does, in the last layer; in the flagship {overflow[1]:.2f}%",
         f"the last the most ({layers['mean'].iloc[-1]:.0f} active)",
         f"{position.iloc[0]:.1f} active at the first position, {position.iloc[512:].mean():.1f} over the second half; in the "
         f"flagship {wide_position.iloc[0]:.0f} and {wide_position.iloc[512:].mean():.1f}",
@@ -190,19 +200,27 @@ def test_readme_states_what_the_sweep_says():
 
 def test_readme_states_what_was_computed_in_two_ways():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    dense, sparse = (
-        analysis.computed_otherwise(*results.load_runs(ROOT / "data" / "runs", "flagship-*"))
-        .set_index("way")
-        .T.to_dict()
-    ).values()
+    runs, log = results.load_runs(ROOT / "data" / "runs", "flagship-*")
+    dense, sparse = analysis.computed_otherwise(runs, log).to_dict("records")
+    assert (dense["run"], sparse["run"]) == ("flagship-dense", "flagship-triton")
     faster, lighter, heavier = (
         100 * (sparse[name] / dense[name] - 1) for name in ("tokens_per_second", "peak_memory", "peak_memory_whole")
     )
-    apart = 100 * (sparse["cross_entropy"] / dense["cross_entropy"] - 1)
+    seconds = {}
+    for run, rows in log[log["metric"] == "tokens_per_second"].groupby("run"):
+        seconds[run] = (rows["tokens"].diff().fillna(rows["tokens"]) / rows["value"]).sum()
+    whole = 100 * (seconds["flagship-dense"] / seconds["flagship-triton"] - 1)
+    losses = analysis.training_curves(runs, log, "cross_entropy").pivot(index="step", columns="run", values="value")
+    later = losses[losses.index > losses.index[-1] / 2]
+    lower = (later["flagship-dense"] - later["flagship-triton"]).mean()
+    active = analysis.training_curves(runs[runs["run"] == "flagship-triton"], log, "active_mean")
+    dead = analysis.training_curves(runs[runs["run"] == "flagship-triton"], log, "dead_fraction")["value"].iloc[-1]
     for words in (
-        f"{signed(faster, 0)}% tokens/s in its second half, {sparse['active']:.1f} of 5,632 active",
-        f"losses {sparse['apart_mean']:.3f} nats apart on average, {signed(apart)}% at the end",
+        f"{signed(whole, 0)}% over the whole training, {signed(faster, 0)}% in its second half ({sparse['active']:.1f} of 5,632 active)",
+        f"a loss {lower:.3f} nats lower there",
         f"peak {signed(lighter, 0)}% in the second half; {signed(heavier, 0)}% in the first steps, which are not sparse",
+        f"in the flagship after {100 * analysis.settles_after(active):.0f}% of 1,145",
+        f"in the flagship {100 * dead:.0f}% |",
     ):
         assert words in text, words
     one, two = analysis.computed_otherwise(*results.load_runs(ROOT / "data" / "runs", "171m-30m-*")).to_dict("records")
@@ -232,6 +250,25 @@ def test_readmes_state_what_single_runs_say():
     assert f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {inactive:.1f}% of the neurons" in text
     card = (ROOT / "data" / "checkpoints" / "twell-6m" / "README.md").read_text(encoding="utf-8")
     assert f"| cross-entropy, nats a token | {at_end[sparse]:.4f} | {at_end[dense]:.4f} |" in card
+
+
+def test_readme_states_what_the_paper_prints():
+    text, paper = (ROOT / "README.md").read_text(encoding="utf-8"), results.paper()
+
+    def printed(metric, **filters):
+        rows = results.paper(metric, **filters)
+        return {row["model"]: row["value"] for row in rows.to_dict("records")}
+
+    table = paper[(paper["source"] == "Table 1") & paper["sparse"].eq(True)]
+    for metric, after in (
+        ("training_throughput_change", " tokens/s |"),
+        ("training_peak_memory_change", " (with a larger micro-batch) |"),
+    ):
+        rows = table[table["metric"] == metric].set_index("model")["value"].astype(float)
+        said = ", ".join(f"{model} {signed(rows[model])}%" for model in ("0.5B", "1B", "1.5B", "2B"))
+        assert f"| {said}{after}" in text, said
+    active = printed("avg_nonzeros", l1=2e-5)
+    assert f"| {active['0.5B']:.0f} → {active['1.5B']:.0f} → {active['2B']:.0f} active, 0.5 to 2B |" in text
 
 
 def test_readme_states_what_was_evaluated():
@@ -334,8 +371,11 @@ def test_readme_states_what_the_measured_training_rows_say():
         dense, union = (steps.loc[(model, f"{p} torch.compile")] for p in ("dense", "triton union"))
         gains[model] = f"+{100 * (union['tokens_per_second'] / dense['tokens_per_second'] - 1):.0f}%"
         peaks[model] = f"−{100 - 100 * union['peak'] / dense['peak']:.0f}%"
-    assert f"29 active: {gains['1.5b']} tokens/s; 171M: {gains['171m']}; the layer alone 2.49 times" in text
-    assert f"peak of the same steps {peaks['1.5b']}, {peaks['171m']}; the layer keeps 0.165 times" in text
+    assert f"29 active: {gains['1.5b']} tokens/s for 1.5B, {gains['171m']} for 171M; the layer alone 2.49 times" in text
+    assert (
+        f"Peak of the same steps with imposed activity {peaks['1.5b']}, {peaks['171m']}; the layer keeps 0.165 times"
+        in text
+    )
 
 
 def test_tracked_files_stay_small():
