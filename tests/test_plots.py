@@ -242,7 +242,7 @@ def test_choices_frontier():
     np.testing.assert_allclose(lines(left)["recipe"].get_ydata(), [3, 1, 0], atol=1e-9)
     np.testing.assert_allclose(lines(right)["recipe"].get_ydata(), [60, 40, 0])
     np.testing.assert_allclose(lines(left)["balanced columns"].get_xdata(), [2])
-    assert texts(left) == ["3e-3", "1e-3", "0"] and texts(right) == []
+    assert texts(right) == ["3e-3", "1e-3", "0"] and texts(left) == []
     sideways, upright = (bars.get_segments() for bars in left.collections[:2])  # of the recipe's two levels with seeds
     np.testing.assert_allclose([np.ptp(bar[:, 0]) for bar in sideways], [2 * 0.02 * np.sqrt(2), 0], atol=1e-9)
     np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in upright], [0, 2 * 0.2 * np.sqrt(2)], atol=1e-9)

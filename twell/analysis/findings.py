@@ -259,7 +259,9 @@ def computed_findings(paper: pd.DataFrame, flagships: pd.DataFrame, scaled: pd.D
             why = f"another GPU; ours: {run.parameters / 1e6:.3g} M parameters, steps of {run.batch_tokens:,} tokens, a vocabulary "
             why += f"of {run.vocab_size:,}, {run.active:.3g} active; the paper: 0.5B, {theirs['tokens_per_step']:,}, {theirs['vocab_size']:,}"
             change = _percent(run.cross_entropy, first["cross_entropy"])
-            rows.append((f"{what}: last cross-entropy, %", "–", change, None, "ours; one pair, which drifts apart by rounding"))
+            rows.append(
+                (f"{what}: last cross-entropy, %", "–", change, None, "ours; one pair, which drifts apart by rounding")
+            )
             for column, printed, name, reason in (
                 ("tokens_per_second", faster, f"{titles[0]}, second half, %", why),
                 ("peak_memory", smaller, f"{titles[1]}, second half, %", why),
@@ -280,7 +282,9 @@ def computed_findings(paper: pd.DataFrame, flagships: pd.DataFrame, scaled: pd.D
             why, times = ("not measured", "–") if np.isnan(times) else (why, f"{times:.3g}")
             rows.append((f"{what}: training speed, times", "–", times, None, why))
             change = _percent(run.cross_entropy, first["cross_entropy"])
-            rows.append((f"{what}: last cross-entropy, %", "–", change, None, "ours; one pair, which drifts apart by rounding"))
+            rows.append(
+                (f"{what}: last cross-entropy, %", "–", change, None, "ours; one pair, which drifts apart by rounding")
+            )
     if len(rows) == before:
         for name in ("training speed, times", "last cross-entropy, %"):
             rows.append((f"more devices over one: {name}", "–", "–", None, NOT_RECORDED))

@@ -231,9 +231,9 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
             seeds = rows["runs"] > 1
             bars = {"xerr": 100 * rows["active_fraction_std"][seeds], "yerr": unit * rows[f"{column}_std"][seeds]}
             ax.errorbar(share[seeds], height[seeds], **bars, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
-            if name == "recipe" and unit == 1:
+            if name == "recipe" and unit == 100:  # where the line falls, and nothing is above it
                 for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
-                    place = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 6.5, "rotation": 50}
+                    place = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 6.5}
                     ax.annotate(analysis.level_name(l1), (x, y), **place)
         ax.set(xscale="log", xlabel="active neurons per token (% of all)")
         ax.margins(0.1, 0.12)
