@@ -30,6 +30,7 @@ def start(config: TrainConfig, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # the threads of a pool are not forked, and would be waited for
             train(config, folder, resume=True, quiet=True)
             os._exit(0)
         except BaseException as error:  # a forked process must never return into the test runner
