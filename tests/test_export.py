@@ -9,6 +9,7 @@ import yaml
 
 from twell import analysis, load, results
 from twell.__main__ import main
+from twell.evaluate import _describe
 from twell.train import TrainConfig, evaluate, train
 
 
@@ -27,6 +28,8 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     assert main(["export", str(runs / "sparse"), *options]) == 0 and str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
     trained, _ = load(runs / "sparse")
+    told = [_describe(path, model)["training_tokens"] for path in (out, runs / "sparse", runs / "sparse" / "model")]
+    assert told == [8 * 512, 8 * 512, None]  # a model that was not exported leaves it to its run
     assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
     for name, weight in trained.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.bfloat16()), name

@@ -257,6 +257,7 @@ def test_the_shipped_model_is_the_recorded_run():
     sizes = (model.config.num_hidden_layers, model.config.hidden_size, model.config.intermediate_size)
     assert sizes == (config["num_layers"], config["hidden_size"], config["intermediate_size"])
     assert sum(p.numel() for p in model.parameters()) == config["parameters"] and len(tokenizer) == config["vocab_size"]
+    assert model.config.training_tokens == config["tokens"]
     assert counted.num_tokens == 2**20 and counted.meta["run"] == "5m-500m-l1-1.5e-3-seed-0"
     logged = analysis.logged_layers(log, config["intermediate_size"])["mean"].to_numpy()
     np.testing.assert_allclose(analysis.per_layer(counted)["mean"], logged, rtol=0.02)

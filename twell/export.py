@@ -99,6 +99,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     stored = evaluate(model, blocks)["cross_entropy"]
     card = _card(out, rows, logs, stored, len(blocks) * row["context"], text)
     out.mkdir(parents=True)
+    model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
