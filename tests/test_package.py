@@ -232,6 +232,7 @@ def test_readmes_state_what_single_runs_say():
     assert f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {inactive:.1f}% of the neurons" in text
     card = (ROOT / "data" / "checkpoints" / "twell-6m" / "README.md").read_text(encoding="utf-8")
     assert f"| cross-entropy, nats a token | {at_end[sparse]:.4f} | {at_end[dense]:.4f} |" in card
+    assert f"The twin is the run `{dense}` of commit " in card and f"the price is {price:+.2f}% cross-entropy." in card
 
 
 def test_readme_states_what_was_evaluated():
