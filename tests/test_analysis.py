@@ -935,6 +935,8 @@ def test_one_training_computed_in_several_ways():
     assert pair["way"].tolist() == ["dense", "sparse kernels"]
     alone = analysis.computed_otherwise(*tables(BY_TWO))
     assert alone["way"].tolist() == ["sparse kernels, 2 devices"] and alone["apart"].tolist() == [0]
+    sharded = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 -m twell train"
+    assert analysis.computed_otherwise(*tables(trained("s", [8], [1], command=sharded)))["devices"].tolist() == [4]
     curves = analysis.computed_curves(*tables(SPARSELY, unfinished))
     assert set(curves["run"]) == {"a-sparse"} and curves["metric"].value_counts().tolist() == [4, 4, 4]
     speeds = curves[curves["metric"] == "tokens_per_second"]

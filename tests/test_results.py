@@ -28,19 +28,32 @@ def test_provenance_is_whole():
     assert all(origin[field] for field in results.PROVENANCE_FIELDS) and origin["command"] == "some command"
 
 
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}  # by Accelerate's launcher
+
+
 @pytest.mark.parametrize(
-    ("processes", "start"),
+    ("environment", "start"),
     [
-        (None, "python -m twell"),
-        ("1", "python -m twell"),
-        ("2", "accelerate launch --num_processes 2 -m twell"),
-        ("16", "accelerate launch --num_processes 16 -m twell"),
+        ({}, "python -m twell"),
+        ({"WORLD_SIZE": "1"}, "python -m twell"),
+        ({"WORLD_SIZE": "16", "FSDP_VERSION": "2"}, "python -m twell"),  # a cluster's
+        (LAUNCHED, "accelerate launch --num_processes 1 -m twell"),
+        (LAUNCHED | {"WORLD_SIZE": "16"}, "accelerate launch --num_processes 16 -m twell"),
+        (
+            LAUNCHED | {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2"},
+            "accelerate launch --num_processes 2 -m twell",
+        ),
+        (
+            LAUNCHED | {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 -m twell",
+        ),
     ],
 )
-def test_the_command_says_how_many_processes_there_were(monkeypatch, processes, start):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if processes:
-        monkeypatch.setenv("WORLD_SIZE", processes)
+def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
+    for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(results.sys, "argv", ["/somewhere/twell/__main__.py", "train", "171m", "source=my texts/"])
     assert results.provenance()["command"] == f"{start} train 171m 'source=my texts/'"
     assert results.provenance("make")["command"] == "make"

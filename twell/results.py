@@ -139,9 +139,12 @@ def provenance(command: str | None = None) -> dict:
 
 
 def _launcher() -> list[str]:
-    """What starts Python: Accelerate where this is one process of several."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    return ["python"] if processes == "1" else ["accelerate", "launch", "--num_processes", processes]
+    """What started Python: Accelerate's launcher, with the options that decide how training is spread, or nothing."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # the launcher always sets it; WORLD_SIZE may be a cluster's
+        return ["python"]
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
+    return ["accelerate", "launch", *fsdp, "--num_processes", os.environ.get("WORLD_SIZE", "1")]
 
 
 def file_hash(path: str | Path) -> str:
