@@ -173,6 +173,18 @@ def test_evaluations_are_kept_with_their_provenance(tmp_path):
             results.load_evaluations(tmp_path / "eval")
 
 
+def test_only_whole_files_are_evaluations(tmp_path):
+    names = "a.json b.json.xz both.json both.json.xz folder.json.xz"
+    others = ".a.json.x8f3 .hidden.json .packed.json.xz held_out.jsonl a.json~ a.json.xz.part a.json.bak a.txt"
+    for name in (names + " " + others).split():
+        (tmp_path / name).touch()
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "inner.json.xz").mkdir()
+    expected = ["a.json", "b.json.xz", "both.json", "folder.json.xz"]
+    assert results.evaluation_paths(tmp_path) == [tmp_path / name for name in expected]
+    assert results.evaluation_paths(tmp_path / "nothing") == []
+
+
 def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     assert results.model_name(tmp_path / "mine") == results.model_name(tmp_path / "mine" / "model") == "mine"

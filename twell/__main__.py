@@ -552,6 +552,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         out = Path("data") / "eval" / f"{'-'.join(named)}.json"
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
+    if out.suffix != ".json":
+        raise ValueError(f"--out is {str(out)!r}; an evaluation is written to a file that ends in .json")
     if results.kept(out).exists() and not options.overwrite:
         raise FileExistsError(
             f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it"

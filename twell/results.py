@@ -213,7 +213,7 @@ def kept(path: str | Path) -> Path:
     """Return the file, or where it is not there its compressed form, which has .xz behind its name."""
     path = Path(path)
     packed = path.with_name(f"{path.name}.xz")
-    return packed if packed.is_file() and not path.exists() else path
+    return packed if packed.is_file() and not path.is_file() else path
 
 
 def log_path(folder: str | Path) -> Path:
@@ -295,8 +295,12 @@ def write_evaluation(path: str | Path, record: dict) -> None:
 
 
 def evaluation_paths(folder: str | Path) -> list[Path]:
-    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name."""
-    names = {path.name.removesuffix(".xz") for path in Path(folder).glob("*.json*")}
+    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name.
+
+    Other files are passed over, hidden ones too: a killed process may leave `.NAME.json.` and a few letters.
+    """
+    paths = [path for ending in ("json", "json.xz") for path in Path(folder).glob(f"*.{ending}") if path.is_file()]
+    names = {path.name.removesuffix(".xz") for path in paths if not path.name.startswith(".")}
     return [kept(Path(folder) / name) for name in sorted(names)]
 
 
