@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -83,6 +84,30 @@ def test_the_wheel_works_elsewhere(tmp_path):
     assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
     folders = [(ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")]
     assert tasks == str([sorted(file.stem for file in files) for files in folders])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
+    for name in ("data/paper.yaml", "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("results", "trace", "format"):
+        (tmp_path / "twell").mkdir(exist_ok=True)
+        (tmp_path / "twell" / f"{name}.py").touch()
+    runner = tmp_path / "runner"  # fails as often as the file says, and leaves the executed notebook, its last argument
+    runner.write_text(
+        "#!/bin/sh\nread fail < fail; echo $((fail - 1)) > fail\n"
+        '[ $fail -gt 0 ] && exit 1\nfor out in "$@"; do :; done; echo done > "$out"\n'
+    )
+    runner.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), f"RUN={runner}", "build/notebooks/a.ipynb"]
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PROFILE")}
+    for fail, again in ((0, False), (1, True), (2, True)):
+        shutil.rmtree(tmp_path / "build", ignore_errors=True)
+        (tmp_path / "fail").write_text(f"{fail}\n")
+        done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True)
+        assert done.stdout.count("notebooks/a.ipynb: once more\n") == again, done
+        assert (done.returncode == 0) == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file() == (fail < 2)
 
 
 def test_readme_names_real_commands_and_files():
