@@ -263,6 +263,7 @@ def test_readmes_state_what_single_runs_say():
 def test_readme_states_what_was_evaluated():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = analysis.evaluations(results.load_evaluations(ROOT / "data" / "eval"))
+    assert set(table.loc[table["model"] == "twell-6m", "training_tokens"]) == {5e8}
     levels = [f"85m-100m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
     fp32 = table[(table["dtype"] == "float32") & (table["backend"] == "dense") & table["model"].isin(levels)]
 
