@@ -46,7 +46,7 @@ endif
 define execute
 	@mkdir -p $(@D); echo "$< with $(1) parameters"
 	@run="env $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml"; \
-	export MPLCONFIGDIR=build/matplotlib; $$run $< $@.part.ipynb || $$run $< $@.part.ipynb
+	export MPLCONFIGDIR=build/matplotlib; $$run $< $@.part.ipynb || { echo "$<: once more"; $$run $< $@.part.ipynb; }
 	@mv $@.part.ipynb $@
 endef
 

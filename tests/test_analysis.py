@@ -935,6 +935,8 @@ def test_one_training_computed_in_several_ways():
     assert pair["way"].tolist() == ["dense", "sparse kernels"]
     alone = analysis.computed_otherwise(*tables(BY_TWO))
     assert alone["way"].tolist() == ["sparse kernels, 2 devices"] and alone["apart"].tolist() == [0]
+    sharded = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 -m twell train"
+    assert analysis.computed_otherwise(*tables(trained("s", [8], [1], command=sharded)))["devices"].tolist() == [4]
     curves = analysis.computed_curves(*tables(SPARSELY, unfinished))
     assert set(curves["run"]) == {"a-sparse"} and curves["metric"].value_counts().tolist() == [4, 4, 4]
     speeds = curves[curves["metric"] == "tokens_per_second"]
@@ -1590,6 +1592,20 @@ def test_evaluations_say_what_is_near_chance():
     assert table["l1_coefficient"].tolist() == [2e-3] * 5 + [0]
     assert table["items"].tolist() == [100, 100, 100, 2, 2, 100]
     assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][5])
+
+
+def test_training_tokens_are_those_of_the_same_weights():
+    records = [evaluation(name, training_tokens=None, tasks=("piqa",)) for name in "abcdef"]
+    for record, weights in zip(records, ("1", "1", "2", "3", "", ""), strict=True):
+        record["model"]["sha256"] = {f"{record['model']['name']}.safetensors": weights} if weights else {}
+    del records[4]["model"]["sha256"]
+    for record in records[1::2]:
+        record["model"]["training_tokens"] = 7
+    known = [7, 7, np.nan, 7, np.nan, 7]  # the third's weights are nobody else's, the fifth's are not known
+    for given, expected in ((records, known), (reversed(records), known[::-1])):
+        np.testing.assert_array_equal(analysis.evaluations(given)["training_tokens"], expected)
+    records[2]["model"] |= {"training_tokens": 9, "sha256": records[0]["model"]["sha256"]}
+    assert analysis.evaluations(records[1:3])["training_tokens"].tolist() == [7, 9]  # what a record says, it keeps
 
 
 def test_seven_tasks_are_of_the_fullest_evaluation():

@@ -607,6 +607,14 @@ MISTAKES = {
         lambda p: [*p.evaluate(), "--out", p.file("old.json.xz", "").removesuffix(".xz")],
         r"old\.json\.xz already holds an evaluation; choose another --out, or --overwrite it",
     ),
+    "a compressed file to write": (
+        lambda p: [*p.evaluate(), "--out", str(p.folder / "new.json.xz")],
+        r"--out is '.*new\.json\.xz'; an evaluation is written to a file that ends in \.json",
+    ),
+    "another kind of file": (
+        lambda p: [*p.evaluate(), "--out", str(p.folder / "deep" / "new")],
+        r"--out is '.*new'; an evaluation is written to a file that ends in \.json",
+    ),
     "a folder": (
         lambda p: [*p.evaluate(), "--out", str(p.data)],
         r"tasks is a folder; --out is the \.json file to write",

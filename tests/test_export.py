@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import yaml
 
 from twell import analysis, load, results
 from twell.__main__ import main
+from twell.evaluate import _describe
 from twell.train import TrainConfig, evaluate, train
 
 
@@ -27,6 +29,8 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     assert main(["export", str(runs / "sparse"), *options]) == 0 and str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
     trained, _ = load(runs / "sparse")
+    told = [_describe(path, model)["training_tokens"] for path in (out, runs / "sparse", runs / "sparse" / "model")]
+    assert told == [8 * 512, 8 * 512, None]  # a model that was not exported leaves it to its run
     assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
     for name, weight in trained.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.bfloat16()), name
@@ -45,11 +49,25 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     stored = evaluate(model, blocks)["cross_entropy"]
     assert f"| the same from the stored weights, in bf16 | {stored:.4f} |  |" in card
     assert f"{len(blocks) * row['context']:,} tokens of held-out text" in card
+    price, twin_commit = 100 * (losses[0] / losses[1] - 1), results.load_run(runs / "dense")[0]["commit"]
+    last, empty, said = card.partition("| inactive |")[2].splitlines()[:3]
+    assert (
+        not empty
+        and said == f"The twin is the run `dense` of commit {twin_commit}; the price is {price:+.2f}% cross-entropy."
+    )
     assert "Text: nonsense words" in card and row["command"] in card and row["commit"] in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
 
     assert main(["export", str(runs / "sparse"), *options]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_a_card_without_a_twin_names_none(runs, tmp_path):
+    options = ["--text", "words", "--out", str(tmp_path / "alone")]
+    assert main(["export", str(runs / "sparse"), *options]) == 0
+    card = (tmp_path / "alone" / "README.md").read_text()
+    assert "The twin" not in card and "its twin" not in card
+    assert re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
 
 
 def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path, capsys, tiny_config):

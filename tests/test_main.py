@@ -338,6 +338,15 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert main(["runs", str(folder), "--pattern", "o[t]*"]) == 0
     assert capsys.readouterr().out.splitlines() == [heading, rule, other]
 
+    path = folder / "one" / "log.csv"
+    for active, cell in ((95.62, "95.6 (100%)"), (95, "95 (99%)"), (9.552, "9.55 (9.9%)")):  # of 96: 99.6, 98.96, 9.95%
+        last = (log["split"] == "valid") & (log["step"] == log["step"].max())
+        changed = log.assign(value=log["value"].mask(last & (log["metric"] == "active_mean"), active))
+        changed.to_csv(path, index=False)
+        assert main(["runs", str(folder), "--pattern", "one"]) == 0
+        assert capsys.readouterr().out.splitlines()[2].split("|")[7].strip() == cell
+    log.to_csv(path, index=False)
+
     page = tmp_path / "page.md"
     page.write_text(f"before\n{RUNS_BEGIN}\nold\n{RUNS_END}\nafter\n")
     for _ in range(2):  # the second time replaces the first

@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -83,6 +84,30 @@ def test_the_wheel_works_elsewhere(tmp_path):
     assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
     folders = [(ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")]
     assert tasks == str([sorted(file.stem for file in files) for files in folders])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
+    for name in ("data/paper.yaml", "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("results", "trace", "format"):
+        (tmp_path / "twell").mkdir(exist_ok=True)
+        (tmp_path / "twell" / f"{name}.py").touch()
+    runner = tmp_path / "runner"  # fails as often as the file says, and leaves the executed notebook, its last argument
+    runner.write_text(
+        "#!/bin/sh\nread fail < fail; echo $((fail - 1)) > fail\n"
+        '[ $fail -gt 0 ] && exit 1\nfor out in "$@"; do :; done; echo done > "$out"\n'
+    )
+    runner.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), f"RUN={runner}", "build/notebooks/a.ipynb"]
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PROFILE")}
+    for fail, again in ((0, False), (1, True), (2, True)):
+        shutil.rmtree(tmp_path / "build", ignore_errors=True)
+        (tmp_path / "fail").write_text(f"{fail}\n")
+        done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True)
+        assert done.stdout.count("notebooks/a.ipynb: once more\n") == again, done
+        assert (done.returncode == 0) == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file() == (fail < 2)
 
 
 def test_readme_names_real_commands_and_files():
@@ -250,6 +275,7 @@ def test_readmes_state_what_single_runs_say():
     assert f"{parameters / 1e6:.1f} M parameters, 500 M tokens, {inactive:.1f}% of the neurons" in text
     card = (ROOT / "data" / "checkpoints" / "twell-6m" / "README.md").read_text(encoding="utf-8")
     assert f"| cross-entropy, nats a token | {at_end[sparse]:.4f} | {at_end[dense]:.4f} |" in card
+    assert f"The twin is the run `{dense}` of commit " in card and f"the price is {price:+.2f}% cross-entropy." in card
 
 
 def test_readme_states_what_the_paper_prints():
@@ -274,6 +300,7 @@ def test_readme_states_what_the_paper_prints():
 def test_readme_states_what_was_evaluated():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = analysis.evaluations(results.load_evaluations(ROOT / "data" / "eval"))
+    assert set(table.loc[table["model"] == "twell-6m", "training_tokens"]) == {5e8}
     levels = [f"85m-100m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
     fp32 = table[(table["dtype"] == "float32") & (table["backend"] == "dense") & table["model"].isin(levels)]
 
@@ -294,6 +321,7 @@ def test_the_shipped_model_is_the_recorded_run():
     sizes = (model.config.num_hidden_layers, model.config.hidden_size, model.config.intermediate_size)
     assert sizes == (config["num_layers"], config["hidden_size"], config["intermediate_size"])
     assert sum(p.numel() for p in model.parameters()) == config["parameters"] and len(tokenizer) == config["vocab_size"]
+    assert model.config.training_tokens == config["tokens"]
     assert counted.num_tokens == 2**20 and counted.meta["run"] == "5m-500m-l1-1.5e-3-seed-0"
     logged = analysis.logged_layers(log, config["intermediate_size"])["mean"].to_numpy()
     np.testing.assert_allclose(analysis.per_layer(counted)["mean"], logged, rtol=0.02)

@@ -28,19 +28,32 @@ def test_provenance_is_whole():
     assert all(origin[field] for field in results.PROVENANCE_FIELDS) and origin["command"] == "some command"
 
 
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}  # by Accelerate's launcher
+
+
 @pytest.mark.parametrize(
-    ("processes", "start"),
+    ("environment", "start"),
     [
-        (None, "python -m twell"),
-        ("1", "python -m twell"),
-        ("2", "accelerate launch --num_processes 2 -m twell"),
-        ("16", "accelerate launch --num_processes 16 -m twell"),
+        ({}, "python -m twell"),
+        ({"WORLD_SIZE": "1"}, "python -m twell"),
+        ({"WORLD_SIZE": "16", "FSDP_VERSION": "2"}, "python -m twell"),  # a cluster's
+        (LAUNCHED, "accelerate launch --num_processes 1 -m twell"),
+        (LAUNCHED | {"WORLD_SIZE": "16"}, "accelerate launch --num_processes 16 -m twell"),
+        (
+            LAUNCHED | {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2"},
+            "accelerate launch --num_processes 2 -m twell",
+        ),
+        (
+            LAUNCHED | {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 -m twell",
+        ),
     ],
 )
-def test_the_command_says_how_many_processes_there_were(monkeypatch, processes, start):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if processes:
-        monkeypatch.setenv("WORLD_SIZE", processes)
+def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
+    for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(results.sys, "argv", ["/somewhere/twell/__main__.py", "train", "171m", "source=my texts/"])
     assert results.provenance()["command"] == f"{start} train 171m 'source=my texts/'"
     assert results.provenance("make")["command"] == "make"
@@ -158,6 +171,18 @@ def test_evaluations_are_kept_with_their_provenance(tmp_path):
         (tmp_path / "eval" / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json is not an evaluation"):
             results.load_evaluations(tmp_path / "eval")
+
+
+def test_only_whole_files_are_evaluations(tmp_path):
+    names = "a.json b.json.xz both.json both.json.xz folder.json.xz"
+    others = ".a.json.x8f3 .hidden.json .packed.json.xz held_out.jsonl a.json~ a.json.xz.part a.json.bak a.txt"
+    for name in (names + " " + others).split():
+        (tmp_path / name).touch()
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "inner.json.xz").mkdir()
+    expected = ["a.json", "b.json.xz", "both.json", "folder.json.xz"]
+    assert results.evaluation_paths(tmp_path) == [tmp_path / name for name in expected]
+    assert results.evaluation_paths(tmp_path / "nothing") == []
 
 
 def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):

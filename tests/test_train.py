@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -316,6 +317,24 @@ def test_compiled_layers_are_computed_again_too(tiny_config, tmp_path, monkeypat
     assert sum(passes) == 2 * 2 * 3  # with gradients: both layers, forward and again, in three steps
 
 
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
+    made, whole = [], []
+
+    def noting(**options):
+        made.append(Accelerator(**options))
+        return made[-1]
+
+    monkeypatch.setattr(train_module, "Accelerator", noting)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    for compiled in (False, True):
+        train(dataclasses.replace(tiny_config, tokens=512, compile=compiled), tmp_path / str(compiled), quiet=True)
+        whole.append(torch._dynamo.config.optimize_ddp is False)
+    told = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    assert [accelerator.ddp_handler.to_kwargs() for accelerator in made] == [told, told]
+    assert whole == [False, True]  # compiled layers are not cut into DDP's buckets; else the setting is left alone
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -369,6 +388,7 @@ def run(self, resume, train_run=train._Run.train):
     weight = self.model.ffns[0].gate_proj.weight
     assert self.accelerator.num_processes == 2
     assert not fsdp or weight.to_local().shape[0] * 2 == weight.shape[0]
+    assert fsdp or (self.wrapped.gradient_as_bucket_view and not self.wrapped.broadcast_buffers)
     return train_run(self, resume)
 
 fsdp = sys.argv.pop(1) == "fsdp2"

@@ -518,10 +518,10 @@ def _runs(options: argparse.Namespace) -> None:
         cells = [f"`{run.run}`" + ("" if run.complete else " (not complete)")]
         cells += [f"{run.parameters / 1e6:.1f} M", f"{run.tokens / 1e6:.4g} M"]
         cells += [", ".join(map(analysis.level_name, l1 if isinstance(l1, list) else [l1])), str(run.seed)]
-        active, share, dead = (
-            f"{value:,.0f}" if value >= 100 else f"{value:.{digits}g}"
-            for value, digits in ((run.active, 3), (100 * run.active_fraction, 2), (100 * run.dead_fraction, 2))
-        )
+        numbers = (run.active, 3), (100 * run.active_fraction, 2), (100 * run.dead_fraction, 2)
+        rounded = [(value, f"{value:.{digits}g}") for value, digits in numbers]
+        # A number that rounds up to 100 is written like one that is 100, not as 1e+02.
+        active, share, dead = (f"{value:,.0f}" if float(short) >= 100 else short for value, short in rounded)
         cells += [f"{run.cross_entropy:.3f}", f"{active} ({share}%)", f"{dead}%"]
         cells += [f"{run.tokens_per_second:,.0f}", run.device]
         lines.append(f"| {' | '.join(cells)} |")
@@ -552,6 +552,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         out = Path("data") / "eval" / f"{'-'.join(named)}.json"
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
+    if out.suffix != ".json":
+        raise ValueError(f"--out is {str(out)!r}; an evaluation is written to a file that ends in .json")
     if results.kept(out).exists() and not options.overwrite:
         raise FileExistsError(
             f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it"

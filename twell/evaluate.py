@@ -165,12 +165,14 @@ def _describe(model: str | Path, loaded: SparseLlamaForCausalLM) -> dict:
     folder, config = load_config(model)
     fields = "hidden_act gated_mlp l1_coefficient num_hidden_layers hidden_size intermediate_size vocab_size".split()
     run = Path(model) / "config.yaml"
+    # A model that was exported says it itself.
+    tokens = TrainConfig.load(run).tokens if run.is_file() else getattr(config, "training_tokens", None)
     return {
         "name": results.model_name(model),
         "path": str(model),
         "sha256": {file.name: results.file_hash(file) for file in sorted(folder.glob("*.safetensors"))},
         "parameters": loaded.num_parameters(),
-        "training_tokens": TrainConfig.load(run).tokens if run.is_file() else None,
+        "training_tokens": tokens,
         "context": config.max_position_embeddings,
     } | {field: getattr(config, field) for field in fields}
 

@@ -29,7 +29,7 @@ not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23
 | | this model{twin_head} |
 |---|---:|{twin_rule}
 {rows}
-
+{twin}
 | layer | active neurons, mean | 99th percentile | maximum | never active |
 |---:|---:|---:|---:|---:|
 {layers}
@@ -71,8 +71,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     """Write a run's model to the folder `out`: bf16 weights, tokenizer, config and README.md, the model card.
 
     text: what the model was trained on, in a sentence, for the card. twin: a run that differs by its L1 coefficient (and by
-    when it was looked at), usually the dense one, whose losses the card shows beside. The run's validation text has to be at hand. Raises
-    FileExistsError where `out` exists and ValueError for a run that is not complete or a twin that differs by more.
+    when it was looked at), usually the dense one, whose losses the card shows beside; the card also names it and
+    says the price, how much higher the run's cross-entropy is, in %. The run's validation text has to be at hand. Raises FileExistsError where `out` exists and ValueError for a run that is not complete or a twin that differs by more.
     """
     run, out = Path(run), Path(out)
     if out.exists():
@@ -99,6 +99,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     stored = evaluate(model, blocks)["cross_entropy"]
     card = _card(out, rows, logs, stored, len(blocks) * row["context"], text)
     out.mkdir(parents=True)
+    model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -122,6 +123,10 @@ def _card(out: Path, rows: list[dict], logs: list, stored: float, valid_tokens: 
         "active neurons a layer and token": [f"{table['mean'].mean():.3g}" for table in tables],
         "inactive": [f"{100 - 100 * table['active_fraction'].mean():.2f}%" for table in tables],
     }
+    twin = ""
+    if len(rows) > 1:
+        price = 100 * (valid[0] / valid[1] - 1)
+        twin = f"\nThe twin is the run `{rows[1]['run']}` of commit {rows[1]['commit']}; the price is {price:+.2f}% cross-entropy.\n"
     layers = tables[0]
     active = layers["mean"].mean()
     share = 100 * active / row["intermediate_size"]
@@ -132,6 +137,7 @@ def _card(out: Path, rows: list[dict], logs: list, stored: float, valid_tokens: 
         active=active,
         share=share,
         inactive=100 - share,
+        twin=twin,
         twin_head=" | its twin" * (len(rows) - 1),
         twin_rule="---:|" * (len(rows) - 1),
         rows="\n".join(f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items()),

@@ -139,9 +139,12 @@ def provenance(command: str | None = None) -> dict:
 
 
 def _launcher() -> list[str]:
-    """What starts Python: Accelerate where this is one process of several."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    return ["python"] if processes == "1" else ["accelerate", "launch", "--num_processes", processes]
+    """What started Python: Accelerate's launcher, with the options that decide how training is spread, or nothing."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # the launcher always sets it; WORLD_SIZE may be a cluster's
+        return ["python"]
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
+    return ["accelerate", "launch", *fsdp, "--num_processes", os.environ.get("WORLD_SIZE", "1")]
 
 
 def file_hash(path: str | Path) -> str:
@@ -210,7 +213,7 @@ def kept(path: str | Path) -> Path:
     """Return the file, or where it is not there its compressed form, which has .xz behind its name."""
     path = Path(path)
     packed = path.with_name(f"{path.name}.xz")
-    return packed if packed.is_file() and not path.exists() else path
+    return packed if packed.is_file() and not path.is_file() else path
 
 
 def log_path(folder: str | Path) -> Path:
@@ -292,8 +295,12 @@ def write_evaluation(path: str | Path, record: dict) -> None:
 
 
 def evaluation_paths(folder: str | Path) -> list[Path]:
-    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name."""
-    names = {path.name.removesuffix(".xz") for path in Path(folder).glob("*.json*")}
+    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name.
+
+    Other files are passed over, hidden ones too: a killed process may leave `.NAME.json.` and a few letters.
+    """
+    paths = [path for ending in ("json", "json.xz") for path in Path(folder).glob(f"*.{ending}") if path.is_file()]
+    names = {path.name.removesuffix(".xz") for path in paths if not path.name.startswith(".")}
     return [kept(Path(folder) / name) for name in sorted(names)]
 
 

@@ -28,16 +28,20 @@ COMPUTED = ["backend", "dtype"]  # and how the same model was computed
 def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     """Return the accuracies of `results.load_evaluations`, one a row, in the order of the records and their tasks.
 
-    Columns: model, parameters, training_tokens (NaN where not known), l1_coefficient (of a list the mean), backend, dtype, task, metric (lm-eval's: acc; acc_norm, with
+    Columns: model, parameters, training_tokens (from another record with the same weights where a record does not say; NaN where
+    none does), l1_coefficient (of a list the mean), backend, dtype, task, metric (lm-eval's: acc; acc_norm, with
     log-likelihoods by the characters of a choice; acc_mutual_info, less the choice's own log-likelihood), items, accuracy and stderr
     (as lm-eval gives them, shares of 1; stderr is NaN for a single item), chance, and verdict: "above chance", "below chance", or "near
     chance" within two standard errors, empty where an error or chance is not known. The task "paper7" is the mean of the
     paper's seven.
     """
+    records = list(records)
+    known = {_weights(record): tokens for record in records if (tokens := record["model"]["training_tokens"])}
+    known.pop((), None)
     rows = []
     for record in records:
         about = record["model"]
-        tokens = about["training_tokens"] or np.nan
+        tokens = about["training_tokens"] or known.get(_weights(record), np.nan)
         level = float(np.mean(about["l1_coefficient"]))
         origin = about["name"], about["parameters"], tokens, level, record["backend"], record["dtype"]
         for task, facts in record["tasks"].items():
@@ -52,6 +56,11 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
                 rows.append((*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict))
     columns = [*EVALUATED, *COMPUTED, "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _weights(record: dict) -> tuple[str, ...]:
+    """What tells a record's weights: the SHA-256 of their files; empty where the record has none."""
+    return tuple(sorted(record["model"].get("sha256", {}).values()))
 
 
 def _near_chance(accuracy: float, stderr: float, chance: float) -> str:
@@ -83,8 +92,10 @@ SIZE = ["parameters", "training_tokens"]  # models that differ in these are not 
 def by_level(seven: pd.DataFrame) -> pd.DataFrame:
     """Return `seven_tasks` with the mean over models of one size, training tokens and level, which differ in their seed.
 
-    Columns: parameters, training_tokens, l1_coefficient, task, models (how many), accuracy, stderr, chance, verdict; by size and level. The
-    error is the mean of theirs, not less: all were asked the same items.
+    Trainings that differ only in how they were computed, such as densely and by the kernels from one seed, are merged like seeds:
+    right for a mean, but `models` then counts more than seeds. Columns: parameters, training_tokens, l1_coefficient, task, models
+    (how many), accuracy, stderr, chance, verdict; by size and level. The error is the mean of theirs, not less: all were asked
+    the same items.
     """
     numbers = {"models": ("model", "size")} | {name: (name, "mean") for name in ("accuracy", "stderr", "chance")}
     found = seven.groupby([*SIZE, "l1_coefficient", "task"], dropna=False).agg(**numbers).reset_index()
