@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from twell import analysis, results
 from twell.__main__ import main
 from twell.model import load
+from twell.sparse_training import rooms
 from twell.trace import Aggregate
 
 ROOT = results.root()
@@ -253,6 +254,30 @@ def test_readme_states_what_was_computed_in_two_ways():
     assert f"{speed:.2f} times the tokens/s of one, {100 * (apart - 1):+.2f}% cross-entropy at the end" in text
 
 
+def test_the_log_of_the_kernels_states_what_whole_trainings_say():
+    text = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")
+    speed = {}
+    for name in ("171m-30m-*", "171m-40m-*-before", "171m-40m-*[us]"):
+        runs, log = results.load_runs(ROOT / "data" / "runs", name)
+        speed[name] = analysis.computed_otherwise(runs, log)["tokens_per_second"].tolist()
+    ratios = [two / one for one, two in speed.values()]
+    (before, before_two), (after, after_two) = list(speed.values())[1:]
+    for words in (
+        f"{ratios[0]:.2f} (medians of the second half",
+        f"four times the tokens: {ratios[1]:.2f} too",
+        f"one GPU went from {before / 1e3:.0f} to {after / 1e3:.0f} thousand tokens/s, two from {before_two / 1e3:.0f} to "
+        f"{after_two / 1e3:.0f}: the ratio fell to {ratios[2]:.2f}",
+    ):
+        assert words in text, words
+    dense, sparse = analysis.computed_otherwise(*results.load_runs(ROOT / "data" / "runs", "flagship-*")).to_dict(
+        "records"
+    )
+    memory = [dense["peak_memory"], sparse["peak_memory"], sparse["peak_memory_whole"]]
+    late, held, early = (f"{value / 1e9:.1f}" for value in memory)
+    assert f"peak {held} instead of\n  {late} GB" in text and f"({early} GB)" in text
+    assert len(rooms(5632)) == 16 and "one of 16 sizes" in text
+
+
 def test_readmes_state_what_single_runs_say():
     text, data = ((ROOT / folder / "README.md").read_text(encoding="utf-8") for folder in (".", "data"))
     runs, log = results.load_runs(ROOT / "data" / "runs")
@@ -267,7 +292,9 @@ def test_readmes_state_what_single_runs_say():
     assert (
         f"2e-3 dense is {high:.1f}% worse and L1 = 3e-4 {high_sparse:.1f}%; at 5e-4 dense is {low:.1f}% worse" in data
     )
-    assert set(runs["commit"]) == {"3032514", "376facd"} and "of the commits 3032514 and 376facd" in data
+    later = runs["run"].isin(["171m-40m-1-gpu", "171m-40m-2-gpus"])
+    assert set(runs["commit"][later]) == {"1dc4a04"} and "`171m-40m-1-gpu` and `-2-gpus`: 1dc4a04" in data
+    assert set(runs["commit"][~later]) == {"3032514", "376facd"} and "of the commits 3032514 and 376facd" in data
     sparse, dense = "5m-500m-l1-1.5e-3-seed-0", "5m-500m-l1-0-seed-0"
     price, inactive = 100 * (at_end[sparse] / at_end[dense] - 1), 100 - 100 * active[sparse] / 704
     assert f"5.9 M parameters on 500 M tokens: {inactive:.1f}% inactive for {signed(price)}%" in text

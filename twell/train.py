@@ -652,9 +652,8 @@ class _Run:
     def finish(self) -> Path:
         weights = get_model_state_dict(self.wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.main:
-            self.model.config.ffn_backend = (
-                "dense"  # what computed it is no part of a model, and kernels are not for fp32
-            )
+            # What computed it is no part of a model, and kernels are not for fp32.
+            self.model.config.ffn_backend = "dense"
             self.model.eval().save_pretrained(self.folder / "model", state_dict=weights)
             self.tokenizer.save_pretrained(self.folder / "model")
             results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})

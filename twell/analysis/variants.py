@@ -255,18 +255,8 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     most), and peak_memory_whole, over all of it (NaN on a CPU, where it is not logged). Without a complete run no rows.
     Raises ValueError when runs differ in more than how they were computed, or are of different devices, whose speeds do not compare.
     """
-    columns = [
-        "run",
-        "way",
-        "backend",
-        "devices",
-        "parameters",
-        "batch_tokens",
-        "vocab_size",
-        "cross_entropy",
-        "active",
-    ]
-    columns += ["apart", "apart_mean", "tokens_per_second", "peak_memory", "peak_memory_whole"]
+    columns = ["run", "way", "backend", "devices", "parameters", "batch_tokens", "vocab_size", "cross_entropy"]
+    columns += ["active", "apart", "apart_mean", "tokens_per_second", "peak_memory", "peak_memory_whole"]
     complete = runs[runs["complete"].astype(bool)] if len(runs) else runs
     if complete.empty:
         return pd.DataFrame(columns=columns)
