@@ -350,7 +350,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "_capture", capture)
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(measure, "_between_replays", times)
-    monkeypatch.setattr(measure_model, "_profiled", lambda call: call() is None or [kernels] * 3)
+    monkeypatch.setattr(
+        measure_model, "_profiled", lambda call, calls=8: [call() is None or kernels for _ in range(calls)]
+    )
     for name, value in {"ROUNDS": 1, "TURN": 2, "SETTLE": 1, "SAMPLE": 128, "GENERATION": 3}.items():
         monkeypatch.setattr(measure_model, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -390,7 +392,10 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
         assert (rows["active"] < rows["p99"]).all() and (rows["p99"] <= rows["active_max"]).all()
         assert (rows["union"] > rows["active"]).all() and np.allclose(rows["active"], rows["wanted"], rtol=0.6)
     parts = tables["model_parts"]
-    assert list(parts["part"]) == 4 * list(measure_model.PARTS)
+    # Of each level two providers in the first of the batches, then in decoding two documents and three.
+    assert list(parts["part"]) == 2 * 3 * 2 * list(measure_model.PARTS)
+    assert list(parts["batch"]) == 2 * (12 * [2] + 12 * [1] + 12 * [3])
+    assert (parts["layer"].isna() == (parts["context"] == 20)).all()
     one = parts[:6].set_index("part")["ms"]
     assert (
         one.sum() == pytest.approx(1.0) and one["projections"] == 0.2 and one["between kernels"] == pytest.approx(0.3)
@@ -470,7 +475,8 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"attention": "eager"}, ValueError, "attention 'eager' is unknown; use one of default, cudnn, flash"),
         ({"shapes": [(4, 0)]}, ValueError, "shapes holds 0; it has to be at least 1"),
         ({"decode": [4, -1]}, ValueError, "decode holds -1; it has to be at least 1"),
-        ({"shapes": [], "layers": True}, ValueError, "measured on the first of the batches, and there is none"),
+        ({"shapes": [], "layers": True}, ValueError, "layers: measured on the first of the batches, and there is none"),
+        ({"shapes": [], "parts": True}, ValueError, "parts: measured on the first of the batches, and there is none"),
         ({"overrides": [*TINY, "activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
         ({"overrides": [*TINY, "hidden_size=40"]}, ValueError, "hidden_size is 40; the kernels need a multiple of 16"),
         ({"out": tmp_path}, ValueError, r"decode.csv has the columns \['tokens', 'active'\]"),

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import re
 import time
@@ -420,6 +421,7 @@ def _measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
 
 # --- where a layer's time goes ----------------------------------------------------------------------------------------
 
+PARTS_OF = COMPILED, "triton torch.compile"
 PARTS = "attention", "projections", "norms, rotary, residuals", "gate", "up and down", "between kernels"
 
 
@@ -427,8 +429,8 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the time of each of PARTS but the last from one decoder layer's kernels (name, ms), in the order they ran.
 
     Products are told apart by their place: before attention come q, k and v, behind it the output's, then those of the
-    feed-forward layer, the first of which is the gate's (without a gate: up's). Elementwise work between two of these is the
-    layer's own. Raises ValueError for kernels without attention among them.
+    feed-forward layer, the first of which is the gate's (without a gate: up's; in decoding, the kernel that also computes the
+    active neurons of up). Elementwise work between two of these is the layer's own. Raises ValueError for kernels without attention among them.
     """
     found = dict.fromkeys(PARTS[:-1], 0.0)
     seen_attention, products = False, 0
@@ -454,8 +456,8 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
             else:
                 found["norms, rotary, residuals"] += ms
         else:
-            found["gate" if short.startswith("gate") else "up and down"] += ms
-            products = max(products, 1)
+            found["gate" if products < 2 else "up and down"] += ms
+            products = max(products, 2)
     found["norms, rotary, residuals"] += waiting
     if not seen_attention:
         raise ValueError(f"no kernel of attention among {', '.join(name for name, _ in kernels)}")
@@ -491,25 +493,29 @@ def _measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[
     for layer in base.layers[:place]:
         hidden = layer(hidden, position_embeddings=rotary)
     sides.observe(activity, min(ids.numel(), measure.BLOCK))
-    case = _case(bench, ids, activity)
     run = functools.partial(base.layers[place], hidden, position_embeddings=rotary)
-    names = [COMPILED, "triton torch.compile"]
-    times: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    return _part_rows(sides, _case(bench, ids, activity) | {"layer": place}, run, dict.fromkeys(PARTS_OF, run))
+
+
+def _part_rows(
+    sides: Sides, case: dict, run: Callable[[], object], whole: dict[str, Callable], layers: int = 1
+) -> list[dict]:
+    """Rows of model_parts.csv for PARTS_OF: `run` is a layer, at each call another one of several; `whole` are all of them."""
+    times: dict[str, list[np.ndarray]] = {name: [] for name in whole}
     for _ in range(measure.ROUNDS):
-        for name in names:
+        for name, call in whole.items():
             sides.become(name)
-            times[name].append(measure._between_replays(run, 20))
+            times[name].append(measure._between_replays(call, 20) / layers)
     rows = []
-    for name in names:
+    for name in whole:
         sides.become(name)
-        parts = [split_kernels(kernels) for kernels in _profiled(run)]
+        parts = [split_kernels(kernels) for kernels in _profiled(run, max(layers, 8))]
         spent = {part: float(np.median([one[part] for one in parts])) for part in PARTS[:-1]}
-        whole = measure._quantiles(np.concatenate(times[name]))["p50"]
-        spent[PARTS[-1]] = max(whole - sum(spent.values()), 0.0)
-        where = case | {"layer": place, "provider": name}
-        rows += [where | {"part": part, "ms": float(f"{ms:.4g}")} for part, ms in spent.items()]
-        said = "  ".join(f"{part} {ms:.3f}" for part, ms in spent.items())
-        print(f"layer {place}  {name:<20} {whole:.3f} ms: {said}", flush=True)
+        total = measure._quantiles(np.concatenate(times[name]))["p50"]
+        spent[PARTS[-1]] = max(total - sum(spent.values()), 0.0)
+        rows += [case | {"provider": name, "part": part, "ms": float(f"{ms:.4g}")} for part, ms in spent.items()]
+        said = "  ".join(f"{part} {ms:.4f}" for part, ms in spent.items())
+        print(f"layer of {case['batch']} x {case['context']}  {name:<20} {total:.4f} ms: {said}", flush=True)
     return rows
 
 
@@ -572,6 +578,12 @@ class Decoder:
         """Go back to the end of what was read."""
         self.position.fill_(self.context)
 
+    def layers(self, rotary: tuple[Tensor, Tensor], mask: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        """The decoder layers as functions of their input [B, 1, K], at the present position."""
+        common = {"attention_mask": mask, "position_embeddings": rotary}
+        pairs = zip(self.model.model.layers, self.caches, strict=True)
+        return [functools.partial(layer, past_key_values=cache, **common) for layer, cache in pairs]
+
     def _begin(self, place: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         base = self.model.model
         hidden = base.embed_tokens(self.script.index_select(1, place))
@@ -586,8 +598,8 @@ class Decoder:
         """Read one token of each document; returns the logits [B, V] for the next. `compiled`: also what surrounds layers."""
         begin, end = self.compiled if compiled else (self._begin, self._end)
         hidden, rotary, mask = begin(self.position)
-        for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
-            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
+        for layer in self.layers(rotary, mask):
+            hidden = layer(hidden)
         logits, token = end(self.model.model.norm(hidden))
         self.picked.index_copy_(1, self.position, token)
         self.position.add_(1)
@@ -599,8 +611,8 @@ class Decoder:
         return torch.stack([step().clone() for _ in range(self.steps)])
 
 
-def _measure_decode(bench: Bench, script: Tensor, context: int) -> list[dict]:
-    """Rows of decode.csv for documents [B, context + steps]."""
+def _measure_decode(bench: Bench, script: Tensor, context: int, parts: bool) -> tuple[list[dict], list[dict]]:
+    """Rows of decode.csv for documents [B, context + steps], and with `parts` those of model_parts.csv."""
     sides, model, batch = bench.sides, bench.model, len(script)
     sides.become(DENSE)
     decoder = Decoder(model, script, context)
@@ -668,7 +680,26 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> list[dict]:
         row |= {column: timed[column] for column in ENERGY}
         rows.append(row)
         print(f"{said}  {name:<20} {row['tokens_per_second']:9.1f} tokens/s  {row['path']}", flush=True)
-    return rows
+    return rows, _decode_parts(bench, decoder, case) if parts else []
+
+
+def _decode_parts(bench: Bench, decoder: Decoder, case: dict) -> list[dict]:
+    """Rows of model_parts.csv: where the time of a layer goes in a step, the median over layers.
+
+    Layers take turns, so that each finds its weights and its cache in memory, as in a step.
+    """
+    decoder.restart()
+    bench.sides.become(DENSE)
+    hidden, rotary, mask = decoder._begin(decoder.position)
+    calls = []
+    for layer in decoder.layers(rotary, mask):
+        calls.append(functools.partial(layer, hidden))
+        hidden = layer(hidden)
+    turns, whole = itertools.cycle(calls), {}
+    for name in PARTS_OF:
+        bench.sides.become(name)
+        whole[name] = measure._capture([lambda: [call() for call in calls][-1]])[0].replay
+    return _part_rows(bench.sides, case | {"layer": None}, lambda: next(turns)(), whole, len(calls))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -722,7 +753,7 @@ def model(
         profile: how the activity is spread over layers, see `imposed.profile`.
         active: means over layers, each of which is imposed and measured in turn; default: the paper's for this size.
         layers: also time each feed-forward layer alone, on the first of the batches.
-        parts: also say where the time of a layer goes, on the first of the batches.
+        parts: also say where the time of a layer goes, on the first of the batches and in decoding.
         decode: numbers of documents that are continued by GENERATION tokens.
         decode_context: the tokens that stand before these.
         compiled: True: only with compiled layers; False: only eager; None: both.
@@ -745,8 +776,8 @@ def model(
         raise ValueError("active is imposed on random weights; a checkpoint has its own activity")
     if checkpoint is None and active is None and size not in PAPER_ACTIVE:
         raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
-    if (layers or parts) and not shapes:
-        raise ValueError("layers and parts are measured on the first of the batches, and there is none")
+    if (layers and not shapes) or (parts and not shapes and not decode):
+        raise ValueError(f"{'layers' if layers else 'parts'}: measured on the first of the batches, and there is none")
     measure._check_files(out, COLUMNS)
     longest = max([context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1)
     if checkpoint is None:
@@ -791,7 +822,10 @@ def model(
                 torch.cuda.empty_cache()
             for batch in decode:
                 script = draw(batch, decode_context + GENERATION)
-                save("decode", _measure_decode(bench, script, decode_context))
+                rows, split = _measure_decode(bench, script, decode_context, parts)
+                save("decode", rows)
+                if parts:
+                    save("model_parts", split)
                 torch.cuda.empty_cache()
     return kept
 

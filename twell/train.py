@@ -468,6 +468,7 @@ class _Run:
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
+            fused=accelerator.device.type == "cuda" or None,  # one pass over memory
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer.optimizer, config.warmup_steps, config.steps)

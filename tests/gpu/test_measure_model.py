@@ -35,7 +35,7 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     assert {name: len(rows) for name, rows in kept.items()} == {
         "model": 2 * 2 * 6,
         "model_layers": 2 * 2 * 3,
-        "model_parts": 2 * 2 * len(measure_model.PARTS),
+        "model_parts": 2 * 2 * (1 + 3) * len(measure_model.PARTS),
         "decode": 2 * 3 * 6,
     }
     assert {row["mode"] for row in kept["model"] if row["batch"] == 2} == {"graph"}
@@ -44,9 +44,8 @@ def test_a_model_is_measured_in_every_way(tmp_path):
         expected = "dense" if row["provider"].startswith("dense") else "decode" if row["tokens"] <= 64 else "union"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in kept["decode"])
-    parts = {(row["provider"], row["part"]): row["ms"] for row in kept["model_parts"][: 2 * len(measure_model.PARTS)]}
     named = [part for part in measure_model.PARTS if part != "between kernels"]
-    assert all(parts[name, part] > 0 for name in ("dense torch.compile", "triton torch.compile") for part in named)
+    assert all(row["ms"] > 0 for row in kept["model_parts"] if row["part"] in named)
 
 
 def test_all_layers_share_the_compiled_code():
