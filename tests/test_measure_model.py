@@ -268,6 +268,12 @@ AFTER = [("triton_poi_fused_add_view_4", 8.0)]
         ([("nvjet", 300.0), ("nvjet", 500.0), ("triton_poi_fused_mul_relu_3", 50.0), ("nvjet", 700.0)], 300, 1250),
         ([("nvjet", 300.0), ("nvjet", 500.0), ("relu_times_kernel", 50.0), ("nvjet", 700.0)], 300, 1250),
         ([("gate_bits_kernel", 300.0), ("lists_kernel", 5.0), ("up_kernel", 40.0), ("down_kernel", 30.0)], 300, 75),
+        (
+            2 * [("gate_bits_kernel", 300.0), ("lists_kernel", 5.0), ("up_kernel", 40.0), ("down_kernel", 30.0)],
+            600,
+            150,
+        ),
+        ([("few_up_kernel", 8.0), ("down_kernel", 4.0)], 8, 4),  # decoding
         ([("Memset (Device)", 16.0), ("gate_bits_kernel", 300.0), ("up_down_kernel", 30.0)], 300, 30),
         ([("nvjet", 300.0), ("triton_poi_fused_relu_3", 50.0), ("nvjet", 700.0)], 300, 750),  # without a gate
         ([("nvjet_splitK", 200.0), ("cublasLt::splitKreduce_kernel<32>", 100.0), ("nvjet", 9.0)], 300, 9),

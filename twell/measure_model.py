@@ -429,8 +429,9 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the time of each of PARTS but the last from one decoder layer's kernels (name, ms), in the order they ran.
 
     Products are told apart by their place: before attention come q, k and v, behind it the output's, then those of the
-    feed-forward layer, the first of which is the gate's (without a gate: up's; in decoding, the kernel that also computes the
-    active neurons of up). Elementwise work between two of these is the layer's own. Raises ValueError for kernels without attention among them.
+    feed-forward layer, the first of which is the gate's (without a gate: up's; in decoding, the kernel that computes the gate
+    and what is active of up). A large batch is computed in chunks, each with its gate. Elementwise work between two of these is
+    the layer's own. Raises ValueError for kernels without attention among them.
     """
     found = dict.fromkeys(PARTS[:-1], 0.0)
     seen_attention, products = False, 0
@@ -456,7 +457,7 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
             else:
                 found["norms, rotary, residuals"] += ms
         else:
-            found["gate" if products < 2 else "up and down"] += ms
+            found["gate" if short.startswith("gate") or products < 2 else "up and down"] += ms
             products = max(products, 2)
     found["norms, rotary, residuals"] += waiting
     if not seen_attention:
