@@ -181,6 +181,13 @@ def test_layers_that_are_too_small_one_after_another(fake):
         seen.append([ffn.capacity for ffn in sparse.layers])
         sparse.layers[0].needed = torch.tensor(min(sparse.capacity + 1, 256))
     assert [room[0] for room in seen] == [32, 64, 128, 256] and len(seen) == ATTEMPTS
+    # What everything was needed for is known then: the next step has the room that it takes, and not all.
+    sparse, wants, counts = SparseTraining(Stack((1024,) * 3)), [33, 65, 129], []
+    for _ in sparse.attempts():
+        counts.append(sparse.capacity)
+        for ffn, want in zip(sparse.layers, wants, strict=True):
+            ffn.needed = torch.tensor(want)
+    assert counts == [32, 64, 128, 1024] and sparse.capacity == 256
     mixed = roomy(SparseTraining(Stack((256, 100))))
     for _ in mixed.attempts():
         assert [ffn.capacity for ffn in mixed.layers] == [256, 100]

@@ -135,7 +135,7 @@ class SparseTraining:
                 needed = self._read()
                 short = self._first_short(needed)
                 if short is None:
-                    self._notice(needed)
+                    self._notice(needed, forced=attempt + 1 == ATTEMPTS)
                     return
                 if self.capacity >= self.rooms[-1]:
                     raise AssertionError(
@@ -210,8 +210,8 @@ class SparseTraining:
         shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated
         return (ffn.calibration or default(*shape)).training or 0.0
 
-    def _notice(self, needed: list[int]) -> None:
-        """Decide for the next step, from what this one needed."""
+    def _notice(self, needed: list[int], forced: bool) -> None:
+        """Decide for the next step, from what this one needed; `forced`: its room was everything, as nothing was known."""
         for place, number in enumerate(needed):
             old = self.activity[place]
             if number >= 0:
@@ -224,7 +224,7 @@ class SparseTraining:
         wanted = self._room(max(self._recent))
         # Less room only where it is much less, and not before the recent steps are known.
         lower = bisect_left(self.rooms, self.capacity) - bisect_left(self.rooms, wanted)
-        if wanted > self.capacity or (lower >= 2 and len(self._recent) == RECENT):
+        if wanted > self.capacity or forced or (lower >= 2 and len(self._recent) == RECENT):
             self.capacity = wanted
 
     def _room(self, needed: int) -> int:
