@@ -3,6 +3,7 @@
 import itertools
 import random
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -537,8 +538,23 @@ def test_the_largest_micro_batch_is_found(trainer, monkeypatch, limit, curve):
     assert len(set(tried)) <= 12
 
 
+def test_a_pass_that_found_no_room_leaves_nothing_in_memory(trainer, monkeypatch):
+    trainer, kept = trainer(), []
+    trainer.become("dense eager", 0.0)
+
+    def step():
+        trainer.model.model(input_ids=trainer.tokens)
+        kept.extend(weakref.ref(ffn.l1) for ffn in trainer.model.ffns)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(trainer, "step", step)
+    assert not trainer.fits(2)
+    assert len(kept) == len(trainer.model.ffns) and not any(one() is not None for one in kept)
+
+
 def test_the_largest_micro_batch_is_timed(quick, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(measure_training._Trainer, "largest", lambda self, limit: self.draw(7) or 7)
     rows = measure_training.train_step("quick", TINY, active=20, compiled=True, largest=True, profile="paper")
     assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2

@@ -579,6 +579,8 @@ class _Trainer:
         except torch.OutOfMemoryError:
             pass
         self.optimizer.zero_grad()
+        for ffn in self.model.ffns:
+            ffn.l1 = None  # with it goes what the pass that failed had kept for its gradient
         gc.collect()
         torch.cuda.empty_cache()
         return False
@@ -670,7 +672,9 @@ def train_step(
         if trainer.sparse is not None and not trainer.all_sparse():
             raise ArithmeticError(f"{name} of {model} computed a layer densely")
     trainer.leave()
-    trainer.sparse_state = None  # training changed the activity, and with it the room; what is timed has the first weights
+    trainer.sparse_state = (
+        None  # training changed the activity, and with it the room; what is timed has the first weights
+    )
     taken: dict[str, list[np.ndarray]] = {name: [] for name in providers}
     numbers, rows = {}, []
     for turn in range(measure.ROUNDS):
@@ -693,7 +697,7 @@ def train_step(
             print(f"{model}  {name:<27} {said}", flush=True)
     for row in rows if largest else []:
         trainer.become(row["provider"], 0.0)
-        row["largest"] = trainer.largest(torch.cuda.mem_get_info()[1])
+        row["largest"] = trainer.largest(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         if row["largest"]:
             times = measure._quantiles(measure._between_replays(trainer.step, 5, lead=1))
             row["largest_tokens_per_second"] = round(1e3 * row["largest"] * config.context / times["p50"])
