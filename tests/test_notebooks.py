@@ -48,7 +48,7 @@ FIGURES = {
     "05_speedup": ["ffn_activity", "ffn_tokens", "ffn_roofline", "ffn_training", "ffn_training_devices"],
     "06_downstream": ["table6_tasks", "fig03_accuracy"],
     "08_models": ["table1_scale", "fig04_levels", "fig05_levels", "fig06_contributions", "fig10_contributions"]
-    + ["fig11_contributions", "fig06_trained", "model_parts", "model_decode"],
+    + ["fig11_contributions", "fig06_trained", "model_parts", "model_decode", "decode_parts"],
     "09_training_choices": ["choices_frontier", "scale_activity", "flagship", "processes"],
 }
 
@@ -142,7 +142,11 @@ def write_bench(folder):
     rows += [model_layer_rows(1.0, [0.5, 0.7], [5.0, 8.0], 6.5, model="trained", profile="checkpoint", num_layers=2)]
     pd.concat(rows).to_csv(folder / "model_layers.csv", index=False)
     dense = {"attention": 3.0, "gate": 4.0, "up and down": 8.0}
-    part_rows(dense, dense | {"up and down": 2.0}, model="2b").to_csv(folder / "model_parts.csv", index=False)
+    parts = [
+        part_rows(dense, dense | {"up and down": 2.0}, model="2b", **where)
+        for where in ({}, {"batch": 1, "tokens": 1, "context": 512}, {"batch": 8, "tokens": 8, "context": 512})
+    ]
+    pd.concat(parts).to_csv(folder / "model_parts.csv", index=False)
     decode_rows([4.0, 2.0, 2.0], model="2b").to_csv(folder / "decode.csv", index=False)
 
 
@@ -170,7 +174,7 @@ def test_notebook_runs(path, live, tmp_path):
         "processes": "zp-*",
     }
     wanted |= {"runs": str(live / "choices"), "family": "[!z]*"} if path.stem[:2] == "09" else {}
-    wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3}
+    wanted |= {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "trained_model": "trained"}
     given = {name: value for name, value in wanted.items() if name in parameters_of(path)}
     done = execute(path, given, tmp_path)
 
@@ -185,7 +189,7 @@ def test_notebook_runs(path, live, tmp_path):
             assert digest == results.file_hash(results.root() / file)
             data += 1
     counts = {"01_format": 0, "02_sparsity": 17 + 6, "03_layerwise": 3, "04_tokens": 3, "05_speedup": 6}
-    counts |= {"06_downstream": 8, "07_inspect": 8, "08_models": 10, "09_training_choices": 14 + 18 + 2 + 2}
+    counts |= {"06_downstream": 8, "07_inspect": 8, "08_models": 11, "09_training_choices": 14 + 18 + 2 + 2}
     assert data == counts[path.stem]
 
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -827,8 +827,27 @@ def test_model_parts():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["dense", "sparse"] and legend(figure) == list(parts)
     assert ax.get_lines()[0].get_xdata()[0] == 8
     assert texts(ax)[-3:] == ["16 ms", "10 ms, +60%", "dense without up and down: +100%"]
-    with pytest.raises(ValueError, match="shows one case; this table has 4 rows"):
-        plots.model_parts(pd.concat([table, table.assign(batch=1)]))
+    assert "64 x 2048 tokens, 24 active" in figure.get_suptitle()
+    with pytest.raises(ValueError, match="shows batches of one kind, each once"):
+        plots.model_parts(pd.concat([table, table.assign(tokens=table["batch"])]))
+
+
+def test_model_parts_of_decoding():
+    parts = {"attention": 0.03, "projections": 0.01, "gate": 0.04, "up and down": 0.08}
+    rows = [
+        part_rows(parts, parts | {"gate": 0.05, "up and down": 0.01 * batch}, batch=batch, tokens=batch, context=512)
+        for batch in (4, 1)
+    ]
+    table = analysis.layer_parts(pd.concat(rows, ignore_index=True))
+    figure = plots.model_parts(table)
+    draw(figure)
+    (ax,) = figure.axes
+    names = ["1 document, dense", "1 document, sparse", "4 documents, dense", "4 documents, sparse"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == names
+    assert np.allclose([bar.get_width() for bar in ax.patches[-4:]], [80, 10, 80, 40])
+    assert np.allclose([line.get_xdata()[0] for line in ax.get_lines()], 80)
+    assert [text for text in texts(ax) if "µs" in text] == ["160 µs", "100 µs, +60%", "160 µs", "130 µs, +23%"]
+    assert "a token each behind 512 tokens" in figure.get_suptitle() and ax.get_xlabel() == "µs of one decoder layer"
 
 
 def test_model_decode():

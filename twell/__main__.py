@@ -456,7 +456,9 @@ def _checkpoint(name: str, path: Path) -> tuple:
     model, tokenizer = load(name, dtype=torch.bfloat16)
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-    return Path(name).name, model, tokenizer(text, add_special_tokens=False).input_ids
+    place = Path(name)
+    shown = place.parent.name if place.name == "model" else place.name  # a run's model is named as the run
+    return shown, model, tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _read(path: Path) -> str:

@@ -199,41 +199,63 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
 def model_parts(table: pd.DataFrame) -> Figure:
     """Draw where the time of a decoder layer goes, dense and sparse, and the least that Amdahl's law leaves.
 
-    table: `analysis.layer_parts` of one model, batch and device. Raises ValueError for several.
+    table: `analysis.layer_parts` of one model and device; several batches stand one below the other, all of forward passes or
+    all of decoding behind as many tokens. Raises ValueError for others.
     """
     title = _model(table)
-    if len(table) != table["provider"].nunique():
-        raise ValueError(f"this figure shows one case; this table has {len(table)} rows")
+    decoding = table["tokens"] == table["batch"]
+    if decoding.nunique() != 1 or table["context"].nunique() != 1 or table.duplicated(["batch", "provider"]).any():
+        raise ValueError("this figure shows batches of one kind, each once; this table has others")
     after = list(table.columns).index("provider") + 1
     parts = list(table.columns[after : list(table.columns).index("total")])
-    figure, axes = _figure(PAGE, 1.9)
+    table = table.sort_values("provider", key=lambda names: names.map(list(SIDES).index)).sort_values(
+        "batch", kind="stable", ignore_index=True
+    )
+    cases = list(dict.fromkeys(table["batch"]))
+    # Bars of a batch touch each other, batches do not.
+    y = np.arange(len(table)) + 0.5 * table["batch"].map(cases.index).to_numpy()
+    scale, unit = (1e3, "µs") if table["total"].max() < 1 else (1, "ms")
+    figure, axes = _figure(PAGE, 1.3 + 0.3 * len(table) + 0.1 * len(cases))
     ax = axes[0, 0]
-    table = table.sort_values("provider", key=lambda names: names.map(list(SIDES).index)).reset_index(drop=True)
     colours = dict(zip(parts, ["0.35", "0.55", "0.8", ORANGE, BLUE, GREEN], strict=False))
-    left = np.zeros(len(table))
+    left, total = np.zeros(len(table)), scale * table["total"]
     for part in parts:
-        ax.barh(table.index, table[part], 0.6, left=left, color=colours[part], label=part)
-        for y, (value, start) in enumerate(zip(table[part], left, strict=True)):
-            if value > 0.04 * table["total"].max():
+        widths = scale * table[part]
+        ax.barh(y, widths, 0.8, left=left, color=colours[part], label=part)
+        for place, value, start in zip(y, widths, left, strict=True):
+            if value > 0.04 * total.max():
                 ink = "black" if colours[part] == "0.8" else "white"
-                ax.text(start + value / 2, y, f"{value:.3g}", ha="center", va="center", fontsize=6.5, color=ink)
-        left += table[part].to_numpy()
-    for row in table.itertuples():
-        text = f"{row.total:.3g} ms" + (f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else "")
-        ax.annotate(text, (row.total, row.Index), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    limit = table["limit"].iloc[0]
-    least = table.loc[table["provider"] == analysis.BASELINE, "total"].iloc[0] / limit
-    ax.axvline(least, color="black", linestyle="--", linewidth=0.9)
-    note = f"dense without up and down: {100 * (limit - 1):+.0f}%"
-    ax.annotate(note, (least, -0.42), (-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7)
-    ax.set_yticks(table.index, [SIDES[name][1] for name in table["provider"]])
-    ax.set_ylim(len(table) - 0.5, -0.65)
-    ax.set_xlim(0, 1.18 * table["total"].max())
-    ax.set_xlabel("ms of one decoder layer")
+                ax.text(start + value / 2, place, f"{value:.3g}", ha="center", va="center", fontsize=6.5, color=ink)
+        left += widths.to_numpy()
+    for row, place in zip(table.itertuples(), y, strict=True):
+        text = f"{scale * row.total:.3g} {unit}" + (f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else "")
+        ax.annotate(text, (scale * row.total, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    for batch in cases:
+        of = table["batch"] == batch
+        limit = table.loc[of, "limit"].iloc[0]
+        least = total[of & (table["provider"] == analysis.BASELINE)].iloc[0] / limit
+        ax.plot([least] * 2, [y[of].min() - 0.55, y[of].max() + 0.45], color="black", linestyle="--", linewidth=0.9)
+        note = f"dense without up and down: {100 * (limit - 1):+.0f}%"
+        above = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 6.5}
+        ax.annotate(note, (least, y[of].min() - 0.58), (-3, 0), **above)
+    names = [SIDES[name][1] for name in table["provider"]]
+    context, several = f"{table['context'].iloc[0]:.0f}", len(cases) > 1
+    if decoding.iloc[0]:
+        kinds = [f"{batch:.0f} document{'s' if batch > 1 else ''}" for batch in table["batch"]]
+        said = f"{'' if several else kinds[0] + ', '}a token each behind {context} tokens"
+    else:
+        kinds = [f"{batch:.0f} x {context}" for batch in table["batch"]]
+        said = "forward" if several else f"{kinds[0]} tokens"
+    names = [f"{kind}, {name}" for kind, name in zip(kinds, names, strict=True)] if several else names
+    low, high = table["active"].min(), table["active"].max()
+    said += f", {low:.3g} active" if low == high else f", {low:.3g} to {high:.3g} active"
+    ax.set_yticks(y, names)
+    ax.set_ylim(y.max() + 0.5, -0.8)
+    ax.set_xlim(0, 1.18 * total.max())
+    ax.set_xlabel(f"{unit} of one decoder layer")
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
-    batch, context, active = table[["batch", "context", "active"]].iloc[0]
-    figure.suptitle(f"{title}; {batch:.0f} x {context:.0f} tokens, {active:.3g} active", fontsize=8)
+    figure.suptitle(f"{title}; {said}", fontsize=8)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6, handlelength=1, columnspacing=1)
     return figure
 
