@@ -292,6 +292,13 @@ def test_kernels_are_told_apart(attention, ffn, gate, rest):
     }
 
 
+def test_passes_have_as_many_kernels_each():
+    assert measure_model._equal([1, 2, 3, 4, 5, 6], 3) == [[1, 2], [3, 4], [5, 6]]
+    for kernels in ([1, 2, 3], []):
+        with pytest.raises(RuntimeError, match=f"^{len(kernels)} kernels ran in 2 equal passes"):
+            measure_model._equal(kernels, 2)
+
+
 def test_a_layer_without_attention_is_refused():
     with pytest.raises(ValueError, match="no kernel of attention among triton_red_fused__to_copy_mean_0, nvjet"):
         measure_model.split_kernels([*BEFORE, *OUTPUT])
@@ -350,15 +357,18 @@ def quick(monkeypatch):
         return np.array([0.9, 1.0, 1.1])
 
     kernels = [("nvjet", 0.1), ("sdpa", 0.2), ("nvjet", 0.1), ("nvjet", 0.1), ("nvjet", 0.1), ("triton_poi", 0.1)]
+
+    def profiled(call, calls, lead):
+        call()
+        return kernels * calls * (3 if isinstance(getattr(call, "__self__", None), Graph) else 1)
+
     monkeypatch.setattr(ops, "run", computed)
     monkeypatch.setattr(ops, "takes", lambda *_: True)
     monkeypatch.setattr(measure, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(measure, "_capture", capture)
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(measure, "_between_replays", times)
-    monkeypatch.setattr(
-        measure_model, "_profiled", lambda call, calls=8: [call() is None or kernels for _ in range(calls)]
-    )
+    monkeypatch.setattr(measure_model, "_profiled", profiled)
     for name, value in {"ROUNDS": 1, "TURN": 2, "SETTLE": 1, "SAMPLE": 128, "GENERATION": 3}.items():
         monkeypatch.setattr(measure_model, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

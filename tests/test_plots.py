@@ -1,6 +1,7 @@
 """The figures draw the numbers they are given, and saving is exact, complete and repeatable."""
 
 import hashlib
+import io
 import json
 import secrets
 import subprocess
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from PIL import Image
 
 from tests.test_analysis import (
     BY_TWO,
@@ -927,6 +929,18 @@ def test_save_says_where_the_numbers_came_from(tmp_path):
         "commit": results.source_commit(plots.MODULES),
         "versions": {name: results.versions()[name] for name in plots.DRAWN_WITH},
     }
+
+
+def test_few_colours_look_like_all(tmp_path):
+    figure = plots.fig06_layers(make_layers([1.0, 2.0, 30.0]), "title")
+    path = plots.save(figure, tmp_path / "fig", [], {}, "live")
+    whole = io.BytesIO()
+    figure.savefig(whole, format="png", dpi=200)
+    with Image.open(path) as few, Image.open(whole) as drawn:
+        assert few.mode == "P" and few.size == drawn.size
+        apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(drawn.convert("RGB"), int))
+    assert apart.mean() < 0.1 and (apart > 64).mean() < 1e-4
+    assert path.stat().st_size < 0.6 * len(whole.getvalue())
 
 
 def test_save_overwrites_and_keeps_the_old_figure_when_it_fails(tmp_path):

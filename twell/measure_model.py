@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 import re
 import time
@@ -51,6 +50,7 @@ OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ATTENTION = {"default": [], "cudnn": [CUDNN, FLASH, *OTHERS], "flash": [FLASH, *OTHERS]}
 ROUNDS, TURN = 9, 800  # each provider is timed in so many turns, of so many ms: clocks change within seconds
 SETTLE = 300  # ms before a turn that do not count: power takes a while to settle
+PROFILED = 8  # calls that are profiled
 LAYER_ROUND = 60  # ms that one way to compute a layer takes in a turn
 GENERATION = 64  # tokens that a sequence is continued by, in decoding
 SAMPLE = 4096  # tokens of the batch that are compared with fp32, and rows of each layer with fp64
@@ -465,22 +465,28 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-def _profiled(call: Callable[[], object], calls: int = 8) -> list[list[tuple[str, float]]]:
-    """Kernels (name, ms) of each of the calls, in the order they ran."""
+def _profiled(call: Callable[[], object], calls: int, lead: int) -> list[tuple[str, float]]:
+    """Kernels (name, ms) of so many calls in the order they ran, behind `lead` more, that clocks are those of steady work."""
     from torch.profiler import ProfilerActivity, profile
 
-    found = []
     for _ in range(2):  # the first profile of a process pays for its start; the second one is kept
-        found.clear()
-        for _ in range(calls):
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(lead + calls):
                 call()
-                torch.cuda.synchronize()
-            cuda = torch.autograd.DeviceType.CUDA
-            events = [e for e in profiler.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", 0)]
-            events.sort(key=lambda event: event.time_range.start)
-            found.append([(event.name, event.time_range.elapsed_us() / 1e3) for event in events])
-    return found
+            torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    events = [e for e in profiler.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", 0)]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
+    return [kernel for one in _equal(kernels, lead + calls)[lead:] for kernel in one]
+
+
+def _equal(kernels: Sequence, number: int) -> list[Sequence]:
+    """Cut into so many parts of one length. Raises RuntimeError where that does not come out even."""
+    each, left = divmod(len(kernels), number)
+    if left or not each:
+        raise RuntimeError(f"{len(kernels)} kernels ran in {number} equal passes; there should be as many in each")
+    return [kernels[start : start + each] for start in range(0, len(kernels), each)]
 
 
 def _measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[dict]:
@@ -495,24 +501,23 @@ def _measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[
         hidden = layer(hidden, position_embeddings=rotary)
     sides.observe(activity, min(ids.numel(), measure.BLOCK))
     run = functools.partial(base.layers[place], hidden, position_embeddings=rotary)
-    return _part_rows(sides, _case(bench, ids, activity) | {"layer": place}, run, dict.fromkeys(PARTS_OF, run))
+    return _part_rows(sides, _case(bench, ids, activity) | {"layer": place}, dict.fromkeys(PARTS_OF, run))
 
 
-def _part_rows(
-    sides: Sides, case: dict, run: Callable[[], object], whole: dict[str, Callable], layers: int = 1
-) -> list[dict]:
-    """Rows of model_parts.csv for PARTS_OF: `run` is a layer, at each call another one of several; `whole` are all of them."""
-    times: dict[str, list[np.ndarray]] = {name: [] for name in whole}
+def _part_rows(sides: Sides, case: dict, calls: dict[str, Callable[[], object]], layers: int = 1) -> list[dict]:
+    """Rows of model_parts.csv from a call for each of PARTS_OF, in which so many layers run one after the other."""
+    times: dict[str, list[np.ndarray]] = {name: [] for name in calls}
     for _ in range(measure.ROUNDS):
-        for name, call in whole.items():
+        for name, call in calls.items():
             sides.become(name)
             times[name].append(measure._between_replays(call, 20) / layers)
     rows = []
-    for name in whole:
+    for name, call in calls.items():
         sides.become(name)
-        parts = [split_kernels(kernels) for kernels in _profiled(run, max(layers, 8))]
-        spent = {part: float(np.median([one[part] for one in parts])) for part in PARTS[:-1]}
         total = measure._quantiles(np.concatenate(times[name]))["p50"]
+        lead = min(math.ceil(SETTLE / (total * layers)), 20)
+        parts = [split_kernels(one) for one in _equal(_profiled(call, PROFILED, lead), PROFILED * layers)]
+        spent = {part: float(np.median([one[part] for one in parts])) for part in PARTS[:-1]}
         spent[PARTS[-1]] = max(total - sum(spent.values()), 0.0)
         rows += [case | {"provider": name, "part": part, "ms": float(f"{ms:.4g}")} for part, ms in spent.items()]
         said = "  ".join(f"{part} {ms:.4f}" for part, ms in spent.items())
@@ -685,22 +690,23 @@ def _measure_decode(bench: Bench, script: Tensor, context: int, parts: bool) -> 
 
 
 def _decode_parts(bench: Bench, decoder: Decoder, case: dict) -> list[dict]:
-    """Rows of model_parts.csv: where the time of a layer goes in a step, the median over layers.
-
-    Layers take turns, so that each finds its weights and its cache in memory, as in a step.
-    """
+    """Rows of model_parts.csv: where the time of a layer goes in a step, the median over layers."""
     decoder.restart()
     bench.sides.become(DENSE)
     hidden, rotary, mask = decoder._begin(decoder.position)
-    calls = []
-    for layer in decoder.layers(rotary, mask):
-        calls.append(functools.partial(layer, hidden))
-        hidden = layer(hidden)
-    turns, whole = itertools.cycle(calls), {}
+    layers = decoder.layers(rotary, mask)
+
+    def run() -> Tensor:
+        x = hidden
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    calls = {}
     for name in PARTS_OF:
         bench.sides.become(name)
-        whole[name] = measure._capture([lambda: [call() for call in calls][-1]])[0].replay
-    return _part_rows(bench.sides, case | {"layer": None}, lambda: next(turns)(), whole, len(calls))
+        calls[name] = measure._capture([run])[0].replay
+    return _part_rows(bench.sides, case | {"layer": None}, calls, len(layers))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from PIL import Image
 
 from twell import results
 
@@ -82,6 +83,14 @@ def _plain(axis: mpl.axis.Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
+    """The same PNG with a palette of 256 colours, a third of the size: no pixel of a line drawing looks another."""
+    buffer = io.BytesIO()
+    drawn = Image.open(picture).convert("RGB")
+    drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    return buffer
+
+
 def save(
     figure: Figure, path: str | Path, inputs: Sequence[Path], parameters: dict, source: str, device: str | None = None
 ) -> Path:
@@ -99,6 +108,8 @@ def save(
     for suffix, metadata in without_dates.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
+        if suffix == "png":
+            buffer = _in_few_colours(buffer)
         results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())
     origin = {
         "source": source,
