@@ -941,6 +941,10 @@ def test_few_colours_look_like_all(tmp_path):
         apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(drawn.convert("RGB"), int))
     assert apart.mean() < 0.1 and (apart > 64).mean() < 1e-4
     assert path.stat().st_size < 0.6 * len(whole.getvalue())
+    shades = Figure(figsize=(1, 1))
+    shades.figimage(np.random.default_rng().random((200, 200, 3)))
+    with Image.open(plots.save(shades, tmp_path / "shades", [], {}, "live")) as all_of_them:
+        assert all_of_them.mode != "P" and all_of_them.getcolors(8192) is None
 
 
 def test_save_overwrites_and_keeps_the_old_figure_when_it_fails(tmp_path):

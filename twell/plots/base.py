@@ -21,6 +21,7 @@ from PIL import Image
 
 from twell import results
 
+SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
 ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
@@ -84,9 +85,11 @@ def _plain(axis: mpl.axis.Axis) -> None:
 
 
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
-    """The same PNG with a palette of 256 colours, a third of the size: no pixel of a line drawing looks another."""
-    buffer = io.BytesIO()
+    """The same PNG with a palette of 256 colours, a third of the size; itself where it has shades that would merge."""
     drawn = Image.open(picture).convert("RGB")
+    if drawn.getcolors(SHADES) is None:
+        return picture
+    buffer = io.BytesIO()
     drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return buffer
 

@@ -317,6 +317,7 @@ def table1_scale(table: pd.DataFrame) -> Figure:
                 at = place, max(dense[place], sparse[place])
                 ax.annotate(f"{change:+.1f}%", at, (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
             ax.set_xticks(rows.index, rows["model"])
+            ax.set_xlim(-0.6, len(rows) - 0.4)  # also where the last is missing
             ax.margins(y=0.2)
             ax.grid(False, axis="x")
         pair[0].set_ylabel(f"{quantity}\n({rows['unit'].iloc[0]})")
