@@ -456,6 +456,7 @@ def test_readme_states_what_was_measured_of_whole_models():
     imposed = analysis.layers_at(layers.query("profile == 'paper' and model == '1.5b'"), 29)
     trained = layers.query("model == 'flagship-half'")
     gain = models.query("model == 'flagship-half' and provider == 'auto torch.compile'").iloc[0]
+    small_model = models.query("model == 'twell-6m'").set_index("provider")["speedup"]
     decode = analysis.decode_speedups(pd.read_csv(bench / "decode.csv"))
     sparse = decode[decode["provider"] == "triton torch.compile"].set_index("batch")
     alone, eight, more = (signed(100 * (sparse["speedup"][batch] - 1), 0) for batch in (1, 8, 32))
@@ -477,6 +478,8 @@ def test_readme_states_what_was_measured_of_whole_models():
         f"{signed(large['peak_change'], 0)}%, {signed(small['peak_change'], 0)}%, and {large['largest']:.0f} documents of "
         f"2,048 tokens fit where dense fits {fits:.0f}; the layer keeps 0.165 times",
         f"(445 M, {gain['active']:.1f} active) gains {signed(100 * (gain['speedup'] - 1), 0)}%",
+        f"6 M model takes {1 / small_model['triton torch.compile']:.1f} times as long by the\n  kernels, and "
+        f"{1 / small_model['auto torch.compile']:.1f} times with `auto`",
         f"171M was {faster['171m', 'bias'][1:]}% faster than dense with an earlier version, and "
         f"{faster['171m', 'flat'][1:]}% slower",
     ):

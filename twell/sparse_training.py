@@ -36,7 +36,7 @@ SMOOTHING = 8
 # A layer begins to train sparsely at this share of the activity at which it stops, so that it does not go to and fro.
 BEGIN = 0.9
 # Each attempt but the last makes room by what the first layer without enough needed (layers after it saw wrong inputs,
-# and their numbers say nothing); the last has room for everything.
+# and their numbers say nothing); the last has room for everything, for this step alone.
 ATTEMPTS = 4
 
 
