@@ -1,6 +1,8 @@
 """Whole models: the same pass on all sides, results that are checked, kernels told apart, decoding, and rows."""
 
 import random
+import shutil
+import types
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -292,11 +294,39 @@ def test_kernels_are_told_apart(attention, ffn, gate, rest):
     }
 
 
-def test_passes_have_as_many_kernels_each():
-    assert measure_model._equal([1, 2, 3, 4, 5, 6], 3) == [[1, 2], [3, 4], [5, 6]]
-    for kernels in ([1, 2, 3], []):
-        with pytest.raises(RuntimeError, match=f"^{len(kernels)} kernels ran in 2 equal passes"):
+def test_passes_have_the_same_kernels_each():
+    a, b, later = ("a", 1.0), ("b", 2.0), ("a", 3.0)
+    assert measure_model._equal([a, b, later, b], 2) == [[a, b], [later, b]]
+    for kernels in ([a, b, a], [], [a, b, b, a]):
+        with pytest.raises(RuntimeError, match=f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"):
             measure_model._equal(kernels, 2)
+
+
+def test_what_is_profiled_comes_behind_other_calls(monkeypatch):
+    ran = []
+
+    class Profiler:
+        def __enter__(self):
+            ran.clear()
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def events(self):
+            span = types.SimpleNamespace
+            cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+            found = [
+                span(device_type=cuda, name=name, time_range=span(start=10 * n + place, elapsed_us=lambda n=n: 1e3 * n))
+                for n in ran
+                for place, name in enumerate(("gate", "up"))
+            ]
+            return [*reversed(found), span(device_type=cpu, name="launch", time_range=None)]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profiler())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = measure_model._profiled(lambda: ran.append(len(ran)), calls=2, lead=3)
+    assert found == [("gate", 3.0), ("up", 3.0), ("gate", 4.0), ("up", 4.0)]
 
 
 def test_a_layer_without_attention_is_refused():
@@ -408,7 +438,7 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
         assert (rows["active"] < rows["p99"]).all() and (rows["p99"] <= rows["active_max"]).all()
         assert (rows["union"] > rows["active"]).all() and np.allclose(rows["active"], rows["wanted"], rtol=0.6)
     parts = tables["model_parts"]
-    # Of each level two providers in the first of the batches, then in decoding two documents and three.
+    # Of each level two providers in the first of the batches, then in decoding one document and three.
     assert list(parts["part"]) == 2 * 3 * 2 * list(measure_model.PARTS)
     assert list(parts["batch"]) == 2 * (12 * [2] + 12 * [1] + 12 * [3])
     assert (parts["layer"].isna() == (parts["context"] == 20)).all()
@@ -561,6 +591,14 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     name, model, ids = seen.pop()[1]["checkpoint"]
     assert name == Path(tiny_run).name and model.dtype == torch.bfloat16 and len(ids) >= 3
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    # The folder in a run is named as the run.
+    text = f"--text {tmp_path / 'text.txt'} --tokens none --decode 1"
+    assert main(f"measure model --model {Path(tiny_run) / 'model'} {text}".split()) == 0
+    assert seen.pop()[1]["checkpoint"][0] == Path(tiny_run).name
+    shutil.copytree(Path(tiny_run) / "model", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert main(f"measure model --model model {text}".split()) == 0
+    assert seen.pop()[1]["checkpoint"][0] == "model"
 
 
 @pytest.mark.parametrize(

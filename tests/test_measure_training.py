@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.test_measure import PEAKS, fresh_mask
-from twell import measure, measure_training
+from twell import imposed, measure, measure_training
 from twell.__main__ import main
 from twell.train import TrainConfig
 
@@ -538,6 +538,14 @@ def test_the_largest_micro_batch_is_found(trainer, monkeypatch, limit, curve):
     assert len(set(tried)) <= 12
 
 
+@pytest.mark.parametrize("model, active", [("0.5b", 39), ("quick", 29)])
+def test_activity_is_the_papers_for_its_sizes(quick, monkeypatch, model, active):
+    asked = []
+    monkeypatch.setattr(imposed, "profile", lambda name, layers, mean: asked.append(mean) or [mean] * layers)
+    measure_training.train_step(model, TINY, compiled=True, profile="paper")
+    assert set(asked) == {active}
+
+
 def test_a_pass_that_found_no_room_leaves_nothing_in_memory(trainer, monkeypatch):
     trainer, kept = trainer(), []
     trainer.become("dense eager", 0.0)
@@ -553,12 +561,15 @@ def test_a_pass_that_found_no_room_leaves_nothing_in_memory(trainer, monkeypatch
 
 
 def test_the_largest_micro_batch_is_timed(quick, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**9))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(measure_training._Trainer, "largest", lambda self, limit: self.draw(7) or 7)
+    limits = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * 10**8)
+    largest = lambda self, limit: limits.append(limit) or self.draw(7) or 7  # noqa: E731
+    monkeypatch.setattr(measure_training._Trainer, "largest", largest)
     rows = measure_training.train_step("quick", TINY, active=20, compiled=True, largest=True, profile="paper")
     assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2
     assert [row["largest_tokens_per_second"] for row in rows] == [7 * 32 * 1000] * 2
+    assert limits == [15 * 10**8] * 2  # what is free or held to be used again
     assert {row["profile"] for row in rows} == {"paper"} and rows[0]["active_max"] > 1.3 * rows[0]["active"]
 
 
@@ -623,7 +634,7 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     options |= {"profile": "paper", "largest": True}
     assert seen.pop() == (("quick", overrides), options)
     assert main(["measure", "train-step"]) == 0
-    options = {"active": 29, "path": "union", "compiled": None, "energy": False, "out": Path("data/bench")}
+    options = {"active": None, "path": "union", "compiled": None, "energy": False, "out": Path("data/bench")}
     options |= {"profile": "flat", "largest": False}
     assert seen.pop() == (("171m", []), options)
 

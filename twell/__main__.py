@@ -130,7 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
         step.add_argument(f"--{option}", type=int, metavar="NUMBER", help=f"{what_it_is}; default: the model's")
     step.add_argument("--non-gated", action="store_true", help="layers without a gate")
     step.add_argument(
-        "--active", type=float, default=29, help="mean active neurons per token, given to each layer; default: 29"
+        "--active",
+        type=float,
+        help="mean active neurons per token and layer; default: the paper's for this size, else 29",
     )
     step.add_argument(
         "--profile",
@@ -456,9 +458,9 @@ def _checkpoint(name: str, path: Path) -> tuple:
     model, tokenizer = load(name, dtype=torch.bfloat16)
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-    place = Path(name)
-    shown = place.parent.name if place.name == "model" else place.name  # a run's model is named as the run
-    return shown, model, tokenizer(text, add_special_tokens=False).input_ids
+    place = Path(name).resolve() if Path(name).exists() else Path(name)
+    run = place.name == "model" and (place.parent / "config.yaml").is_file()  # its model is named as the run
+    return (place.parent if run else place).name, model, tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _read(path: Path) -> str:

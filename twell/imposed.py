@@ -39,6 +39,9 @@ TOPIC = 0.1
 FFN_PART, ATTENTION_PART = 0.02, 0.1
 LOGIT = 0.1  # standard deviation of logits, but for the token's own: the head is tied to the embedding
 PROFILES = "paper", "flat"
+# Mean active neurons over layers at the recommended L1 coefficient, as the paper's text has them; that of 1b, which it does not
+# print, lies between its neighbours.
+PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
 PEAK, HUMP, WIDTH, FIRST = 6 / 27, 2.0, 0.13, (0.4, 0.6)
 CHUNK = 8192  # tokens whose activity is counted at a time

@@ -41,9 +41,6 @@ from twell.ffn import SparseFFN
 from twell.model import SparseLlamaForCausalLM
 from twell.train import TrainConfig
 
-# Mean active neurons over layers at the recommended L1 coefficient, as the paper's text has them; that of 1b, which it does not
-# print, lies between its neighbours.
-PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
 # Kernels of attention in the order in which they are tried; "default": torch's own.
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -481,12 +478,13 @@ def _profiled(call: Callable[[], object], calls: int, lead: int) -> list[tuple[s
     return [kernel for one in _equal(kernels, lead + calls)[lead:] for kernel in one]
 
 
-def _equal(kernels: Sequence, number: int) -> list[Sequence]:
-    """Cut into so many parts of one length. Raises RuntimeError where that does not come out even."""
+def _equal(kernels: Sequence[tuple[str, float]], number: int) -> list[Sequence[tuple[str, float]]]:
+    """Cut into so many parts, which have to have the same kernels in the same order; else raises RuntimeError."""
     each, left = divmod(len(kernels), number)
-    if left or not each:
-        raise RuntimeError(f"{len(kernels)} kernels ran in {number} equal passes; there should be as many in each")
-    return [kernels[start : start + each] for start in range(0, len(kernels), each)]
+    cut = [kernels[start : start + each] for start in range(0, len(kernels), each or 1)]
+    if left or not each or any([name for name, _ in one] != [name for name, _ in cut[0]] for one in cut):
+        raise RuntimeError(f"{len(kernels)} kernels ran in {number} equal passes, and not the same in each")
+    return cut
 
 
 def _measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[dict]:
@@ -617,8 +615,8 @@ class Decoder:
         return torch.stack([step().clone() for _ in range(self.steps)])
 
 
-def _measure_decode(bench: Bench, script: Tensor, context: int, parts: bool) -> tuple[list[dict], list[dict]]:
-    """Rows of decode.csv for documents [B, context + steps], and with `parts` those of model_parts.csv."""
+def _measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[dict], Decoder]:
+    """Rows of decode.csv for documents [B, context + steps], and what decoded them."""
     sides, model, batch = bench.sides, bench.model, len(script)
     sides.become(DENSE)
     decoder = Decoder(model, script, context)
@@ -686,11 +684,11 @@ def _measure_decode(bench: Bench, script: Tensor, context: int, parts: bool) -> 
         row |= {column: timed[column] for column in ENERGY}
         rows.append(row)
         print(f"{said}  {name:<20} {row['tokens_per_second']:9.1f} tokens/s  {row['path']}", flush=True)
-    return rows, _decode_parts(bench, decoder, case) if parts else []
+    return rows, decoder
 
 
-def _decode_parts(bench: Bench, decoder: Decoder, case: dict) -> list[dict]:
-    """Rows of model_parts.csv: where the time of a layer goes in a step, the median over layers."""
+def _decode_parts(bench: Bench, decoder: Decoder, row: dict) -> list[dict]:
+    """Rows of model_parts.csv for the case of a row of decode.csv: where a layer's time goes in a step, the median over layers."""
     decoder.restart()
     bench.sides.become(DENSE)
     hidden, rotary, mask = decoder._begin(decoder.position)
@@ -706,7 +704,7 @@ def _decode_parts(bench: Bench, decoder: Decoder, case: dict) -> list[dict]:
     for name in PARTS_OF:
         bench.sides.become(name)
         calls[name] = measure._capture([run])[0].replay
-    return _part_rows(bench.sides, case | {"layer": None}, calls, len(layers))
+    return _part_rows(bench.sides, {column: row[column] for column in CASE} | {"layer": None}, calls, len(layers))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -781,7 +779,7 @@ def model(
             raise ValueError(f"{name} holds {min(numbers)}; it has to be at least 1")
     if checkpoint is not None and active is not None:
         raise ValueError("active is imposed on random weights; a checkpoint has its own activity")
-    if checkpoint is None and active is None and size not in PAPER_ACTIVE:
+    if checkpoint is None and active is None and size not in imposed.PAPER_ACTIVE:
         raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
     if (layers and not shapes) or (parts and not shapes and not decode):
         raise ValueError(f"{'layers' if layers else 'parts'}: measured on the first of the batches, and there is none")
@@ -789,7 +787,7 @@ def model(
     longest = max([context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1)
     if checkpoint is None:
         subject, config = random_model(size, overrides, longest, device)
-        levels = [PAPER_ACTIVE[size]] if active is None else list(active)
+        levels = [imposed.PAPER_ACTIVE[size]] if active is None else list(active)
         heights = [imposed.profile(profile, config.num_layers, level) for level in levels]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
         calibrating = draw(64, min(128, longest), seed=1)
@@ -829,10 +827,11 @@ def model(
                 torch.cuda.empty_cache()
             for batch in decode:
                 script = draw(batch, decode_context + GENERATION)
-                rows, split = _measure_decode(bench, script, decode_context, parts)
+                rows, decoder = _measure_decode(bench, script, decode_context)
                 save("decode", rows)
                 if parts:
-                    save("model_parts", split)
+                    save("model_parts", _decode_parts(bench, decoder, rows[0]))
+                del decoder
                 torch.cuda.empty_cache()
     return kept
 

@@ -30,6 +30,7 @@ TURN = 2000  # ms of optimiser steps that a model's provider takes in a turn, 2 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-2, 3e-2  # relative; of the loss after these steps and the first gradient's norm
 L1_COEFFICIENT = 2e-5  # of the models
+ACTIVE = 29.0  # of a size that the paper does not have
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets from y, so that the
 # check would not miss its absence. It is a power of two: another constant is rounded alike in every entry, on all sides,
@@ -608,7 +609,7 @@ def train_step(
     model: str = "171m",
     overrides: Sequence[str] = (),
     *,
-    active: float = 29,
+    active: float | None = None,
     profile: str = "flat",
     path: str = "union",
     compiled: bool | None = None,
@@ -621,7 +622,7 @@ def train_step(
     Args:
         model: a configuration of the package or a YAML file (`TrainConfig.load`); its text is not read.
         overrides: fields of it to change, as key=value.
-        active: mean active neurons per token over layers, imposed (`imposed.impose`).
+        active: mean active neurons per token over layers, imposed (`imposed.impose`); None: the paper's for this size, else 29.
         profile: how it is spread over layers, see `imposed.profile`.
         path: the sparse path, "union" or "hybrid".
         compiled: True: only with each decoder layer compiled; False: only eager; None: both.
@@ -643,6 +644,7 @@ def train_step(
     config = _model_config(model, overrides)
     if path not in ops.TRAIN_PATHS:
         raise ValueError(f"path {path!r} is unknown; use one of {', '.join(ops.TRAIN_PATHS)}")
+    active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
     if not 0 < active < config.intermediate_size:
         raise ValueError(
             f"active is {active:g}; it has to be above 0 and below {config.intermediate_size}, the neurons"
