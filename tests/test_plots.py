@@ -854,12 +854,15 @@ def test_model_parts_of_decoding():
 
 def test_model_decode():
     rows = [decode_rows([4.0, 2.0, 2.0]), decode_rows([8.0, 10.0, 8.0], batch=32)]
+    auto_is_dense = (rows[1]["provider"] == "auto torch.compile", "path")
+    rows[1].loc[auto_is_dense] = "dense 28"
     figure = plots.model_decode(analysis.decode_speedups(pd.concat(rows)))
     draw(figure)
-    left, right = figure.axes
-    assert [list(line.get_ydata()) for line in left.get_lines()] == [[250, 4000], [500, 3200], [500, 4000]]
-    assert [list(line.get_ydata()) for line in right.get_lines()[:2]] == [[100, pytest.approx(-20)], [100, 0]]
-    assert texts(right) == ["+100", "-20", "+100", "+0"] and legend(figure) == ["dense", "sparse", "auto"]
+    (ax,) = figure.axes
+    assert [list(line.get_ydata()) for line in ax.get_lines()[:2]] == [[100, pytest.approx(-20)], [100, 0]]
+    assert texts(ax) == ["+100%", "-20%", "auto is dense"] and legend(figure) == ["sparse", "auto"]
+    ticks = [label.get_text() for label in ax.get_xticklabels()]
+    assert ticks == ["1\n29 active\ndense 250 tokens/s", "32\n29 active\ndense 4,000 tokens/s"]
     with pytest.raises(ValueError, match="shows one length of context; this table has 2"):
         plots.model_decode(analysis.decode_speedups(pd.concat([*rows, rows[0].assign(context=64)])))
 
@@ -871,7 +874,8 @@ def test_table1_scale():
     draw(figure)
     left, right = figure.axes  # energy and training were not measured
     assert heights(left) == [410, 185, 119, 87.8, 480, 219, 141, 106]
-    assert heights(right)[3::4] == [pytest.approx(13107.2), pytest.approx(16384)] and texts(right) == ["+25.0%"]
+    assert heights(right)[3::4] == [pytest.approx(13107.2), pytest.approx(16384)] and texts(right)[0] == "+25.0%"
+    assert texts(right)[1:] == [" not measured"] * 3
     assert texts(left) == ["+17.0%", "+18.1%", "+18.8%", "+20.5%"]
     assert (
         left.get_title(loc="left") == "paper, H100 PCIe"
@@ -938,6 +942,7 @@ def test_few_colours_look_like_all(tmp_path):
     figure.savefig(whole, format="png", dpi=200)
     with Image.open(path) as few, Image.open(whole) as drawn:
         assert few.mode == "P" and few.size == drawn.size
+        assert few.info["dpi"] == pytest.approx((200, 200), abs=0.1)
         apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(drawn.convert("RGB"), int))
     assert apart.mean() < 0.1 and (apart > 64).mean() < 1e-4
     assert path.stat().st_size < 0.6 * len(whole.getvalue())

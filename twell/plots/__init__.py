@@ -47,7 +47,7 @@ from twell.plots.formats import (
     fig01_formats,
 )
 from twell.plots.models import (
-    IMPOSED,
+    ACTIVITY,
     SIDES,
     fig03_accuracy,
     fig04_levels,

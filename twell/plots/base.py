@@ -21,6 +21,7 @@ from PIL import Image
 
 from twell import results
 
+DPI = 200
 SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
@@ -90,7 +91,9 @@ def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
     if drawn.getcolors(SHADES) is None:
         return picture
     buffer = io.BytesIO()
-    drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+        buffer, "png", optimize=True, dpi=(DPI, DPI)
+    )
     return buffer
 
 
@@ -110,7 +113,7 @@ def save(
     without_dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     for suffix, metadata in without_dates.items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
+        figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
         if suffix == "png":
             buffer = _in_few_colours(buffer)
         results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())

@@ -104,9 +104,10 @@ SIDES = {
     "triton union torch.compile": (BLUE, "sparse"),
     "auto torch.compile": (ORANGE, "auto"),
 }
-IMPOSED = {
+ACTIVITY = {
     "paper": "random weights, imposed activity",
     "flat": "random weights, imposed activity, the same in each layer",
+    "checkpoint": "trained, activity of a text",
 }
 
 
@@ -116,7 +117,7 @@ def _model(table: pd.DataFrame) -> str:
     if len(about) != 1:
         raise ValueError(f"this figure shows one model on one device; this table has {len(about)}")
     model, layers, profile, device = about.iloc[0]
-    return f"{model}, {layers} layers, {device}; {IMPOSED.get(profile, profile)}"
+    return f"{model}, {layers} layers, {device}; {ACTIVITY.get(profile, profile)}"
 
 
 def _gains(table: pd.DataFrame, labels: tuple[str, str], title: str) -> Figure:
@@ -134,6 +135,9 @@ def _gains(table: pd.DataFrame, labels: tuple[str, str], title: str) -> Figure:
             ax.bar_label(bars, texts, fontsize=6.5, padding=2, rotation=90 if len(levels) * len(names) > 12 else 0)
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set_xticks(range(len(levels)), [f"{active:.2g}" if active < 100 else f"{active:.0f}" for active in levels])
+        ax.set_xlim(
+            -max(0.6, 1.6 - len(levels) / 2), len(levels) - 1 + max(0.6, 1.6 - len(levels) / 2)
+        )  # no bar is a wall
         ax.grid(False, axis="x")
         ax.margins(y=0.18)
         ax.set(xlabel="active neurons per token", ylabel=label)
@@ -221,9 +225,10 @@ def model_parts(table: pd.DataFrame) -> Figure:
     left, total = np.zeros(len(table)), scale * table["total"]
     for part in parts:
         widths = scale * table[part]
-        ax.barh(y, widths, 0.8, left=left, color=colours[part], label=part)
+        name = "gate (of sparse: and up)" if part == "gate" and decoding.iloc[0] else part
+        ax.barh(y, widths, 0.8, left=left, color=colours[part], label=name)
         for place, value, start in zip(y, widths, left, strict=True):
-            if value > 0.04 * total.max():
+            if value > 0.03 * total.max():
                 ink = "black" if colours[part] == "0.8" else "white"
                 ax.text(start + value / 2, place, f"{value:.3g}", ha="center", va="center", fontsize=6.5, color=ink)
         left += widths.to_numpy()
@@ -234,10 +239,12 @@ def model_parts(table: pd.DataFrame) -> Figure:
         of = table["batch"] == batch
         limit = table.loc[of, "limit"].iloc[0]
         least = total[of & (table["provider"] == analysis.BASELINE)].iloc[0] / limit
-        ax.plot([least] * 2, [y[of].min() - 0.55, y[of].max() + 0.45], color="black", linestyle="--", linewidth=0.9)
+        for place in (*(y[of] - 0.45), y[of].max() + 0.45):  # between bars, not across their numbers
+            ax.plot([least] * 2, [place - 0.08, place + 0.08], color="black", linewidth=1.2)
         note = f"dense without up and down: {100 * (limit - 1):+.0f}%"
-        above = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 6.5}
-        ax.annotate(note, (least, y[of].min() - 0.58), (-3, 0), **above)
+        rightward = least < 0.4 * total.max()
+        look = {"textcoords": "offset points", "ha": "left" if rightward else "right", "va": "center", "fontsize": 6.5}
+        ax.annotate(note, (least, y[of].min() - 0.58), (3 if rightward else -3, 0), **look)
     names = [SIDES[name][1] for name in table["provider"]]
     context, several = f"{table['context'].iloc[0]:.0f}", len(cases) > 1
     if decoding.iloc[0]:
@@ -261,40 +268,43 @@ def model_parts(table: pd.DataFrame) -> Figure:
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
-    """Draw tokens a second in decoding, and the gain over dense, against the number of documents.
+    """Draw what decoding gains over dense, with tokens a second, against the number of documents.
 
     table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for several.
     """
     title = _model(table)
     if table["context"].nunique() != 1:
         raise ValueError(f"this figure shows one length of context; this table has {table['context'].nunique()}")
-    figure, axes = _figure(PAGE, 2.5, 1, 2)
-    left, right = axes.flat
-    names = [name for name in SIDES if name in set(table["provider"])]
-    for name in names:
-        line = table[table["provider"] == name].sort_values("batch")
-        colour, label = SIDES[name]
-        look = {"color": colour, "marker": "o", "markersize": 4, "label": label}
-        left.plot(line["batch"], line["tokens_per_second"], **look)
-        if name != analysis.BASELINE:
-            right.plot(line["batch"], 100 * (line["speedup"] - 1), **look)
-            for batch, gain in zip(line["batch"], 100 * (line["speedup"] - 1), strict=True):
-                place = {"xytext": (0, -11 if label == "auto" else 5), "textcoords": "offset points", "ha": "center"}
-                right.annotate(f"{round(gain) + 0:+d}", (batch, gain), color=colour, fontsize=6.5, **place)
-    right.axhline(0, color=SIDES[analysis.BASELINE][0], linewidth=0.8)
-    right.margins(0.1, 0.2)
+    figure, axes = _figure(PAGE, 2.5)
+    ax = axes[0, 0]
     batches = sorted(table["batch"].unique())
-    for ax in (left, right):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(batches, [str(batch) for batch in batches])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlabel("documents continued at once")
-    left.set(yscale="log", ylabel="tokens per second")
-    _plain(left.yaxis)
-    right.set_ylabel("speed, % over dense")
-    context = table["context"].iloc[0]
-    figure.suptitle(f"{title}; {context} tokens in the cache, CUDA graphs", fontsize=8)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    table = table.assign(x=table["batch"].map(batches.index), gain=100 * (table["speedup"] - 1))
+    looks = {
+        "triton torch.compile": {"marker": "o", "markersize": 5},
+        "auto torch.compile": {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": ":"},
+    }
+    for name, look in looks.items():
+        rows = table[table["provider"] == name].sort_values("x")
+        if len(rows):
+            ax.plot(rows["x"], rows["gain"], color=SIDES[name][0], label=SIDES[name][1], **look)
+        for row in rows.itertuples():
+            if name.startswith("triton"):
+                ax.annotate(f"{row.gain:+.0f}%", (row.x, row.gain), (9, 4), textcoords="offset points", fontsize=7)
+            elif row.path.startswith("dense"):
+                ax.annotate(
+                    "auto is dense", (row.x, row.gain), (0, 9), textcoords="offset points", ha="center", fontsize=7
+                )
+    dense = table[table["provider"] == analysis.BASELINE].set_index("batch")
+    ax.axhline(0, color=SIDES[analysis.BASELINE][0], linewidth=0.8)
+    ticks = [
+        f"{batch}\n{dense.loc[batch, 'active']:.0f} active\ndense {dense.loc[batch, 'tokens_per_second']:,.0f} tokens/s"
+        for batch in batches
+    ]
+    ax.set_xticks(range(len(batches)), ticks)
+    ax.margins(0.12, 0.25)
+    ax.set(xlabel="documents continued at once", ylabel="tokens per second, % over dense")
+    figure.suptitle(f"{title}; {table['context'].iloc[0]} tokens in the cache, CUDA graphs", fontsize=8)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -316,6 +326,8 @@ def table1_scale(table: pd.DataFrame) -> Figure:
             for place, change in rows[f"{side}change"].dropna().items():
                 at = place, max(dense[place], sparse[place])
                 ax.annotate(f"{change:+.1f}%", at, (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
+            for place in rows.index[dense.isna()]:
+                ax.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=6.5, color="0.4")
             ax.set_xticks(rows.index, rows["model"])
             ax.set_xlim(-0.6, len(rows) - 0.4)  # also where the last is missing
             ax.margins(y=0.2)
