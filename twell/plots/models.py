@@ -230,7 +230,8 @@ def model_parts(table: pd.DataFrame) -> Figure:
         for place, value, start in zip(y, widths, left, strict=True):
             if value > 0.03 * total.max():
                 ink = "black" if colours[part] == "0.8" else "white"
-                ax.text(start + value / 2, place, f"{value:.3g}", ha="center", va="center", fontsize=6.5, color=ink)
+                text = f"{value:.2g}" if value < 0.06 * total.max() else f"{value:.3g}"  # as much as there is room for
+                ax.text(start + value / 2, place, text, ha="center", va="center", fontsize=6.5, color=ink)
         left += widths.to_numpy()
     for row, place in zip(table.itertuples(), y, strict=True):
         text = f"{scale * row.total:.3g} {unit}" + (f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else "")
@@ -302,7 +303,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ]
     ax.set_xticks(range(len(batches)), ticks)
     ax.margins(0.12, 0.25)
-    ax.set(xlabel="documents continued at once", ylabel="tokens per second, % over dense")
+    ax.set(xlabel="documents continued at once", ylabel="tokens/s, % over dense")
     figure.suptitle(f"{title}; {table['context'].iloc[0]} tokens in the cache, CUDA graphs", fontsize=8)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
