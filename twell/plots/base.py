@@ -21,8 +21,8 @@ from PIL import Image
 
 from twell import results
 
-DPI = 200
-SHADES = 8192  # of a line drawing at most, smoothed edges included
+_DPI = 200
+_SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
 ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
@@ -88,11 +88,11 @@ def _plain(axis: mpl.axis.Axis) -> None:
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
     """The same PNG with a palette of 256 colours, a third of the size; itself where it has shades that would merge."""
     drawn = Image.open(picture).convert("RGB")
-    if drawn.getcolors(SHADES) is None:
+    if drawn.getcolors(_SHADES) is None:
         return picture
     buffer = io.BytesIO()
     drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-        buffer, "png", optimize=True, dpi=(DPI, DPI)
+        buffer, "png", optimize=True, dpi=(_DPI, _DPI)
     )
     return buffer
 
@@ -113,7 +113,7 @@ def save(
     without_dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     for suffix, metadata in without_dates.items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
+        figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata)
         if suffix == "png":
             buffer = _in_few_colours(buffer)
         results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())
