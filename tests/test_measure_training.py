@@ -546,6 +546,20 @@ def test_activity_is_the_papers_for_its_sizes(quick, monkeypatch, model, active)
     assert set(asked) == {active}
 
 
+def test_what_is_timed_finds_its_own_room(quick, monkeypatch):
+    steps = measure_training._Trainer.steps
+
+    def with_much_room(trainer):  # as after a training that turned all neurons on
+        found = steps(trainer)
+        if trainer.sparse is not None:
+            trainer.sparse.capacity = trainer.sparse.rooms[-1]
+        return found
+
+    monkeypatch.setattr(measure_training._Trainer, "steps", with_much_room)
+    dense, sparse = measure_training.train_step("quick", TINY, active=4, compiled=True)
+    assert dense["capacity"] is None and sparse["capacity"] < 96
+
+
 def test_a_pass_that_found_no_room_leaves_nothing_in_memory(trainer, monkeypatch):
     trainer, kept = trainer(), []
     trainer.become("dense eager", 0.0)

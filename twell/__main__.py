@@ -452,15 +452,14 @@ def _checkpoint(name: str, path: Path) -> tuple:
     """A model in bf16, by its name, and the tokens of a text."""
     import torch
 
+    from twell import results
     from twell.model import load
 
     text = _read(path)
     model, tokenizer = load(name, dtype=torch.bfloat16)
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-    place = Path(name).resolve() if Path(name).exists() else Path(name)
-    run = place.name == "model" and (place.parent / "config.yaml").is_file()  # its model is named as the run
-    return (place.parent if run else place).name, model, tokenizer(text, add_special_tokens=False).input_ids
+    return results.model_name(name), model, tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _read(path: Path) -> str:

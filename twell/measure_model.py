@@ -582,11 +582,11 @@ class Decoder:
         """Go back to the end of what was read."""
         self.position.fill_(self.context)
 
-    def layers(self, rotary: tuple[Tensor, Tensor], mask: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        """The decoder layers as functions of their input [B, 1, K], at the present position."""
-        common = {"attention_mask": mask, "position_embeddings": rotary}
-        pairs = zip(self.model.model.layers, self.caches, strict=True)
-        return [functools.partial(layer, past_key_values=cache, **common) for layer, cache in pairs]
+    def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """What all decoder layers make of `hidden` [B, 1, K], at the present position."""
+        for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
+        return hidden
 
     def _begin(self, place: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         base = self.model.model
@@ -601,10 +601,7 @@ class Decoder:
     def step(self, compiled: bool = False) -> Tensor:
         """Read one token of each document; returns the logits [B, V] for the next. `compiled`: also what surrounds layers."""
         begin, end = self.compiled if compiled else (self._begin, self._end)
-        hidden, rotary, mask = begin(self.position)
-        for layer in self.layers(rotary, mask):
-            hidden = layer(hidden)
-        logits, token = end(self.model.model.norm(hidden))
+        logits, token = end(self.model.model.norm(self.through(*begin(self.position))))
         self.picked.index_copy_(1, self.position, token)
         self.position.add_(1)
         return logits
@@ -691,20 +688,13 @@ def _decode_parts(bench: Bench, decoder: Decoder, row: dict) -> list[dict]:
     """Rows of model_parts.csv for the case of a row of decode.csv: where a layer's time goes in a step, the median over layers."""
     decoder.restart()
     bench.sides.become(DENSE)
-    hidden, rotary, mask = decoder._begin(decoder.position)
-    layers = decoder.layers(rotary, mask)
-
-    def run() -> Tensor:
-        x = hidden
-        for layer in layers:
-            x = layer(x)
-        return x
-
+    run = functools.partial(decoder.through, *decoder._begin(decoder.position))
     calls = {}
     for name in PARTS_OF:
         bench.sides.become(name)
         calls[name] = measure._capture([run])[0].replay
-    return _part_rows(bench.sides, {column: row[column] for column in CASE} | {"layer": None}, calls, len(layers))
+    case = {column: row[column] for column in CASE} | {"layer": None}
+    return _part_rows(bench.sides, case, calls, len(decoder.caches))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

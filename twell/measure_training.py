@@ -673,10 +673,9 @@ def train_step(
         _check_steps(model, checked, name)
         if trainer.sparse is not None and not trainer.all_sparse():
             raise ArithmeticError(f"{name} of {model} computed a layer densely")
+    # Training changed the activity, and with it the room; what is timed has the first weights.
     trainer.leave()
-    trainer.sparse_state = (
-        None  # training changed the activity, and with it the room; what is timed has the first weights
-    )
+    trainer.sparse_state = None
     taken: dict[str, list[np.ndarray]] = {name: [] for name in providers}
     numbers, rows = {}, []
     for turn in range(measure.ROUNDS):
