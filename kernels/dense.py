@@ -33,6 +33,20 @@ def relu_times_kernel(g_ptr, u_ptr, size, BLOCK: tl.constexpr):
     tl.store(g_ptr + place, narrow(relu(g) * u, g_ptr.dtype.element_ty), mask=inside)
 
 
+def plain(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+) -> Tensor:
+    """The same in torch's words, for torch.compile to fuse with what stands around it; w_down [K, N] of any strides."""
+    u = F.linear(x, w_up, b_up)
+    return F.linear(F.relu(u) if w_gate is None else F.relu(F.linear(x, w_gate, b_gate)) * u, w_down, b_down)
+
+
 def ffn(
     x: Tensor,
     w_gate: Tensor | None,

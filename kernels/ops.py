@@ -1,9 +1,8 @@
-"""The layer as PyTorch operators: one for each sparse path, one dense, and the default choice between the sparse ones.
+"""The layer as PyTorch operators: one for each sparse path, and the default choice between them.
 
     twell::ffn_rowwise   any M; weight rows of each token's active neurons
     twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 or 128 tokens
     twell::ffn_decode    1 to 64 tokens; each weight row read at most once
-    twell::ffn_dense     any M; all weights, for layers that are not sparse enough
     twell::train_*       the same y with gradients, on two paths: see `train`
 
 They compute the same y [M, K] for x [M, K]:
@@ -15,17 +14,18 @@ w_gate and w_up [N, K] are contiguous; w_down has the shape [K, N] and strides (
 contiguous too. All tensors are bf16 or all fp16 and on one device. K is a multiple of 16, N at most 65,536, M
 anything; x may have any strides.
 
-`run` computes the same by the name of a path. Called eagerly it leaves out PyTorch's dispatcher, whose bookkeeping takes
-as long as a small layer, and the sparse paths then count what they see where they are given `activity`, an int64
-tensor [4] on x's device: each call adds its tokens, its blocks of 64 consecutive tokens (a last one that is not full is
-one), the active neurons of each token, and the neurons that any token of each block has active.
+`run` computes the same by the name of a path, or by "dense", with all weights, for layers that are not sparse enough. Called
+eagerly it leaves out PyTorch's dispatcher, whose bookkeeping takes as long as a small layer, and the sparse paths then
+count what they see where they are given `activity`, an int64 tensor [4] on x's device: each call adds its tokens, its
+blocks of 64 consecutive tokens (a last one that is not full is one), the active neurons of each token, and the neurons
+that any token of each block has active. Compiled, a dense layer is torch's own operators, which fuse with their surroundings.
 
 The operators keep no state, never wait for the device, and give the same bits for the same call. They work
 under torch.compile(fullgraph=True), in CUDA graphs and on any stream. Those of inference have no autograd formula, and
 backward() through one raises. Non-finite values: a NaN in a row of x reaches that
 row of y alone; an inf or NaN in weights of a neuron that is inactive for a token does not reach the token,
 but w_down's may in ffn_union and ffn_decode, if another token of the same block has the neuron active, and any
-may in ffn_dense.
+may in a dense layer.
 """
 
 from __future__ import annotations
@@ -150,23 +150,6 @@ def ffn_decode(
     return _run(decode.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
 
 
-@torch.library.custom_op("twell::ffn_dense", mutates_args=())
-def ffn_dense(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
-    """The layer by dense products; it looks for no zeros and so counts nothing.
-
-    Shapes, dtypes and errors: see the module; memory: see dense.py. g, u and h are rounded.
-    """
-    return _run(dense.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-
-
 @ffn_rowwise.register_fake
 def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=1):
     if compression not in (1, *COMPRESSIONS):
@@ -176,7 +159,6 @@ def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=
 
 @ffn_union.register_fake
 @ffn_decode.register_fake
-@ffn_dense.register_fake
 def _fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
     _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return x.new_empty(x.shape)
@@ -200,7 +182,7 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
-        return (ffn_dense if path == "dense" else PATHS[path])(x, *tensors)
+        return dense.plain(x, *tensors) if path == "dense" else PATHS[path](x, *tensors)
     options = {} if activity is None or path == "dense" else {"activity": activity}
     kernels = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
     return _run(kernels[path], x, *tensors, **options)

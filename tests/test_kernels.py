@@ -3,6 +3,7 @@
 Exact equality where they pack and where values are small integers; close to fp64 where they sum.
 """
 
+import functools
 import os
 import random
 from dataclasses import replace
@@ -537,11 +538,12 @@ def exact_dense(tensors, dtype=torch.float64):
     return torch.nn.functional.linear(h, t["w_down"], t["b_down"])
 
 
+@pytest.mark.parametrize("compute", [functools.partial(ops.run, "dense"), dense.plain])
 @seeds(60)
-def test_dense_path_in_a_random_case(seed):
+def test_dense_path_in_a_random_case(compute, seed):
     case = fuzz.draw(seed, large=False)
     tensors = fuzz.layer(case, DEVICE)
-    y = ops.ffn_dense(**tensors)
+    y = compute(*tensors.values())
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
     active, _ = fuzz.exact(tensors, None, None)
     few = int((active > 0).sum()) < fuzz.FEW  # a rounding error or two decide: see fuzz.check
@@ -568,19 +570,18 @@ def test_dense_path_of_several_programs_and_none():
     case = integer_case(num_tokens=31, intermediate_size=401, hidden_size=32)
     assert 31 * 401 > 3 * dense.BLOCK
     tensors = fuzz.layer(case, DEVICE)
-    assert torch.equal(ops.ffn_dense(**tensors), exact_dense(tensors, case.dtype).to(case.dtype))
-    assert ops.ffn_dense(**{**tensors, "x": tensors["x"][:0]}).shape == (0, 32)
+    assert torch.equal(ops.run("dense", *tensors.values()), exact_dense(tensors, case.dtype).to(case.dtype))
+    assert ops.run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_dense_operator_obeys_the_rules_of_operators(gated):
+def test_the_dense_layer_compiled_is_the_eager_one(gated):
     tensors = fuzz.layer(integer_case(num_tokens=3, gated=gated, biases=gated), DEVICE)
-    torch.library.opcheck(ops.ffn_dense, (), tensors)
     w_down = tensors["w_down"]
     with pytest.raises(ValueError, match=r"w_down has strides \(300, 1\)"):
-        ops.ffn_dense(**{**tensors, "w_down": w_down.contiguous()})
-    compiled = torch.compile(lambda x: ops.ffn_dense(x, *list(tensors.values())[1:]) + 1, fullgraph=True)
-    assert torch.equal(compiled(tensors["x"]), ops.ffn_dense(**tensors) + 1)
+        ops.run("dense", *{**tensors, "w_down": w_down.contiguous()}.values())
+    compiled = torch.compile(lambda x: ops.run("dense", x, *list(tensors.values())[1:]) + 1, fullgraph=True)
+    assert torch.equal(compiled(tensors["x"]), ops.run("dense", *tensors.values()) + 1)
 
 
 # Counting
@@ -621,8 +622,14 @@ def test_counting_refuses():
 
 @pytest.mark.parametrize("path", ["dense", *PATHS])
 def test_run_under_compilation_is_the_operator(path):
+    """Of dense layers torch's own, which the compiler can fuse."""
     tensors = fuzz.layer(integer_case(path, num_tokens=3), DEVICE)
-    compiled = torch.compile(
-        lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend="aot_eager"
-    )
+    called: list[str] = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if "twell" in str(node.target))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend=backend)
     assert torch.equal(compiled(tensors["x"]), ops.run(path, *tensors.values()))
+    assert called == ([] if path == "dense" else [f"twell.ffn_{path}.default"])
