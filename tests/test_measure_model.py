@@ -79,9 +79,10 @@ def sides(monkeypatch):
 
 def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
     model, ids = sides.model, imposed.draw_tokens(640, 2, 50)
-    names = measure_model.providers(None)
-    compiled = [f"{side} torch.compile" for side in ("dense", "triton", "auto")]
-    assert names == ["dense eager", "triton", "auto", *compiled]
+    names = measure_model.providers(None, tuned=True)
+    compiled, tuned = ([f"{side} {kind}" for side in ("dense", "triton", "auto")] for kind in measure_model.KINDS)
+    assert names == ["dense eager", "triton", "auto", *compiled, *tuned] and tuned[0] == "dense torch.compile tuned"
+    assert measure_model.providers(None) == names[:6] and measure_model.providers(True, tuned=True) == names[3:]
     assert measure_model.providers(True) == compiled and measure_model.providers(False) == names[:3]
     values = {name: weight.clone() for name, weight in model.named_parameters()}
     sides.observe([{"mean": 20.0, "union": 90.0}] * 4, 64)
@@ -92,7 +93,7 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
         strides = {ffn.down_proj.weight.stride() for ffn in model.ffns}
         assert strides == {(192, 1) if name.startswith("dense") else (1, 64)}
         parts = [*model.model.layers, model.model.norm]
-        assert {part._compiled_call_impl is not None for part in parts} == {name.endswith("compile")}
+        assert {part._compiled_call_impl is not None for part in parts} == {"compile" in name}
         sides.asked.clear()
         with torch.no_grad():
             hidden, _ = measure_model.forward(model, ids)
@@ -261,7 +262,8 @@ AFTER = [("triton_poi_fused_add_view_4", 8.0)]
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64> >(Params)",
         "fmha_cutlassF_bf16_aligned_64x64_sm80",
     ]
-    + ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3i"],
+    + ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3i"]
+    + ["void cudnn::fusion::lean_reduction_kernel<false, false, false>(void*)"],  # the end of one that was split
 )
 @pytest.mark.parametrize(
     "ffn, gate, rest",
@@ -412,7 +414,7 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure_model, "idle_watts", lambda meter: 70.0)
     monkeypatch.setattr(measure, "GRAPH_TOKENS", 100)
     options = {"shapes": [(2, 64), (1, 64)], "active": [10, 40], "layers": True, "parts": True, "decode": [1, 3]}
-    kept = measure_model.model("quick", TINY, **options, decode_context=20, energy=True, out=tmp_path)
+    kept = measure_model.model("quick", TINY, **options, decode_context=20, tuned=True, energy=True, out=tmp_path)
     tables = {}
     for name, columns in measure_model.COLUMNS.items():
         assert all(list(row) == columns for row in kept[name]), name
@@ -446,7 +448,8 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
         one.sum() == pytest.approx(1.0) and one["projections"] == 0.2 and one["between kernels"] == pytest.approx(0.3)
     )
     decode = tables["decode"]
-    assert list(decode["provider"]) == 4 * six and list(decode["batch"]) == 2 * (6 * [1] + 6 * [3])
+    assert list(decode["provider"]) == 4 * measure_model.providers(None, tuned=True)
+    assert list(decode["batch"]) == 2 * (9 * [1] + 9 * [3])
     assert (decode["tokens"] == decode["batch"]).all() and (decode["context"] == 20).all()
     assert decode["layer_rms"].between(1e-4, 1e-2).all()
     assert (decode["same"] == 1).all() and (decode["steps"] == 3).all()
@@ -482,8 +485,8 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
         hidden, logits = forward(model, ids)
         return hidden * (1.1 if model.ffns[0].backend == "auto" else 1.0), logits
 
-    def bad_step(decoder, compiled=False):
-        return step(decoder, compiled) * (1.1 if decoder.model.ffns[0].backend == "triton" else 1.0)
+    def bad_step(decoder, kind=""):
+        return step(decoder, kind) * (1.1 if decoder.model.ffns[0].backend == "triton" else 1.0)
 
     if wrong.startswith("layer"):
         monkeypatch.setattr(ops, "run", lambda *tensors, **_: 1.01 * computed(*tensors))
@@ -521,6 +524,7 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"shapes": [(4, 0)]}, ValueError, "shapes holds 0; it has to be at least 1"),
         ({"decode": [4, -1]}, ValueError, "decode holds -1; it has to be at least 1"),
         ({"shapes": [], "layers": True}, ValueError, "layers: measured on the first of the batches, and there is none"),
+        ({"tuned": True}, ValueError, "tuned: decoding is timed so, and decode has no number of documents"),
         ({"shapes": [], "parts": True}, ValueError, "parts: measured on the first of the batches, and there is none"),
         ({"overrides": [*TINY, "activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
         ({"overrides": [*TINY, "hidden_size=40"]}, ValueError, "hidden_size is 40; the kernels need a multiple of 16"),
@@ -559,7 +563,7 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     monkeypatch.setattr(measure_model, "model", lambda *a, **o: seen.append((a, o)))
     words = (
         f"measure model --size 1.5b --tokens 4x64,1x128 --profile flat --active 2.5,9 --layers --parts --decode 1,8 \
-        --context 30 --no-compile --attention flash --calibration {choose.DEFAULT} --energy --out {tmp_path}"
+        --context 30 --no-compile --tuned --attention flash --calibration {choose.DEFAULT} --energy --out {tmp_path}"
     )
     assert main(words.split()) == 0
     arguments, options = seen.pop()
@@ -574,6 +578,7 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
         "decode": [1, 8],
         "decode_context": 30,
         "compiled": False,
+        "tuned": True,
         "attention": "flash",
         "energy": True,
         "out": tmp_path,
@@ -582,7 +587,7 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     arguments, options = seen.pop()
     assert arguments == ("2b",) and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]
     assert (options["profile"], options["active"], options["decode"]) == ("paper", None, ())
-    assert options["out"] == Path("data/bench") and options["compiled"] is None
+    assert options["out"] == Path("data/bench") and options["compiled"] is None and not options["tuned"]
     (tmp_path / "text.txt").write_text("bain da fo")
     assert (
         main(f"measure model --model {tiny_run} --text {tmp_path / 'text.txt'} --tokens none --decode 1".split()) == 0

@@ -187,6 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
         action=argparse.BooleanOptionalAction,
         help="time only compiled layers, or only eager ones; default: both",
     )
+    model.add_argument(
+        "--tuned", action="store_true", help="also time decoding with layers that torch.compile tunes: a minute more"
+    )
     model.add_argument("--attention", default="default", help="its kernel: torch's choice (default), cudnn or flash")
     model.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
     model.add_argument("--energy", action="store_true", help="also measure energy, over the same turns")
@@ -431,6 +434,7 @@ def _measure_model(options: argparse.Namespace) -> None:
         decode=decode,
         decode_context=options.context,
         compiled=options.compile,
+        tuned=options.tuned,
         attention=options.attention,
         calibration=Calibration.load(options.calibration) if options.calibration else None,
         energy=options.energy,

@@ -401,19 +401,20 @@ def _kernel_times(calls: Sequence[Callable[[], Tensor]]) -> dict[str, tuple[floa
 class Compiled:
     """Modules that are compiled, each by itself, or not: call it with whether they are to be from now on.
 
-    Whole (fullgraph) and for each shape anew (not dynamic), as a measurement wants it. `around`, where it is set, takes the
-    compiled module and its arguments and calls it. torch has no public way to take back what nn.Module.compile did.
+    Whole (fullgraph) and for each shape anew (not dynamic), as a measurement wants it, with torch.compile's `options`.
+    `around`, where it is set, takes the compiled module and its arguments and calls it. torch has no public way to take
+    back what nn.Module.compile did.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        self.modules = list(modules)
+    def __init__(self, modules: Iterable[nn.Module], options: dict | None = None):
+        self.modules, self.options = list(modules), options
         self.around: Callable | None = None
         self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
 
     def __call__(self, wanted: bool) -> None:
         if wanted and self.calls is None:
             for module in self.modules:
-                module.compile(fullgraph=True, dynamic=False)
+                module.compile(fullgraph=True, dynamic=False, options=self.options)
             self.calls = [module._compiled_call_impl for module in self.modules]
             if self.around is not None:
                 self.calls = [functools.partial(self.around, call) for call in self.calls]

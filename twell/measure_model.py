@@ -57,6 +57,9 @@ SAMPLE = 4096  # tokens of the batch that are compared with fp32, and rows of ea
 TOLERANCE, AS_DENSE, FROM_DENSE = 5e-2, 1.25, 2.0
 
 DENSE, COMPILED = "dense eager", "dense torch.compile"
+# How a provider's layers are compiled, by what follows its side: torch.compile's options. Tuned, the products of a single row
+# become code of Inductor's own, which tries ways to cut it: the fastest dense layer for one document that we know.
+KINDS = {"torch.compile": None, "torch.compile tuned": {"coordinate_descent_tuning": True}}
 MODEL = "model parameters num_layers hidden_size intermediate_size num_heads vocab_size gated dtype".split()
 CASE = [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "active", "active_max", "union"]
 SPEED = ["p20", "p50", "p80"]
@@ -106,7 +109,7 @@ class Sides:
     """A model that computes its feed-forward layers as one provider and then as another.
 
     Providers are "dense eager" and "dense torch.compile", whose down projections are stored as nn.Linear does, and
-    "triton" and "auto", alone and followed by " torch.compile".
+    "triton" and "auto", alone and followed by " torch.compile"; " tuned" may follow too (KINDS).
     """
 
     def __init__(self, model: SparseLlamaForCausalLM, calibration: Calibration | None = None):
@@ -114,7 +117,8 @@ class Sides:
         for ffn in model.ffns:
             ffn.calibration = calibration
         self.take_weights()
-        self.compiled = measure.Compiled([*model.model.layers, model.model.norm])
+        parts = [*model.model.layers, model.model.norm]
+        self.compiled = {kind: measure.Compiled(parts, options) for kind, options in KINDS.items()}
         # Each layer's code is made for each provider, shape and path, and kept with that of the other layers.
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
@@ -127,8 +131,11 @@ class Sides:
 
     def become(self, provider: str) -> None:
         """Compute as `provider` from now on."""
-        side, *kind = provider.split()
-        self.compiled(kind == ["torch.compile"])
+        side, _, wanted = provider.partition(" ")
+        for compiled in self.compiled.values():
+            compiled(False)
+        if wanted in KINDS:
+            self.compiled[wanted](True)
         for weight, plain, by_neuron in zip(self.down, self.plain, self.by_neuron, strict=True):
             weight.data = plain if side == "dense" else by_neuron
         self.model.set_ffn_backend(side)
@@ -148,10 +155,11 @@ class Sides:
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
 
-def providers(compiled: bool | None) -> list[str]:
-    """Names of all providers: compiled ones, eager ones, or (None) both; the first is dense."""
-    kinds = {None: ("", " torch.compile"), True: (" torch.compile",), False: ("",)}[compiled]
-    names = [f"{side}{kind}" for kind in kinds for side in ("dense", "triton", "auto")]
+def providers(compiled: bool | None, tuned: bool = False) -> list[str]:
+    """Names of all providers: compiled ones, eager ones, or (None) both, and also tuned ones; the first is dense."""
+    plain, tuning = list(KINDS)
+    kinds = {None: ["", plain], True: [plain], False: [""]}[compiled] + [tuning] * tuned
+    names = [f"{side} {kind}".strip() for kind in kinds for side in ("dense", "triton", "auto")]
     return [DENSE if name == "dense" else name for name in names]
 
 
@@ -278,6 +286,7 @@ class Bench:
     sides: Sides
     columns: dict  # of the model
     compiled: bool | None
+    tuned: bool  # also, in decoding
     meter: Callable[[], int] | None
     idle: float | None
 
@@ -436,7 +445,7 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     for name, ms in kernels:
         short = measure.kernel_name(name)
         # Inductor names what it fuses after what the result is for, attention too.
-        if re.search(r"sdpa|flash|fmha|attention", name) and short != "elementwise":
+        if re.search(r"sdpa|flash|fmha|attention|cudnn", name) and short != "elementwise":
             found["attention"] += ms
             seen_attention = True
         elif short == "cublas matmul" and re.search("reduce", name):  # the end of a product that was split
@@ -568,7 +577,10 @@ class Decoder:
         dtype = model.model.embed_tokens.weight.dtype
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
         self.picked = torch.zeros_like(script)
-        self.compiled = [torch.compile(part, fullgraph=True, dynamic=False) for part in (self._begin, self._end)]
+        around = self._begin, self._end
+        self.around = {"": around}  # what surrounds the layers, by kind
+        for kind, options in KINDS.items():
+            self.around[kind] = [torch.compile(part, fullgraph=True, dynamic=False, options=options) for part in around]
 
     def read(self) -> None:
         """Fill the cache with the first `context` tokens."""
@@ -598,9 +610,9 @@ class Decoder:
         logits = self.model.lm_head(hidden[:, -1])
         return logits, logits.argmax(-1, keepdim=True)
 
-    def step(self, compiled: bool = False) -> Tensor:
-        """Read one token of each document; returns the logits [B, V] for the next. `compiled`: also what surrounds layers."""
-        begin, end = self.compiled if compiled else (self._begin, self._end)
+    def step(self, kind: str = "") -> Tensor:
+        """Read one token of each document; returns the logits [B, V] for the next. `kind`: how what surrounds the layers is compiled."""
+        begin, end = self.around[kind]
         logits, token = end(self.model.model.norm(self.through(*begin(self.position))))
         self.picked.index_copy_(1, self.position, token)
         self.position.add_(1)
@@ -640,14 +652,14 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[di
     judge.check(DENSE, logits)
     first = decoder.picked[:, context:].clone()
     errors, worst, same, graphs = {}, {}, {}, {}
-    for name in providers(bench.compiled):
-        side = name.split()[0]
+    for name in providers(bench.compiled, bench.tuned):
+        side, _, kind = name.partition(" ")
         if side not in worst:
             sides.become(DENSE if side == "dense" else side)
             decoder.restart()
             worst[side] = check_layers(sides, decoder.step, f"{side} of {said}")
         sides.become(name)
-        step = functools.partial(decoder.step, compiled=name.endswith("torch.compile"))
+        step = functools.partial(decoder.step, kind if kind in KINDS else "")
         decoder.restart()
         graphs[name], (output,) = measure._capture([step])
 
@@ -733,6 +745,7 @@ def model(
     decode: Sequence[int] = (),
     decode_context: int = 512,
     compiled: bool | None = None,
+    tuned: bool = False,
     attention: str = "default",
     calibration: Calibration | None = None,
     energy: bool = False,
@@ -752,6 +765,7 @@ def model(
         decode: numbers of documents that are continued by GENERATION tokens.
         decode_context: the tokens that stand before these.
         compiled: True: only with compiled layers; False: only eager; None: both.
+        tuned: also time decoding with layers that Inductor tunes (KINDS).
         attention: torch's own choice ("default"), or the kernel to prefer, "cudnn" or "flash", on all sides.
         calibration: what "auto" goes by; it knows the activity. None: what is assumed without one.
         energy: also measure energy; the turns are the same.
@@ -773,6 +787,8 @@ def model(
         raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
     if (layers and not shapes) or (parts and not shapes and not decode):
         raise ValueError(f"{'layers' if layers else 'parts'}: measured on the first of the batches, and there is none")
+    if tuned and not decode:
+        raise ValueError("tuned: decoding is timed so, and decode has no number of documents")
     measure._check_files(out, COLUMNS)
     longest = max([context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1)
     if checkpoint is None:
@@ -799,7 +815,7 @@ def model(
 
     about = _about(name, subject) | {"profile": profile, "sdpa": attention}
     print(f"{name}: {about['parameters'] / 1e6:.0f} M parameters, {about['num_layers']} layers", flush=True)
-    bench = Bench(Sides(subject, calibration), about, compiled, meter, idle)
+    bench = Bench(Sides(subject, calibration), about, compiled, tuned, meter, idle)
     with contextlib.nullcontext() if attention == "default" else sdpa_kernel(ATTENTION[attention], set_priority=True):
         for wanted in heights:
             bench.sides.become(DENSE)

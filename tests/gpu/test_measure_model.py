@@ -48,6 +48,14 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     assert all(row["ms"] > 0 for row in kept["model_parts"] if row["part"] in named)
 
 
+def test_decoding_with_tuned_layers():
+    rows = measure_model.model(
+        "0.5b", SMALL, shapes=[], active=[10], decode=[1], decode_context=50, compiled=True, tuned=True
+    )
+    assert [row["provider"] for row in rows["decode"]] == measure_model.providers(True, tuned=True)
+    assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])
+
+
 def test_all_layers_share_the_compiled_code():
     model, _ = measure_model.random_model("0.5b", SMALL, 64, torch.device("cuda"))
     ids = imposed.draw_tokens(4096, 4, 64, device="cuda")
