@@ -182,6 +182,22 @@ def test_a_layer_that_is_wrong_is_named(sides, monkeypatch):
     assert not any(ffn._forward_hooks for ffn in sides.model.ffns)
 
 
+def test_a_layer_may_be_as_far_off_as_plain_products(sides, monkeypatch):
+    ids = imposed.draw_tokens(640, 4, 64)
+    sides.become("triton")
+    run = partial(measure_model.hidden_states, sides.model, ids)
+    monkeypatch.setattr(measure, "TOLERANCE", 1e-4)  # as if terms cancelled: bf16 rounds by 1e-3 and more
+    with torch.no_grad():
+        assert measure_model.check_layers(sides, run, "triton") > 1e-3
+        monkeypatch.setattr(ops, "run", lambda path, *tensors, **_: computed(path, *tensors) * 1.01)
+        with pytest.raises(ArithmeticError, match="^layer 0 of triton is wrong: relative RMS 1"):
+            measure_model.check_layers(sides, run, "triton")
+        monkeypatch.setattr(ops, "run", computed)
+        monkeypatch.setattr(measure_model, "CANCELLED", 1e-3)
+        with pytest.raises(ArithmeticError, match="allowed 1.00e-03"):
+            measure_model.check_layers(sides, run, "triton")
+
+
 # --- timing, with a clock of ours -----------------------------------------------------------------------------------
 
 
