@@ -1802,6 +1802,21 @@ def test_decode_speedups_keep_numbers_of_documents_apart():
         (32, "triton torch.compile", pytest.approx(4 / 3)),
     ]
     assert table.query("batch == 32 and provider == 'triton torch.compile'")["energy_per_token"].item() == 5 / 32
+    assert not table["tuned"].any()
+
+
+def test_tuned_decoding_is_beside_tuned_dense():
+    times = dict(zip(COMPILED, [4.0, 2.0, 1.0], strict=True))
+    rows = decode_rows(times | {f"{name} tuned": 0.6 * ms for name, ms in zip(COMPILED, [5.0, 4.0, 4.0], strict=True)})
+    table = analysis.decode_speedups(together(rows))
+    assert found(table[table["tuned"]], "provider", "p50", "speedup") == [
+        ("auto torch.compile", pytest.approx(2.4), 1.25),
+        ("dense torch.compile", 3.0, 1.0),
+        ("triton torch.compile", pytest.approx(2.4), 1.25),
+    ]
+    assert sorted(table.loc[~table["tuned"], "speedup"]) == [1.0, 2.0, 4.0]
+    with pytest.raises(ValueError, match="rows of decode.csv need the columns provider"):
+        analysis.decode_speedups(rows.drop(columns="provider"))
 
 
 def test_gains_by_level():
@@ -1896,7 +1911,8 @@ def test_the_scale_of_the_paper_beside_ours():
 
     layers = analysis.layer_contributions(model_layer_rows(10.0, [8.0, 7.0, 9.0], [20.0, 10.0, 30.0]))
     models = analysis.model_speedups(pd.concat([forward, model_rows([10.0, 20.0, 10.5], active=900.0)]))
-    decode = analysis.decode_speedups(decode_rows([4.0, 2.0, 3.0]))
+    tuned = {"dense torch.compile tuned": 3.0, "triton torch.compile tuned": 1.0}
+    decode = analysis.decode_speedups(decode_rows(dict(zip(COMPILED, [4.0, 2.0, 3.0], strict=True)) | tuned))
     rows = analysis.model_findings(results.paper(), table, models[models["model"] == "1.5b"], decode, layers)
     told = {name: (paper, ours, agrees) for name, paper, ours, agrees, _ in rows}
     assert told["2B, forward speed: % over dense"] == (20.5, pytest.approx(25), True)

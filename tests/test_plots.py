@@ -863,6 +863,14 @@ def test_model_decode():
     assert texts(ax) == ["+100%", "-20%", "auto is dense"] and legend(figure) == ["sparse", "auto"]
     ticks = [label.get_text() for label in ax.get_xticklabels()]
     assert ticks == ["1\n29 active\ndense 250 tokens/s", "32\n29 active\ndense 4,000 tokens/s"]
+    tuned = decode_rows([3.0, 2.0, 2.0])
+    tuned["provider"] += " tuned"
+    figure = plots.model_decode(analysis.decode_speedups(pd.concat([*rows, tuned])))
+    draw(figure)
+    (ax,) = figure.axes
+    assert texts(ax) == ["+100%", "-20%", "auto is dense", "+50%"]
+    assert legend(figure) == ["sparse", "auto", "sparse, both sides tuned"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ticks
     with pytest.raises(ValueError, match="shows one length of context; this table has 2"):
         plots.model_decode(analysis.decode_speedups(pd.concat([*rows, rows[0].assign(context=64)])))
 

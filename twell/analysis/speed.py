@@ -242,11 +242,20 @@ def model_speedups(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of data/bench/decode.csv, each beside dense with compiled layers in the same case and call.
+    """Return rows of data/bench/decode.csv, each beside dense with layers compiled alike in the same case and call.
 
-    Added columns as in `speedups`; tokens are those of a step, one for each document. Left out and raised: as there. Ours.
+    Added columns as in `speedups`, and tuned: whether both were tuned, which `provider` then says no more. tokens are those
+    of a step, one for each document. Left out and raised: as there. Ours.
     """
-    return _beside_dense(rows, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
+    _check_rows(rows, "decode.csv", ["provider"])
+    tuned = rows["provider"].str.endswith(" tuned")
+    tables = []
+    for kind in (False, True) if tuned.any() else (False,):
+        alike = rows[tuned == kind]
+        alike = alike.assign(provider=alike["provider"].str.removesuffix(" tuned"))
+        table = _beside_dense(alike, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
+        tables.append(table.assign(tuned=kind))
+    return pd.concat(tables, ignore_index=True)
 
 
 def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:

@@ -269,7 +269,7 @@ def model_parts(table: pd.DataFrame) -> Figure:
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
-    """Draw what decoding gains over dense, with tokens a second, against the number of documents.
+    """Draw what decoding gains over dense, tuned and not, with tokens a second, against the number of documents.
 
     table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for several.
     """
@@ -280,6 +280,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax = axes[0, 0]
     batches = sorted(table["batch"].unique())
     table = table.assign(x=table["batch"].map(batches.index), gain=100 * (table["speedup"] - 1))
+    tuned, table = table[table["tuned"]], table[~table["tuned"]]
     looks = {
         "triton torch.compile": {"marker": "o", "markersize": 5},
         "auto torch.compile": {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": ":"},
@@ -295,6 +296,12 @@ def model_decode(table: pd.DataFrame) -> Figure:
                 ax.annotate(
                     "auto is dense", (row.x, row.gain), (0, 9), textcoords="offset points", ha="center", fontsize=7
                 )
+    tuned = tuned[tuned["provider"] == "triton torch.compile"].sort_values("x")
+    if len(tuned):
+        look = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": "--"}
+        ax.plot(tuned["x"], tuned["gain"], color=BLUE, label="sparse, both sides tuned", **look)
+    for row in tuned.itertuples():
+        ax.annotate(f"{row.gain:+.0f}%", (row.x, row.gain), (9, -4), textcoords="offset points", fontsize=7)
     dense = table[table["provider"] == analysis.BASELINE].set_index("batch")
     ax.axhline(0, color=SIDES[analysis.BASELINE][0], linewidth=0.8)
     ticks = [
@@ -305,7 +312,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax.margins(0.12, 0.25)
     ax.set(xlabel="documents continued at once", ylabel="tokens/s, % over dense")
     figure.suptitle(f"{title}; {table['context'].iloc[0]} tokens in the cache, CUDA graphs", fontsize=8)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
