@@ -441,7 +441,8 @@ def test_readme_states_what_was_measured_of_whole_models():
     models = analysis.model_speedups(pd.read_csv(bench / "model.csv"))
     steps = analysis.step_speedups(pd.read_csv(bench / "train_step.csv"))
     forward = models.query("profile == 'paper' and batch == 64 and context == 2048")
-    scale = analysis.scale_table(results.paper(), forward, steps.query("profile == 'paper' and micro_batch == 16"))
+    plain = steps.query("profile == 'paper' and micro_batch == 16 and not checkpoint_activations")
+    scale = analysis.scale_table(results.paper(), forward, plain)
 
     def changes(quantity, column, digits=0):
         rows = scale[scale["quantity"] == quantity].set_index("model")[column]
@@ -457,28 +458,36 @@ def test_readme_states_what_was_measured_of_whole_models():
     gain = models.query("model == 'flagship-half' and provider == 'auto torch.compile'").iloc[0]
     small_model = models.query("model == 'twell-6m'").set_index("provider")["speedup"]
     decode = analysis.decode_speedups(pd.read_csv(bench / "decode.csv"))
-    sparse = decode[decode["provider"] == "triton torch.compile"].set_index("batch")
+    tuned, decode = decode[decode["tuned"]].set_index("provider"), decode[~decode["tuned"]]
+    dense, sparse = (
+        decode[decode["provider"] == f"{side} torch.compile"].set_index("batch") for side in ("dense", "triton")
+    )
+    by_tuning = dense["p50"][1] / tuned["p50"]["dense torch.compile"]
     alone, eight, more = (signed(100 * (sparse["speedup"][batch] - 1), 0) for batch in (1, 8, 32))
     few = ", ".join(f"{sparse['active'][batch]:.0f}" for batch in (1, 8, 32))
-    training = steps[steps["provider"] == "triton union torch.compile"].set_index(["model", "profile"])
-    faster = {case: signed(100 * (speed - 1), 0) for case, speed in training["speedup"].items()}
-    large, small = (training.loc[(model, "paper")] for model in ("1.5b", "0.5b"))
-    fits = steps.query("model == '1.5b' and provider == 'dense torch.compile'")["largest"].iloc[0]
+    eager = models[(models["model"] == "2b") & (models["tokens"] == 131072)].set_index("provider")["p50"]
+    training = steps[(steps["model"] == "1.5b") & steps["largest"].notna()]
+    training = training.set_index(["checkpoint_activations", "provider"])
+    fits, again = training["largest"][False], training["largest"][True]
+    again_faster = training["speedup"][True, "triton union torch.compile"]
     r, r_trained = (signed(analysis.correlation(table), 3) for table in (imposed, trained))
     for words in (
         f"whole models {changes('forward speed', 'paper_change', 1)} tokens/s (0.5, 1, 1.5, 2B)",
         f"{changes('forward speed', 'change')} with {active}, {recommended['2b']:.0f} active (a point or two between calls); "
-        "the layer alone 1.89 times",
+        f"not compiled {signed(100 * (eager['dense eager'] / eager['auto'] - 1), 0)}% for 2B; the layer alone 1.89 times",
         f"{changes('forward energy', 'paper_change', 1)} a token",
         f"{changes('forward energy', 'change')}; the layer alone −46%",
         f"{r} over the layers of 1.5B, whose profile is imposed; {r_trained} over the {len(trained)} layers of a trained",
         f"{signed(100 * (dense_level.loc['triton torch.compile', 'speedup'] - 1), 0)}% with 897 active; `auto` computes "
         f"densely there, at {100 * dense_level.loc['auto torch.compile', 'speedup']:.1f}% of dense",
         f"{alone}% tokens/s for one document, {eight}% for 8, {more}% for 32 ({few} active); at 128 `auto` is dense",
-        f"{large['active']:.0f} active: {faster['1.5b', 'paper']}% tokens/s for 1.5B, {faster['0.5b', 'paper']}% for 0.5B "
-        "(the paper's has 39); the layer alone 2.49",
-        f"{signed(large['peak_change'], 0)}%, {signed(small['peak_change'], 0)}%, and {large['largest']:.0f} documents of "
-        f"2,048 tokens fit where dense fits {fits:.0f}; the layer keeps 0.165 times",
+        f"dense decodes one document {100 * (by_tuning - 1):.0f}% faster, and sparse is "
+        f"{signed(100 * (tuned['speedup']['triton torch.compile'] - 1), 0)}% over that",
+        f"{active}, {recommended['2b']:.0f} active: {changes('training speed', 'change')}, of 1.5B with checkpointed activations "
+        f"{signed(100 * (again_faster - 1), 0)}%; the layer alone 2.49",
+        f"{changes('training memory', 'change')}, and {fits['triton union torch.compile']:.0f} documents of 2,048 tokens fit where "
+        f"dense fits {fits['dense torch.compile']:.0f} (1.5B; with checkpointed activations "
+        f"{again['triton union torch.compile']:.0f} and {again['dense torch.compile']:.0f}); the layer keeps 0.165 times",
         f"(445 M, {gain['active']:.1f} active): {signed(100 * (gain['speedup'] - 1), 0)}%",
         f"6 M model takes {1 / small_model['triton torch.compile']:.1f} times as long by the kernels as densely, and "
         f"{1 / small_model['auto torch.compile']:.1f} times with `auto`",
