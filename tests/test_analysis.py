@@ -1885,6 +1885,14 @@ def test_where_the_time_of_a_layer_goes():
     assert table.loc[("1.5b", COMPILED[1]), list(sparse)].to_dict() == sparse
 
 
+def test_parts_that_take_longer_under_the_profiler_are_scaled_to_the_layer():
+    dense = {"attention": 6.0, "up and down": 6.0, "between kernels": -2.0}
+    sparse = {"attention": 4.0, "up and down": 2.0, "between kernels": 1.0}
+    table = analysis.layer_parts(part_rows(dense, sparse))
+    assert table["total"].tolist() == [10, 7] and table["attention"].tolist() == [5, 4]
+    assert table["between kernels"].tolist() == [0, 1] and table["limit"].tolist() == [2, 2]
+
+
 def test_the_scale_of_the_paper_beside_ours():
     forward = pd.concat(
         [

@@ -476,6 +476,13 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     assert said[0].endswith("128.0 tokens/ms  0 mJ a token  union 3")
 
 
+def test_parts_leave_what_they_leave_of_the_layer(quick, monkeypatch):
+    monkeypatch.setattr(measure_model, "_profiled", lambda call, calls, lead: calls * [("nvjet", 0.5), ("sdpa", 0.75)])
+    sides, case = types.SimpleNamespace(become=lambda name: None), {"batch": 1, "context": 1}
+    rows = measure_model._part_rows(sides, case, dict.fromkeys(measure_model.PARTS_OF, lambda: None))
+    assert [row["ms"] for row in rows] == 2 * [0.75, 0.5, 0, 0, 0, -0.25]  # a layer takes 1 ms
+
+
 def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
     model = build(hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
     ids = imposed.draw_tokens(640, 4, 64, seed=3)

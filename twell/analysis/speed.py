@@ -311,8 +311,8 @@ def layer_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """Return where the time of one decoder layer goes, from rows of data/bench/model_parts.csv: a row a provider.
 
     Of each case the newest call is taken. Columns: those of the case and active, provider, a column a part in ms, total, speedup
-    (dense over it) and limit: the speed-up that Amdahl's law leaves, if up and down took no time. Raises ValueError for
-    rows that lack columns.
+    (dense over it) and limit: the speed-up that Amdahl's law leaves, if up and down took no time. Where the kernels took longer
+    under the profiler than the layer without it, the parts are scaled to the layer. Raises ValueError for rows that lack columns.
     """
     columns = [*MODEL_CASE, "active", "provider", "part", "ms", "date"]
     _check_rows(rows, "model_parts.csv", columns)
@@ -321,6 +321,8 @@ def layer_parts(rows: pd.DataFrame) -> pd.DataFrame:
     parts = list(dict.fromkeys(newest["part"]))
     table = newest.pivot_table(index=index, columns="part", values="ms", aggfunc="last")[parts]
     table["total"] = table.sum(axis=1)
+    kernels = table[parts].clip(lower=0)
+    table[parts] = kernels.mul(table["total"] / kernels.sum(axis=1), axis=0)
     table = table.rename_axis(columns=None).reset_index()
     dense = table.loc[table["provider"] == BASELINE, [*index[:-1], "total", "up and down"]]
     dense = dense.assign(limit=dense["total"] / (dense["total"] - dense["up and down"]))
