@@ -182,7 +182,10 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
-        return dense.plain(x, *tensors) if path == "dense" else PATHS[path](x, *tensors)
+        if path != "dense":
+            return PATHS[path](x, *tensors)
+        _check(x, *tensors)
+        return dense.plain(x, *tensors)
     options = {} if activity is None or path == "dense" else {"activity": activity}
     kernels = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
     return _run(kernels[path], x, *tensors, **options)

@@ -1461,24 +1461,17 @@ def test_findings_of_training():
         training_rows(64, 29.0, {base: 4.0, "triton hybrid": 2.0}, held=[800, 400], pattern="even"),
         training_rows(64, 464.0, {base: 4.0, "triton hybrid": 8.0}, held=[800, 700], pattern="even"),
     )
-    steps = together(
-        step_rows({base: 8.0, "triton union": 6.4, "triton union torch.compile": 5.0}, peak=[80, 50, 40]),
-        step_rows({base: 8.0, "triton union": 4.0}, model="171m"),  # of no model in the paper
-    )
-    table, steps = analysis.training_speedups(rows), analysis.step_speedups(steps)
-    findings = analysis.training_findings(PAPER, table, steps, 29)
+    table = analysis.training_speedups(rows)
+    findings = analysis.training_findings(PAPER, table, 29)
     assert [row[1:4] for row in findings] == [
         (True, True, True),
         (24.0, 100.0, None),
         ("–", -75.0, None),
         ("–", pytest.approx(116, abs=0.5), None),
-        (11.6, pytest.approx(60), None),
-        (-28.1, -50.0, None),
     ]
-    assert [row[0][:22] for row in findings[4:]] == ["step of the 1.5B model"] * 2
-    nothing = analysis.training_findings(PAPER, pd.DataFrame(), pd.DataFrame(), 29)
+    nothing = analysis.training_findings(PAPER, pd.DataFrame(), 29)
     assert len(nothing) == 4 and nothing[0][2:4] == (None, None) and all(math.isnan(row[2]) for row in nothing[1:])
-    assert analysis.training_findings(PAPER, table[table["pattern"] == "skewed"], steps, 29)[0][1:4] == (
+    assert analysis.training_findings(PAPER, table[table["pattern"] == "skewed"], 29)[0][1:4] == (
         True,
         False,
         False,
@@ -1815,8 +1808,11 @@ def test_tuned_decoding_is_beside_tuned_dense():
         ("triton torch.compile", pytest.approx(2.4), 1.25),
     ]
     assert sorted(table.loc[~table["tuned"], "speedup"]) == [1.0, 2.0, 4.0]
+    assert analysis.decode_speedups(rows[3:])["tuned"].tolist() == [True] * 3
     with pytest.raises(ValueError, match="rows of decode.csv need the columns provider"):
         analysis.decode_speedups(rows.drop(columns="provider"))
+    with pytest.raises(ValueError, match="decode.csv has no row"):
+        analysis.decode_speedups(rows[:0])
 
 
 def test_gains_by_level():
@@ -1916,10 +1912,15 @@ def test_the_scale_of_the_paper_beside_ours():
     assert row["forward speed", "0.5B"]["change"] == pytest.approx(150)  # the only level there is
     assert table.query("model == '1B'")["dense"].isna().all() and (table.query("model == '1B'")["device"] == "").all()
     assert analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame())["dense"].isna().all()
+    mixed = analysis.step_speedups(pd.concat([steps, steps.assign(checkpoint_activations=True)]))
+    with pytest.raises(ValueError, match="steps are with and without checkpointed activations; choose one of them"):
+        analysis.scale_table(results.paper(), pd.DataFrame(), mixed)
+    with pytest.raises(ValueError, match="steps are with and without checkpointed activations; choose one of them"):
+        analysis.level_gains(mixed, by="peak_change")
 
     layers = analysis.layer_contributions(model_layer_rows(10.0, [8.0, 7.0, 9.0], [20.0, 10.0, 30.0]))
     models = analysis.model_speedups(pd.concat([forward, model_rows([10.0, 20.0, 10.5], active=900.0)]))
-    tuned = {"dense torch.compile tuned": 3.0, "triton torch.compile tuned": 1.0}
+    tuned = {"dense torch.compile tuned": 3.0, "triton torch.compile tuned": 1.0}  # +200%
     decode = analysis.decode_speedups(decode_rows(dict(zip(COMPILED, [4.0, 2.0, 3.0], strict=True)) | tuned))
     rows = analysis.model_findings(results.paper(), table, models[models["model"] == "1.5b"], decode, layers)
     told = {name: (paper, ours, agrees) for name, paper, ours, agrees, _ in rows}
@@ -1929,6 +1930,7 @@ def test_the_scale_of_the_paper_beside_ours():
     assert told["Pearson's r, a layer's activity and time saved"] == (-0.996, pytest.approx(-1), True)
     assert told["forward with 911 active: auto, % over dense"][1] == pytest.approx(100 * (10 / 10.5 - 1))
     assert told["decoding: largest gain, % over dense"][1] == pytest.approx(100)
+    assert told["decoding, both sides tuned: largest gain, % over dense"][1] == pytest.approx(200)
     empty = pd.DataFrame()
     rows = analysis.model_findings(results.paper(), analysis.scale_table(results.paper(), empty, empty), *[empty] * 3)
     assert len(rows) == len(told) and all(agrees is None and np.isnan(ours) for _, _, ours, agrees, _ in rows)

@@ -580,8 +580,11 @@ def test_the_dense_layer_compiled_is_the_eager_one(gated):
     w_down = tensors["w_down"]
     with pytest.raises(ValueError, match=r"w_down has strides \(300, 1\)"):
         ops.run("dense", *{**tensors, "w_down": w_down.contiguous()}.values())
-    compiled = torch.compile(lambda x: ops.run("dense", x, *list(tensors.values())[1:]) + 1, fullgraph=True)
-    assert torch.equal(compiled(tensors["x"]), ops.run("dense", *tensors.values()) + 1)
+    rest = list(tensors.values())[1:]
+    compiled = torch.compile(lambda x, *rest: ops.run("dense", x, *rest) + 1, fullgraph=True)
+    assert torch.equal(compiled(tensors["x"], *rest), ops.run("dense", *tensors.values()) + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected torch.bfloat16 or torch.float16"):
+        compiled(tensors["x"].float(), *rest)
 
 
 # Counting

@@ -67,13 +67,18 @@ def sides(monkeypatch):
         return computed(path, *tensors)
 
     monkeypatch.setattr(ops, "run", run)
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **_: setattr(self, "_compiled_call_impl", self._call_impl)
-    )
+    compiled = []
+
+    def compile_(self, *, fullgraph, dynamic, options):
+        assert fullgraph and not dynamic
+        compiled.append(options)
+        self._compiled_call_impl = partial(self._call_impl)  # another one for each way
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
     model = build().requires_grad_(False)
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
     made = measure_model.Sides(model)
-    made.asked = asked
+    made.asked, made.compiled_with = asked, compiled
     return made
 
 
@@ -103,6 +108,13 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
         assert sides.paths(name, 100) in ("dense 4", "union 4") and (not paths) == name.startswith("dense")
         assert torch.equal(found.setdefault(name, hidden), hidden)
     assert sides.paths("triton", 64) == "decode 4"
+    # Each of five parts in each way once, tuned for tuned providers only.
+    assert sides.compiled_with == 5 * [None] + 5 * [{"coordinate_descent_tuning": True}]
+    calls = {}
+    for name in [*compiled, *tuned]:
+        sides.become(name)
+        calls.setdefault(model.model.norm._compiled_call_impl, []).append(name)
+    assert list(calls.values()) == [compiled, tuned]
 
 
 def test_auto_goes_by_the_activity_of_each_layer(sides, monkeypatch):
@@ -193,7 +205,7 @@ def test_a_layer_may_be_as_far_off_as_plain_products(sides, monkeypatch):
         with pytest.raises(ArithmeticError, match="^layer 0 of triton is wrong: relative RMS 1"):
             measure_model.check_layers(sides, run, "triton")
         monkeypatch.setattr(ops, "run", computed)
-        monkeypatch.setattr(measure_model, "CANCELLED", 1e-3)
+        monkeypatch.setattr(measure_model, "LAYER_TOLERANCE", 1e-3)
         with pytest.raises(ArithmeticError, match="allowed 1.00e-03"):
             measure_model.check_layers(sides, run, "triton")
 
@@ -377,6 +389,14 @@ def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text(seed):
     assert same[:3].all() and same[:, [0, 2]].all() and not same[3:, 1].any()
 
 
+def test_what_surrounds_the_layers_is_compiled_as_they_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda part, *, options, **_: asked.append(options) or part)
+    decoder = measure_model.Decoder(build(), imposed.draw_tokens(640, 1, 8), 4)
+    assert asked == 2 * [None] + 2 * [{"coordinate_descent_tuning": True}]
+    assert list(decoder.around) == ["", *measure_model.KINDS]
+
+
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
@@ -547,7 +567,8 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"shapes": [(4, 0)]}, ValueError, "shapes holds 0; it has to be at least 1"),
         ({"decode": [4, -1]}, ValueError, "decode holds -1; it has to be at least 1"),
         ({"shapes": [], "layers": True}, ValueError, "layers: measured on the first of the batches, and there is none"),
-        ({"tuned": True}, ValueError, "tuned: decoding is timed so, and decode has no number of documents"),
+        ({"tuned": True}, ValueError, "tuned: decoding is timed so with compiled layers, and decode has no number"),
+        ({"tuned": True, "compiled": False, "decode": [1]}, ValueError, "compiled layers, and compiled is False"),
         ({"shapes": [], "parts": True}, ValueError, "parts: measured on the first of the batches, and there is none"),
         ({"overrides": [*TINY, "activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
         ({"overrides": [*TINY, "hidden_size=40"]}, ValueError, "hidden_size is 40; the kernels need a multiple of 16"),

@@ -212,11 +212,11 @@ class Exact:
     def entries(self) -> int:
         return int(self.counts.sum())
 
-    def check(self, y: Tensor, what: str, least: float = 0.0) -> float:
-        """Return the relative RMS error of y; raises ArithmeticError when it is too large, which `least` never is."""
+    def check(self, y: Tensor, what: str, allowed: float = 0.0) -> float:
+        """Return the relative RMS error of y; raises ArithmeticError above TOLERANCE, or `allowed` where that is more."""
         scale = float(self.y.norm())
         error = float((y.double() - self.y).norm()) / (scale or 1.0)  # where nothing is active y is zero
-        allowed = max(TOLERANCE if self.entries >= FEW else TOLERANCE_OF_FEW, least)
+        allowed = max(TOLERANCE if self.entries >= FEW else TOLERANCE_OF_FEW, allowed)
         if not error <= allowed:
             raise ArithmeticError(f"{what} is wrong: relative RMS {error:.2e}, allowed {allowed:.2e}")
         return error

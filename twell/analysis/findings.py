@@ -374,16 +374,18 @@ def model_findings(
     theirs = paper.loc[paper["metric"] == "pearson_layer_nnz_vs_speedup", "value"].item()
     r = correlation(layers) if len(layers) else np.nan
     rows.append(("Pearson's r, a layer's activity and time saved", theirs, r, None if np.isnan(r) else r < -0.95, why))
-    lost, gained = np.nan, np.nan
+    lost, gained, tuned = np.nan, np.nan, np.nan
     if len(models):
         near = models[(models["active"] > dense_level / 1.25) & (models["provider"] == "auto torch.compile")]
         lost = 100 * (near["speedup"].min() - 1)
     if len(decode):
-        gained = 100 * (decode.loc[~decode["tuned"], "speedup"].max() - 1)
+        gained, tuned = (100 * (decode.loc[decode["tuned"] == kind, "speedup"].max() - 1) for kind in (False, True))
     rows.append(
         (f"forward with {dense_level:g} active: auto, % over dense", "slower", lost, None, "it has no such choice")
     )
-    rows.append(("decoding: largest gain, % over dense", "–", gained, None, "the paper has no decoding"))
+    why = "the paper has no decoding"
+    rows.append(("decoding: largest gain, % over dense", "–", gained, None, why))
+    rows.append(("decoding, both sides tuned: largest gain, % over dense", "–", tuned, None, why))
     return rows
 
 
@@ -407,12 +409,11 @@ def forward_findings(paper: pd.DataFrame, table: pd.DataFrame, level: float, tok
     ]
 
 
-def training_findings(paper: pd.DataFrame, table: pd.DataFrame, steps: pd.DataFrame, level: float) -> list[tuple]:
-    """Return rows for `compare`: the paper's gains in training, and ours of one layer and of whole steps.
+def training_findings(paper: pd.DataFrame, table: pd.DataFrame, level: float) -> list[tuple]:
+    """Return rows for `compare`: the paper's gains in training, and ours of one layer; `model_findings` has whole models.
 
-    paper: `results.paper()`; table: `training_speedups` of one layer, or empty; steps: `step_speedups`, or empty; level: the
-    active neurons to compare at. Of each model with the paper's name the fastest sparse step counts. What was not measured
-    is None or NaN.
+    paper: `results.paper()`; table: `training_speedups` of one layer, or empty; level: the active neurons to compare at. What
+    was not measured is None or NaN.
     """
     wins, best, held, crossing = None, np.nan, np.nan, np.nan
     if len(table):
@@ -422,27 +423,12 @@ def training_findings(paper: pd.DataFrame, table: pd.DataFrame, steps: pd.DataFr
         crossing = crossovers(table)["crossover"].max()
     gain = paper.loc[paper["metric"] == "max_training_speedup", "value"].item()
     whole = "there a whole model on an H100, here the layer alone"
-    rows = [
+    return [
         (f"training is faster than dense at {level} active", True, wins, wins, "no path is faster here"),
         ("largest gain in training speed, %", gain, best, None, whole),
         ("least held for the backward pass, % over dense", "–", held, None, "the paper gives a model's peak"),
         ("training is faster than dense below, active neurons", "–", crossing, None, "the paper shows no number"),
     ]
-    sparse = steps[steps["provider"].str.startswith("triton ")] if len(steps) else steps
-    if sparse.empty:
-        return rows
-    for name in paper.loc[paper["metric"] == "training_throughput_change", "model"].unique():
-        measured = sparse[sparse["model"].str.upper() == name.upper()]
-        if measured.empty:
-            continue
-        first = measured.sort_values("speedup").iloc[-1]
-        known = paper[(paper["model"] == name) & (paper["l1"] > 0)].set_index("metric")["value"]
-        why = f"another GPU and micro-batch; activity imposed, {first['active']:.0f}"
-        faster = known["training_throughput_change"], 100 * (first["speedup"] - 1)
-        smaller = known["training_peak_memory_change"], first["peak_change"]
-        rows += [(f"step of the {name} model, speed, % over dense", *faster, None, why)]
-        rows += [(f"step of the {name} model, peak memory, % over dense", *smaller, None, why)]
-    return rows
 
 
 def task_findings(paper: pd.DataFrame, table: pd.DataFrame, differences: pd.DataFrame) -> list[tuple]:

@@ -250,7 +250,7 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     _check_rows(rows, "decode.csv", ["provider"])
     tuned = rows["provider"].str.endswith(" tuned")
     tables = []
-    for kind in (False, True) if tuned.any() else (False,):
+    for kind in dict.fromkeys(tuned) if len(rows) else [False]:
         alike = rows[tuned == kind]
         alike = alike.assign(provider=alike["provider"].str.removesuffix(" tuned"))
         table = _beside_dense(alike, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
@@ -258,12 +258,19 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
+def _check_checkpointed(steps: pd.DataFrame) -> None:
+    if "checkpoint_activations" in steps and steps["checkpoint_activations"].nunique() > 1:
+        raise ValueError("these steps are with and without checkpointed activations; choose one of them")
+
+
 def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     """Return what compiled providers gain over dense at each level of activity, most active first (Figs 4, 5).
 
     table: `model_speedups` of one model and batch, or `step_speedups`. Columns: active, provider, faster (% of dense), saved (the
-    fall of `by`, in % of dense; NaN where it was not measured), device. Raises ValueError for several models or batches.
+    fall of `by`, in % of dense; NaN where it was not measured), device. Raises ValueError for several models or batches, and for
+    steps with and without checkpointed activations.
     """
+    _check_checkpointed(table)
     cases = table[["model", "tokens"]].drop_duplicates()
     if len(cases) > 1:
         raise ValueError(f"levels are compared of one model and batch; this table has {len(cases)}")
@@ -345,8 +352,9 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
     paper: `results.paper()`; models: `model_speedups` of one batch, or empty; steps: `step_speedups` of one micro-batch, or empty.
     Columns: quantity, unit, model; paper_dense, paper_sparse, paper_change (%), paper_device; dense, sparse, change, device and
     profile of ours, NaN and empty where not measured: with compiled layers, in forward passes by "auto", of several levels of
-    activity at the one nearest to the paper's.
+    activity at the one nearest to the paper's. Raises ValueError for steps with and without checkpointed activations.
     """
+    _check_checkpointed(steps)
     if len(models):
         models = models.assign(forward_throughput=models["tokens"] / models["p50"])
     if len(steps):
