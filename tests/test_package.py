@@ -472,7 +472,18 @@ def test_readme_states_what_was_measured_of_whole_models():
     fits, again = training["largest"][False], training["largest"][True]
     again_faster = training["speedup"][True, "triton union torch.compile"]
     r, r_trained = (signed(analysis.correlation(table), 3) for table in (imposed, trained))
+    row = scale.set_index(["quantity", "model"])
+    largest, middle = (
+        [signed(row.loc[(quantity, model), "change"], 0) for quantity in quantities]
+        for model, quantities in (
+            ("2B", ("forward speed", "forward energy")),
+            ("1.5B", ("training speed", "training memory")),
+        )
+    )
     for words in (
+        f"| +20.5% tokens/s, −17.0% energy | {largest[0]}%, {largest[1]}% |",
+        f"| +11.6% tokens/s, −28.1% peak memory | {middle[0]}%, {middle[1]}% |",
+        f"| decoding one document, 2B | – | {alone}% tokens/s |",
         f"whole models {changes('forward speed', 'paper_change', 1)} tokens/s (0.5, 1, 1.5, 2B)",
         f"{changes('forward speed', 'change')} with {active}, {recommended['2b']:.0f} active (a point or two between calls); "
         f"not compiled {signed(100 * (eager['dense eager'] / eager['auto'] - 1), 0)}% for 2B; the layer alone 1.89 times",
