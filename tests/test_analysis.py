@@ -1783,6 +1783,16 @@ def test_model_speedups_are_over_dense_of_the_same_case_and_call():
         analysis.model_speedups(rows.drop(columns="profile"))
 
 
+def test_tables_of_models_are_in_order():
+    times = [10.0, 9.0, 8.0]
+    large, dense = model_rows(times, model="2b", num_layers=38), model_rows(times, active=911.0)
+    table = analysis.model_speedups(together(large, dense, model_rows(times), model_rows(times, batch=1, tokens=2048)))
+    order = list(zip(table["model"], table["tokens"], table["active"], strict=True))[::3]
+    assert order == [("1.5b", 2048, 29), ("1.5b", 131072, 29), ("1.5b", 131072, 911), ("2b", 131072, 29)]
+    steps = together(step_rows({"dense torch.compile": 2.0}, active=900.0), step_rows({"dense torch.compile": 2.0}))
+    assert analysis.step_speedups(steps)["active"].tolist() == [29, 900]
+
+
 def test_decode_speedups_keep_numbers_of_documents_apart():
     rows = together(decode_rows([4.0, 2.0, 1.0]), decode_rows([8.0, 6.0, 5.0], batch=32, energy=[10.0, 5.0, 4.0]))
     table = analysis.decode_speedups(rows)
@@ -1795,7 +1805,7 @@ def test_decode_speedups_keep_numbers_of_documents_apart():
         (32, "triton torch.compile", pytest.approx(4 / 3)),
     ]
     assert table.query("batch == 32 and provider == 'triton torch.compile'")["energy_per_token"].item() == 5 / 32
-    assert not table["tuned"].any()
+    assert not table["tuned"].any() and table["batch"].is_monotonic_increasing
 
 
 def test_tuned_decoding_is_beside_tuned_dense():

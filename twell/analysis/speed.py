@@ -223,7 +223,7 @@ def step_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """
     _check_rows(rows, "train_step.csv", ["micro_batch", "context"])
     rows = rows.assign(tokens=rows["micro_batch"] * rows["context"])
-    table = _beside_dense(rows, "train_step.csv", STEP_CASE, ["p50", "energy", "peak"])
+    table = _in_order(_beside_dense(rows, "train_step.csv", STEP_CASE, ["p50", "energy", "peak"]))
     table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
     return table
 
@@ -234,7 +234,7 @@ def model_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     Added columns as in `speedups`, with peak_change (% of dense), and, the idle power taken off, energy_net (mJ a token) and
     energy_net_change (% of dense). Left out and raised: as there. Paper: Table 1, Fig. 4.
     """
-    table = _beside_dense(rows, "model.csv", [*MODEL_CASE, "mode"], ["p50", "energy", "peak"])
+    table = _in_order(_beside_dense(rows, "model.csv", [*MODEL_CASE, "mode"], ["p50", "energy", "peak"]))
     table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
     dense = table["energy"] / (1 + table["energy_change"] / 100) - table["idle"] * table["p50_dense"]
     net = table["energy"] - table["idle"] * table["p50"]
@@ -255,7 +255,12 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
         alike = alike.assign(provider=alike["provider"].str.removesuffix(" tuned"))
         table = _beside_dense(alike, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
         tables.append(table.assign(tuned=kind))
-    return pd.concat(tables, ignore_index=True)
+    return _in_order(pd.concat(tables, ignore_index=True))
+
+
+def _in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Smaller models first, then smaller batches, then fewer active neurons; of one case as they were."""
+    return table.sort_values(["num_layers", "model", "tokens", "active"], kind="stable", ignore_index=True)
 
 
 def _check_checkpointed(steps: pd.DataFrame) -> None:
