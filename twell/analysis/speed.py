@@ -248,14 +248,9 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     of a step, one for each document. Left out and raised: as there. Ours.
     """
     _check_rows(rows, "decode.csv", ["provider"])
-    tuned = rows["provider"].str.endswith(" tuned")
-    tables = []
-    for kind in dict.fromkeys(tuned) if len(rows) else [False]:
-        alike = rows[tuned == kind]
-        alike = alike.assign(provider=alike["provider"].str.removesuffix(" tuned"))
-        table = _beside_dense(alike, "decode.csv", [*MODEL_CASE, "steps"], ["p50", "energy"])
-        tables.append(table.assign(tuned=kind))
-    return _in_order(pd.concat(tables, ignore_index=True))
+    names = rows["provider"]
+    rows = rows.assign(provider=names.str.removesuffix(" tuned"), tuned=names.str.endswith(" tuned"))
+    return _in_order(_beside_dense(rows, "decode.csv", [*MODEL_CASE, "steps", "tuned"], ["p50", "energy"]))
 
 
 def _in_order(table: pd.DataFrame) -> pd.DataFrame:
