@@ -156,6 +156,13 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_89": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
         "sm_90": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
     },
+    # BK: words of eight neurons.
+    "decode_few_down": {
+        "default": {"BN": 16, "BK": 16, "num_warps": 4, "num_stages": 1},
+        "sm_80": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+    },
 }
 # Architectures without a row of their own that have the shared memory of another one.
 LIKE = {"sm_86": "sm_89", "sm_87": "sm_80"}

@@ -8,7 +8,8 @@ Two launches, without a word to the host, so that a graph can hold them:
      tiles of 16 would be mostly padding, and loading those costs more than the arithmetic.
   2. Each program owns 16 outputs. It turns the flags into a list of active neurons (all programs the same one, which is
      cheaper than a launch that makes it once), reads its part of their rows of w_down_t and is done: no partial
-     sums, no third launch, and the same call gives the same bits.
+     sums, no third launch, and the same call gives the same bits. For one and two tokens the list is one of words, eight
+     neurons each, and again there are no tensor cores.
 
 More than 64 tokens are done as several such blocks, each of which reads the weights again. What union.py
 says of non-finite weights holds here, with all tokens of a call as one block.
@@ -25,10 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from twell.kernels.common import config, launch_options, narrow, relu, round_up, wide
 
 MAX_TOKENS = 64
-# Tokens that are multiplied without tensor cores.
+# Tokens that are multiplied with w_gate and w_up without tensor cores, and with w_down.
 FEW_TOKENS = 4
-# Neurons of a program then.
-FEW_NEURONS = 1
+VERY_FEW_TOKENS = 2
 
 
 @triton.jit
@@ -214,6 +214,59 @@ def down_kernel(
     tl.store(y_ptr + rows[:, None] * K + columns[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def few_down_kernel(
+    h_ptr,
+    flags_ptr,
+    wd_ptr,
+    bd_ptr,
+    lists_ptr,
+    y_ptr,
+    K,
+    width,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EIGHTS: tl.constexpr,
+):
+    """As down_kernel, for M tokens one after the other: y[M, BN outputs] in each program, from BK words of flags in each step.
+
+    A word of the list is 256 times its place, plus its eight flags as bits: one store a word makes the list, where
+    down_kernel needs eight, and rows of idle neurons are masked out of the load.
+    """
+    place = tl.arange(0, EIGHTS)
+    flags = tl.load(flags_ptr + place, mask=place < width // 8, other=0)
+    found = (flags != 0).to(tl.int32)
+    total = tl.sum(found, 0)
+    bits = ((flags * 0x0102040810204080) >> 56).to(tl.int32) & 255
+    list_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (width // 8)
+    tl.store(list_ptr + tl.cumsum(found, 0) - found, place * 256 + bits, mask=found != 0)
+    tl.debug_barrier()
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    eight = tl.arange(0, 8)
+    tokens = tl.arange(0, M)
+    acc = tl.zeros((M, BN), tl.float32)
+    for start in range(0, total, BK):
+        slots = start + tl.arange(0, BK)
+        word = tl.load(list_ptr + slots, mask=slots < total, other=0)
+        neurons = tl.reshape((word >> 8)[:, None] * 8 + eight[None, :], (BK * 8,))
+        active = tl.reshape((word[:, None] >> eight[None, :]) & 1, (BK * 8,)) != 0
+        mask = active[:, None]
+        if not EVEN:
+            mask = mask & (columns < K)[None, :]
+        w = tl.load(wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        for token in tl.static_range(M):
+            h = tl.load(h_ptr + neurons * BM + token, mask=active, other=0.0).to(tl.float32)
+            acc += tl.where((tokens == token)[:, None], tl.sum(w * h[:, None], 0)[None, :], 0.0)
+    if BIAS:
+        acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + tokens[:, None] * K + columns[None, :]
+    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
+
+
 def ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -244,7 +297,8 @@ def ffn(
     given = dict(ACTIVITY=activity is not None, GATED=gated, BIAS=b is not None, BIAS_UP=gated and b_up is not None)
     if num_tokens <= FEW_TOKENS:
         block_k = triton.next_power_of_2(hidden_size)
-        few_up_kernel[(width // FEW_NEURONS,)](
+        neurons = 1 if num_tokens <= 2 else 2
+        few_up_kernel[(width // neurons,)](
             x,
             w,
             b,
@@ -258,10 +312,10 @@ def ffn(
             M=num_tokens,
             EVEN=block_k == hidden_size and width == intermediate_size,
             BM=block_m,
-            BN=FEW_NEURONS,
+            BN=neurons,
             BK=block_k,
             **given,
-            **launch_options(num_warps=max(block_k // 2048, 1), num_stages=1),
+            **launch_options(num_warps=max(neurons * block_k // 2048, 1), num_stages=1),
         )
     else:
         options = config("decode_up_16" if block_m == 16 else "decode_up_64", x.device)
@@ -282,26 +336,20 @@ def ffn(
             **given,
             **options,
         )
-    options = config("decode_down", x.device)
-    num_columns = triton.cdiv(hidden_size, options["BN"])
-    stride = round_up(width, options["BK"])
-    lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=x.device)
     y = torch.empty_like(x)
-    down_kernel[(num_columns, num_blocks)](
-        h,
-        flags,
-        w_down_t,
-        b_down,
-        lists,
-        y,
-        num_tokens,
-        hidden_size,
-        width,
-        stride,
-        BIAS=b_down is not None,
-        EVEN=hidden_size % options["BN"] == 0,
-        BM=block_m,
-        EIGHTS=triton.next_power_of_2(width // 8),
-        **options,
-    )
+    few = num_tokens <= VERY_FEW_TOKENS
+    options = config("decode_few_down" if few else "decode_down", x.device)
+    num_columns = triton.cdiv(hidden_size, options["BN"])
+    stride = width // 8 if few else round_up(width, options["BK"])
+    lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=x.device)
+    options |= dict(BIAS=b_down is not None, EVEN=hidden_size % options["BN"] == 0, BM=block_m)
+    options |= dict(EIGHTS=triton.next_power_of_2(width // 8))
+    if few:
+        few_down_kernel[(num_columns,)](
+            h, flags, w_down_t, b_down, lists, y, hidden_size, width, M=num_tokens, **options
+        )
+    else:
+        down_kernel[(num_columns, num_blocks)](
+            h, flags, w_down_t, b_down, lists, y, num_tokens, hidden_size, width, stride, **options
+        )
     return y

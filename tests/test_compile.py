@@ -52,7 +52,7 @@ KERNELS = {
         "weights_kernel",
         "backup_weights_kernel",
     },
-    "decode": {"few_up_kernel", "up_kernel", "down_kernel"},
+    "decode": {"few_up_kernel", "up_kernel", "few_down_kernel", "down_kernel"},
     "dense": {"relu_times_kernel"},
     "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
 }
@@ -137,7 +137,7 @@ def compile_all(architecture: str) -> dict[str, int]:
             for path in (training, hybrid):
                 _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
                 path.backward(x, *tensors[:3], bias, bias, path.Saved(*saved), x, torch.zeros(256))
-            for num_tokens in (1, 16, 64):
+            for num_tokens in (1, 2, 4, 16, 64):
                 decode.ffn(x[:num_tokens], *tensors, activity=counted)
     dense.relu_times_kernel[(1,)](w, w, w.numel(), BLOCK=dense.BLOCK, num_warps=dense.NUM_WARPS)
     dense = torch.zeros(64, intermediate_size, dtype=w.dtype)

@@ -68,7 +68,7 @@ def test_every_width(path, hidden_size, intermediate_size):
     fuzz.check(fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED), DEVICE)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 17, 70, 130, 300])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 17, 70, 130, 300])
 @pytest.mark.parametrize("path", ["union", "decode"])
 def test_every_number_of_tokens(path, num_tokens):
     assert fuzz.check(integer_case(path, num_tokens=num_tokens, biases=True), DEVICE) == 0
@@ -98,6 +98,10 @@ def test_every_configuration(path, architecture, monkeypatch):
         pytest.skip("a GPU runs its own configuration")
     monkeypatch.setattr(common, "architecture", lambda device: architecture)
     assert fuzz.check(integer_case(path, num_tokens=2 if path == "rowwise" else 130, hidden_size=80), DEVICE) == 0
+    if path == "decode":  # other kernels; all neurons active are more words of flags than one step takes
+        for num_tokens in (1, 2):
+            case = integer_case(path, num_tokens=num_tokens, hidden_size=80, intermediate_size=600, pattern="full")
+            assert fuzz.check(case, DEVICE) == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -124,10 +128,10 @@ def test_nan_reaches_its_own_row_only(path, gated):
     torch.testing.assert_close(after[others], before[others], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in PATHS), ("decode", 1), ("decode", 2)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_of_inactive_neurons_do_not_matter(path, value):
-    case = integer_case(path, num_tokens=9, pattern="edges")  # only the first and the last neuron are active
+def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, value):
+    case = integer_case(path, num_tokens=num_tokens, pattern="edges")  # only the first and the last neuron are active
     tensors = fuzz.layer(case, DEVICE)
     before = fuzz.run(case, tensors)
     tensors["w_up"][1:-1] = value

@@ -1,5 +1,6 @@
 """Whole models: the same pass on all sides, results that are checked, kernels told apart, decoding, and rows."""
 
+import itertools
 import random
 import types
 from collections import Counter
@@ -304,7 +305,7 @@ AFTER = [("triton_poi_fused_add_view_4", 8.0)]
             600,
             150,
         ),
-        ([("few_up_kernel", 8.0), ("down_kernel", 4.0)], 8, 4),  # decoding
+        ([("few_up_kernel", 8.0), ("few_down_kernel", 4.0)], 8, 4),  # decoding
         ([("Memset (Device)", 16.0), ("gate_bits_kernel", 300.0), ("up_down_kernel", 30.0)], 300, 30),
         ([("nvjet", 300.0), ("triton_poi_fused_relu_3", 50.0), ("nvjet", 700.0)], 300, 750),  # without a gate
         ([("nvjet_splitK", 200.0), ("cublasLt::splitKreduce_kernel<32>", 100.0), ("nvjet", 9.0)], 300, 9),
@@ -387,6 +388,39 @@ def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text(seed):
         again = decoder.generate(decoder.step)
     same = (again == logits).all(-1)
     assert same[:3].all() and same[:, [0, 2]].all() and not same[3:, 1].any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_keys_and_values_are_one_product_in_decoding(bias, seed):
+    model = build(torch.float32, seed, num_key_value_heads=2, attention_bias=bias).requires_grad_(False)
+    projections = [(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)]
+    if bias:
+        for part in itertools.chain(*projections):
+            part.bias.normal_()
+    ids = imposed.draw_tokens(640, 2, 9, seed=seed)
+    hidden, rotary = (
+        torch.randn(2, 3, model.config.hidden_size),
+        model.model.rotary_emb(torch.ones(1), torch.arange(3)[None]),
+    )
+    products = []
+
+    def count(graph, _):
+        products.append(sum(node.target is F.linear for node in graph.graph.nodes))
+        return graph.forward
+
+    def states():
+        torch._dynamo.reset()
+        torch.compile(model.model.layers[0], fullgraph=True, backend=count)(hidden, position_embeddings=rotary)
+        return measure_model.hidden_states(model, ids)
+
+    apart = states()
+    with pytest.raises(ZeroDivisionError), measure_model.joined_projections(model):
+        torch.testing.assert_close(states(), apart)
+        exact = measure_model.exact_hidden_states(model, ids)  # copies layers
+        torch.testing.assert_close(exact, apart)
+        raise ZeroDivisionError
+    assert products == [7, 5] and torch.equal(states(), apart)
+    assert projections == [(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)]
 
 
 def test_what_surrounds_the_layers_is_compiled_as_they_are(monkeypatch):

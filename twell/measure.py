@@ -688,6 +688,7 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
     up = 1 if columns["gated"] else 0
     gate = 2 * (m * k + n * k + m * n) + m * n // 8
     gate_and_up = 2 * m * k * (n + up * touched), 2 * k * (m + n + up * touched) + 2 * m * touched
+    decode_down = 2 * m * touched * k, 2 * k * touched + 2 * m * touched
     return {
         ("dense", "cublas matmul"): (2 * (2 + up) * m * n * k, 2 * (2 + up) * (m * k + n * k + m * n)),
         ("dense", "relu_times_kernel"): (2 * m * n, 2 * 3 * m * n),
@@ -702,7 +703,8 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
         ("union", "down_kernel"): (2 * in_unions * k, 2 * k * (m + touched) + 2 * in_unions),
         ("decode", "few_up_kernel"): gate_and_up,
         ("decode", "up_kernel"): gate_and_up,
-        ("decode", "down_kernel"): (2 * m * touched * k, 2 * k * touched + 2 * m * touched),
+        ("decode", "few_down_kernel"): decode_down,
+        ("decode", "down_kernel"): decode_down,
     }
 
 

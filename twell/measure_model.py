@@ -13,6 +13,8 @@ A compiled model has each decoder layer and the last norm compiled, not the whol
 where a whole model without a cache is compiled, and attention with a mask takes another kernel, which computes what is
 masked too. All layers share the compiled code.
 
+In decoding the queries, keys and values of a layer are one product, on all sides (joined_projections).
+
 Without a checkpoint the weights are random and the activity is imposed (imposed.py), with a profile over layers.
 """
 
@@ -25,7 +27,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -567,6 +569,42 @@ class LayerCache:
         return self.keys, self.values
 
 
+class Joined(nn.Module):
+    """Queries, keys and values as one product: stands in for all three projections, which attention calls in this order."""
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.sizes = [part.out_features for part in parts]
+        self.waiting: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.waiting:
+            self.waiting.extend(nn.functional.linear(x, self.weight, self.bias).split(self.sizes, -1))
+        return self.waiting.pop(0)
+
+
+@contextlib.contextmanager
+def joined_projections(model: SparseLlamaForCausalLM) -> Iterator[None]:
+    """Let all layers have Joined projections meanwhile, as engines that decode have; three products of few rows take longer."""
+    names = "q_proj", "k_proj", "v_proj"
+    kept = []
+    for layer in model.model.layers:
+        parts = [getattr(layer.self_attn, name) for name in names]
+        kept.append((layer.self_attn, parts))
+        joined = Joined(parts)
+        for name in names:
+            setattr(layer.self_attn, name, joined)
+    try:
+        yield
+    finally:
+        for attention, parts in kept:
+            for name, part in zip(names, parts, strict=True):
+                setattr(attention, name, part)
+
+
 class Decoder:
     """Continues documents token by token, with a static cache: nothing depends on the host, so that a graph holds a step.
 
@@ -845,10 +883,11 @@ def model(
                 torch.cuda.empty_cache()
             for batch in decode:
                 script = draw(batch, decode_context + GENERATION)
-                rows, decoder = _measure_decode(bench, script, decode_context)
-                save("decode", rows)
-                if parts:
-                    save("model_parts", _decode_parts(bench, decoder, rows[0]))
+                with joined_projections(subject):
+                    rows, decoder = _measure_decode(bench, script, decode_context)
+                    save("decode", rows)
+                    if parts:
+                        save("model_parts", _decode_parts(bench, decoder, rows[0]))
                 del decoder
                 torch.cuda.empty_cache()
     return kept
