@@ -8,8 +8,8 @@ Two launches, without a word to the host, so that a graph can hold them:
      tiles of 16 would be mostly padding, and loading those costs more than the arithmetic.
   2. Each program owns 16 outputs. It turns the flags into a list of active neurons (all programs the same one, which is
      cheaper than a launch that makes it once), reads its part of their rows of w_down_t and is done: no partial
-     sums, no third launch, and the same call gives the same bits. For one and two tokens the list is one of words, eight
-     neurons each, and again there are no tensor cores.
+     sums, no third launch, and the same call gives the same bits. For one and two tokens each entry of the list is a word
+     for eight neurons, and again there are no tensor cores.
 
 More than 64 tokens are done as several such blocks, each of which reads the weights again. What union.py
 says of non-finite weights holds here, with all tokens of a call as one block.
@@ -26,9 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from twell.kernels.common import config, launch_options, narrow, relu, round_up, wide
 
 MAX_TOKENS = 64
-# Tokens that are multiplied with w_gate and w_up without tensor cores, and with w_down.
+# Up to so many tokens few_up_kernel is taken, and few_down_kernel.
 FEW_TOKENS = 4
-VERY_FEW_TOKENS = 2
+FEW_DOWN_TOKENS = 2
 
 
 @triton.jit
@@ -89,6 +89,8 @@ def few_up_kernel(
         _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(entries, 0), tl.sum(flags, 0))
     if GATED:
         if tl.max(flags, 0) != 0:
+            if BN > 1:  # what one thread stored of h another one loads
+                tl.debug_barrier()
             wu = tl.load(wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             for token in tl.static_range(M):
                 again = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -190,15 +192,13 @@ def down_kernel(
         active = ((flags >> (8 * i)) & 1).to(tl.int32)
         tl.store(list_ptr + slot, place * 8 + i, mask=active != 0)
         slot += active
-    # The last step is filled up with neuron 0, whose h does not count then.
-    rest = total + tl.arange(0, BK)
-    tl.store(list_ptr + rest, tl.zeros((BK,), tl.int32), mask=rest < tl.cdiv(total, BK) * BK)
     tl.debug_barrier()
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, total, BK):
         slots = start + tl.arange(0, BK)
-        neurons = tl.load(list_ptr + slots)
+        # The last step is filled up with the last neuron, whose h does not count then; one that is idle may have a NaN in w_down.
+        neurons = tl.load(list_ptr + tl.minimum(slots, total - 1))
         w_ptrs = wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
         if EVEN:
             w = tl.load(w_ptrs)
@@ -226,7 +226,6 @@ def few_down_kernel(
     width,
     M: tl.constexpr,
     BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -254,9 +253,7 @@ def few_down_kernel(
         word = tl.load(list_ptr + slots, mask=slots < total, other=0)
         neurons = tl.reshape((word >> 8)[:, None] * 8 + eight[None, :], (BK * 8,))
         active = tl.reshape((word[:, None] >> eight[None, :]) & 1, (BK * 8,)) != 0
-        mask = active[:, None]
-        if not EVEN:
-            mask = mask & (columns < K)[None, :]
+        mask = active[:, None] & (columns < K)[None, :]
         w = tl.load(wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         for token in tl.static_range(M):
             h = tl.load(h_ptr + neurons * BM + token, mask=active, other=0.0).to(tl.float32)
@@ -282,7 +279,7 @@ def ffn(
 
     x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
     biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
-    Workspace: h, and a list of N neurons for each 16 outputs and 64 tokens. Ours: the paper has no kernel for decoding.
+    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens. Ours: the paper has no kernel for decoding.
     """
     num_tokens, hidden_size = x.shape
     intermediate_size = w_up.shape[0]
@@ -297,7 +294,7 @@ def ffn(
     given = dict(ACTIVITY=activity is not None, GATED=gated, BIAS=b is not None, BIAS_UP=gated and b_up is not None)
     if num_tokens <= FEW_TOKENS:
         block_k = triton.next_power_of_2(hidden_size)
-        neurons = 1 if num_tokens <= 2 else 2
+        neurons = 1 if num_tokens <= 2 else 2  # of a program
         few_up_kernel[(width // neurons,)](
             x,
             w,
@@ -315,7 +312,7 @@ def ffn(
             BN=neurons,
             BK=block_k,
             **given,
-            **launch_options(num_warps=max(neurons * block_k // 2048, 1), num_stages=1),
+            **launch_options(num_warps=min(max(neurons * block_k // 2048, 1), 16), num_stages=1),
         )
     else:
         options = config("decode_up_16" if block_m == 16 else "decode_up_64", x.device)
@@ -337,19 +334,29 @@ def ffn(
             **options,
         )
     y = torch.empty_like(x)
-    few = num_tokens <= VERY_FEW_TOKENS
+    few = num_tokens <= FEW_DOWN_TOKENS
     options = config("decode_few_down" if few else "decode_down", x.device)
     num_columns = triton.cdiv(hidden_size, options["BN"])
-    stride = width // 8 if few else round_up(width, options["BK"])
+    stride = width // 8 if few else width
     lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=x.device)
-    options |= dict(BIAS=b_down is not None, EVEN=hidden_size % options["BN"] == 0, BM=block_m)
-    options |= dict(EIGHTS=triton.next_power_of_2(width // 8))
+    options |= dict(BIAS=b_down is not None, BM=block_m, EIGHTS=triton.next_power_of_2(width // 8))
     if few:
         few_down_kernel[(num_columns,)](
             h, flags, w_down_t, b_down, lists, y, hidden_size, width, M=num_tokens, **options
         )
     else:
         down_kernel[(num_columns, num_blocks)](
-            h, flags, w_down_t, b_down, lists, y, num_tokens, hidden_size, width, stride, **options
+            h,
+            flags,
+            w_down_t,
+            b_down,
+            lists,
+            y,
+            num_tokens,
+            hidden_size,
+            width,
+            stride,
+            EVEN=hidden_size % options["BN"] == 0,
+            **options,
         )
     return y

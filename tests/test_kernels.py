@@ -113,22 +113,27 @@ def test_no_tokens(path):
     assert y.shape == (0, case.hidden_size) and y.dtype == case.dtype
 
 
-@pytest.mark.parametrize("path", PATHS)
+# Numbers of tokens that other kernels compute, or that they compute otherwise.
+FEW = [("decode", num_tokens) for num_tokens in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in PATHS), *FEW])
 @pytest.mark.parametrize("gated", [True, False])
-def test_nan_reaches_its_own_row_only(path, gated):
-    case = fuzz.Case(path, 9, 300, 48, gated=gated, pattern="skewed", seed=SEED)
+def test_nan_reaches_its_own_row_only(path, num_tokens, gated):
+    case = fuzz.Case(path, num_tokens, 300, 48, gated=gated, pattern="skewed", seed=SEED)
     tensors = fuzz.layer(case, DEVICE)
     before = fuzz.run(case, tensors)
-    tensors["x"][4, 7] = float("nan")
+    place = num_tokens // 2
+    tensors["x"][place, 7] = float("nan")
     after = fuzz.run(case, tensors)
-    assert after[4].isnan().all()
-    others = torch.arange(9, device=DEVICE) != 4
+    assert after[place].isnan().all()
+    others = torch.arange(num_tokens, device=DEVICE) != place
     # Neurons that the NaN adds to the block hold no value for the others, but may change the order of their
     # sums.
     torch.testing.assert_close(after[others], before[others], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in PATHS), ("decode", 1), ("decode", 2)])
+@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in PATHS), *FEW])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, value):
     case = integer_case(path, num_tokens=num_tokens, pattern="edges")  # only the first and the last neuron are active
@@ -137,6 +142,21 @@ def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, value):
     tensors["w_up"][1:-1] = value
     tensors["w_down"][:, 1:-1] = value
     assert torch.equal(fuzz.run(case, tensors), before)
+
+
+@pytest.mark.parametrize("path, num_tokens", [*((path, 17) for path in PATHS), *FEW])
+def test_what_fills_up_a_step_does_not_matter(path, num_tokens):
+    """Each neuron but three is idle for all tokens, the first and the last one too, and has a NaN in w_up and w_down."""
+    case = integer_case(path, num_tokens=num_tokens, pattern="empty")
+    tensors = fuzz.layer(case, DEVICE)
+    busy = torch.tensor([5, 40, 41])
+    tensors["w_gate"][busy] = tensors["x"][0].sign()  # active for the first token at least
+    tensors["w_gate"][busy, 0] = 0  # what keeps all others idle stands in the first column
+    before = fuzz.run(case, tensors)
+    idle = torch.ones(case.intermediate_size, dtype=torch.bool).index_fill(0, busy, False)
+    tensors["w_up"][idle] = float("nan")
+    tensors["w_down"][:, idle] = float("nan")
+    assert before[0].any() and torch.equal(fuzz.run(case, tensors), before)
 
 
 @pytest.mark.parametrize("path", PATHS)

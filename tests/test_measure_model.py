@@ -479,6 +479,35 @@ def quick(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
 
 
+def test_projections_are_joined_in_decoding_alone(quick, monkeypatch):
+    joined = Counter()
+
+    def spy(name, measured, bench, *args):
+        joined[name] = sum(isinstance(part, measure_model.Joined) for part in bench.model.modules())
+        return measured(bench, *args)
+
+    for name in ("_measure_forward", "_measure_decode", "_decode_parts"):
+        monkeypatch.setattr(measure_model, name, partial(spy, name, getattr(measure_model, name)))
+    measure_model.model("quick", TINY, shapes=[(1, 64)], active=[10, 40], parts=True, decode=[1], decode_context=20)
+    assert joined == {"_measure_forward": 0, "_measure_decode": 3, "_decode_parts": 3}
+
+
+def test_layers_get_their_projections_back_when_joining_fails(monkeypatch):
+    model = build()
+    parts = [layer.self_attn.q_proj for layer in model.model.layers]
+
+    class Failing(measure_model.Joined):
+        def __init__(self, projections):
+            if projections[0] is parts[1]:
+                raise MemoryError
+            super().__init__(projections)
+
+    monkeypatch.setattr(measure_model, "Joined", Failing)
+    with pytest.raises(MemoryError), measure_model.joined_projections(model):
+        pass
+    assert [layer.self_attn.q_proj for layer in model.model.layers] == parts
+
+
 def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "_energy_meter", lambda: lambda: 0)
     monkeypatch.setattr(measure_model, "idle_watts", lambda meter: 70.0)

@@ -575,8 +575,8 @@ class Joined(nn.Module):
     def __init__(self, parts: Sequence[nn.Linear]):
         super().__init__()
         self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        biases = [part.bias for part in parts if part.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        biases = [self.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
+        self.bias = None if all(part.bias is None for part in parts) else nn.Parameter(torch.cat(biases), False)
         self.sizes = [part.out_features for part in parts]
         self.waiting: list[Tensor] = []
 
@@ -588,21 +588,15 @@ class Joined(nn.Module):
 
 @contextlib.contextmanager
 def joined_projections(model: SparseLlamaForCausalLM) -> Iterator[None]:
-    """Let all layers have Joined projections meanwhile, as engines that decode have; three products of few rows take longer."""
-    names = "q_proj", "k_proj", "v_proj"
-    kept = []
-    for layer in model.model.layers:
-        parts = [getattr(layer.self_attn, name) for name in names]
-        kept.append((layer.self_attn, parts))
-        joined = Joined(parts)
-        for name in names:
-            setattr(layer.self_attn, name, joined)
-    try:
+    """Let all layers have Joined projections meanwhile; three products of few rows take longer, on all sides alike."""
+    with contextlib.ExitStack() as undo:
+        for layer in model.model.layers:
+            parts = {name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")}
+            joined = Joined(list(parts.values()))
+            for name, part in parts.items():
+                undo.callback(setattr, layer.self_attn, name, part)
+                setattr(layer.self_attn, name, joined)
         yield
-    finally:
-        for attention, parts in kept:
-            for name, part in zip(names, parts, strict=True):
-                setattr(attention, name, part)
 
 
 class Decoder:
