@@ -1825,6 +1825,19 @@ def test_tuned_decoding_is_beside_tuned_dense():
         analysis.decode_speedups(rows[:0])
 
 
+def test_of_tuned_decoding_the_fastest_call_counts_on_each_side():
+    times = {"2026-11-21": [5.0, 4.0, 4.5], "2026-11-22": [6.0, 3.0, 4.6]}
+    names = [f"{name} tuned" for name in COMPILED]
+    calls = [decode_rows(dict(zip(names, taken, strict=True)), date=date) for date, taken in times.items()]
+    for rows in (calls, calls[::-1]):
+        table = analysis.decode_speedups(
+            pd.concat([*rows, decode_rows(dict(zip(COMPILED, [9.0, 8.0, 8.0], strict=True)))])
+        )
+        tuned = table[table["tuned"]].set_index("provider")
+        assert tuned["p50"].to_dict() == dict(zip(COMPILED, [5.0, 3.0, 4.5], strict=True))
+        assert tuned["speedup"]["triton torch.compile"] == pytest.approx(5 / 3) and len(table) == 6
+
+
 def test_gains_by_level():
     times = {"dense eager": 12.0, "triton": 4.0} | dict(zip(COMPILED, (10.0, 8.0, 5.0), strict=True))
     energy = [9.0, 9.0, 8.0, 6.0, 4.0]
