@@ -137,7 +137,7 @@ def test_accumulation_and_padding_give_the_value_of_one_big_batch():
         )
         part.loss.backward()
         loss, l1 = loss + part.loss.detach(), l1 + part.l1.detach()
-    torch.testing.assert_close(loss, whole.loss.detach())
+    torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
     torch.testing.assert_close(l1, whole.l1.detach())
     torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
@@ -151,7 +151,7 @@ def test_padding_changes_nothing():
     plain = model(input_ids=x, labels=x)
     stats = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
     other = model(input_ids=padded, attention_mask=mask, labels=labels)
-    torch.testing.assert_close(other.loss, plain.loss)
+    torch.testing.assert_close(other.loss, plain.loss, rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
     torch.testing.assert_close(other.l1, plain.l1)
     assert [summarize_activity(*ffn.stats.take()) for ffn in model.ffns] == stats
 
@@ -471,6 +471,10 @@ def test_per_layer_coefficients_and_scale_weight_the_l1_term():
         make(l1_coefficient=[0.1, 0.2])
 
 
+def rounding(logits, exact):
+    return (logits - exact).square().mean().sqrt()
+
+
 @pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
 def test_triton_backend_is_as_near_to_the_exact_model_as_dense(tmp_path):
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -482,13 +486,13 @@ def test_triton_backend_is_as_near_to_the_exact_model_as_dense(tmp_path):
     x = tokens(4, 16).to(device)
     with torch.no_grad():
         right = exact(input_ids=x).logits
-        error = {m: (m(input_ids=x).logits - right).square().mean().sqrt() for m in (model, sparse)}
-        assert error[sparse] <= 1.5 * error[model] <= 0.02
+        error = rounding(model(input_ids=x).logits, right)
+        assert rounding(sparse(input_ids=x).logits, right) <= 1.5 * error <= 0.02
         # Both round, so where two tokens are equally likely they may write either: never one that is less likely.
         written = sparse.generate(x[:1, :5], max_new_tokens=4, do_sample=False)
         right = exact(input_ids=written[:, :-1]).logits[:, 4:]
         chosen = right.gather(-1, written[:, 5:, None])[..., 0]
-        assert written.shape[1] > 5 and (right.amax(-1) - chosen <= 10 * error[model]).all()
+        assert written.shape[1] > 5 and (right.amax(-1) - chosen <= 10 * error).all()
     sparse.save_pretrained(tmp_path / "again")
     again = SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")  # its configuration names the backend
     assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (1, 64)
@@ -551,14 +555,15 @@ def test_a_calibration_can_be_given():
 def test_auto_computes_what_dense_does_and_trains():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make(hidden_size=64).half().eval().to(device)
-    x = tokens(2, 7).to(device)
+    x = tokens(4, 7).to(device)
     with torch.no_grad():
-        dense = model(input_ids=x).logits
+        exact = copy.deepcopy(model).double()(input_ids=x).logits
+        error = rounding(model(input_ids=x).logits, exact)
         model.set_ffn_backend("auto", calibration(hidden_size=64))
-        torch.testing.assert_close(model(input_ids=x).logits, dense, rtol=2e-2, atol=2e-2)
+        assert rounding(model(input_ids=x).logits, exact) <= 1.5 * error <= 0.02
         cache = model(input_ids=x[:, :5]).past_key_values  # a prompt, then token by token
         for n in (5, 6):
             step = model(input_ids=x[:, n : n + 1], past_key_values=cache).logits
-            torch.testing.assert_close(step[:, 0], dense[:, n], rtol=2e-2, atol=2e-2)
+            assert rounding(step[:, 0], exact[:, n]) <= 3 * error
     model.train()(input_ids=x, labels=x).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
