@@ -197,7 +197,8 @@ def down_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, total, BK):
         slots = start + tl.arange(0, BK)
-        # The last step is filled up with the last neuron, whose h does not count then; one that is idle may have a NaN in w_down.
+        # The last step is filled up with the last active neuron, whose h does not count then: one that is idle may have a
+        # NaN in w_down.
         neurons = tl.load(list_ptr + tl.minimum(slots, total - 1))
         w_ptrs = wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
         if EVEN:
@@ -279,7 +280,8 @@ def ffn(
 
     x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
     biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
-    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens. Ours: the paper has no kernel for decoding.
+    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens. Ours: the
+    paper has no kernel for decoding.
     """
     num_tokens, hidden_size = x.shape
     intermediate_size = w_up.shape[0]

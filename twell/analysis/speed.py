@@ -252,11 +252,10 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     _check_rows(rows, "decode.csv", [*case[:-1], *CALL, "active", "provider", "p50"])
     names = rows["provider"]
     rows = rows.assign(provider=names.str.removesuffix(" tuned"), tuned=names.str.endswith(" tuned"))
-    tuned = rows[rows["tuned"]].sort_values("date")
-    tuned = tuned.assign(
-        **tuned.groupby([*case, "active"])[CALL].transform("last")
-    )  # as if all were of the newest call,
-    rows = pd.concat([rows[~rows["tuned"]], tuned.sort_values("p50", ascending=False)])  # of which the last row counts
+    fastest = rows[rows["tuned"]].sort_values("p50").drop_duplicates([*case, "active", "provider"])
+    # Ratios are taken within a call, so that these are given one.
+    fastest = fastest.assign(**fastest.groupby([*case, "active"])[CALL].transform("first"))
+    rows = pd.concat([rows[~rows["tuned"]], fastest])
     return _in_order(_beside_dense(rows, "decode.csv", case, ["p50", "energy"]))
 
 

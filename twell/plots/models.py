@@ -228,10 +228,11 @@ def model_parts(table: pd.DataFrame) -> Figure:
         name = "gate (of sparse: and up)" if part == "gate" and decoding.iloc[0] else part
         ax.barh(y, widths, 0.8, left=left, color=colours[part], label=name)
         for place, value, start in zip(y, widths, left, strict=True):
-            if value > 0.03 * total.max():
-                ink = "black" if colours[part] == "0.8" else "white"
-                text = f"{value:.2g}" if value < 0.06 * total.max() else f"{value:.3g}"  # as much as there is room for
-                ax.text(start + value / 2, place, text, ha="center", va="center", fontsize=6.5, color=ink)
+            ink = "black" if colours[part] == "0.8" else "white"
+            for text in (f"{value:.3g}", f"{value:.2g}", f"{value:.1g}"):
+                if len(text) * 0.0125 * total.max() < value:  # there is room for it
+                    ax.text(start + value / 2, place, text, ha="center", va="center", fontsize=6.5, color=ink)
+                    break
         left += widths.to_numpy()
     for row, place in zip(table.itertuples(), y, strict=True):
         text = f"{scale * row.total:.3g} {unit}" + (f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else "")
