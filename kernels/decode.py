@@ -26,6 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from twell.kernels.common import config, launch_options, narrow, relu, round_up, wide
 
 MAX_TOKENS = 64
+# For h and the lists: more tokens than fit are taken in chunks (at least 64 at a time).
+WORKSPACE_BYTES = 2**28
+MAX_BLOCKS = 65_535  # of a chunk: the grid's second axis has no more
 # Up to so many tokens few_up_kernel is taken, and few_down_kernel.
 FEW_TOKENS = 4
 FEW_DOWN_TOKENS = 2
@@ -54,6 +57,7 @@ def few_up_kernel(
     N,
     K,
     M: tl.constexpr,
+    TOKENS: tl.constexpr,
     ACTIVITY: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -63,7 +67,10 @@ def few_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As up_kernel, for M tokens one after the other, with whole rows of weights in registers."""
+    """As up_kernel, for M tokens one after the other, with whole rows of weights in registers.
+
+    TOKENS is M rounded up to a power of two.
+    """
     neurons = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     place = neurons.to(tl.int64)[:, None] * K + k[None, :]
@@ -71,34 +78,32 @@ def few_up_kernel(
         w = tl.load(w_ptr + place).to(tl.float32)
     else:
         w = tl.load(w_ptr + place, mask=(neurons < N)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    flags = tl.zeros((BN,), tl.int32)
-    entries = tl.zeros((BN,), tl.int32)
-    h_ptrs = h_ptr + neurons * BM
+    # g and u stay in registers: [BN, TOKENS], one column a token, filled one after the other.
+    tokens = tl.arange(0, TOKENS)
+    g = tl.zeros((BN, TOKENS), tl.float32)
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-        g = tl.sum(w * x[None, :], 1)
-        if BIAS:
-            g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
-        g = narrow(relu(g), h_ptr.dtype.element_ty)
-        active = (g.to(tl.float32) != 0) & (neurons < N)
-        tl.store(h_ptrs + token, g)
-        flags |= active.to(tl.int32)
-        entries += active.to(tl.int32)
+        g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
+    if BIAS:
+        g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+    h = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
+    active = (h != 0) & (neurons < N)[:, None] & (tokens < M)[None, :]
+    flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
     if ACTIVITY:
-        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(entries, 0), tl.sum(flags, 0))
+        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(active.to(tl.int32)), tl.sum(flags, 0))
     if GATED:
         if tl.max(flags, 0) != 0:
-            if BN > 1:  # what one thread stored of h another one loads
-                tl.debug_barrier()
             wu = tl.load(wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            u = tl.zeros((BN, TOKENS), tl.float32)
             for token in tl.static_range(M):
                 again = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-                u = tl.sum(wu * again[None, :], 1)
-                if BIAS_UP:
-                    u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
-                h = tl.load(h_ptrs + token).to(tl.float32)
-                tl.store(h_ptrs + token, narrow(tl.where(h != 0, h * u, 0.0), h_ptr.dtype.element_ty))
+                u += tl.where((tokens == token)[None, :], tl.sum(wu * again[None, :], 1)[:, None], 0.0)
+            if BIAS_UP:
+                u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+            h *= u
+    h_ptrs = h_ptr + neurons[:, None] * BM + tokens[None, :]
+    tl.store(h_ptrs, narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty), mask=(tokens < M)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -138,7 +143,7 @@ def up_kernel(
     # Rows beyond M may hold relu(bias), neurons beyond N the NaN of a row of x.
     active = (h != 0) & (rows < M)[None, :] & (neurons < N)[:, None]
     flags = tl.max(active.to(tl.int32), 1)
-    place = tl.program_id(1) * width + neurons
+    place = tl.program_id(1).to(tl.int64) * width + neurons
     tl.store(flags_ptr + place, flags.to(tl.int8))
     if ACTIVITY:
         SIZE: tl.constexpr = BM if BM < 64 else 64
@@ -181,13 +186,13 @@ def down_kernel(
     EIGHTS: tl.constexpr,
 ):
     """y[BM tokens, BN outputs] in each program. Eight flags make a word of int64; `width` is a multiple of 8."""
-    block = tl.program_id(1)
+    block = tl.program_id(1).to(tl.int64)
     place = tl.arange(0, EIGHTS)
     flags = tl.load(flags_ptr + block * (width // 8) + place, mask=place < width // 8, other=0)
     count = ((flags * 0x0101010101010101) >> 56).to(tl.int32)
     slot = tl.cumsum(count, 0) - count
     total = tl.sum(count, 0)
-    list_ptr = lists_ptr + (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * stride
+    list_ptr = lists_ptr + (block * tl.num_programs(0) + tl.program_id(0)) * stride
     for i in tl.static_range(8):
         active = ((flags >> (8 * i)) & 1).to(tl.int32)
         tl.store(list_ptr + slot, place * 8 + i, mask=active != 0)
@@ -265,24 +270,18 @@ def few_down_kernel(
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
 
 
-def ffn(
+def _chunk(
     x: Tensor,
+    y: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
     w_down_t: Tensor,
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    *,
-    activity: Tensor | None = None,
-) -> Tensor:
-    """The layer for few tokens: y [M, K], M at least 1 and best at most 64.
-
-    x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
-    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
-    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens. Ours: the
-    paper has no kernel for decoding.
-    """
+    activity: Tensor | None,
+) -> None:
+    """One chunk of tokens, x and y [M, K]."""
     num_tokens, hidden_size = x.shape
     intermediate_size = w_up.shape[0]
     gated = w_gate is not None
@@ -309,6 +308,7 @@ def ffn(
             intermediate_size,
             hidden_size,
             M=num_tokens,
+            TOKENS=triton.next_power_of_2(num_tokens),
             EVEN=block_k == hidden_size and width == intermediate_size,
             BM=block_m,
             BN=neurons,
@@ -335,7 +335,6 @@ def ffn(
             **given,
             **options,
         )
-    y = torch.empty_like(x)
     few = num_tokens <= FEW_DOWN_TOKENS
     options = config("decode_few_down" if few else "decode_down", x.device)
     num_columns = triton.cdiv(hidden_size, options["BN"])
@@ -361,4 +360,36 @@ def ffn(
             EVEN=hidden_size % options["BN"] == 0,
             **options,
         )
+
+
+def chunk_tokens(hidden_size: int, intermediate_size: int, device: torch.device) -> int:
+    """Tokens that are processed at a time, a multiple of 64: what WORKSPACE_BYTES has room for."""
+    width = round_up(intermediate_size, 64)
+    num_columns = triton.cdiv(hidden_size, config("decode_down", device)["BN"])
+    bytes_per_block = width * (MAX_TOKENS * 2 + 1 + 4 * num_columns)  # h, flags and lists
+    return MAX_TOKENS * min(max(WORKSPACE_BYTES // bytes_per_block, 1), MAX_BLOCKS)
+
+
+def ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    *,
+    activity: Tensor | None = None,
+) -> Tensor:
+    """The layer for few tokens: y [M, K], M at least 1 and best at most 64.
+
+    x [M, K]; weights [N, K] contiguous, w_down_t the transpose of w_down, w_gate None in a non-gated layer;
+    biases [N], [N], [K] or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
+    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens; tokens are
+    taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper has no kernel for decoding.
+    """
+    y = torch.empty_like(x)
+    size = chunk_tokens(x.shape[1], w_up.shape[0], x.device) if len(x) > MAX_TOKENS else MAX_TOKENS
+    for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
+        _chunk(x_chunk, y_chunk, w_gate, w_up, w_down_t, b_gate, b_up, b_down, activity)
     return y

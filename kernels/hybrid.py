@@ -18,7 +18,11 @@ Kernels share these tuples; `place` is n >= 0 for a list of n entries and n < 0 
     backup     the token of each backup row, how many rows were wanted, and how many there are
     transpose  marks [ceil(M / 32), N], where bit i of word j is token 32 j + i; before (the same shape), the marks of a
                neuron in words before this one; place [N]; tokens [N, T]; values: h, du and dg, each of them lists
-               [N, T] and then backup rows [backup, M]; the size of one of the three and that of its lists; T
+               [N, T] and then backup rows [backup, M]; the size of one of the three and that of its lists; T.
+               None where no gradient of a weight is asked for
+
+Whether a token or a neuron has a list or a backup row depends on its number of entries alone: results do not depend on
+`capacity`, which decides how many backup rows there are.
 
 A row that finds no room in the backup counts as empty, and `needed` says so. g, u, h, du and dg are rounded to the storage
 type, dh is not.
@@ -29,6 +33,7 @@ nothing through a list; in a backup row it may, since 0 * inf is NaN there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +45,8 @@ from twell.kernels.common import config, launch_options, narrow, popcount, round
 from twell.kernels.gate import gate_bits
 
 ELL_WIDTH = tl.constexpr(128)  # the paper's
-LEAST_WIDTH = tl.constexpr(64)  # of a neuron's list
+LEAST_WIDTH = 64  # of a neuron's list
+NEURON_ROWS = 4
 # For g, which is packed and freed: tokens are taken in chunks that keep it within this (or 256 at a time).
 WORKSPACE_BYTES = 2**30
 # Where lists of neurons are summed, programs work on as many columns as leave x and dy in the cache.
@@ -54,32 +60,28 @@ def backup_rows(num_tokens: int, num_neurons: int, capacity: int) -> int:
     return torch.sym_min(torch.sym_max(-(-num_tokens * capacity // num_neurons), 1), num_tokens)
 
 
-def transposed_sizes(num_tokens: int, num_neurons: int, num_backup: int) -> tuple[int, int]:
-    """Width of a neuron's list and number of backup rows in the transpose, from the number of backup rows of tokens.
+def list_width(num_tokens: int) -> int:
+    """Entries of a neuron's list in the transpose: one token in 64, rounded up to a power of two, at least LEAST_WIDTH."""
+    return max(triton.next_power_of_2(triton.cdiv(num_tokens, 64)), LEAST_WIDTH)
 
-    The backup rows have no more entries than those of tokens (but at least 1 row). If the same entries were spread evenly
-    over all neurons each had `num_backup`; the width is four times that, rounded up to a power of 2.
+
+def transposed_rows(num_tokens: int, num_neurons: int, num_backup: int) -> int:
+    """Backup rows of the transpose, for neurons with longer lists, from the number of backup rows of tokens.
+
+    At least 1 and at most one for each neuron; they have up to NEURON_ROWS times the entries of those of tokens.
     """
-    width = min(triton.next_power_of_2(4 * num_backup), triton.next_power_of_2(num_tokens))
-    return max(width, LEAST_WIDTH.value), max(num_backup * num_neurons // num_tokens, 1)
+    return min(max(NEURON_ROWS * num_backup * num_neurons // num_tokens, 1), num_neurons)
 
 
 @triton.jit(do_not_specialize=["M"])
-def needed_kernel(counts_ptr, used_ptr, needed_ptr, M, N, num_widths, BLOCK: tl.constexpr):
-    """The least capacity that has room for these counts: the two functions above, inverted for every width."""
-    one = tl.load(used_ptr).to(tl.int64) * 0 + 1
-    width = one * LEAST_WIDTH
-    of_neurons = one * M
-    for i in range(0, num_widths):
-        heavy = one * 0
-        for start in range(0, N, BLOCK):
-            neurons = start + tl.arange(0, BLOCK)
-            count = tl.load(counts_ptr + neurons, mask=neurons < N, other=0)
-            heavy += tl.sum((count > width).to(tl.int64), 0)
-        for_width = tl.where(i == 0, 1, width // 8 + 1)
-        for_backup = tl.where(heavy > 1, tl.cdiv(heavy * M, N), 1)
-        of_neurons = tl.minimum(of_neurons, tl.maximum(for_width, for_backup))
-        width *= 2
+def needed_kernel(counts_ptr, used_ptr, needed_ptr, M, N, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The least capacity that has room for these counts: `backup_rows` and `transposed_rows`, inverted."""
+    heavy = tl.load(used_ptr).to(tl.int64) * 0
+    for start in range(0, N, BLOCK):
+        neurons = start + tl.arange(0, BLOCK)
+        count = tl.load(counts_ptr + neurons, mask=neurons < N, other=0)
+        heavy += tl.sum((count > WIDTH).to(tl.int64), 0)
+    of_neurons = tl.where(heavy > 1, tl.cdiv(heavy * M, ROWS * N), 1)
     rows = tl.maximum(of_neurons, tl.load(used_ptr))
     tl.store(needed_ptr, tl.where(rows > 1, (rows - 1) * N // M + 1, 0))
 
@@ -89,10 +91,10 @@ def find_needed(counts: Tensor, used: Tensor, num_tokens: int, needed: Tensor) -
 
     counts [N] int32, the tokens of each neuron; used [1] int32, the tokens that want a backup row. Ours.
     """
-    # Widths of 64, 128 and so on, up to one that fits every neuron.
-    num_widths = 1 + max(0, (num_tokens - 1).bit_length() - 6)
     needed_kernel[(1,)](
-        *(counts, used, needed, num_tokens, len(counts), num_widths),
+        *(counts, used, needed, num_tokens, len(counts)),
+        WIDTH=list_width(num_tokens),
+        ROWS=NEURON_ROWS,
         BLOCK=4096,
         **launch_options(num_warps=8, num_stages=1),
     )
@@ -317,8 +319,8 @@ def row_backward_kernel(
     SLOTS: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dx of one token; its h, du and dg go to the transpose. `weights` are those of gate, up and down."""
-    dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    """dx of one token, if asked for; its h, du and dg go to the transpose. `weights` are those of gate, up and down."""
+    dtype: tl.constexpr = dy_ptr.dtype.element_ty
     place_ptr, indices_ptr, g_ptr, u_ptr = lists
     wg_ptr, wu_ptr, wd_ptr = weights
     GATED: tl.constexpr = wg_ptr is not None
@@ -338,12 +340,15 @@ def row_backward_kernel(
             u = tl.load(u_ptr + slots, mask=listed, other=0.0).to(tl.float32) if GATED else g
             dh = tl.sum(_rows(wd_ptr, neurons, k, listed, K, EVEN) * dy[None, :], 1)
             h, du, dg = _gradients(dh, g, u, dl1, listed, dtype, GATED)
-            dx += tl.sum(du.to(tl.float32)[:, None] * _rows(wu_ptr, neurons, k, listed, K, EVEN), 0)
-            if GATED:
+            if dx_ptr is not None:
+                dx += tl.sum(du.to(tl.float32)[:, None] * _rows(wu_ptr, neurons, k, listed, K, EVEN), 0)
+            if GATED and dx_ptr is not None:
                 dx += tl.sum(dg.to(tl.float32)[:, None] * _rows(wg_ptr, neurons, k, listed, K, EVEN), 0)
-            tokens = tl.zeros((SLOTS,), tl.int32) + tl.program_id(0)
-            _transpose(transpose, tokens, neurons, listed, h, du, dg, M, N, GATED)
-        tl.store(dx_ptr + row * K + k, narrow(dx, dtype), mask=k < K)
+            if transpose is not None:
+                tokens = tl.zeros((SLOTS,), tl.int32) + tl.program_id(0)
+                _transpose(transpose, tokens, neurons, listed, h, du, dg, M, N, GATED)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + row * K + k, narrow(dx, dtype), mask=k < K)
 
 
 def _row_options(x: Tensor) -> dict[str, int]:
@@ -476,9 +481,10 @@ def backup_backward_kernel(
         tl.store(gradients[0] + place, du, mask=inside)
         if GATED:
             tl.store(gradients[1] + place, dg, mask=inside)
-        of_token = tl.broadcast_to(tokens[:, None], (BM, BN))
-        of_neuron = tl.broadcast_to(neurons[None, :], (BM, BN))
-        _transpose(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
+        if transpose is not None:
+            of_token = tl.broadcast_to(tokens[:, None], (BM, BN))
+            of_neuron = tl.broadcast_to(neurons[None, :], (BM, BN))
+            _transpose(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
 
 
 # The transpose and the weight gradients
@@ -528,8 +534,9 @@ def rank_kernel(transpose, neurons_ptr, used_ptr, num_backup, num_words, N, BN: 
 
 @triton.jit
 def weights_kernel(x_ptr, dy_ptr, transpose, dw, db, K, EVEN: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr):
-    """BK columns of the weight gradients of one neuron with a list, and its gradients of biases."""
-    GATED: tl.constexpr = dw[2] is not None
+    """BK columns of the weight gradients of one neuron with a list, and its gradients of biases; None: not asked for."""
+    GATE: tl.constexpr = dw[2] is not None or db[2] is not None
+    UP: tl.constexpr = dw[1] is not None or db[1] is not None
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     _, _, place_ptr, tokens_ptr, values_ptr, size, _, T = transpose
     neuron = tl.program_id(0).to(tl.int64)
@@ -546,20 +553,25 @@ def weights_kernel(x_ptr, dy_ptr, transpose, dw, db, K, EVEN: tl.constexpr, SLOT
             listed = slots < count
             slots += neuron * T
             tokens = tl.load(tokens_ptr + slots, mask=listed, other=0)
-            h = tl.load(values_ptr + slots, mask=listed, other=0.0).to(tl.float32)
-            du = tl.load(values_ptr + size + slots, mask=listed, other=0.0).to(tl.float32)
-            x = _rows(x_ptr, tokens, k, listed, K, EVEN)
-            down += tl.sum(h[:, None] * _rows(dy_ptr, tokens, k, listed, K, EVEN), 0)
-            up += tl.sum(du[:, None] * x, 0)
-            up_bias += du
-            if GATED:
+            if dw[0] is not None:
+                h = tl.load(values_ptr + slots, mask=listed, other=0.0).to(tl.float32)
+                down += tl.sum(h[:, None] * _rows(dy_ptr, tokens, k, listed, K, EVEN), 0)
+            if UP or GATE:
+                x = _rows(x_ptr, tokens, k, listed, K, EVEN)
+            if UP:
+                du = tl.load(values_ptr + size + slots, mask=listed, other=0.0).to(tl.float32)
+                up += tl.sum(du[:, None] * x, 0)
+                up_bias += du
+            if GATE:
                 dg = tl.load(values_ptr + 2 * size.to(tl.int64) + slots, mask=listed, other=0.0).to(tl.float32)
                 gate += tl.sum(dg[:, None] * x, 0)
                 gate_bias += dg
         place = neuron * K + k
-        tl.store(dw[0] + place, narrow(down, dtype), mask=k < K)
-        tl.store(dw[1] + place, narrow(up, dtype), mask=k < K)
-        if GATED:
+        if dw[0] is not None:
+            tl.store(dw[0] + place, narrow(down, dtype), mask=k < K)
+        if dw[1] is not None:
+            tl.store(dw[1] + place, narrow(up, dtype), mask=k < K)
+        if dw[2] is not None:
             tl.store(dw[2] + place, narrow(gate, dtype), mask=k < K)
         if tl.program_id(1) == 0:
             if db[1] is not None:
@@ -586,8 +598,9 @@ def backup_weights_kernel(
             a = tl.load(a_ptr + a_place, mask=valid[:, None] & (tokens < M)[None, :], other=0.0)
             x = tl.load(x_ptr + x_place, mask=(tokens < M)[:, None] & inside, other=0.0)
             acc = tl.dot(wide(a), wide(x), acc)
-        dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
-        tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
+        if dw_ptr is not None:
+            dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
+            tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
         if db_ptr is not None:  # apart, as l1 above
             if tl.program_id(1) == 0:
                 bias = tl.zeros((BM,), tl.float32)
@@ -656,49 +669,28 @@ def backward(
     saved: Saved,
     dy: Tensor,
     dl1: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), the same bits for the same call.
 
-    Tensors as for `forward`, which gave `saved`; dy [M, K] in x.dtype, dl1 [M] fp32. Returns dx [M, K], dw_gate [N, K] or
-    None, dw_up [N, K], dw_down_t [N, K], db_gate [N] or None and db_up [N] or None, in x.dtype.  Paper: App. B.2, backward
-    pass.
+    Tensors as for `forward`, which gave `saved`; dy [M, K] in x.dtype, dl1 [M] fp32. Returns dx [M, K], dw_gate, dw_up and
+    dw_down_t [N, K], db_gate and db_up [N], in x.dtype, each None unless `needs`, in this order, asks for it. Paper:
+    App. B.2, backward pass.
     """
     gated = w_gate is not None
     num_tokens, (num_neurons, hidden_size) = len(x), w_up.shape
     dy, dl1 = dy.contiguous(), dl1.contiguous()
+    given = x, w_gate, w_up, w_down_t, b_gate, b_up
+    gradients = [torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)]
+    dx, dw_gate, dw_up, dw_down, db_gate, db_up = gradients
     place, indices, *_, dense, _ = saved
     g, u, dense_g, dense_u = (saved[i].view(x.dtype) for i in (2, 3, 6, 7))
     backup = (*saved[4:6], len(dense))
     sizes = (num_tokens, num_neurons, hidden_size)
 
-    width, num_backup = transposed_sizes(num_tokens, num_neurons, len(dense))
-    num_words, listed = triton.cdiv(num_tokens, 32), num_neurons * width
-    marks = torch.zeros(num_words, num_neurons, dtype=torch.int32, device=x.device)
-    values = x.new_empty(2 + gated, listed + num_backup * num_tokens)
-    values[:, listed:].zero_()
-    tokens = marks.new_empty(num_neurons, width)
-    transpose = (
-        marks,
-        torch.empty_like(marks),
-        marks.new_empty(num_neurons),
-        tokens,
-        values,
-        values.shape[1],
-        listed,
-        width,
-    )
-    transposed_backup = (marks.new_empty(num_backup), marks.new_zeros(1), num_backup)
-    mark_kernel[(num_tokens,)](
-        *(place, indices, dense, marks, num_neurons), **launch_options(num_warps=1, num_stages=1)
-    )
-    rank_kernel[(triton.cdiv(num_neurons, 32),)](
-        *(transpose, *transposed_backup, num_words, num_neurons),
-        BN=32,
-        STEP=64,
-        **launch_options(num_warps=4, num_stages=1),
-    )
-
-    dx = torch.empty_like(x)
+    transpose = None
+    if any(needs[1:]):
+        transpose, transposed_backup, dense_values = _transposed(saved, x, gated, num_neurons)
     row_backward_kernel[(num_tokens,)](
         *(dy, dl1, (place, indices, g, u), (w_gate, w_up, w_down_t), dx, transpose, *sizes),
         **_row_options(x),
@@ -712,14 +704,15 @@ def backward(
         *(dy, dl1, w_down_t, (dense_g, dense_u), (dense_du, dense_dg), backup, transpose, *sizes),
         **options,
     )
-    backup_product_kernel[(blocks, columns)](
-        *((dense_du, w_up), (dense_dg, w_gate), None, dx, None, backup, num_neurons, hidden_size),
-        **options,
-    )
+    if dx is not None:
+        backup_product_kernel[(blocks, columns)](
+            *((dense_du, w_up), (dense_dg, w_gate), None, dx, None, backup, num_neurons, hidden_size),
+            **options,
+        )
+    if transpose is None:
+        return tuple(gradients)
 
-    # In the order of `values`.
-    dw = torch.empty_like(w_down_t), torch.empty_like(w_up), torch.empty_like(w_gate) if gated else None
-    db = None, None if b_up is None else torch.empty_like(b_up), None if b_gate is None else torch.empty_like(b_gate)
+    dw, db = (dw_down, dw_up, dw_gate), (None, db_up, db_gate)  # in the order of the transpose's values
     fits = max(CACHE_BYTES // (2 * x.element_size() * num_tokens), 32)
     block_k = min(triton.next_power_of_2(hidden_size), triton.next_power_of_2(fits + 1) // 2)
     # The slow axis is that of columns: all neurons pass over the same part of x and dy before the next one comes.
@@ -731,8 +724,40 @@ def backward(
         **config("hybrid_weights", x.device),
     )
     for i in range(2 + gated):
-        backup_weights_kernel[(triton.cdiv(num_backup, options["BM"]), columns)](
-            *(values[i, listed:], x if i else dy, dw[i], db[i], transposed_backup, num_tokens, hidden_size),
-            **options,
-        )
-    return dx, dw[2], dw[1], dw[0], db[2], db[1]
+        if dw[i] is not None or db[i] is not None:
+            backup_weights_kernel[(triton.cdiv(transposed_backup[2], options["BM"]), columns)](
+                *(dense_values[i], x if i else dy, dw[i], db[i], transposed_backup, num_tokens, hidden_size),
+                **options,
+            )
+    return tuple(gradients)
+
+
+def _transposed(saved: Saved, x: Tensor, gated: bool, num_neurons: int) -> tuple[tuple, tuple, Tensor]:
+    """The transpose with its places and without its values, its backup, and the backup rows of h, du and dg."""
+    num_tokens, dense = len(x), saved.dense_g
+    width, num_backup = list_width(num_tokens), transposed_rows(num_tokens, num_neurons, len(dense))
+    num_words, listed = triton.cdiv(num_tokens, 32), num_neurons * width
+    marks = torch.zeros(num_words, num_neurons, dtype=torch.int32, device=x.device)
+    values = x.new_empty(2 + gated, listed + num_backup * num_tokens)
+    values[:, listed:].zero_()
+    transpose = (
+        marks,
+        torch.empty_like(marks),
+        marks.new_empty(num_neurons),
+        marks.new_empty(num_neurons, width),
+        values,
+        values.shape[1],
+        listed,
+        width,
+    )
+    backup = (marks.new_empty(num_backup), marks.new_zeros(1), num_backup)
+    mark_kernel[(num_tokens,)](
+        *(saved.place, saved.indices, dense, marks, num_neurons), **launch_options(num_warps=1, num_stages=1)
+    )
+    rank_kernel[(triton.cdiv(num_neurons, 32),)](
+        *(transpose, *backup, num_words, num_neurons),
+        BN=32,
+        STEP=64,
+        **launch_options(num_warps=4, num_stages=1),
+    )
+    return transpose, backup, values[:, listed:]

@@ -34,12 +34,15 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.format import MAX_COLUMNS, check_tensor
 from twell.kernels import decode, dense, hybrid, rowwise, training, union
 from twell.kernels.common import DTYPES, INTERPRETED
 from twell.kernels.gate import COMPRESSIONS
+
+PLAIN = Tensor, nn.Parameter
 
 
 def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
@@ -63,6 +66,10 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None
         if tensor is None:
             continue
         check_tensor(name, tensor, expected[name], x.dtype)
+        if type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, expected a plain tensor, such as full_tensor() gives"
+            )
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; expected one device")
         if not (tensor.t() if name == "w_down" else tensor).is_contiguous():
@@ -74,22 +81,23 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None
         raise ValueError(f"activity is on {activity.device} and x on {x.device}; expected one device")
 
 
-def _prepare(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
-    """x contiguous and at an address that tensor descriptors accept; refuses weights that are not."""
+def _prepare(x: Tensor) -> Tensor:
+    """x contiguous and aligned. Raises ValueError where there is no GPU for it."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)")
-    for name, w in (("w_gate", w_gate), ("w_up", w_up)):
-        if w is not None and w.data_ptr() % 16:
-            raise ValueError(f"{name} begins at address {w.data_ptr():#x}, expected a multiple of 16 bytes")
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    return _aligned(x.contiguous())
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, copied where it begins at an address that tensor descriptors do not accept."""
+    return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
 def _run(path, x, w_gate, w_up, w_down, b_gate, b_up, b_down, **options) -> Tensor:
     _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    x = _prepare(x, w_gate, w_up)
+    x, w_gate, w_up = _prepare(x), _aligned(w_gate), _aligned(w_up)
     # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         return path(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, **options)
@@ -179,6 +187,10 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
 
     `activity` (see the module; dense ignores it) is for eager calls: raises ValueError under torch.compile.
     """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
+        raise RuntimeError(
+            "ops.run computes no gradients, and a tensor requires them; use torch.no_grad() or ops.train"
+        )
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
@@ -202,7 +214,7 @@ def choose(num_tokens: int) -> str:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-MAX_ENTRIES = 2**31  # their places are 32-bit integers
+MAX_ENTRIES = 2**31 - 2**12  # places are 32-bit integers, and kernels step past the last one by up to 256
 
 
 class Trained(NamedTuple):
@@ -252,7 +264,7 @@ def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capa
         raise ValueError("x has no token, expected at least 1")
     if not 1 <= capacity < MAX_ENTRIES / x.shape[0]:
         raise ValueError(
-            f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below 2^31 entries in all"
+            f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below {MAX_ENTRIES} entries in all"
         )
     if token_mask is not None and token_mask.numel() != x.shape[0]:
         raise ValueError(f"token_mask has shape {tuple(token_mask.shape)}, expected {x.shape[0]} entries, one a token")
@@ -267,22 +279,23 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
 
     def forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
         _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-        x = _prepare(x, w_gate, w_up)
+        x, w_gate, w_up = _prepare(x), _aligned(w_gate), _aligned(w_up)
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
             return path.forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, token_mask, capacity)
 
     def backward(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        *saved, dy, dl1 = rest
-        x, dy = _prepare(x, w_gate, w_up), _prepare(dy.to(x.dtype), None, w_down.t())
+        *saved, dy, dl1, needs = rest
+        x, dy = _prepare(x), _prepare(dy.to(x.dtype))
+        w_gate, w_up = _aligned(w_gate), _aligned(w_up)
         saved = path.Saved(*saved)
         # A copy, though it may be fp32 already: in a thread of autograd's the device has no context before PyTorch runs
         # something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            found = path.backward(x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1)
-        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in found)
+            gradients = path.backward(x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1, needs)
+        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     forward_op = torch.library.custom_op(
         f"twell::train_{name}",
@@ -295,7 +308,7 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         f"twell::train_{name}_backward",
         backward,
         mutates_args=(),
-        schema=f"({arguments}, {saved}, Tensor dy, Tensor dl1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        schema=f"({arguments}, {saved}, Tensor dy, Tensor dl1, bool[] needs) -> ({', '.join(['Tensor'] * 6)})",
     )
 
     @forward_op.register_fake
@@ -313,12 +326,11 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
 
     @backward_op.register_fake
     def _(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        gradients = (x, w_gate, w_up, w_down.t(), b_gate, b_up)
-        return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in gradients)
+        given = (x, w_gate, w_up, w_down.t(), b_gate, b_up)
+        return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for t, need in zip(given, rest[-1], strict=True))
 
     def keep(ctx, inputs, output):
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down, _, _ = inputs
-        ctx.has_down_bias = b_down is not None
+        x, w_gate, w_up, w_down, b_gate, b_up, *_ = inputs
         ctx.set_materialize_grads(False)  # else zeros are made for all that is kept
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *output[5:])
 
@@ -326,20 +338,16 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         tensors = ctx.saved_tensors
         dy = torch.zeros_like(tensors[0]) if dy is None else dy
         dl1 = dy.new_zeros(len(dy), dtype=torch.float32) if dl1 is None else dl1
-        w_gate, b_gate, b_up = tensors[1], tensors[4], tensors[5]
-        dx, d_gate, d_up, d_down, d_b_gate, d_b_up = backward_op(*tensors, dy, dl1)
-        d_b_down = dy.sum(0, dtype=torch.float32).to(dx.dtype) if ctx.has_down_bias else None
-        return (
-            dx,
-            None if w_gate is None else d_gate,
-            d_up,
-            d_down.t(),
-            None if b_gate is None else d_b_gate,
-            None if b_up is None else d_b_up,
-            d_b_down,
-            None,
-            None,
-        )
+        # Of x, the weights and the first two biases: only what is asked for is computed.
+        needs = [t is not None and need for t, need in zip(tensors, ctx.needs_input_grad[:6], strict=False)]
+        gradients = [None] * 6
+        if any(needs):
+            gradients = backward_op(*tensors, dy, dl1, needs)
+        gradients = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+        if needs[3]:
+            gradients[3] = gradients[3].t()
+        d_b_down = dy.sum(0, dtype=torch.float32).to(tensors[0].dtype) if ctx.needs_input_grad[6] else None
+        return *gradients, d_b_down, None, None
 
     forward_op.register_autograd(differentiate, setup_context=keep)
     return forward_op

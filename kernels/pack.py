@@ -40,13 +40,13 @@ def pack_kernel(
     CHUNK: tl.constexpr,
 ):
     """Moves non-zeros of segments of `tile_n` columns to the front of `capacity` slots; counts them all."""
-    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    segments = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
     valid = segments < num_segments
-    row_ptr = dense_ptr + (segments // num_tiles).to(tl.int64)[:, None] * N
-    begin = segments % num_tiles * tile_n
+    row_ptr = dense_ptr + (segments // num_tiles)[:, None] * N
+    begin = (segments % num_tiles * tile_n).to(tl.int32)
     end = tl.minimum(begin + tile_n, N)
-    slot_ptr = values_ptr + segments.to(tl.int64)[:, None] * (capacity + WORDS) + WORDS
-    index_ptr = indices_ptr + segments.to(tl.int64)[:, None] * capacity
+    slot_ptr = values_ptr + segments[:, None] * (capacity + WORDS) + WORDS
+    index_ptr = indices_ptr + segments[:, None] * capacity
     counts = tl.zeros((SEGMENTS,), tl.int32)
     for start in range(0, tile_n, CHUNK):
         columns = begin[:, None] + start + tl.arange(0, CHUNK)[None, :]
@@ -61,7 +61,7 @@ def pack_kernel(
             tl.store(index_ptr + slots, columns.to(tl.int16), mask=kept)
         counts += tl.sum(active.to(tl.int32), 1)
     if WORDS:
-        tl.store(values_ptr + segments.to(tl.int64) * (capacity + 1), counts, mask=valid)
+        tl.store(values_ptr + segments * (capacity + 1), counts, mask=valid)
     else:
         tl.store(counts_ptr + segments, counts, mask=valid)
 
@@ -81,12 +81,12 @@ def unpack_kernel(
     CHUNK: tl.constexpr,
 ):
     """The reverse: scatters the filled slots of segments into a matrix of zeros."""
-    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    segments = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
     valid = segments < num_segments
-    row_ptr = dense_ptr + (segments // num_tiles).to(tl.int64)[:, None] * N
-    segment_ptr = values_ptr + segments.to(tl.int64)[:, None] * (capacity + WORDS)
+    row_ptr = dense_ptr + (segments // num_tiles)[:, None] * N
+    segment_ptr = values_ptr + segments[:, None] * (capacity + WORDS)
     if WORDS:
-        counts = tl.load(values_ptr + segments.to(tl.int64) * (capacity + 1), mask=valid, other=0)
+        counts = tl.load(values_ptr + segments * (capacity + 1), mask=valid, other=0)
     else:
         counts = tl.load(counts_ptr + segments, mask=valid, other=0)
     for start in range(0, capacity, CHUNK):
@@ -97,7 +97,7 @@ def unpack_kernel(
             columns = values & 0xFFFF
             values = values >> 16
         else:
-            place = indices_ptr + segments.to(tl.int64)[:, None] * capacity + slots
+            place = indices_ptr + segments[:, None] * capacity + slots
             columns = tl.load(place, mask=filled, other=0).to(tl.int32) & 0xFFFF
         tl.store(row_ptr + columns, values.to(dense_ptr.dtype.element_ty), mask=filled)
 
@@ -105,8 +105,8 @@ def unpack_kernel(
 @triton.jit
 def flags_kernel(dense_ptr, flags_ptr, M, N, block_m, MAGNITUDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Whether any token of a block has a column active."""
-    block = tl.program_id(1)
-    columns = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    block = tl.program_id(0)
+    columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     end = tl.minimum(block * block_m + block_m, M)
     found = tl.zeros((CHUNK,), tl.int32)
     for start in range(block * block_m, end, ROWS):
@@ -132,8 +132,9 @@ def union_kernel(
     CHUNK: tl.constexpr,
 ):
     """Gathers the columns of a block's union into its matrix [block_m, union], or scatters them back."""
-    block = tl.program_id(0)
-    tokens = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    parts = tl.cdiv(block_m, ROWS)
+    block = tl.program_id(0) // parts
+    tokens = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     rows = block * block_m + tokens
     offset = tl.load(offsets_ptr + block)
     size = tl.load(offsets_ptr + block + 1) - offset
@@ -276,7 +277,7 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
     offsets = torch.zeros(num_blocks + 1, dtype=torch.int64, device=dense.device)
     options = launch_options(num_warps=4, num_stages=1)
     if num_blocks:
-        flags_kernel[(triton.cdiv(n_cols, CHUNK), num_blocks)](
+        flags_kernel[(num_blocks, triton.cdiv(n_cols, CHUNK))](
             _bits(dense),
             flags,
             num_tokens,
@@ -298,7 +299,7 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
 def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
     num_blocks = len(union.offsets) - 1
     if num_blocks:
-        union_kernel[(num_blocks, triton.cdiv(union.block_m, SEGMENTS))](
+        union_kernel[(num_blocks * triton.cdiv(union.block_m, SEGMENTS),)](
             _bits(dense),
             _bits(union.values),
             union.indices,

@@ -16,7 +16,9 @@ each active entry, where a dense layer keeps 6 bytes for each token and neuron.
 
 Weight gradients. A neuron's rows of x and dy are added up one after the other, as long as it is active for at most one
 token in DENSE_FROM. A more active one goes to a dense backup of h, du and dg, whose products run on tensor cores
-(the paper's transposed hybrid with lists in place of ELL); those for which the backup has no row stay with their lists.
+(the paper's transposed hybrid with lists in place of ELL). Which neurons these are depends on their tokens alone, not on
+`capacity`: it is their number that follows from it, fewer than DENSE_FROM * `capacity`. Their rows stand where du and dg
+of the unions stood, and where these do not hold all of them the rest follows in a second round.
 
 Room. How many entries there are is not known when their buffer is made. It holds `capacity` entries per token; what does
 not fit is not stored anywhere, and `needed` tells the caller, who has to do the step again (twell/sparse_training.py).
@@ -26,6 +28,7 @@ Paper: training with the hybrid format (App. B.2); unions and entries are ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,15 +39,12 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels import union
-from twell.kernels.common import config, launch_options, narrow, popcount, round_up, wide
+from twell.kernels.common import config, launch_options, narrow, num_processors, popcount, round_up, wide
 from twell.kernels.gate import gate_bits
 
 BLOCK = 64  # tokens that share a list
 # A dense row of the backup costs M tokens of tensor-core work, an entry of a list two rows of x and dy through the cache.
 DENSE_FROM = 64
-# Rows of the backup for each entry of capacity per token, as many as ask for one where activity is skewed (and at least for
-# one neuron in 4, at most for all).
-ROWS_PER_ENTRY = 15
 # Rows of x and dy that lists gather should stay in the cache (50 MB on an H200), so columns are taken in slabs.
 CACHE_BYTES = 2**24
 WARP_COLUMNS = 512  # that a warp sums
@@ -201,7 +201,10 @@ def gradient_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """du over dh, and dg, for 32 tokens of a block; both also for each entry. Non-gated, dh has the L1 term already."""
+    """du over dh, and dg, for 32 tokens of a block; both also for each entry, if a weight or bias asks for them.
+
+    Non-gated, dh has the L1 term already.
+    """
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
     word = tl.program_id(0)
     block = word // (BM // 32)
@@ -231,10 +234,11 @@ def gradient_kernel(
             tl.store(dg_ptr + column, dg)
         du = narrow(du, dtype)
         tl.store(dh_ptr + column, du)
-        found = _bits(du) << 16
-        if GATED:
-            found |= _bits(dg)
-        tl.store(gradients_ptr + entry, found, mask=kept)
+        if gradients_ptr is not None:
+            found = _bits(du) << 16
+            if GATED:
+                found |= _bits(dg)
+            tl.store(gradients_ptr + entry, found, mask=kept)
 
 
 @triton.jit
@@ -246,7 +250,8 @@ def _wide_load(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _one_entry(
+def _add_entry(
+    sums,
     entry,
     entries_ptr,
     gradients_ptr,
@@ -258,19 +263,27 @@ def _one_entry(
     dtype: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
-    """du x, dg x and h dy of one entry."""
+    """The sums dwg, dwu and dwd with dg x, du x and h dy of one entry added, where they are asked for."""
+    dwg, dwu, dwd = sums
     kept_word = tl.load(entries_ptr + entry)
-    found = tl.load(gradients_ptr + entry)
     place = (kept_word >> 32) * K + k
-    x = _wide_load(x_ptr + place, inside, EVEN)
-    dy = _wide_load(dy_ptr + place, inside, EVEN)
-    h = _value(kept_word >> 16, dtype)
-    du = _value(found >> 16, dtype)
-    dg = _value(found, dtype)
-    if GATED:
-        h = narrow(h * _value(kept_word, dtype), dtype).to(tl.float32)
-    return du * x, dg * x, h * dy
+    if GATE or UP:
+        x = _wide_load(x_ptr + place, inside, EVEN)
+        found = tl.load(gradients_ptr + entry)
+        if UP:
+            dwu += _value(found >> 16, dtype) * x
+        if GATE:
+            dwg += _value(found, dtype) * x
+    if DOWN:
+        h = _value(kept_word >> 16, dtype)
+        if GATED:
+            h = narrow(h * _value(kept_word, dtype), dtype).to(tl.float32)
+        dwd += h * _wide_load(dy_ptr + place, inside, EVEN)
+    return dwg, dwu, dwd
 
 
 @triton.jit
@@ -290,8 +303,14 @@ def lists_gradient_kernel(
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A slab of BK columns of one neuron's weight gradients, from its list of entries; slabs are the slow axis."""
+    """A slab of BK columns of one neuron's weight gradients, from its list of entries; slabs are the slow axis.
+
+    A gradient without a pointer is not asked for.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    GATE: tl.constexpr = dwg_ptr is not None
+    UP: tl.constexpr = dwu_ptr is not None
+    DOWN: tl.constexpr = dwd_ptr is not None
     neuron = tl.program_id(0) % N
     slab = tl.program_id(0) // N
     begin = tl.load(spans_ptr + neuron)
@@ -299,32 +318,54 @@ def lists_gradient_kernel(
     if tl.load(spans_ptr + 2 * N + neuron) == 0:
         k = slab * BK + tl.arange(0, BK)
         inside = k < K
-        dwu = tl.zeros((BK,), tl.float32)
-        dwg = tl.zeros((BK,), tl.float32)
-        dwd = tl.zeros((BK,), tl.float32)
+        zeros = tl.zeros((BK,), tl.float32)
+        sums = (zeros, zeros, zeros)
         whole = begin + (end - begin) // UNROLL * UNROLL
         for first in range(begin, whole, UNROLL):
             for i in tl.static_range(UNROLL):
-                up, gate, down = _one_entry(
-                    first + i, entries_ptr, gradients_ptr, x_ptr, dy_ptr, k, inside, K, dtype, GATED, EVEN
+                sums = _add_entry(
+                    sums,
+                    first + i,
+                    entries_ptr,
+                    gradients_ptr,
+                    x_ptr,
+                    dy_ptr,
+                    k,
+                    inside,
+                    K,
+                    dtype,
+                    GATED,
+                    EVEN,
+                    GATE,
+                    UP,
+                    DOWN,
                 )
-                dwu += up
-                dwd += down
-                if GATED:
-                    dwg += gate
         for entry in range(whole, end):
-            up, gate, down = _one_entry(
-                entry, entries_ptr, gradients_ptr, x_ptr, dy_ptr, k, inside, K, dtype, GATED, EVEN
+            sums = _add_entry(
+                sums,
+                entry,
+                entries_ptr,
+                gradients_ptr,
+                x_ptr,
+                dy_ptr,
+                k,
+                inside,
+                K,
+                dtype,
+                GATED,
+                EVEN,
+                GATE,
+                UP,
+                DOWN,
             )
-            dwu += up
-            dwd += down
-            if GATED:
-                dwg += gate
+        dwg, dwu, dwd = sums
         place = neuron.to(tl.int64) * K + k
-        tl.store(dwu_ptr + place, narrow(dwu, dtype), mask=inside)
-        tl.store(dwd_ptr + place, narrow(dwd, dtype), mask=inside)
-        if GATED:
+        if GATE:
             tl.store(dwg_ptr + place, narrow(dwg, dtype), mask=inside)
+        if UP:
+            tl.store(dwu_ptr + place, narrow(dwu, dtype), mask=inside)
+        if DOWN:
+            tl.store(dwd_ptr + place, narrow(dwd, dtype), mask=inside)
 
 
 @triton.jit
@@ -349,7 +390,7 @@ def bias_gradient_kernel(
         tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit(do_not_specialize=["num_words", "first_row"])
 def backup_kernel(
     index_ptr,
     entries_ptr,
@@ -357,36 +398,43 @@ def backup_kernel(
     backup_ptr,
     totals_ptr,
     dense_ptr,
+    first_row,
     num_words,
     width,
     capacity,
     backup_rows,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Dense rows of the backup's neurons, one after the other h, du and dg [3 * backup_rows, 32 * num_words]."""
+    """Dense rows of the backup's neurons from `first_row` on, one after the other h, du and dg [3 * backup_rows, tokens]."""
     dtype: tl.constexpr = dense_ptr.dtype.element_ty
-    row = tl.program_id(0)
-    if row < tl.load(totals_ptr + 1):
-        neuron = tl.load(backup_ptr + row)
-        words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-        real = words < num_words
-        lane = tl.arange(0, 32)
+    words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    real = words < num_words
+    lane = tl.arange(0, 32)
+    size = num_words.to(tl.int64) * 32
+    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
+    for row in range(tl.program_id(1), used, tl.num_programs(1)):
+        neuron = tl.load(backup_ptr + first_row + row)
         index = tl.load(index_ptr + words.to(tl.int64) * width + neuron, mask=real, other=0)
         _, entry, kept = _entries_of(index, lane, capacity)
-        kept_word = tl.load(entries_ptr + entry, mask=kept, other=0)
-        found = tl.load(gradients_ptr + entry, mask=kept, other=0)
-        h = _value(kept_word >> 16, dtype)
-        if GATED:
-            h *= _value(kept_word, dtype)
-        size = num_words.to(tl.int64) * 32
         place = row * size + words[:, None] * 32 + lane[None, :]
-        tl.store(dense_ptr + place, narrow(h, dtype), mask=real[:, None])
-        place += backup_rows * size
-        tl.store(dense_ptr + place, narrow(_value(found >> 16, dtype), dtype), mask=real[:, None])
-        if GATED:
+        if DOWN:
+            kept_word = tl.load(entries_ptr + entry, mask=kept, other=0)
+            h = _value(kept_word >> 16, dtype)
+            if GATED:
+                h *= _value(kept_word, dtype)
+            tl.store(dense_ptr + place, narrow(h, dtype), mask=real[:, None])
+        if GATE or UP:
+            found = tl.load(gradients_ptr + entry, mask=kept, other=0)
             place += backup_rows * size
-            tl.store(dense_ptr + place, narrow(_value(found, dtype), dtype), mask=real[:, None])
+            if UP:
+                tl.store(dense_ptr + place, narrow(_value(found >> 16, dtype), dtype), mask=real[:, None])
+            if GATE:
+                place += backup_rows * size
+                tl.store(dense_ptr + place, narrow(_value(found, dtype), dtype), mask=real[:, None])
 
 
 @triton.jit
@@ -398,7 +446,7 @@ def _dense_product(dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: t
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "first_row"])
 def backup_gradient_kernel(
     dense_desc,
     x_desc,
@@ -408,37 +456,42 @@ def backup_gradient_kernel(
     dwd_ptr,
     backup_ptr,
     totals_ptr,
+    first_row,
     backup_rows,
     M,
     K,
-    GATED: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """BN columns of one weight gradient of BH neurons of the backup: their dense rows times x or dy."""
-    dtype: tl.constexpr = dwu_ptr.dtype.element_ty
+    """BN columns of one weight gradient of BH neurons of the backup: their dense rows times x or dy.
+
+    A gradient without a pointer is not asked for.
+    """
+    dtype: tl.constexpr = dense_desc.dtype
     num_columns = tl.cdiv(K, BN)
     per_weight = backup_rows // BH * num_columns
     weight = tl.program_id(0) // per_weight
     row = tl.program_id(0) % per_weight // num_columns * BH
     column = tl.program_id(0) % num_columns * BN
-    used = tl.minimum(tl.load(totals_ptr + 1), backup_rows)
+    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
     if row < used:
         rows = row + tl.arange(0, BH)
-        neurons = tl.load(backup_ptr + rows, mask=rows < used, other=0)
+        neurons = tl.load(backup_ptr + first_row + rows, mask=rows < used, other=0)
         columns = column + tl.arange(0, BN)
         inside = (rows < used)[:, None] & (columns < K)[None, :]
         place = neurons.to(tl.int64)[:, None] * K + columns[None, :]
         first = weight * backup_rows + row
         if weight == 0:
-            acc = _dense_product(dense_desc, dy_desc, first, column, M, BH, BN, BT)
-            tl.store(dwd_ptr + place, narrow(acc, dtype), mask=inside)
-        else:
+            if dwd_ptr is not None:
+                acc = _dense_product(dense_desc, dy_desc, first, column, M, BH, BN, BT)
+                tl.store(dwd_ptr + place, narrow(acc, dtype), mask=inside)
+        elif dwg_ptr is not None or dwu_ptr is not None:
             acc = _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT)
             if weight == 1:
-                tl.store(dwu_ptr + place, narrow(acc, dtype), mask=inside)
-            elif GATED:
+                if dwu_ptr is not None:
+                    tl.store(dwu_ptr + place, narrow(acc, dtype), mask=inside)
+            elif dwg_ptr is not None:
                 tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
 
 
@@ -447,7 +500,7 @@ class Saved(NamedTuple):
 
     entries [capacity * M] int64; index [ceil(M / 32), width] int64; lists [blocks, width], counts [blocks] and tiles int32,
     the unions; spans [3, N] int32, each neuron's first entry, the one after its last, and whether it is in the backup;
-    backup [rows] int32, the neurons there; totals [2] int64, all entries and the neurons that asked for a row of the backup.
+    backup [rows] int32, the neurons there; totals [2] int64, all entries and the neurons of the backup.
     """
 
     entries: Tensor
@@ -463,7 +516,7 @@ class Saved(NamedTuple):
 def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) -> Saved:
     """Empty tensors of the shapes of what `forward` keeps, gated or not."""
     num_tokens = len(x)
-    rows = torch.sym_min(torch.sym_max(intermediate_size // 4, ROWS_PER_ENTRY * capacity), intermediate_size)
+    rows = torch.sym_min(DENSE_FROM * capacity, intermediate_size)
     width, num_blocks = round_up(intermediate_size, 256), triton.cdiv(num_tokens, BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -567,104 +620,146 @@ def backward(
     saved: Saved,
     dy: Tensor,
     dl1: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x [M, K], w_gate, w_up, w_down_t [N, K], b_gate and b_up [N], None for what is not there.
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x [M, K], w_gate, w_up, w_down_t [N, K], b_gate and b_up [N], each None unless `needs` asks for it.
 
-    dy [M, K] contiguous, in x.dtype; dl1 [M] fp32. dh, du and dg are rounded, sums are in fp32.
+    dy [M, K] contiguous, in x.dtype; dl1 [M] fp32; `needs`: six, in the order of the gradients. dh, du and dg are rounded,
+    sums are in fp32.
     """
-    (num_tokens, hidden_size), intermediate_size = x.shape, len(w_up)
-    gated = w_gate is not None
+    given = x, w_gate, w_up, w_down_t, b_gate, b_up
+    gradients = [torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)]
+    dx, d_gate, d_up, d_down, d_b_gate, d_b_up = gradients
+    by_weight = d_gate is not None or d_up is not None or d_down is not None
+    gated, num_tokens = w_gate is not None, len(x)
     unions = lists, counts, _ = saved.lists, saved.counts, saved.tiles
     num_words, width = saved.index.shape
     capacity = len(saved.entries)
-    # Non-gated every h is above 0, and the L1 term joins dh before it is rounded: the same number added to rounded ones
-    # would be rounded the same way for all of a token's neurons.
-    add = None if gated else F.pad(dl1, (0, -num_tokens % BLOCK))
-    du = union.up(dy, w_down_t, None, None, unions, BLOCK, add=add)
-    dg = torch.empty_like(du) if gated else None
-    gradients = torch.empty(capacity, dtype=torch.int32, device=x.device)
-    gradient_kernel[(num_words,)](
-        du,
-        dg,
-        saved.index,
-        lists,
-        counts,
-        saved.entries,
-        gradients,
-        dl1,
-        num_tokens,
-        width,
-        capacity,
-        GATED=gated,
-        BM=BLOCK,
-        **config("training_elements", x.device),
-    )
-    dx = torch.empty_like(x)
-    union.down(du, w_up, None, unions, dx, (dg, w_gate) if gated else None)
-    del du, dg
-
-    d_gate = torch.empty_like(w_gate) if gated else None
-    d_up, d_down = torch.empty_like(w_up), torch.empty_like(w_down_t)
-    d_b_gate = None if b_gate is None else torch.empty_like(b_gate)
-    d_b_up = None if b_up is None else torch.empty_like(b_up)
-    backup_rows, size = len(saved.backup), 32 * num_words
-    dense = x.new_empty((3 if gated else 2) * backup_rows, size)
-    backup_kernel[(backup_rows, triton.cdiv(num_words, 64))](
-        saved.index,
-        saved.entries,
-        gradients,
-        saved.backup,
-        saved.totals,
-        dense,
-        num_words,
-        width,
-        capacity,
-        backup_rows,
-        GATED=gated,
-        WORDS=64,
-        **launch_options(num_warps=4, num_stages=1),
-    )
-    if b_gate is not None or b_up is not None:
-        bias_gradient_kernel[(intermediate_size,)](
-            gradients,
+    # du and, gated, dg of the unions; then the backup's dense rows.
+    scratch = x.new_empty(1 + gated, lists.numel(), BLOCK)
+    du, dg = scratch[0], scratch[1] if gated else None
+    entry_gradients = None
+    if any(gradient is not None for gradient in (d_gate, d_up, d_b_gate, d_b_up)):
+        entry_gradients = torch.empty(capacity, dtype=torch.int32, device=x.device)
+    if dx is not None or entry_gradients is not None:
+        # Non-gated every h is above 0, and the L1 term joins dh before it is rounded: the same number added to rounded ones
+        # would be rounded the same way for all of a token's neurons.
+        add = None if gated else F.pad(dl1, (0, -num_tokens % BLOCK))
+        union.up(dy, w_down_t, None, None, unions, BLOCK, add=add, out=du)
+        gradient_kernel[(num_words,)](
+            du,
+            dg,
+            saved.index,
+            lists,
+            counts,
+            saved.entries,
+            entry_gradients,
+            dl1,
+            num_tokens,
+            width,
+            capacity,
+            GATED=gated,
+            BM=BLOCK,
+            **config("training_elements", x.device),
+        )
+    if dx is not None:
+        union.down(du, w_up, None, unions, dx, (dg, w_gate) if gated else None)
+    if d_b_gate is not None or d_b_up is not None:
+        bias_gradient_kernel[(len(w_up),)](
+            entry_gradients,
             saved.spans,
             d_b_gate,
             d_b_up,
-            intermediate_size,
-            GATE=b_gate is not None,
-            UP=b_up is not None,
+            len(w_up),
+            GATE=d_b_gate is not None,
+            UP=d_b_up is not None,
             STEP=256,
             **launch_options(num_warps=1, num_stages=1),
         )
+    if by_weight:
+        weights = d_gate, d_up, d_down
+        _backup_gradients(x, dy, saved, entry_gradients, scratch, weights)
+        _lists_gradients(x, dy, saved, entry_gradients, gated, weights)
+    return tuple(gradients)
+
+
+def _backup_gradients(
+    x: Tensor,
+    dy: Tensor,
+    saved: Saved,
+    entry_gradients: Tensor | None,
+    scratch: Tensor,
+    weights: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Writes the weight gradients (gate, up, down; None: not asked for) of the neurons of the backup; overwrites `scratch`."""
+    gated = len(scratch) == 2
+    d_gate, d_up, d_down = weights
+    hidden_size = x.shape[1]
+    num_words, width = saved.index.shape
     options = config("training_backup", x.device)
-    num_tiles = backup_rows // options["BH"] * triton.cdiv(hidden_size, options["BN"])
-    backup_gradient_kernel[((3 if gated else 2) * num_tiles,)](
-        TensorDescriptor.from_tensor(dense, [options["BH"], options["BT"]]),
-        TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
-        TensorDescriptor.from_tensor(dy, [options["BT"], options["BN"]]),
-        d_gate,
-        d_up,
-        d_down,
-        saved.backup,
-        saved.totals,
-        backup_rows,
-        num_tokens,
-        hidden_size,
-        GATED=gated,
-        **options,
-    )
+    # Rows of h, du and, gated, dg that fit.
+    most = scratch.numel() // ((2 + gated) * 32 * num_words)
+    backup_rows = min(most // options["BH"] * options["BH"], len(saved.backup))
+    dense = scratch.view(-1)[: (2 + gated) * backup_rows * 32 * num_words].view(-1, 32 * num_words)
+    num_tiles = (2 + gated) * backup_rows // options["BH"] * triton.cdiv(hidden_size, options["BN"])
+    for first_row in range(0, len(saved.backup), backup_rows):
+        backup_kernel[(triton.cdiv(num_words, 64), min(backup_rows, 4 * num_processors(x.device)))](
+            saved.index,
+            saved.entries,
+            entry_gradients,
+            saved.backup,
+            saved.totals,
+            dense,
+            first_row,
+            num_words,
+            width,
+            len(saved.entries),
+            backup_rows,
+            GATED=gated,
+            GATE=d_gate is not None,
+            UP=d_up is not None,
+            DOWN=d_down is not None,
+            WORDS=64,
+            **launch_options(num_warps=4, num_stages=1),
+        )
+        backup_gradient_kernel[(num_tiles,)](
+            TensorDescriptor.from_tensor(dense, [options["BH"], options["BT"]]),
+            TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
+            TensorDescriptor.from_tensor(dy, [options["BT"], options["BN"]]),
+            d_gate,
+            d_up,
+            d_down,
+            saved.backup,
+            saved.totals,
+            first_row,
+            backup_rows,
+            len(x),
+            hidden_size,
+            **options,
+        )
+
+
+def _lists_gradients(
+    x: Tensor,
+    dy: Tensor,
+    saved: Saved,
+    entry_gradients: Tensor | None,
+    gated: bool,
+    weights: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Writes the weight gradients (gate, up, down; None: not asked for) of all other neurons."""
+    num_tokens, hidden_size = x.shape
+    intermediate_size = saved.spans.shape[1]
     # The widest power of two whose columns of x and dy stay in the cache.
     columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
     block_k = min(max(1 << (columns.bit_length() - 1), 128), triton.next_power_of_2(hidden_size), 2048)
     lists_gradient_kernel[(intermediate_size * triton.cdiv(hidden_size, block_k),)](
         saved.entries,
-        gradients,
+        entry_gradients,
         saved.spans,
         x,
         dy,
-        d_gate,
-        d_up,
-        d_down,
+        *weights,
         intermediate_size,
         hidden_size,
         GATED=gated,
@@ -673,4 +768,3 @@ def backward(
         num_warps=max(block_k // WARP_COLUMNS, 1),
         **config("training_lists", x.device),
     )
-    return dx, d_gate, d_up, d_down, d_b_gate, d_b_up

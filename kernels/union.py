@@ -270,18 +270,19 @@ def up(
     block_m: int,
     gated: bool = True,
     add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """(x w^T + b) * g over the unions, by neurons; without g the product alone. x [M, K], w [N, K]; see `up_kernel`.
 
     `add` [blocks * block_m] fp32 is added to each token's products, which needs that there is no g.
 
-    `unions` are lists, counts and the queue of tiles. Returns [blocks * width, block_m], of which the first counts[block]
-    of a block's `width` rows are set.
+    `unions` are lists, counts and the queue of tiles. Returns (or writes to `out`) [blocks * width, block_m], of which the
+    first counts[block] of a block's `width` rows are set.
     """
     lists, counts, tiles = unions
     (num_blocks, width), hidden_size = lists.shape, x.shape[1]
     options = config(f"union_up_{block_m}", x.device)
-    h = x.new_empty(num_blocks * width, block_m)
+    h = x.new_empty(num_blocks * width, block_m) if out is None else out
     num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(tiles) - 1)
     up_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),

@@ -9,6 +9,8 @@ alone. Values are of two kinds:
   integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit, the layer
             in fp64 that rounds g, h (row-wise does not round h) and y to the storage type.
 
+Every case is computed twice and has to give the same bits, with --training with two capacities.
+
 With --training the gradients of every tensor and of the L1 term are checked too, with u, du and dg (and in the path by
 unions dh, of a gated layer) rounded where values are integers. Errors are relative to the RMS that the result has, or would have if no sum
 cancelled, whichever is larger.
@@ -293,8 +295,17 @@ def check_training(case: Case, device: torch.device | str, path: str, capacity: 
         dy, dl1 = dy.round(), (10 * dl1).round()
     dy = dy.to(case.dtype)
     mask = torch.rand(case.num_tokens, generator=g, device=device) < 0.7
-    found = ops.train(path, capacity or case.intermediate_size, **leaves, token_mask=mask)
-    gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
+
+    def step(capacity: int) -> tuple[ops.Trained, tuple[Tensor, ...]]:
+        trained = ops.train(path, capacity, **leaves, token_mask=mask)
+        return trained, torch.autograd.grad([trained.y, trained.l1], list(given.values()), [dy, dl1])
+
+    found, gradients = step(capacity or case.intermediate_size)
+    if dy.is_cuda:  # the interpreter runs programs one after the other
+        again, gradients_again = step(max(int(found.needed), 1))
+        for a, b in zip((*found, *gradients), (*again, *gradients_again), strict=True):
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+            assert torch.equal(a.view(bits), b.view(bits)), "two calls with different capacities, two results"
     got = {"y": found.y.detach(), "l1": found.l1.detach(), **dict(zip(given, gradients, strict=True))}
     for name, gradient in zip(given, gradients, strict=True):
         assert gradient.shape == given[name].shape and gradient.dtype == case.dtype, name

@@ -136,7 +136,9 @@ def compile_all(architecture: str) -> dict[str, int]:
             mask = None if counted is None else torch.ones(256, dtype=torch.bool)
             for path in (training, hybrid):
                 _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
-                path.backward(x, *tensors[:3], bias, bias, path.Saved(*saved), x, torch.zeros(256))
+                given = (x, *tensors[:3], bias, bias)
+                needs = [t is not None for t in given]
+                path.backward(*given, path.Saved(*saved), x, torch.zeros(256), needs)
             for num_tokens in (1, 2, 4, 16, 64):
                 decode.ffn(x[:num_tokens], *tensors, activity=counted)
     dense.relu_times_kernel[(1,)](w, w, w.numel(), BLOCK=dense.BLOCK, num_warps=dense.NUM_WARPS)

@@ -38,7 +38,8 @@ def forward(t, mask, capacity):
 
 
 def backward(t, saved, dy, dl1):
-    return hybrid.backward(t["x"], t["w_gate"], t["w_up"], t["w_down"].t(), t["b_gate"], t["b_up"], saved, dy, dl1)
+    given = t["x"], t["w_gate"], t["w_up"], t["w_down"].t(), t["b_gate"], t["b_up"]
+    return hybrid.backward(*given, hybrid.Saved(*saved), dy, dl1, [tensor is not None for tensor in given])
 
 
 def step(t, dy, dl1, mask, capacity):
@@ -99,8 +100,8 @@ def assert_equal(results, expected, names=NAMES):
 def heavy_neurons(counts, num_tokens, capacity):
     """How many neurons with these numbers of tokens have no room in a list, and the backup rows for them."""
     num_backup = hybrid.backup_rows(num_tokens, len(counts), capacity)
-    width, transposed_backup = hybrid.transposed_sizes(num_tokens, len(counts), num_backup)
-    return int((counts > width).sum()), transposed_backup
+    heavy = counts > hybrid.list_width(num_tokens)
+    return int(heavy.sum()), hybrid.transposed_rows(num_tokens, len(counts), num_backup)
 
 
 def fits(counts, heavy_tokens, num_tokens, capacity):
@@ -407,6 +408,7 @@ def test_sizes_at_full_scale():
     """16,384 tokens of 5,632 neurons, 64 entries each: backup rows and lists take a small part of the dense layer."""
     num_backup = hybrid.backup_rows(16_384, 5632, 64)
     assert num_backup == 187
-    assert hybrid.transposed_sizes(16_384, 5632, num_backup) == (1024, 64)
-    assert hybrid.transposed_sizes(16_384, 5632, 1) == (64, 1)
-    assert hybrid.transposed_sizes(100, 300, 100) == (128, 300)
+    assert hybrid.list_width(16_384) == 256 and hybrid.list_width(100) == 64
+    assert hybrid.transposed_rows(16_384, 5632, num_backup) == 257
+    assert hybrid.transposed_rows(16_384, 5632, 1) == 1
+    assert hybrid.transposed_rows(100, 300, 100) == 300

@@ -490,14 +490,56 @@ def test_operators_refuse(path, change, error, message):
         ops.PATHS[path](**tensors)
 
 
-def test_operators_refuse_compressions_and_addresses():
-    tensors = fuzz.layer(integer_case(), DEVICE)
+def test_operators_refuse_compressions():
     with pytest.raises(ValueError, match="compression=3"):
-        ops.ffn_rowwise(**tensors, compression=3)
-    w = tensors["w_up"]
-    tensors["w_up"] = torch.cat([w.new_zeros(1), w.flatten()])[1:].view_as(w)
-    with pytest.raises(ValueError, match="w_up begins at address"):
-        ops.ffn_union(**tensors)
+        ops.ffn_rowwise(**fuzz.layer(integer_case(), DEVICE), compression=3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_weights_at_addresses_that_tensor_descriptors_do_not_take(path):
+    tensors = fuzz.layer(integer_case(path), DEVICE)
+    expected = ops.PATHS[path](**tensors)
+    for name in ("w_gate", "w_up", "w_down"):
+        w = tensors[name].t() if name == "w_down" else tensors[name]
+        w = torch.cat([w.new_zeros(1), w.flatten()])[1:].view_as(w)
+        assert w.data_ptr() % 16
+        tensors[name] = w.t() if name == "w_down" else w
+    assert torch.equal(ops.PATHS[path](**tensors), expected)
+
+
+def test_chunks_of_decoding_give_the_same_bits(monkeypatch):
+    tensors = fuzz.layer(integer_case("decode", num_tokens=150, values="normal", biases=True), DEVICE)
+    activity = [torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    expected = ops.run("decode", *tensors.values(), activity=activity[0])
+    monkeypatch.setattr(decode, "WORKSPACE_BYTES", 1)
+    assert decode.chunk_tokens(48, 140, torch.device(DEVICE)) == 64
+    assert torch.equal(ops.run("decode", *tensors.values(), activity=activity[1]), expected)
+    assert torch.equal(*activity) and activity[0][0] == 150
+
+
+def test_decoding_many_tokens_is_bounded():
+    """Lists and h of a chunk stay below the workspace, and the grid below 65,536 blocks, at any size."""
+    for hidden_size, intermediate_size in ((16, 1), (2048, 5632), (16_384, 65_536)):
+        tokens = decode.chunk_tokens(hidden_size, intermediate_size, torch.device("cpu"))
+        columns = hidden_size // common.config("decode_down", torch.device("cpu"))["BN"]
+        width = common.round_up(intermediate_size, 64)
+        assert tokens % 64 == 0 and 64 <= tokens <= 64 * 65_535
+        assert tokens == 64 or tokens // 64 * width * (64 * 2 + columns * 4) <= decode.WORKSPACE_BYTES
+        assert tokens * width < 2**31
+
+
+def test_sharded_tensors_are_refused():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    tensors = fuzz.layer(integer_case("union", num_tokens=3), DEVICE)
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        tensors["w_up"] = distribute_tensor(tensors["w_up"], DeviceMesh(DEVICE, [0]), [Replicate()])
+        with pytest.raises(TypeError, match="w_up is a DTensor, expected a plain tensor"):
+            ops.run("union", *tensors.values())
+    finally:
+        destroy_process_group()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -27,9 +27,9 @@ def in_backup(monkeypatch):
     """For each backward pass by unions the neurons that asked for a row of the backup; the others are in lists."""
     found, backward = [], training.backward
 
-    def noting(*tensors):
-        found.append(int(tensors[6].totals[1]))
-        return backward(*tensors)
+    def noting(*arguments):
+        found.append(int(arguments[6].totals[1]))
+        return backward(*arguments)
 
     monkeypatch.setattr(training, "backward", noting)
     return found
@@ -87,24 +87,117 @@ def test_every_configuration(architecture, monkeypatch, in_backup):
     assert 0 < in_backup[0] < 140
 
 
+class Launches:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.number = kernel, 0
+
+    def __getitem__(self, grid):
+        self.number += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    kernel = Launches(training.backup_gradient_kernel)
+    monkeypatch.setattr(training, "backup_gradient_kernel", kernel)
+    return kernel
+
+
 @pytest.mark.parametrize("pattern", ["skewed", "full"])
-@pytest.mark.parametrize(
-    "dense_from, rows, gated",
-    [(1, 15, True), (1, 15, False), (16, 15, True), (16, 15, False), (10**6, 15, True), (10**6, 0, False)],
-)
-def test_lists_and_backup_give_the_same(dense_from, rows, gated, pattern, monkeypatch, in_backup):
-    """All neurons in lists; some in the backup; all; more than it has rows for."""
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dense_from", [1, 16, 10**6])
+def test_lists_and_backup_give_the_same(dense_from, gated, pattern, monkeypatch, in_backup):
+    """All neurons in lists, some in the backup, or all."""
     monkeypatch.setattr(training, "DENSE_FROM", dense_from)
-    monkeypatch.setattr(training, "ROWS_PER_ENTRY", rows)
-    num_tokens, num_neurons = (70, 70) if pattern == "skewed" else (17, 140 if rows == 0 else 40)
+    num_tokens, num_neurons = (70, 70) if pattern == "skewed" else (17, 40)
     case = case_of("union", num_tokens=num_tokens, intermediate_size=num_neurons, pattern=pattern, gated=gated)
     assert fuzz.check_training(case, DEVICE, "union") == 0
     if dense_from == 1:
-        assert in_backup == [0]
+        assert set(in_backup) == {0}
     elif pattern == "full":
-        assert in_backup == [num_neurons]  # of 140, 128 have a row if there are no more than for one neuron in 4
+        assert set(in_backup) == {num_neurons}
     else:
         assert 0 < in_backup[0] < num_neurons
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_backup_that_needs_two_rounds(gated, monkeypatch, in_backup, rounds):
+    monkeypatch.setattr(training, "DENSE_FROM", 10**6)
+    case = case_of("union", num_tokens=33, intermediate_size=200, hidden_size=16, pattern="full", gated=gated)
+    assert fuzz.check_training(case, DEVICE, "union") == 0
+    assert set(in_backup) == {200} and rounds.number == 2 * len(in_backup)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
+    """Every neuron is frequent enough for a row of the backup; buffers just large enough and with room for everything."""
+    monkeypatch.setattr(training, "DENSE_FROM", 10**6)
+    case = case_of(path, num_tokens=70, pattern="skewed", values="normal", gated=gated)
+    leaves = leaves_of(case)
+    # A third of the neurons active for every token, which is more than a list of the hybrid format has room for.
+    with torch.no_grad():
+        leaves["w_gate" if gated else "w_up"][::3, 0] = 40
+    dy = torch.randn(70, 48, device=DEVICE).to(case.dtype)
+    needed = int(ops.train(path, 140, **leaves).needed)
+    assert 1 < needed < 130
+    results = []
+    for capacity in (needed, needed + 3, 140):
+        found = ops.train(path, capacity, **leaves)
+        results.append([found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("capacity", [9, 300])
+def test_every_frequent_neuron_is_in_the_backup(capacity):
+    """Each of 300 neurons is active for two of 70 tokens, more than one in 64; both capacities have room for them."""
+    tokens = torch.arange(300) % 70
+    x = torch.eye(70, 80)
+    w = torch.full((300, 80), -1.0)
+    w[torch.arange(300), tokens] = w[torch.arange(300), (tokens + 1) % 70] = 1
+    x, w = x.to(DEVICE, torch.float16), w.to(DEVICE, torch.float16)
+    y, l1, _, counts, needed, *saved = training.forward(x, w, w, w, None, None, None, None, capacity)
+    assert needed == 9 and (counts == 2).all()
+    saved = training.Saved(*saved)
+    assert saved.spans[2].all() and saved.backup[:300].sort().values.equal(torch.arange(300, device=DEVICE).int())
+
+
+NAMES = "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "wanted", [("x",), ("w_gate",), ("w_up",), ("w_down",), ("b_gate", "b_up"), ("x", "w_down")], ids=str
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch):
+    """They are the ones of a step that asks for all; the operator returns nothing for the others."""
+    monkeypatch.setattr(training, "DENSE_FROM", 8)  # some in lists, some in the backup
+    case = case_of(path, num_tokens=33, intermediate_size=40, hidden_size=16, pattern="skewed", gated=gated)
+    leaves = leaves_of(case)
+    wanted = [name for name in wanted if leaves[name] is not None]
+    if not wanted:
+        pytest.skip("a non-gated layer has no gate")
+    dy = torch.randn(33, 16, device=DEVICE).to(case.dtype)
+    found = ops.train(path, 40, **leaves)
+    expected = dict(
+        zip([n for n in NAMES if leaves[n] is not None], gradients_of(found, leaves, dy, found.l1), strict=True)
+    )
+    returned, backward = [], getattr(torch.ops.twell, f"train_{path}_backward")
+    given = {name: t if t is None or name in wanted else t.detach() for name, t in leaves.items()}
+    found = ops.train(path, 40, **given)
+    saved = found.y.grad_fn.saved_tensors if hasattr(found.y.grad_fn, "saved_tensors") else None
+    assert saved is not None
+    needs = [name in wanted for name in NAMES[:6]]
+    returned = backward(*saved, dy, found.l1.detach(), needs)
+    assert [t.numel() > 0 for t in returned] == needs
+    gradients = torch.autograd.grad([found.y, found.l1], [given[name] for name in wanted], [dy, found.l1])
+    for name, gradient in zip(wanted, gradients, strict=True):
+        assert torch.equal(gradient, expected[name]), name
 
 
 def test_slabs_of_columns_give_the_same(monkeypatch):
@@ -166,6 +259,9 @@ def test_bad_input_is_named():
         ops.train("union", 0, **leaves)
     with pytest.raises(ValueError, match="capacity=40000000 for 70 tokens"):
         ops.train("union", 40_000_000, **leaves)
+    entries = 2**31 - 31  # to the place of an entry that does not fit 31 are added, and that has to fit 32 bits
+    with pytest.raises(ValueError, match=f"capacity={entries} for 1 tokens"):
+        ops.train("union", entries, **{**leaves, "x": leaves["x"][:1]})
     with pytest.raises(ValueError, match=r"token_mask has shape \(3,\), expected 70"):
         ops.train("union", 8, **leaves, token_mask=torch.ones(3, device=DEVICE))
     with pytest.raises(ValueError, match="x has no token"):

@@ -173,3 +173,54 @@ def test_reference_agrees():
     )
     for path in PATHS:
         assert fuzz.relative_rms(ops.PATHS[path](**tensors), y.double()) <= 5e-3
+
+
+# M * N, then M * K, above 2^31; everything else as small as it can be.
+LARGE = (40_000, 65_536, 16), (131_200, 16, 16_384)
+
+
+def large_layer(num_tokens, intermediate_size, hidden_size):
+    """Tensors of a layer with one neuron in a thousand active."""
+    g = torch.Generator("cuda").manual_seed(SEED)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g, device="cuda")
+
+    x, w_down = normal(num_tokens, hidden_size), normal(intermediate_size, hidden_size)
+    w_gate, w_up = (normal(intermediate_size, hidden_size) / hidden_size**0.5 for _ in range(2))
+    x[:, 0], w_gate[:, 0] = 1, -3.1
+    x, w_gate, w_up, w_down = (t.bfloat16() for t in (x, w_gate, w_up, w_down))
+    return dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down.t(), b_gate=None, b_up=None, b_down=None)
+
+
+def some_rows(num_tokens):
+    """The first and last tokens, and some between."""
+    return torch.cat([torch.arange(256), torch.randint(num_tokens, (256,)), num_tokens - 1 - torch.arange(256)]).cuda()
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_more_than_2_to_the_31_entries(path, shape):
+    torch.use_deterministic_algorithms(False)
+    tensors = large_layer(*shape)
+    y = ops.PATHS[path](**tensors)
+    rows = some_rows(shape[0])
+    _, expected = fuzz.exact({**tensors, "x": tensors["x"][rows]}, None, None)
+    assert fuzz.relative_rms(y[rows], expected) <= 5e-3
+    assert torch.equal(ops.PATHS[path](**{**tensors, "x": tensors["x"][-64:]}), y[-64:]) or path == "union"
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("path", [*PATHS, "dense"])
+def test_a_device_that_is_not_the_current_one(path):
+    tensors = skewed(200)
+    there = {name: None if t is None else t.to("cuda:1") for name, t in tensors.items()}
+    there["w_down"] = there["w_down"].t().contiguous().t()
+    expected = ops.run(path, *tensors.values())
+    with torch.cuda.device(0):
+        for call in (ops.run, lambda path, *t: ops.PATHS[path](*t)) if path != "dense" else (ops.run,):
+            y = call(path, *there.values())
+            assert y.device == there["x"].device and torch.equal(y.to("cuda:0"), expected)

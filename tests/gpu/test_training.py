@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.gpu.test_gpu import SEED, skewed
+from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import results
 from twell.ffn import SparseFFN
 from twell.kernels import ops
@@ -183,3 +183,82 @@ def test_200_steps_follow_the_dense_ones(tmp_path, monkeypatch):
     for name in ("sparse", "auto"):
         assert distance(name, losses) <= 2 * distance("compiled", losses) + 2e-3
         assert distance(name, active) <= 2 * distance("compiled", active) + 0.02 * active["dense"][-1]
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_more_than_2_to_the_31_entries(path, shape):
+    torch.use_deterministic_algorithms(False)
+    tensors = large_layer(*shape)
+    num_tokens, num_neurons, hidden_size = shape
+    leaves = {name: None if t is None else t.requires_grad_() for name, t in tensors.items()}
+    given = {name: t for name, t in leaves.items() if t is not None}
+    dy = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16()
+    dl1 = torch.rand(num_tokens, device="cuda")
+    capacity = min(512, num_neurons)
+    found = ops.train(path, capacity, **leaves)
+    assert int(found.needed) <= capacity
+    gradients = dict(zip(given, torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1]), strict=True))
+    tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
+    rows = some_rows(num_tokens)
+    exact = fuzz.exact_training({**tensors, "x": tensors["x"][rows]}, dy[rows], dl1[rows])
+    got = {"y": found.y[rows].detach(), "l1": found.l1[rows].detach(), "x": gradients["x"][rows]}
+    neurons = slice(-256, None)
+    part = {name: None if t is None else t[neurons] for name, t in tensors.items() if name.startswith(("w_g", "w_u"))}
+    part = {**tensors, **part, "w_down": tensors["w_down"][:, neurons]}
+    got |= {"w_gate": gradients["w_gate"][neurons], "w_up": gradients["w_up"][neurons]}
+    got["w_down"] = gradients["w_down"][:, neurons]
+    for chunk in torch.arange(num_tokens, device="cuda").split(8192):
+        of_chunk = fuzz.exact_training({**part, "x": tensors["x"][chunk]}, dy[chunk], dl1[chunk])
+        for name in ("w_gate", "w_up", "w_down"):
+            exact[name + "_sum"] = exact.get(name + "_sum", 0) + of_chunk[name][0]
+    for name, value in got.items():
+        expected = exact[name + "_sum"] if name.startswith("w_") else exact[name][0]
+        assert (value.double() - expected).norm() <= 6e-3 * expected.norm(), name
+
+
+@two_gpus
+@pytest.mark.parametrize("path", PATHS)
+def test_a_device_that_is_not_the_current_one(path):
+    tensors = skewed(300)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = {name: None if t is None else t.detach().to(device) for name, t in tensors.items()}
+        leaves["w_down"] = leaves["w_down"].t().contiguous().t()
+        leaves = {name: None if t is None else t.requires_grad_() for name, t in leaves.items()}
+        with torch.cuda.device(0):
+            found = ops.train(path, 5632, **leaves)
+            (found.y.float().square().sum() + found.l1.sum()).backward()
+        results.append([found.y, found.l1, *(t.grad for t in leaves.values() if t is not None)])
+    for a, b in zip(*results, strict=True):
+        assert b.device.index == 1 and torch.equal(a, b.to("cuda:0"))
+
+
+@two_gpus
+def test_layers_on_two_gpus_train_sparsely():
+    """As a device map lays them; the sparse steps follow those of the same layers on one GPU."""
+    losses = []
+    for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(SparseFFN(256, 704, backend="triton", bias=True) for _ in range(2))
+        with torch.no_grad():
+            for ffn, device in zip(layers, devices, strict=True):
+                ffn.gate_proj.bias.fill_(-0.7)
+                ffn.to(device)
+        optimizer = torch.optim.AdamW(layers.parameters(), 1e-3)
+        sparse = SparseTraining(layers)
+        x = torch.randn(500, 256)
+        losses.append([])
+        for _ in range(5):
+            for _ in sparse.attempts():
+                optimizer.zero_grad()
+                y = x.to(devices[0])
+                with torch.autocast("cuda", torch.bfloat16):
+                    for ffn, device in zip(layers, devices, strict=True):
+                        y = y.to(device) + ffn(y.to(device))
+                loss = y.float().square().mean() + 1e-3 * sum(ffn.l1.mean().to(devices[0]) for ffn in layers).to(device)
+                loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss))
+        assert sparse.summary()["sparse_layers"] == 2
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
