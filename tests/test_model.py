@@ -20,8 +20,10 @@ from twell.model import (
     sparse_ffns,
     sparsify,
 )
+from twell.sparse_training import SparseTraining
 
 VOCAB = 90
+triton_here = pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
 
 
 def make(**changes):
@@ -282,6 +284,109 @@ def test_sparsify_and_back(kind, backend, tmp_path):
     assert not torch.allclose(changed, before)
 
 
+BACKENDS = ["dense", "reference"]
+BACKENDS += [pytest.param(name, marks=triton_here) for name in ("triton", "auto")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+def test_adapters_of_peft_act_and_learn(adapter, when, backend):
+    """Logits and gradients are those of peft's model of the stock Llama, with SparseTraining around the step."""
+    peft = pytest.importorskip("peft")
+    parts = ["gate_proj", "up_proj", "down_proj"]
+    if adapter == "ia3":
+        options = peft.IA3Config(target_modules=parts, feedforward_modules=["down_proj"], init_ia3_weights=False)
+    else:
+        options = peft.LoraConfig(
+            r=2, target_modules=parts, use_dora=adapter == "dora", init_lora_weights=False, lora_dropout=0.0
+        )
+    base = stock("llama")
+    x = tokens(2, 12)
+    models = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = copy.deepcopy(base)
+        if sparse and when == "after":
+            sparsify(model, backend=backend)
+        model = peft.get_peft_model(model, options)
+        if sparse and when == "before":
+            assert sparsify(model, backend=backend) is model
+        models.append(model.train())
+    dense, sparse = models
+    with torch.no_grad():
+        assert not torch.allclose(dense(input_ids=x).logits, base(input_ids=x).logits, atol=1e-3)
+    dense(input_ids=x, labels=x).loss.backward()
+    training = SparseTraining(sparse)
+    for _ in training.attempts():
+        sparse.zero_grad()
+        sparse(input_ids=x, labels=x).loss.backward()
+    assert training.summary()["sparse_layers"] == 0
+    expected = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
+    found = {name: p.grad for name, p in sparse.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys() and len(found) >= 9
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    with torch.no_grad():
+        for model in models:
+            model.eval()
+        torch.testing.assert_close(sparse(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-4, atol=1e-5)
+        assert all(ffn.path == ("dense" if backend != "dense" else ffn.path) for ffn in sparse_ffns(sparse))
+        merged = sparse.merge_and_unload()
+        assert all(ffn.readable for ffn in sparse_ffns(merged))
+        if backend != "triton":  # which refuses fp32
+            torch.testing.assert_close(merged(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
+    model = stock("llama")
+    x, seen = tokens(2, 12), []
+    before = model.model.layers[1].mlp.register_forward_hook(lambda module, args, y: seen.append(type(module)) or 2 * y)
+    expected = model(input_ids=x).logits
+    sparsify(model)
+    torch.testing.assert_close(model(input_ids=x).logits, expected, rtol=1e-4, atol=1e-5)
+    after = model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: seen.append("after"))
+    model(input_ids=x)
+    densify(model)
+    torch.testing.assert_close(model(input_ids=x).logits, expected, rtol=1e-4, atol=1e-5)
+    before.remove()
+    after.remove()
+    assert not torch.allclose(model(input_ids=x).logits, expected, rtol=1e-3, atol=1e-3)
+    names = [kind if isinstance(kind, str) else kind.__name__ for kind in seen]
+    assert names == ["LlamaMLP", "SparseFFN", "after", "SparseFFN", "after", "LlamaMLP"]
+
+
+@triton_here
+def test_densify_restores_strides():
+    model = sparsify(stock("llama"), backend="triton")
+    weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    assert not any(weight.is_contiguous() for weight in weights)
+    densify(model)
+    assert all(weight.is_contiguous() for weight in weights)
+
+
+def test_feed_forward_modules_that_compute_something_else_are_refused():
+    model = stock("llama")
+    mlp = model.model.layers[1].mlp
+
+    class Other(type(mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    mlp.__class__ = Other
+    with pytest.raises(ValueError, match=r"a feed-forward module is a .*Other, not the one of 'llama'"):
+        sparsify(model)
+    mlp.__class__ = Other.__base__
+    mlp.forward = lambda x: x
+    with pytest.raises(ValueError, match="has a forward of its own, which SparseFFN would replace"):
+        sparsify(model)
+    del mlp.forward
+    mlp.act_fn = torch.nn.SiLU()
+    with pytest.raises(ValueError, match=r"says 'relu', and a feed-forward module has SiLU\(\)"):
+        sparsify(model)
+    assert not any(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
+
+
 def test_a_sparsified_model_trains_with_the_l1_term():
     model = sparsify(stock("qwen2")).train()
     x = tokens(2, 12)
@@ -475,7 +580,7 @@ def rounding(logits, exact):
     return (logits - exact).square().mean().sqrt()
 
 
-@pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+@triton_here
 def test_triton_backend_is_as_near_to_the_exact_model_as_dense(tmp_path):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make(hidden_size=64).half().eval().to(device)
@@ -551,7 +656,7 @@ def test_a_calibration_can_be_given():
     assert all(ffn.calibration is given for ffn in model.ffns)
 
 
-@pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+@triton_here
 def test_auto_computes_what_dense_does_and_trains():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make(hidden_size=64).half().eval().to(device)

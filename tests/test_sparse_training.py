@@ -591,3 +591,50 @@ def test_gradients_that_nothing_checks_are_dense(fake):
         break  # the loop is gone, and with it the attempt
     assert len(fake.calls) == 2
     assert backward().isfinite().all() and len(fake.calls) == 2
+
+
+@ON_CPU
+def test_processes_of_a_group_decide_together(fake, monkeypatch):
+    """Two models that train beside each other have a group each."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group, asked = distributed.new_group([0]), []
+        all_reduce = distributed.all_reduce
+        monkeypatch.setattr(
+            distributed, "all_reduce", lambda *t, group, **o: asked.append(group) or all_reduce(*t, group=group, **o)
+        )
+        for given in (group, None):
+            model = Stack((64, 64))
+            sparse = SparseTraining(model, group=given)
+            for _ in sparse.attempts():
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(torch.randn(8, 32)).float().sum().backward()
+        assert asked[0] is group and asked[-1] is None and set(asked) == {group, None}
+        with pytest.raises(ValueError, match="reduce and group are both given"):
+            SparseTraining(model, reduce=lambda numbers: numbers, group=group)
+    finally:
+        distributed.destroy_process_group()
+
+
+@ON_CPU
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_layers_with_adapters_train_densely_and_learn(fake, backend):
+    """Without a repeated step, whatever the capacity; the others train sparsely."""
+    model = Stack((256, 256))
+    first, second = (module for module in model.modules() if isinstance(module, SparseFFN))
+    for ffn in (first, second):
+        ffn.backend = backend
+    adapter = nn.Linear(32, first.intermediate_size)
+    first.up_proj.register_forward_hook(lambda module, args, y: y + adapter(args[0]))
+    sparse = SparseTraining(model)
+    sparse.capacity = 32
+    for _ in range(3):
+        for _ in sparse.attempts():
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(40, 32)).float().square().sum().backward()
+    assert sparse.summary()["sparse_layers"] == (1 if backend == "triton" else sum(sparse.sparse))
+    assert not sparse.sparse[0] and sparse.repeated == 0
+    assert adapter.weight.grad.abs().sum() > 0 and first.train_path is None

@@ -15,6 +15,9 @@ a neuron is *active* for a token where that entry is `!= 0`. Four backends compu
     auto       the fastest for the number of tokens and the activity that the layer sees (twell/choose.py): dense or one
                of triton's paths; dense wherever triton cannot be used
 
+Sparse backends read the weights of the projections. They may where a projection is an `nn.Linear` and nothing else; with
+an adapter, a hook, a parametrisation or a quantised weight it is called, and the layer computes densely.
+
 Gradients on the sparse path need buffers whose size is chosen before the activity is known. That they were large enough
 is for twell/sparse_training.py to check, once a step; without it gradients are always computed densely.
 """
@@ -22,14 +25,16 @@ is for twell/sparse_training.py to check, once a step; without it gradients are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from twell import reference
-from twell.choose import Calibration, Chooser
+from twell.choose import DEPENDS_ON, POWERS, Calibration, Chooser
 
 if TYPE_CHECKING:
     from twell.kernels.ops import Trained
@@ -130,15 +135,66 @@ class _ReferenceTraining(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        y, l1, _, ctx.saved = reference.ffn_forward(*arguments)
-        pattern = ctx.saved.h if ctx.saved.g is None else ctx.saved.g
+        y, l1, _, saved = reference.ffn_forward(*arguments)
+        pattern = saved.h if saved.g is None else saved.g
         active = pattern.unpack() != 0
         ctx.mark_non_differentiable(active)
+        ctx.save_for_backward(*arguments)
+        ctx.entries = saved.g, saved.u, saved.h  # neither inputs nor outputs
         return y, l1, active
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dl1, _):
-        return tuple(reference.ffn_backward(ctx.saved, dy, dl1))
+        gradients = reference.ffn_backward(reference.Saved(*ctx.saved_tensors, *ctx.entries), dy, dl1)
+        return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=True))
+
+
+# What hooks a module has; a layer and the module that it replaces share these.
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def _why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
+    """Why a projection has to be called; None where reading its weight and bias gives the same.
+
+    `sharded`: the weight may be a DTensor, as FSDP has it until it gathers it for a forward pass.
+    """
+    if type(part) is not nn.Linear:
+        return f"a {type(part).__module__}.{type(part).__qualname__}"
+    if "forward" in part.__dict__ and not _only_moves_inputs(part):
+        return "an nn.Linear with a forward of its own"
+    if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        return "an nn.Linear with hooks"
+    if _has_any_global_hook():
+        return "called with hooks for all modules"
+    for name in ("weight", "bias"):
+        tensor = getattr(part, name)
+        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
+            if sharded and type(tensor).__name__ == "DTensor":
+                continue
+            return f"an nn.Linear whose {name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    if not part.weight.is_floating_point():
+        return f"an nn.Linear whose weight is {part.weight.dtype}"
+    return None
+
+
+def _only_moves_inputs(part: nn.Module) -> bool:
+    """Whether the module's own forward is Accelerate's for a device map, with the weights at home."""
+    from accelerate.hooks import AlignDevicesHook
+
+    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
+    return (
+        type(hook) is AlignDevicesHook and not hook.offload and getattr(forward, "__func__", None) is nn.Linear.forward
+    )
 
 
 class SparseFFN(nn.Module):
@@ -161,6 +217,10 @@ class SparseFFN(nn.Module):
     those of an H200) and from `observed`, the layer's newest activity. It counts and plans in ordinary calls; code
     compiled by torch.compile or captured in a CUDA graph keeps to the path of its making (compiled code is compiled
     again for another). So run a batch before, call `observe`, or have a calibration that says what to expect.
+
+    `path` chooses between the paths of the backend "triton": "rowwise", "union", "decode" or "dense"; None, the default,
+    goes by the number of tokens. It is "dense" on every sparse backend while `readable` is False: a projection is no plain
+    `nn.Linear`, so that the projections are called and nothing is skipped. `repr` says which one, and why.
 
     With `train_path` set (by twell.SparseTraining, which sees to it that nothing is lost) the backends "triton" and "auto"
     compute gradients sparsely, with room for `capacity` active entries per token. With `watched` set, `needed` is the most
@@ -203,7 +263,7 @@ class SparseFFN(nn.Module):
         self.muted: Tensor | None = None  # bool
         self.token_mask: Tensor | None = None
         self.l1: Tensor | None = None
-        self.path: str | None = None  # of the triton backend: "rowwise", "union" or "decode"; None: by number of tokens
+        self._path: str | None = None
         self.chooser = Chooser(hidden_size, intermediate_size, gated)  # of the auto backend
         self.train_path: str | None = None  # how gradients are computed sparsely: "union" or "hybrid"; None: densely
         self.capacity = 0  # of the buffers of a sparse training pass: entries per token
@@ -213,25 +273,45 @@ class SparseFFN(nn.Module):
         self.backend = backend
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "l1": None, "needed": None}  # of the last pass, and part of its graph
+
     @classmethod
     def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
-        """Return a gated ReLU layer that shares the projections of an MLP with Llama's names; it keeps `mlp`."""
-        ffn = cls(mlp.gate_proj.in_features, mlp.gate_proj.out_features, device="meta")
+        """Return a gated ReLU layer that shares the projections and hooks of an MLP with Llama's names; it keeps `mlp`."""
+        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta")
         ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         ffn.backend = backend
         ffn.replaced = (mlp,)
+        for name in HOOKS:
+            setattr(ffn, name, getattr(mlp, name))
+        if "_hf_hook" in mlp.__dict__:
+            from accelerate.hooks import add_hook_to_module
+
+            add_hook_to_module(ffn, mlp._hf_hook)
         return ffn.train(mlp.training)
 
+    @torch.no_grad()
     def restored(self) -> nn.Module:
-        """Return the module that `around` took, now with ReLU, with this layer's projections as they are."""
+        """Return the module that `around` took, now with ReLU, with this layer's projections and hooks as they are."""
         (mlp,) = self.replaced
         mlp.gate_proj, mlp.up_proj, mlp.down_proj = self.gate_proj, self.up_proj, self.down_proj
         mlp.act_fn = nn.ReLU()
+        for name in HOOKS:
+            setattr(mlp, name, getattr(self, name))
+        for parameter in mlp.down_proj.parameters():  # an adapter may stand around the weight
+            if parameter.shape == (self.hidden_size, self.intermediate_size):
+                parameter.data = parameter.data.contiguous()
         return mlp.train(self.training)
 
     @property
     def gated(self) -> bool:
         return self.gate_proj is not None
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first weight that is not offloaded; the CPU where all are."""
+        return next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
 
     @property
     def backend(self) -> str:
@@ -252,6 +332,29 @@ class SparseFFN(nn.Module):
         self._keep_strides()
 
     @property
+    def path(self) -> str | None:
+        return self._path if self.readable else "dense"
+
+    @path.setter
+    def path(self, name: str | None) -> None:
+        if name is not None and name not in DEPENDS_ON:
+            raise ValueError(f"path {name!r} is unknown; use one of {', '.join(DEPENDS_ON)}, or None")
+        self._path = name
+
+    @property
+    def readable(self) -> bool:
+        """Whether reading the weights of the projections gives what calling them does, as sparse backends need."""
+        return self._why_dense(sharded=True) is None
+
+    def _why_dense(self, *, sharded: bool = False) -> str | None:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            part = getattr(self, name)
+            reason = None if part is None else _why_called(part, sharded=sharded)
+            if reason is not None:
+                return f"{name} is {reason}"
+        return None
+
+    @property
     def calibration(self) -> Calibration | None:
         """Measured times of such layers, for the backend "auto"; ValueError for a calibration of others."""
         return self.chooser.calibration
@@ -268,7 +371,7 @@ class SparseFFN(nn.Module):
     @property
     def plan(self) -> tuple[tuple[int, str], ...]:
         """Pairs (most tokens, path) of the backend "auto"; the last path for any number above too."""
-        return self.chooser.plan
+        return self.chooser.plan if self.readable else ((POWERS[-1], "dense"),)
 
     def observe(self, active: float, union: float, tokens: int = 64) -> None:
         """Plan for this activity: see `Chooser.observe`."""
@@ -277,9 +380,10 @@ class SparseFFN(nn.Module):
     @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
         """Store the down weight [K, N] by neurons, strides (1, K), as the kernels read it; loading may undo that."""
-        weight = self.down_proj.weight
-        if self._has_kernels and not weight.t().is_contiguous():
-            weight.data = weight.t().contiguous().t()
+        if self._has_kernels and _why_called(self.down_proj) is None:
+            weight = self.down_proj.weight
+            if not weight.t().is_contiguous():
+                weight.data = weight.t().contiguous().t()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.hidden_size:
@@ -287,7 +391,8 @@ class SparseFFN(nn.Module):
         rows = x.reshape(-1, self.hidden_size)
         with_l1 = self.training or self.collect_l1
         watched = self.watched and self.training
-        y, l1, active = getattr(self, f"_{self.backend}")(rows, with_l1, self.record or watched)
+        backend = self.backend if self.backend == "dense" or self._why_dense() is None else "dense"
+        y, l1, active = getattr(self, f"_{backend}")(rows, with_l1, self.record or watched)
         self.l1 = l1.reshape(x.shape[:-1]) if with_l1 else None
         if self.record:
             self._record(active)
@@ -324,22 +429,33 @@ class SparseFFN(nn.Module):
 
     def _dense(self, rows: Tensor, with_l1: bool, with_active: bool):
         g, h = self.activations(rows)
+        if (with_l1 or with_active) and g.shape[-1] != self.intermediate_size:
+            raise ValueError(
+                f"the first projection returns {g.shape[-1]} neurons, and the layer has {self.intermediate_size}: of "
+                "tensor-parallel shards neither the L1 term nor statistics can be computed; load the model without tp_plan"
+            )
         l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32)) if with_l1 else None
         if self.muted is not None:
             h = h.masked_fill(self.muted.to(h.device), 0)
         return self.down_proj(h), l1, g != 0 if with_active else None
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:
-        """Arguments of a sparse layer: rows, three weights, three biases, in the type that autocast asks for."""
+        """Arguments of a sparse layer: rows, three weights, three biases, in the type that autocast asks for.
+
+        A weight that lost the kernels' strides, as a gathered shard or by assigning to `parameter.data`, is copied in every
+        call; setting `backend` stores it anew.
+        """
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         tensors = [rows, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
-        if self.muted is not None:
-            by_neuron = tensors[3].t()  # so that the copy keeps the kernels' strides
-            tensors[3] = by_neuron.masked_fill(self.muted.to(rows.device)[:, None], 0).t()
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             tensors = [None if t is None else t.to(dtype) for t in tensors]
-        return tensors
+        rows, w_gate, w_up, w_down, *biases = tensors
+        w_down_t = w_down.t()
+        if self.muted is not None:
+            w_down_t = w_down_t.masked_fill(self.muted.to(rows.device)[:, None], 0)
+        w_gate, w_up, w_down_t = (None if w is None else w.contiguous() for w in (w_gate, w_up, w_down_t))
+        return [rows, w_gate, w_up, w_down_t.t(), *biases]
 
     def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
         tensors = self._tensors(rows)
@@ -370,8 +486,6 @@ class SparseFFN(nn.Module):
         fits = self.capacity * rows.shape[0] < ops.MAX_ENTRIES
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, with_l1, with_active)
-        if not tensors[3].t().is_contiguous():  # a shard that was gathered has lost its strides
-            tensors[3] = tensors[3].t().contiguous().t()
         with torch.autocast(rows.device.type, enabled=False):
             found = ops.train(self.train_path, self.capacity, *tensors, token_mask=self.token_mask)
         return found.y, found.l1 if with_l1 else None, found
@@ -411,4 +525,6 @@ class SparseFFN(nn.Module):
             return ops.run("dense", *tensors), None, None
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation}, backend={self.backend}"
+        reason = None if self.backend == "dense" else self._why_dense(sharded=True)
+        text = f"activation={self.activation}, backend={self.backend}"
+        return text if reason is None else f"{text}, path=dense ({reason})"

@@ -275,16 +275,22 @@ def _muted(ffn: SparseFFN, neurons: int | Iterable[int]) -> Tensor:
 SPARSIFIABLE = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def sparsify(model: PreTrainedModel, *, relufy: bool = False, backend: str = "dense") -> PreTrainedModel:
+def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") -> nn.Module:
     """Put SparseFFN in place of the feed-forward layers of a Llama, Mistral or Qwen2/3 model, in place, and return it.
 
-    Weights are shared, not copied; names and saved files stay those of the model. A model with ReLU computes what it did
-    before. A model with SiLU is refused unless `relufy` is set, which exchanges the activation: the model then computes
-    something else and needs training. Raises ValueError for a model of another kind.
+    Weights are shared, not copied; names and saved files stay those of the model. Adapters (a peft model too) and hooks stay
+    where they are and act, on every backend: where the kernels cannot read plain weights the layer computes densely
+    (`SparseFFN.readable`). A model with ReLU computes what it did before. A model with SiLU is refused unless `relufy` is
+    set, which exchanges the activation: the model then computes something else and needs training. Raises ValueError for a
+    model of another kind, and for feed-forward modules that are not the model's own.
     """
-    kind, activation = model.config.model_type, model.config.hidden_act
+    base = _without_adapters(model)
+    kind, activation = base.config.model_type, base.config.hidden_act
     if kind not in SPARSIFIABLE:
         raise ValueError(f"a model of type {kind!r} cannot be made sparse; supported are {', '.join(SPARSIFIABLE)}")
+    layers = [layer for layer in base.base_model.layers if not isinstance(layer.mlp, SparseFFN)]
+    for layer in layers:
+        _check_replaceable(layer.mlp, kind, relufy or activation != "relu")
     if activation != "relu" and not relufy:
         raise ValueError(
             f"the model's activation is {activation!r}, which makes nothing zero; relufy=True exchanges it for ReLU, "
@@ -292,22 +298,40 @@ def sparsify(model: PreTrainedModel, *, relufy: bool = False, backend: str = "de
         )
     if activation != "relu":
         warnings.warn(f"activation {activation!r} became 'relu': the model needs training", stacklevel=2)
-    for layer in model.base_model.layers:
-        if not isinstance(layer.mlp, SparseFFN):
-            layer.mlp = SparseFFN.around(layer.mlp, backend=backend)
-    model.config.hidden_act = "relu"
+    for layer in layers:
+        layer.mlp = SparseFFN.around(layer.mlp, backend=backend)
+    base.config.hidden_act = "relu"
     return model
 
 
-def densify(model: PreTrainedModel) -> PreTrainedModel:
+def _without_adapters(model: nn.Module) -> PreTrainedModel:
+    """The transformers model within one of peft, which computes with its adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_replaceable(mlp: nn.Module, kind: str, any_activation: bool) -> None:
+    """Refuse a feed-forward module that may compute something else than the model's own."""
+    name = f"{type(mlp).__module__}.{type(mlp).__qualname__}"
+    if not name.startswith(f"transformers.models.{kind}.modeling_"):
+        raise ValueError(
+            f"a feed-forward module is a {name}, not the one of {kind!r}; sparsify before wrapping or sharding"
+        )
+    if "forward" in mlp.__dict__ and "_hf_hook" not in mlp.__dict__:
+        raise ValueError(f"a feed-forward module, a {name}, has a forward of its own, which SparseFFN would replace")
+    if not any_activation and not isinstance(mlp.act_fn, nn.ReLU):
+        raise ValueError(f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}; make them agree")
+
+
+def densify(model: nn.Module) -> nn.Module:
     """Put the model's own feed-forward layers back, with the present weights: what `sparsify` did is undone, in place.
 
     The activation stays ReLU, which the weights now belong to. Raises ValueError for a model that was not sparsified.
     """
-    for layer in model.base_model.layers:
+    layers = _without_adapters(model).base_model.layers
+    for layer in layers:
         if not isinstance(layer.mlp, SparseFFN) or layer.mlp.replaced is None:
             raise ValueError(f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo")
-    for layer in model.base_model.layers:
+    for layer in layers:
         layer.mlp = layer.mlp.restored()
     return model
 

@@ -16,14 +16,18 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from twell.choose import default
 from twell.ffn import SparseFFN, backend_status
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Room over the most that recent steps needed: memory spent so that a step is seldom done again.
 MARGIN = 1.5
@@ -57,26 +61,34 @@ class SparseTraining:
     computed is of no use. Gradients outside of attempts are computed densely.
 
     Layers with the backend "triton" always train sparsely. Those with "auto" begin densely and change to and fro by
-    their activity and `Calibration.training`. Others, and all where the kernels cannot be used, are left dense; without
-    any layer that could train sparsely nothing is read from the device. Where layers are compiled, call `allow_recompiling`.
+    their activity and `Calibration.training`. Others, those with adapters or hooks (`SparseFFN.readable`), and all where
+    the kernels cannot be used, are left dense; without any layer that could train sparsely nothing is read from the device. Where layers are compiled, call `allow_recompiling`.
 
     Args:
         model: any module; its layers are looked up once.
         path: how gradients are computed, "union" or "hybrid" (the paper's); None: densely, for a loop that decides.
         reduce: takes an int64 tensor [layers] and returns its elementwise maximum over all processes; by default
             that of torch.distributed, where it is initialised.
+        group: the processes that train this model, for the default `reduce`; None: all.
 
-    Raises ValueError for another path. Ours.
+    Raises ValueError for another path, and for both `reduce` and `group`. Ours.
     """
 
     def __init__(
-        self, model: nn.Module, *, path: str | None = "union", reduce: Callable[[Tensor], Tensor] | None = None
+        self,
+        model: nn.Module,
+        *,
+        path: str | None = "union",
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        group: ProcessGroup | None = None,
     ):
         if path not in (None, "union", "hybrid"):
             raise ValueError(f"path {path!r} is unknown; use 'union', 'hybrid' or None")
+        if reduce is not None and group is not None:
+            raise ValueError("reduce and group are both given; a function that reduces knows its processes")
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self.path = path if backend_status()["triton"] is None else None
-        self.reduce = reduce or _largest
+        self.reduce = reduce or partial(_largest, group=group)
         self.rooms = rooms(max((ffn.intermediate_size for ffn in self.layers), default=1))
         self.capacity = self.rooms[0]
         self.repeated = 0
@@ -174,7 +186,7 @@ class SparseTraining:
     def _tell(self) -> None:
         nothing: dict[torch.device, Tensor] = {}
         for ffn, sparse in zip(self.layers, self.sparse, strict=True):
-            device = ffn.up_proj.weight.device
+            device = ffn.device
             if device not in nothing:
                 nothing[device] = torch.full((), -1, dtype=torch.int64, device=device)
             ffn.watched = self._crossover(ffn) > 0
@@ -203,7 +215,7 @@ class SparseTraining:
 
     def _crossover(self, ffn: SparseFFN) -> float:
         """Active neurons per token up to which the layer is to train sparsely: 0 never, inf always."""
-        if self.path is None or ffn.backend not in ("triton", "auto"):
+        if self.path is None or ffn.backend not in ("triton", "auto") or not ffn.readable:
             return 0.0
         if ffn.backend == "triton":
             return math.inf
@@ -248,10 +260,10 @@ def rooms(most: int) -> tuple[int, ...]:
     return (*found, most)
 
 
-def _largest(numbers: Tensor) -> Tensor:
+def _largest(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
+        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
     return numbers
 
 
@@ -260,7 +272,7 @@ class _RandomState:
 
     def __init__(self, layers: list[SparseFFN]):
         self.cpu = torch.get_rng_state()
-        devices = {ffn.up_proj.weight.device for ffn in layers if ffn.up_proj.weight.is_cuda}
+        devices = {ffn.device for ffn in layers if ffn.device.type == "cuda"}
         if torch.cuda.is_initialized():
             devices.add(torch.device("cuda", torch.cuda.current_device()))
         self.gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
