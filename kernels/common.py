@@ -197,6 +197,17 @@ def num_processors(device: torch.device) -> int:
     return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# Triton's own two take ten times as long, which every launch would pay.
+def cdiv(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below the number, from 1."""
+    return 1 << (number - 1).bit_length()
+
+
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not below the number."""
     return -(-number // multiple) * multiple

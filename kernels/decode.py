@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import config, launch_options, narrow, relu, round_up, wide
+from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, relu, round_up, wide
 
 MAX_TOKENS = 64
 # For h and the lists: more tokens than fit are taken in chunks (at least 64 at a time).
@@ -286,15 +286,15 @@ def _chunk(
     intermediate_size = w_up.shape[0]
     gated = w_gate is not None
     w, b = (w_gate, b_gate) if gated else (w_up, b_up)
-    block_m = min(max(triton.next_power_of_2(num_tokens), 16), MAX_TOKENS)
-    num_blocks = triton.cdiv(num_tokens, block_m)
+    block_m = min(max(next_power_of_2(num_tokens), 16), MAX_TOKENS)
+    num_blocks = cdiv(num_tokens, block_m)
     # Flags are read eight at a time, and every program writes all of its own.
     width = round_up(intermediate_size, 64)
     h = x.new_empty(num_blocks * width, block_m)
     flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
     given = dict(ACTIVITY=activity is not None, GATED=gated, BIAS=b is not None, BIAS_UP=gated and b_up is not None)
     if num_tokens <= FEW_TOKENS:
-        block_k = triton.next_power_of_2(hidden_size)
+        block_k = next_power_of_2(hidden_size)
         neurons = 1 if num_tokens <= 2 else 2  # of a program
         few_up_kernel[(width // neurons,)](
             x,
@@ -308,7 +308,7 @@ def _chunk(
             intermediate_size,
             hidden_size,
             M=num_tokens,
-            TOKENS=triton.next_power_of_2(num_tokens),
+            TOKENS=next_power_of_2(num_tokens),
             EVEN=block_k == hidden_size and width == intermediate_size,
             BM=block_m,
             BN=neurons,
@@ -337,10 +337,10 @@ def _chunk(
         )
     few = num_tokens <= FEW_DOWN_TOKENS
     options = config("decode_few_down" if few else "decode_down", x.device)
-    num_columns = triton.cdiv(hidden_size, options["BN"])
+    num_columns = cdiv(hidden_size, options["BN"])
     stride = width // 8 if few else width
     lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=x.device)
-    options |= dict(BIAS=b_down is not None, BM=block_m, EIGHTS=triton.next_power_of_2(width // 8))
+    options |= dict(BIAS=b_down is not None, BM=block_m, EIGHTS=next_power_of_2(width // 8))
     if few:
         few_down_kernel[(num_columns,)](
             h, flags, w_down_t, b_down, lists, y, hidden_size, width, M=num_tokens, **options
@@ -365,7 +365,7 @@ def _chunk(
 def chunk_tokens(hidden_size: int, intermediate_size: int, device: torch.device) -> int:
     """Tokens that are processed at a time, a multiple of 64: what WORKSPACE_BYTES has room for."""
     width = round_up(intermediate_size, 64)
-    num_columns = triton.cdiv(hidden_size, config("decode_down", device)["BN"])
+    num_columns = cdiv(hidden_size, config("decode_down", device)["BN"])
     bytes_per_block = width * (MAX_TOKENS * 2 + 1 + 4 * num_columns)  # h, flags and lists
     return MAX_TOKENS * min(max(WORKSPACE_BYTES // bytes_per_block, 1), MAX_BLOCKS)
 
@@ -389,7 +389,11 @@ def ffn(
     taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper has no kernel for decoding.
     """
     y = torch.empty_like(x)
-    size = chunk_tokens(x.shape[1], w_up.shape[0], x.device) if len(x) > MAX_TOKENS else MAX_TOKENS
+    weights = w_gate, w_up, w_down_t, b_gate, b_up, b_down
+    if len(x) <= MAX_TOKENS:
+        _chunk(x, y, *weights, activity)
+        return y
+    size = chunk_tokens(x.shape[1], w_up.shape[0], x.device)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        _chunk(x_chunk, y_chunk, w_gate, w_up, w_down_t, b_gate, b_up, b_down, activity)
+        _chunk(x_chunk, y_chunk, *weights, activity)
     return y

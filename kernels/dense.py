@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import launch_options, narrow, relu
+from twell.kernels.common import cdiv, launch_options, narrow, relu
 
 # 16 values to a thread, two loads of 16 bytes of each operand: what keeps a device's memory busy; no size is
 # measurably better for so simple a kernel.
@@ -67,7 +67,7 @@ def ffn(
         h = u.relu_()
     else:
         h = F.linear(x, w_gate, b_gate)
-        relu_times_kernel[(triton.cdiv(h.numel(), BLOCK),)](
+        relu_times_kernel[(cdiv(h.numel(), BLOCK),)](
             h, u, h.numel(), BLOCK=BLOCK, **launch_options(num_warps=NUM_WARPS, num_stages=1)
         )
     return F.linear(h, w_down_t.t(), b_down)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import config, narrow, num_processors, relu, round_up, wide
+from twell.kernels.common import cdiv, config, narrow, num_processors, relu, round_up, wide
 
 TILE_N = 256  # the TwELL tile of the paper, and the widest product that a tensor core of Hopper does at once
 COMPRESSIONS = 2, 4, 8, 16
@@ -173,10 +173,10 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
         raise ValueError(f"compression={compression}, expected one of {COMPRESSIONS}")
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
     options = config("gate_words", x.device)
-    num_column_tiles = triton.cdiv(intermediate_size, TILE_N)
+    num_column_tiles = cdiv(intermediate_size, TILE_N)
     words = torch.empty(num_tokens, num_column_tiles * (TILE_N // compression), dtype=torch.int32, device=x.device)
     if num_tokens:
-        num_programs = min(num_processors(x.device), triton.cdiv(num_tokens, options["BM"]) * num_column_tiles)
+        num_programs = min(num_processors(x.device), cdiv(num_tokens, options["BM"]) * num_column_tiles)
         gate_words_kernel[(num_programs,)](
             TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
             TensorDescriptor.from_tensor(w, [TILE_N, options["BK"]]),
@@ -220,7 +220,7 @@ def gate_bits(
     else:
         g, block = x.new_empty(num_tokens, width), [options["BM"], options["BN"]]
         bits = torch.empty(tokens, width // 32, dtype=torch.int32, device=x.device)
-    num_tiles = triton.cdiv(num_tokens, options["BM"]) * triton.cdiv(intermediate_size, options["BN"])
+    num_tiles = cdiv(num_tokens, options["BM"]) * cdiv(intermediate_size, options["BN"])
     num_programs = min(num_processors(x.device), num_tiles)
     gate_bits_kernel[(num_programs,)](
         TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),

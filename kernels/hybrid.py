@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import config, launch_options, narrow, popcount, round_up, wide
+from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, popcount, round_up, wide
 from twell.kernels.gate import gate_bits
 
 ELL_WIDTH = tl.constexpr(128)  # the paper's
@@ -62,7 +62,7 @@ def backup_rows(num_tokens: int, num_neurons: int, capacity: int) -> int:
 
 def list_width(num_tokens: int) -> int:
     """Entries of a neuron's list in the transpose: one token in 64, rounded up to a power of two, at least LEAST_WIDTH."""
-    return max(triton.next_power_of_2(triton.cdiv(num_tokens, 64)), LEAST_WIDTH)
+    return max(next_power_of_2(cdiv(num_tokens, 64)), LEAST_WIDTH)
 
 
 def transposed_rows(num_tokens: int, num_neurons: int, num_backup: int) -> int:
@@ -207,7 +207,7 @@ def _pack(
         chunk = slice(first, first + size)
         g, bits = gate_bits(x[chunk], w, b, by_neuron=False)
         mask = None if token_mask is None else token_mask[chunk]
-        count_kernel[(triton.cdiv(num_neurons, 128), triton.cdiv(len(g), 512))](
+        count_kernel[(cdiv(num_neurons, 128), cdiv(len(g), 512))](
             *(bits, mask, counts, neuron_counts, len(g), num_neurons, bits.shape[1]),
             TOKENS=512,
             **launch_options(num_warps=4, num_stages=1),
@@ -216,7 +216,7 @@ def _pack(
         pack_kernel[(len(g),)](
             *(g.view(torch.int16), bits, token_counts[chunk], lists, (tokens, used, len(dense)), dense),
             *(first, num_neurons, g.shape[1]),
-            WORDS=triton.next_power_of_2(triton.cdiv(num_neurons, 32)),
+            WORDS=next_power_of_2(cdiv(num_neurons, 32)),
             **launch_options(num_warps=1, num_stages=1),
         )
     needed = torch.empty((), dtype=torch.int64, device=x.device)
@@ -352,7 +352,7 @@ def row_backward_kernel(
 
 
 def _row_options(x: Tensor) -> dict[str, int]:
-    block_k = triton.next_power_of_2(x.shape[1])
+    block_k = next_power_of_2(x.shape[1])
     options = dict(EVEN=block_k == x.shape[1], BK=block_k, num_warps=min(max(block_k // 1024, 1), 16))
     return {**options, **config("hybrid_rows", x.device)}
 
@@ -646,14 +646,14 @@ def forward(
     )
     options = config("hybrid_backup", x.device)
     backup = (tokens, used, len(dense_g))
-    blocks = triton.cdiv(len(dense_g), options["BM"])
+    blocks = cdiv(len(dense_g), options["BM"])
     dense_h = dense_g
     if gated:
         dense_h = torch.empty_like(dense_g)
-        backup_up_kernel[(blocks, triton.cdiv(num_neurons, options["BN"]))](
+        backup_up_kernel[(blocks, cdiv(num_neurons, options["BN"]))](
             *(x, w_up, b_up, dense_g, dense_u, dense_h, backup, num_neurons, hidden_size), **options
         )
-    backup_product_kernel[(blocks, triton.cdiv(hidden_size, options["BN"]))](
+    backup_product_kernel[(blocks, cdiv(hidden_size, options["BN"]))](
         *((dense_h, w_down_t), (None, None), b_down, y, l1, backup, num_neurons, hidden_size), **options
     )
     return y, l1, *counts, *saved
@@ -696,11 +696,11 @@ def backward(
         **_row_options(x),
     )
     options = config("hybrid_backup", x.device)
-    blocks = triton.cdiv(len(dense), options["BM"])
-    columns = triton.cdiv(hidden_size, options["BN"])
+    blocks = cdiv(len(dense), options["BM"])
+    columns = cdiv(hidden_size, options["BN"])
     dense_du = torch.empty_like(dense_g)
     dense_dg = torch.empty_like(dense_g) if gated else None
-    backup_backward_kernel[(blocks, triton.cdiv(num_neurons, options["BN"]))](
+    backup_backward_kernel[(blocks, cdiv(num_neurons, options["BN"]))](
         *(dy, dl1, w_down_t, (dense_g, dense_u), (dense_du, dense_dg), backup, transpose, *sizes),
         **options,
     )
@@ -714,9 +714,9 @@ def backward(
 
     dw, db = (dw_down, dw_up, dw_gate), (None, db_up, db_gate)  # in the order of the transpose's values
     fits = max(CACHE_BYTES // (2 * x.element_size() * num_tokens), 32)
-    block_k = min(triton.next_power_of_2(hidden_size), triton.next_power_of_2(fits + 1) // 2)
+    block_k = min(next_power_of_2(hidden_size), next_power_of_2(fits + 1) // 2)
     # The slow axis is that of columns: all neurons pass over the same part of x and dy before the next one comes.
-    weights_kernel[(num_neurons, triton.cdiv(hidden_size, block_k))](
+    weights_kernel[(num_neurons, cdiv(hidden_size, block_k))](
         *(x, dy, transpose, dw, db, hidden_size),
         EVEN=hidden_size % block_k == 0,
         BK=block_k,
@@ -725,7 +725,7 @@ def backward(
     )
     for i in range(2 + gated):
         if dw[i] is not None or db[i] is not None:
-            backup_weights_kernel[(triton.cdiv(transposed_backup[2], options["BM"]), columns)](
+            backup_weights_kernel[(cdiv(transposed_backup[2], options["BM"]), columns)](
                 *(dense_values[i], x if i else dy, dw[i], db[i], transposed_backup, num_tokens, hidden_size),
                 **options,
             )
@@ -736,7 +736,7 @@ def _transposed(saved: Saved, x: Tensor, gated: bool, num_neurons: int) -> tuple
     """The transpose with its places and without its values, its backup, and the backup rows of h, du and dg."""
     num_tokens, dense = len(x), saved.dense_g
     width, num_backup = list_width(num_tokens), transposed_rows(num_tokens, num_neurons, len(dense))
-    num_words, listed = triton.cdiv(num_tokens, 32), num_neurons * width
+    num_words, listed = cdiv(num_tokens, 32), num_neurons * width
     marks = torch.zeros(num_words, num_neurons, dtype=torch.int32, device=x.device)
     values = x.new_empty(2 + gated, listed + num_backup * num_tokens)
     values[:, listed:].zero_()
@@ -754,7 +754,7 @@ def _transposed(saved: Saved, x: Tensor, gated: bool, num_neurons: int) -> tuple
     mark_kernel[(num_tokens,)](
         *(saved.place, saved.indices, dense, marks, num_neurons), **launch_options(num_warps=1, num_stages=1)
     )
-    rank_kernel[(triton.cdiv(num_neurons, 32),)](
+    rank_kernel[(cdiv(num_neurons, 32),)](
         *(transpose, *backup, num_words, num_neurons),
         BN=32,
         STEP=64,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.format import ELL, MAX_COLUMNS, BufferOverflow, Hybrid, PackedTwELL, SparseRows, TileUnion, TwELL
-from twell.kernels.common import launch_options
+from twell.kernels.common import cdiv, launch_options
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SEGMENTS = 16  # segments or rows that a program works on at once
@@ -171,7 +171,7 @@ def _magnitude(values: Tensor) -> int:
 def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
     """Values (or words), indices and counts of all segments: [M, N_T, capacity], the same, [M, N_T]."""
     num_tokens, n_cols = dense.shape
-    num_tiles = triton.cdiv(n_cols, tile_n)
+    num_tiles = cdiv(n_cols, tile_n)
     shape = num_tokens, num_tiles, capacity + words
     values = torch.zeros(shape, dtype=torch.int32 if words else BITS[dense.dtype], device=dense.device)
     indices = counts = values
@@ -180,7 +180,7 @@ def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
         counts = torch.empty(shape[:2], dtype=torch.int32, device=dense.device)
     num_segments = num_tokens * num_tiles
     if num_segments:
-        pack_kernel[(triton.cdiv(num_segments, SEGMENTS),)](
+        pack_kernel[(cdiv(num_segments, SEGMENTS),)](
             _bits(dense),
             values,
             indices,
@@ -272,12 +272,12 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
     if block_m < 1:
         raise ValueError(f"block_m={block_m}, expected at least 1")
     num_tokens, n_cols = dense.shape
-    num_blocks = triton.cdiv(num_tokens, block_m)
+    num_blocks = cdiv(num_tokens, block_m)
     flags = torch.zeros(num_blocks, n_cols, dtype=torch.int8, device=dense.device)
     offsets = torch.zeros(num_blocks + 1, dtype=torch.int64, device=dense.device)
     options = launch_options(num_warps=4, num_stages=1)
     if num_blocks:
-        flags_kernel[(num_blocks, triton.cdiv(n_cols, CHUNK))](
+        flags_kernel[(num_blocks, cdiv(n_cols, CHUNK))](
             _bits(dense),
             flags,
             num_tokens,
@@ -299,7 +299,7 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
 def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
     num_blocks = len(union.offsets) - 1
     if num_blocks:
-        union_kernel[(num_blocks * triton.cdiv(union.block_m, SEGMENTS),)](
+        union_kernel[(num_blocks * cdiv(union.block_m, SEGMENTS),)](
             _bits(dense),
             _bits(union.values),
             union.indices,
@@ -319,7 +319,7 @@ def _scatter(values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num
     words = values is indices
     num_segments = dense.shape[0] * num_tiles
     if num_segments:
-        unpack_kernel[(triton.cdiv(num_segments, SEGMENTS),)](
+        unpack_kernel[(cdiv(num_segments, SEGMENTS),)](
             values.contiguous() if words else _bits(values.contiguous()),
             indices.contiguous().view(torch.int32 if words else torch.int16),
             counts.contiguous(),
@@ -357,7 +357,7 @@ def unpack(sparse: SparseRows) -> Tensor:
             raise TypeError(f"indices have dtype {sparse.indices.dtype}, expected torch.uint16")
         _scatter(sparse.values, sparse.indices, sparse.counts, dense, 1, sparse.values.shape[1])
         return dense
-    num_tiles = triton.cdiv(sparse.n_cols, sparse.tile_n)
+    num_tiles = cdiv(sparse.n_cols, sparse.tile_n)
     capacity = sparse._capacity(sparse.tile_n, sparse.compression)
     if isinstance(sparse, PackedTwELL):
         _scatter(sparse.words, sparse.words, sparse.words, dense, num_tiles, capacity)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import config, launch_options, narrow, popcount, relu, round_up
+from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, popcount, relu, round_up
 from twell.kernels.gate import TILE_N, gate_bits, gate_words
 
 # For g and the lists: tokens are taken in chunks that keep them within it (or 256 at a time).
@@ -185,11 +185,11 @@ def up_down(
     gated = w_gate is not None
     w, b = (w_gate, b_gate) if gated else (w_up, b_up)
     # Down alone keeps nothing of x, and two programs to a row, each with half of it, hide the loads better.
-    block_k = triton.next_power_of_2(hidden_size) // (1 if gated else 2)
+    block_k = next_power_of_2(hidden_size) // (1 if gated else 2)
     y = torch.empty_like(x) if out is None else out
     lists = compression == 1
     if num_tokens:
-        up_down_kernel[(num_tokens, triton.cdiv(hidden_size, block_k))](
+        up_down_kernel[(num_tokens, cdiv(hidden_size, block_k))](
             x,
             words,
             w,
@@ -232,7 +232,7 @@ def make_lists(g: Tensor, bits: Tensor, intermediate_size: int) -> Tensor:
         intermediate_size,
         width,
         words.shape[1],
-        WORDS=triton.next_power_of_2(triton.cdiv(intermediate_size, 32)),
+        WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
         **launch_options(num_warps=1, num_stages=1),
     )
     return words
@@ -261,17 +261,17 @@ def ffn(
     y = torch.empty_like(x)
     intermediate_size = len(w_up)
     size = 256 * max(1, WORKSPACE_BYTES // (256 * (2 + 4) * round_up(intermediate_size + 1, 256)))
-    size = round_up(triton.cdiv(len(x), triton.cdiv(len(x), size)), 256)
+    size = round_up(cdiv(len(x), cdiv(len(x), size)), 256)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
         g, bits = gate_bits(x_chunk, w, b, by_neuron=False)
         if activity is not None:
-            count_kernel[(triton.cdiv(len(x_chunk), 64),)](
+            count_kernel[(cdiv(len(x_chunk), 64),)](
                 bits,
                 activity,
                 len(x_chunk),
                 intermediate_size,
                 bits.shape[1],
-                WORDS=triton.next_power_of_2(triton.cdiv(intermediate_size, 32)),
+                WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
                 **launch_options(num_warps=4, num_stages=1),
             )
         up_down(x_chunk, make_lists(g, bits, intermediate_size), *weights, compression, y_chunk)

@@ -39,7 +39,17 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels import union
-from twell.kernels.common import config, launch_options, narrow, num_processors, popcount, round_up, wide
+from twell.kernels.common import (
+    cdiv,
+    config,
+    launch_options,
+    narrow,
+    next_power_of_2,
+    num_processors,
+    popcount,
+    round_up,
+    wide,
+)
 from twell.kernels.gate import gate_bits
 
 BLOCK = 64  # tokens that share a list
@@ -517,14 +527,14 @@ def saved_like(x: Tensor, intermediate_size: int, capacity: int, gated: bool) ->
     """Empty tensors of the shapes of what `forward` keeps, gated or not."""
     num_tokens = len(x)
     rows = torch.sym_min(DENSE_FROM * capacity, intermediate_size)
-    width, num_blocks = round_up(intermediate_size, 256), triton.cdiv(num_tokens, BLOCK)
+    width, num_blocks = round_up(intermediate_size, 256), cdiv(num_tokens, BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     return Saved(
         empty(torch.sym_max(capacity * num_tokens, 1), dtype=torch.int64),
-        empty(triton.cdiv(num_tokens, 32), width, dtype=torch.int64),
+        empty(cdiv(num_tokens, 32), width, dtype=torch.int64),
         empty(num_blocks, width),
         empty(num_blocks),
         union.queue(num_tokens, intermediate_size, BLOCK, x.device),
@@ -561,7 +571,7 @@ def forward(
     neuron_counts = torch.empty(intermediate_size, dtype=torch.int32, device=x.device)
     num_words, width = saved.index.shape
     options = config("training_index", x.device)
-    index_kernel[(triton.cdiv(intermediate_size, options["BN"]),)](
+    index_kernel[(cdiv(intermediate_size, options["BN"]),)](
         bits,
         None if token_mask is None else token_mask.view(torch.uint8),
         saved.index,
@@ -701,9 +711,9 @@ def _backup_gradients(
     most = scratch.numel() // ((2 + gated) * 32 * num_words)
     backup_rows = min(most // options["BH"] * options["BH"], len(saved.backup))
     dense = scratch.view(-1)[: (2 + gated) * backup_rows * 32 * num_words].view(-1, 32 * num_words)
-    num_tiles = (2 + gated) * backup_rows // options["BH"] * triton.cdiv(hidden_size, options["BN"])
+    num_tiles = (2 + gated) * backup_rows // options["BH"] * cdiv(hidden_size, options["BN"])
     for first_row in range(0, len(saved.backup), backup_rows):
-        backup_kernel[(triton.cdiv(num_words, 64), min(backup_rows, 4 * num_processors(x.device)))](
+        backup_kernel[(cdiv(num_words, 64), min(backup_rows, 4 * num_processors(x.device)))](
             saved.index,
             saved.entries,
             entry_gradients,
@@ -752,8 +762,8 @@ def _lists_gradients(
     intermediate_size = saved.spans.shape[1]
     # The widest power of two whose columns of x and dy stay in the cache.
     columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
-    block_k = min(max(1 << (columns.bit_length() - 1), 128), triton.next_power_of_2(hidden_size), 2048)
-    lists_gradient_kernel[(intermediate_size * triton.cdiv(hidden_size, block_k),)](
+    block_k = min(max(1 << (columns.bit_length() - 1), 128), next_power_of_2(hidden_size), 2048)
+    lists_gradient_kernel[(intermediate_size * cdiv(hidden_size, block_k),)](
         saved.entries,
         entry_gradients,
         saved.spans,

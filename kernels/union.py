@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import config, launch_options, narrow, num_processors, popcount, round_up, wide
+from twell.kernels.common import cdiv, config, launch_options, narrow, num_processors, popcount, round_up, wide
 from twell.kernels.gate import gate_bits
 
 # Less than a dense layer keeps at 131,072 tokens for one of g, u and h with N = 5632.
@@ -230,12 +230,12 @@ def make_lists(
     set, and counts [blocks] int32. `tiles`, from `queue`, begins with the number that follow, 0 at first.
     """
     step = config(f"union_up_{block_m}", bits.device)["BN"]
-    num_blocks, width = triton.cdiv(num_tokens, block_m), bits.shape[1]
+    num_blocks, width = cdiv(num_tokens, block_m), bits.shape[1]
     lists, counts = out or (
         torch.empty(num_blocks, width, dtype=torch.int32, device=bits.device),
         torch.empty(num_blocks, dtype=torch.int32, device=bits.device),
     )
-    max_tiles = triton.cdiv(intermediate_size, step)
+    max_tiles = cdiv(intermediate_size, step)
     lists_kernel[(num_blocks,)](
         bits,
         lists,
@@ -257,8 +257,8 @@ def make_lists(
 
 def queue(num_tokens: int, intermediate_size: int, block_m: int, device: torch.device) -> Tensor:
     """An empty queue of tiles, long enough for lists of all neurons; its first entry is for `gate_bits` to set to 0."""
-    max_tiles = triton.cdiv(intermediate_size, config(f"union_up_{block_m}", device)["BN"])
-    return torch.empty(1 + triton.cdiv(num_tokens, block_m) * max_tiles, dtype=torch.int32, device=device)
+    max_tiles = cdiv(intermediate_size, config(f"union_up_{block_m}", device)["BN"])
+    return torch.empty(1 + cdiv(num_tokens, block_m) * max_tiles, dtype=torch.int32, device=device)
 
 
 def up(
@@ -297,7 +297,7 @@ def up(
         0 if g is None else g.shape[1],
         width,
         hidden_size,
-        triton.cdiv(len(w), options["BN"]),
+        cdiv(len(w), options["BN"]),
         num_programs,
         GATED=gated,
         BIAS=gated and b is not None,
@@ -324,7 +324,7 @@ def down(
     (num_tokens, hidden_size), block_m = y.shape, h.shape[1]
     options = config(f"union_down_{block_m}", h.device)
     h2, w2 = second or (h, None)
-    down_kernel[(num_blocks * triton.cdiv(hidden_size, options["BN"]),)](
+    down_kernel[(num_blocks * cdiv(hidden_size, options["BN"]),)](
         TensorDescriptor.from_tensor(h, [options["BK"], block_m]),
         w,
         TensorDescriptor.from_tensor(h2, [options["BK"], block_m]),
@@ -394,8 +394,8 @@ def ffn(
     """
     y = torch.empty_like(x)
     num_tokens = len(x)
-    num_chunks = triton.cdiv(num_tokens, chunk_tokens(w_up.shape[0]))
-    size = round_up(triton.cdiv(num_tokens, num_chunks), 256)
+    num_chunks = cdiv(num_tokens, chunk_tokens(w_up.shape[0]))
+    size = round_up(cdiv(num_tokens, num_chunks), 256)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
         weights = w_gate, w_up, w_down_t, b_gate, b_up, b_down
         _chunk(x_chunk, y_chunk, *weights, block_tokens(num_tokens), activity)

@@ -163,6 +163,17 @@ HOOKS = (
 )
 
 
+def _is_plain(part: nn.Module | None) -> bool:
+    """What `_why_called` finds of nearly every projection, in a microsecond: every call of a layer asks it."""
+    if type(part) is not nn.Linear:
+        return part is None
+    own = part.__dict__
+    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+    return plain and not hooks and "forward" not in own
+
+
 def _why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
     """Why a projection has to be called; None where reading its weight and bias gives the same.
 
@@ -174,16 +185,12 @@ def _why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
         return "an nn.Linear with a forward of its own"
     if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
         return "an nn.Linear with hooks"
-    if _has_any_global_hook():
-        return "called with hooks for all modules"
     for name in ("weight", "bias"):
         tensor = getattr(part, name)
         if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
             if sharded and type(tensor).__name__ == "DTensor":
                 continue
             return f"an nn.Linear whose {name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
-    if not part.weight.is_floating_point():
-        return f"an nn.Linear whose weight is {part.weight.dtype}"
     return None
 
 
@@ -347,6 +354,10 @@ class SparseFFN(nn.Module):
         return self._why_dense(sharded=True) is None
 
     def _why_dense(self, *, sharded: bool = False) -> str | None:
+        if _has_any_global_hook():
+            return "every module has hooks"
+        if not torch.compiler.is_compiling() and all(map(_is_plain, self._modules.values())):
+            return None
         for name in ("gate_proj", "up_proj", "down_proj"):
             part = getattr(self, name)
             reason = None if part is None else _why_called(part, sharded=sharded)
@@ -450,12 +461,14 @@ class SparseFFN(nn.Module):
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             tensors = [None if t is None else t.to(dtype) for t in tensors]
-        rows, w_gate, w_up, w_down, *biases = tensors
-        w_down_t = w_down.t()
         if self.muted is not None:
-            w_down_t = w_down_t.masked_fill(self.muted.to(rows.device)[:, None], 0)
-        w_gate, w_up, w_down_t = (None if w is None else w.contiguous() for w in (w_gate, w_up, w_down_t))
-        return [rows, w_gate, w_up, w_down_t.t(), *biases]
+            tensors[3] = tensors[3].masked_fill(self.muted.to(rows.device), 0)
+        if tensors[3].stride() != (1, self.hidden_size):
+            tensors[3] = tensors[3].t().contiguous().t()
+        for place in (1, 2):
+            if tensors[place] is not None and not tensors[place].is_contiguous():
+                tensors[place] = tensors[place].contiguous()
+        return tensors
 
     def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
         tensors = self._tensors(rows)

@@ -195,9 +195,9 @@ def test_more_than_2_to_the_31_entries(path, shape):
     given = {name: t for name, t in leaves.items() if t is not None}
     dy = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16()
     dl1 = torch.rand(num_tokens, device="cuda")
-    capacity = int(ops.train(path, 1, **leaves).needed)
+    capacity = max(1, int(ops.train(path, 1, **leaves).needed))
     found = ops.train(path, capacity, **leaves)
-    assert int(found.needed) == capacity
+    assert int(found.needed) <= capacity
     gradients = dict(zip(given, torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1]), strict=True))
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
     rows = some_rows(num_tokens)
