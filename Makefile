@@ -4,7 +4,7 @@
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv)
-# reproduce, test and lab set up .venv by themselves, once.
+# reproduce, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -82,7 +82,7 @@ build/cache/ready: twell/corpus.py twell/configs/quick.yaml
 	$(RUN) -c "from twell.train import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
-test: $(VENV)/installed
+test: $(VENV)/installed $(VENV)/triton-older/installed
 	TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lab: $(VENV)/installed
@@ -99,4 +99,10 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.lock
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Out of Python's path: tests/test_compile.py compiles the kernels with it in a process of its own.
+$(VENV)/triton-older/installed: requirements.gpu.lock | $(VENV)/installed
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r requirements.gpu.lock
 	@touch $@

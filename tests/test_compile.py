@@ -1,21 +1,32 @@
-"""Every kernel compiles without a GPU for each architecture, as configured there, and fits its shared memory.
+"""Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
 
-A subprocess runs the paths as usual (K = 2048, N = 5632) on CPU tensors, with a driver that names the
-architecture and launches that compile and do not run.
+A subprocess runs the paths on CPU or meta tensors, with a driver that names the architecture. Its
+launches compile and do not run. tests/ir.py checks the compiled code. The Triton of
+requirements.gpu.lock compiles the kernels as well as the installed one does.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton")
+from tests import ir
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+ROOT = Path(__file__).parents[1]
+OLDER = Path(sys.prefix) / "triton-older"  # where `make test` installs requirements.gpu.lock
+OLDER_VERSION = re.search(r"triton==(\S+)", (ROOT / "requirements.gpu.lock").read_text())[1]
 
 LIMITS = {
     "sm_80": 166_912,
@@ -25,6 +36,9 @@ LIMITS = {
     "sm_120": 101_376,
     "gfx942": 65_536,
 }
+# sm_90 is the architecture of the measurements. sm_100 is the only one with tensor memory, and has passes
+# of its own in the compiler.
+OLDER_ARCHITECTURES = ("sm_90", "sm_100")
 KERNELS = {
     "gate": {"gate_words_kernel", "gate_bits_kernel"},
     "rowwise": {"lists_kernel", "count_kernel", "up_down_kernel"},
@@ -56,47 +70,173 @@ KERNELS = {
     "dense": {"relu_times_kernel"},
     "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
 }
+# CUDA's limits for x, y and z.
+GRID = (2**31 - 1, 65_535, 65_535)
+
+# Layers [tokens, neurons, hidden size], M N and M K above 2^31: wide ones, and one of many tokens. Each
+# tensor fits a device of 192 GB.
+INFERENCE = ((2**22, 65_536, 4096), (2**20, 65_536, 16_384), (2**28, 64, 16))
+TRAINING = ((2**19, 65_536, 16_384), (2**21, 16_384, 4096), (2**28, 64, 16))
+# Expressions that `ir.overflows` cannot know to be in range, by file.
+BOUNDED = {
+    ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
+    ("kernels/union.py", "block * BM"): "the first token of a block in the queue, so below M",
+}
 
 
-@pytest.mark.parametrize("architecture", LIMITS)
-def test_all_kernels_compile_and_fit(architecture, tmp_path):
+def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
+    """What this file prints for these arguments under the installed or the older Triton."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    if older:
+        if triton.__version__ == OLDER_VERSION:
+            pytest.skip(f"the installed Triton is {OLDER_VERSION}")
+        if not OLDER.exists():
+            command = f"pip install --no-deps --target {OLDER} -r requirements.gpu.lock"
+            pytest.skip(f"no Triton {OLDER_VERSION}; `make test` installs it, as does {command}")
+        paths = [str(OLDER), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_compile", architecture],
+        [sys.executable, "-m", "tests.test_compile", *arguments],
         capture_output=True,
         text=True,
         env=environment,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    shared = json.loads(done.stdout.splitlines()[-1])
-    assert set(shared) == {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
+    version, result = json.loads(done.stdout.splitlines()[-1])
+    assert version == (OLDER_VERSION if older else triton.__version__)
+    return result
+
+
+COMPILERS = [
+    *(pytest.param(name, False, id=name) for name in LIMITS),
+    *(pytest.param(name, True, id=f"{name}-older") for name in OLDER_ARCHITECTURES),
+]
+
+
+@pytest.mark.parametrize(("architecture", "older"), COMPILERS)
+def test_all_kernels_compile_and_fit(architecture, older, tmp_path):
+    shared, problems = in_subprocess(tmp_path, "compile", architecture, older=older)
+    expected = {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
+    assert set(shared) == expected
     assert max(shared.values()) <= LIMITS[architecture], shared
+    assert not problems, "\n".join(problems)
 
 
-def _check_buffers(name: str, ttgir: str) -> None:
-    """No buffer is read by asynchronous products and into registers.
+def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
+    launched, problems = in_subprocess(tmp_path, "launch", "sm_90")
+    expected = {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
+    assert set(launched) == expected
+    reported = {(file, expression) for file, _, expression, _ in problems}
+    assert set(BOUNDED) <= reported, "BOUNDED has an expression that is not reported"
+    problems = [p for p in problems if (p[0], p[2]) not in BOUNDED]
+    assert not problems, "\n".join("{}:{}: {} reaches {}".format(*p) for p in problems)
 
-    Triton 3.7 gives a load that is also read into registers one buffer less in the pipeline, and the copy that comes next
-    overwrites it while the product still reads: wrong results now and then, on Hopper.
-    """
-    products = re.findall(r"ttng\.warp_group_dot (%[\w#]+), (%[\w#]+),.*isAsync = true", ttgir)
-    loaded = set(re.findall(r"ttg\.local_load (%[\w#]+)", ttgir))
-    assert not {operand for pair in products for operand in pair} & loaded, name
+
+@pytest.mark.parametrize("older", [False, True], ids=["installed", "older"])
+def test_checks_find_what_they_should(older, tmp_path):
+    buffers, indices = in_subprocess(tmp_path, "samples", "sm_90", older=older)
+    # The load feeds the product and registers, directly or transposed.
+    for mode in ("x", "w"):
+        assert len(buffers[mode]) == 2
+        assert buffers[mode][0].startswith("read by a product and into registers")
+        assert buffers[mode][1].startswith("2 copies ahead in 2 buffers")
+    assert not buffers["none"] and not buffers["two products"]
+    reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
+    assert reported == INDEX_MODES
 
 
-def compile_all(architecture: str) -> dict[str, int]:
-    """Largest shared memory of each kernel, in bytes, over the ways in which it is launched."""
+@triton.jit
+def product_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    sums_ptr,
+    K,
+    MODE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """x w^T; MODE: what of it is summed in registers as well, or multiplied once more."""
+    m = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    squares = tl.zeros((BM, BM), tl.float32)
+    sums = tl.zeros((BM,), tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        x = tl.load(x_ptr + m[:, None] * K + k[None, :])
+        w = tl.load(w_ptr + n[:, None] * K + k[None, :])
+        acc = tl.dot(x, w.T, acc)
+        if MODE == "x":
+            sums += tl.sum(x.to(tl.float32), 1)
+        if MODE == "w":
+            sums += tl.sum(tl.reshape(w.to(tl.float32), (BM, BN // BM * BK)), 1)
+        if MODE == "two products":
+            squares = tl.dot(x, x.T, squares)
+    tl.store(y_ptr + m[:, None] * BN + n[None, :], acc)
+    tl.store(sums_ptr + m[:, None] * BM + m[None, :], squares + sums[:, None])
+
+
+# What `ir.overflows` reports of index_kernel in 2^20 programs of width 2^14.
+INDEX_MODES = {
+    "int32": [("row * width", "17,179,852,800")],
+    "late": [("row * width", "17,179,852,800")],
+    "scaled": [("(row // 64 * width + columns) * 64", "17,178,821,568")],
+    "memory": [("tl.load(y_ptr + row) * width", "any number")],
+    "loop": [("offset += width", "17,179,885,583")],
+    "sum": [("offset = tl.sum(counts, 0) + columns", "17,179,869,184")],
+    "descriptor": [("row * width", "17,179,852,800")],
+    "int64": [],
+    "masked": [],
+    "few": [],
+}
+
+
+@triton.jit
+def index_kernel(x_ptr, y_ptr, y_desc, width, MODE: tl.constexpr):
+    """Stores at an offset that is computed in one of several ways."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, 16)
+    offset = columns
+    if MODE == "int64":
+        offset = row.to(tl.int64) * width + columns
+    elif MODE == "int32":
+        offset = row * width + columns
+    elif MODE == "late":
+        offset = (row * width).to(tl.int64) + columns
+    elif MODE == "scaled":
+        offset = (row // 64 * width + columns) * 64
+    elif MODE == "memory":
+        offset = tl.load(y_ptr + row) * width + columns
+    elif MODE == "masked":
+        offset = (tl.load(y_ptr + row) & 0xFFFF) * width + columns
+    elif MODE == "few":
+        offset = row % 4 * width + columns
+    elif MODE == "loop":
+        for _ in range(0, tl.num_programs(0)):
+            offset += width
+    elif MODE == "sum":
+        counts = tl.zeros((16384,), tl.int32) + tl.num_programs(0)
+        offset = tl.sum(counts, 0) + columns
+    elif MODE == "descriptor":
+        columns += tl.sum(y_desc.load([row * width, 0]).to(tl.int32), 0)
+    tl.store(x_ptr + offset, columns)
+
+
+def use(architecture: str, launch: Callable) -> None:
+    """Lets every launch call `launch(compile_only, kernel, *args, **options)`; nothing runs."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from twell.format import ELL, PackedTwELL
-    from twell.kernels import common, decode, dense, hybrid, pack, rowwise, training, union
+    from twell.kernels import common
 
-    cuda = architecture.startswith("sm_")
-    target = GPUTarget("cuda", int(architecture[3:]), 32) if cuda else GPUTarget("hip", architecture, 64)
+    target = GPUTarget("hip", architecture, 64)
+    if architecture.startswith("sm_"):
+        target = GPUTarget("cuda", int(architecture[3:]), 32)
 
     class Driver:
         def get_current_target(self):
@@ -108,19 +248,38 @@ def compile_all(architecture: str) -> dict[str, int]:
         def get_current_stream(self, device):
             return 0
 
-    shared: dict[str, int] = {}
+    run = JITFunction.run
 
     def compile_only(kernel, *args, grid, **options):
-        compiled = run(kernel, *args, grid=grid, **{**options, "warmup": True})
-        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-        _check_buffers(name, compiled.asm["ttgir"])
-        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
-        return compiled
+        return run(kernel, *args, grid=grid, **{**options, "warmup": True})
 
-    run, JITFunction.run = JITFunction.run, compile_only
+    JITFunction.run = lambda *args, **options: launch(compile_only, *args, **options)
     driver.set_active(Driver())
     common.architecture = lambda device: architecture
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 
+
+def full_name(kernel) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
+    """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels."""
+    import torch
+
+    from twell.format import ELL, PackedTwELL
+    from twell.kernels import decode, dense, hybrid, pack, rowwise, training, union
+
+    shared: dict[str, int] = {}
+    problems = []
+
+    def launch(compile_only, kernel, *args, **options):
+        compiled = compile_only(kernel, *args, **options)
+        name = full_name(kernel)
+        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
+        problems.extend(f"{name}: {problem}" for problem in ir.races(compiled.asm["ttgir"]))
+
+    use(architecture, launch)
     hidden_size, intermediate_size = 2048, 5632
     w = torch.empty(intermediate_size, hidden_size, dtype=torch.bfloat16)
     for gated in (True, False):
@@ -148,8 +307,172 @@ def compile_all(architecture: str) -> dict[str, int]:
     pack._pack(dense, 256, 32)
     pack._pack(dense, 256, 31, words=True)
     pack.to_union(dense)
-    return shared
+    return shared, sorted(set(problems))
+
+
+class Lowered(Exception):
+    """Carries the TTIR of a kernel out of its compilation."""
+
+
+def stop_at_ttir() -> None:
+    """Lets compilations raise `Lowered` after the first stage."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime import driver
+
+    backend = type(make_backend(driver.active.get_current_target()))
+    add_stages = backend.add_stages
+
+    def stages_to_ttir(self, stages, *options):
+        add_stages(self, stages, *options)
+        lower = stages["ttir"]
+
+        def stop(module, metadata):
+            raise Lowered(str(lower(module, metadata)))
+
+        stages["ttir"] = stop
+
+    backend.add_stages = stages_to_ttir
+
+
+def integers(argument) -> list[int]:
+    """The integers that an argument hands to a kernel."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(argument, TensorDescriptor):
+        return [*argument.shape, *argument.strides]
+    if isinstance(argument, tuple):
+        return [number for part in argument for number in integers(part)]
+    return [argument] if type(argument) is int else []
+
+
+def specialization(argument):
+    """Arguments for which this is the same share a compiled kernel."""
+    import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
+    if isinstance(argument, tuple):
+        return tuple(specialization(part) for part in argument)
+    return (argument == 1, argument % 16, argument >= 2**31) if type(argument) is int else argument
+
+
+def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
+    """The kernels launched at the largest sizes, and what leaves its range there."""
+    import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from twell.kernels import decode, dense, hybrid, pack, rowwise, training, union
+
+    lowered: dict[tuple, str] = {}
+    launches = set()
+    problems = {}
+
+    def report(file: str, line: int, expression: str, number: str) -> None:
+        problems.setdefault((file, line, expression), number)
+
+    def launch(compile_only, kernel, *args, grid, **options):
+        named = {name: value for name, value in options.items() if name in kernel.arg_names}
+        arguments = inspect.signature(kernel.fn).bind(*args, **named).arguments
+        constants = {p.name: arguments.pop(p.name) for p in kernel.params if p.is_constexpr}
+        numbers = {name: integers(value) for name, value in arguments.items()}
+        key = kernel, str(constants), tuple(specialization(value) for value in arguments.values())
+        if (key, str(numbers), grid) in launches:
+            return
+        launches.add((key, str(numbers), grid))
+        if key not in lowered:
+            with pytest.raises(Lowered) as error:
+                compile_only(kernel, *args, grid=grid, **options)
+            lowered[key] = str(error.value)
+        for problem in ir.overflows(lowered[key], numbers, grid):
+            report(*problem)
+        code = kernel.fn.__code__
+        file = "/".join(Path(code.co_filename).parts[-2:])
+        for axis, size, limit in zip("xyz", grid, GRID, strict=False):
+            if size > limit:
+                axis = f"the {axis} of {kernel.fn.__name__}'s grid"
+                report(file, code.co_firstlineno, axis, f"{size:,}")
+        for name, value in arguments.items():
+            if isinstance(value, TensorDescriptor) and max(value.shape) >= 2**31:
+                report(file, code.co_firstlineno, f"the shape of {name}", f"{max(value.shape):,}")
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def layer(intermediate_size, hidden_size, gated):
+        w, b = empty(intermediate_size, hidden_size), empty(intermediate_size)
+        return (w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
+
+    use(architecture, launch)
+    stop_at_ttir()
+    activity = empty(4, dtype=torch.int64)
+    for num_tokens, intermediate_size, hidden_size in INFERENCE:
+        x = empty(num_tokens, hidden_size)
+        for gated in (True, False):
+            tensors = layer(intermediate_size, hidden_size, gated)
+            for path in (rowwise, union, decode):
+                path.ffn(x, *tensors, activity=activity)
+            for few in (2, 4):
+                decode.ffn(x[:few], *tensors, activity=activity)
+            rowwise.ffn(x, *tensors, 8)
+            dense.ffn(x, *tensors)
+    for num_tokens, intermediate_size, hidden_size in TRAINING:
+        x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
+        mask = empty(num_tokens, dtype=torch.bool)
+        for gated in (True, False):
+            tensors = layer(intermediate_size, hidden_size, gated)
+            for path, capacity in ((training, (2**31 - 1) // num_tokens), (hybrid, 512)):
+                _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
+                path.backward(x, *tensors[:5], path.Saved(*saved), x, dl1)
+
+    # Segments above 2^31, as many tokens as possible, and blocks of one token.
+    for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):
+        matrix = empty(num_tokens, num_columns)
+        values, indices, counts = pack._pack(matrix, tile, 1)
+        pack._scatter(values, indices, counts, matrix, num_columns // tile, 1)
+        words = pack._pack(matrix, tile, 1, words=True)
+        pack._scatter(words, words, words, matrix, num_columns // tile, 1)
+    for num_tokens, block_m in ((2**23, 64), (2**17, 1)):
+        matrix = empty(num_tokens, 4096)
+        try:
+            pack.to_union(matrix, block_m)
+        except NotImplementedError:
+            pass  # after the first kernel it asks for the size of the unions
+        packed = SimpleNamespace(
+            offsets=empty(num_tokens // block_m + 1, dtype=torch.int64),
+            values=empty(2**32),
+            indices=empty(2**26, dtype=torch.int32),
+            block_m=block_m,
+        )
+        for to_packed in (True, False):
+            pack._move_union(matrix, packed, pack=to_packed)
+    names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches})
+    return names, sorted((*place, number) for place, number in problems.items())
+
+
+def compile_samples(architecture: str) -> tuple[dict[str, list[str]], dict[str, list[ir.Problem]]]:
+    """What the checks find in the two kernels of this file, by their MODE."""
+    import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    use(architecture, lambda compile_only, *args, **options: compile_only(*args, **options))
+    x = torch.empty(16, dtype=torch.bfloat16)
+    y, table = x.float(), x.int()
+    buffers, indices = {}, {}
+    for mode in ("none", "x", "w", "two products"):
+        compiled = product_kernel[(1,)](x, x, y, y, 1024, mode, 64, 128, 64, num_stages=3)
+        buffers[mode] = ir.races(compiled.asm["ttgir"])
+    rows, width = 2**20, 2**14
+    descriptor = TensorDescriptor.from_tensor(torch.empty(64, 16, dtype=torch.bfloat16), [16, 16])
+    for mode in INDEX_MODES:
+        compiled = index_kernel[(rows,)](table, table, descriptor, width, mode)
+        numbers = {"x_ptr": [], "y_ptr": [], "y_desc": integers(descriptor), "width": [width]}
+        indices[mode] = ir.overflows(compiled.asm["ttir"], numbers, (rows,))
+    return buffers, indices
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1])))
+    tasks = {"compile": compile_all, "launch": launch_largest, "samples": compile_samples}
+    print(json.dumps((triton.__version__, tasks[sys.argv[1]](sys.argv[2]))))
