@@ -364,7 +364,7 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from twell.kernels import decode, dense, hybrid, pack, rowwise, training, union
+    from twell.kernels import decode, dense, hybrid, ops, pack, rowwise, training, union
 
     lowered: dict[tuple, str] = {}
     launches = set()
@@ -423,9 +423,10 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
         mask = empty(num_tokens, dtype=torch.bool)
         for gated in (True, False):
             tensors = layer(intermediate_size, hidden_size, gated)
-            for path, capacity in ((training, (2**31 - 1) // num_tokens), (hybrid, 512)):
+            for path, capacity in ((training, (ops.MAX_ENTRIES - 1) // num_tokens), (hybrid, 512)):
                 _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
-                path.backward(x, *tensors[:5], path.Saved(*saved), x, dl1)
+                needs = [t is not None for t in (x, *tensors[:5])]
+                path.backward(x, *tensors[:5], path.Saved(*saved), x, dl1, needs)
 
     # Segments above 2^31, as many tokens as possible, and blocks of one token.
     for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):

@@ -764,3 +764,15 @@ def test_a_layer_can_be_copied_after_a_step():
     again = copy.deepcopy(ffn)
     assert again.l1 is None and ffn.l1 is not None
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ffn.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_directions_are_columns_of_the_down_projection(adapter):
+    ffn = make(bias=True)
+    if adapter:
+        ffn.down_proj = Adapter(ffn.down_proj)
+    h = torch.zeros(70, dtype=torch.float64)
+    zero = ffn.down_proj(h).detach()
+    h[13] = 2
+    torch.testing.assert_close(ffn.direction(13), (ffn.down_proj(h).detach() - zero) / 2)
+    assert ffn.direction(13).shape == (24,)

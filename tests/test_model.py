@@ -338,6 +338,14 @@ def test_adapters_of_peft_act_and_learn(adapter, when, backend):
             torch.testing.assert_close(merged(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-3, atol=1e-4)
 
 
+def test_a_second_sparsify_sets_the_backend():
+    model = stock("llama")
+    sparsify(model)
+    layers = sparse_ffns(model)
+    sparsify(model, backend="reference")
+    assert sparse_ffns(model) == layers and all(ffn.backend == "reference" for ffn in layers)
+
+
 def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
     model = stock("llama")
     x, seen = tokens(2, 12), []

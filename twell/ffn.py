@@ -419,6 +419,16 @@ class SparseFFN(nn.Module):
         g = ACTIVATIONS[self.activation](gate(x))
         return g, g if self.gate_proj is None else g * self.up_proj(x)
 
+    @torch.no_grad()
+    def direction(self, neuron: int) -> Tensor:
+        """Return what a neuron adds to the output where its h is 1, [K]: its column of the down projection."""
+        if _is_plain(self.down_proj):
+            return self.down_proj.weight[:, neuron]
+        h = torch.zeros(2, self.intermediate_size, device=self.device, dtype=next(self.parameters()).dtype)
+        h[1, neuron] = 1
+        without, with_it = self.down_proj(h)
+        return with_it - without
+
     def _record(self, active: Tensor | Trained) -> None:
         if isinstance(active, Tensor):
             self.stats.record(active, self.token_mask)

@@ -393,7 +393,7 @@ def _words(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
     unembedding, norm = model.get_output_embeddings().weight, model.base_model.norm.weight
     found: list[dict] = []
     for start in range(0, len(neurons), 256):
-        rows = torch.stack([model.ffns[layer].down_proj.weight[:, n] for layer, n in neurons[start : start + 256]], 1)
+        rows = torch.stack([model.ffns[layer].direction(n) for layer, n in neurons[start : start + 256]], 1)
         logits = (unembedding @ (rows * norm[:, None])).float()  # [V, n]
         logits = (logits - logits.mean(0)).t()
         number = min(WORDS, logits.shape[1])

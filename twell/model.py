@@ -261,7 +261,7 @@ def silence(
 
 def _muted(ffn: SparseFFN, neurons: int | Iterable[int]) -> Tensor:
     """A mask of these neurons and of those that are silent already."""
-    size, device = ffn.intermediate_size, ffn.up_proj.weight.device
+    size, device = ffn.intermediate_size, ffn.device
     mask = torch.zeros(size, dtype=torch.bool, device=device) if ffn.muted is None else ffn.muted.clone()
     for neuron in [neurons] if isinstance(neurons, Integral) else neurons:
         if not 0 <= neuron < size:
@@ -288,9 +288,10 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     kind, activation = base.config.model_type, base.config.hidden_act
     if kind not in SPARSIFIABLE:
         raise ValueError(f"a model of type {kind!r} cannot be made sparse; supported are {', '.join(SPARSIFIABLE)}")
-    layers = [layer for layer in base.base_model.layers if not isinstance(layer.mlp, SparseFFN)]
+    layers = base.base_model.layers
     for layer in layers:
-        _check_replaceable(layer.mlp, kind, relufy or activation != "relu")
+        if not isinstance(layer.mlp, SparseFFN):
+            _check_replaceable(layer.mlp, kind, relufy or activation != "relu")
     if activation != "relu" and not relufy:
         raise ValueError(
             f"the model's activation is {activation!r}, which makes nothing zero; relufy=True exchanges it for ReLU, "
@@ -299,7 +300,9 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     if activation != "relu":
         warnings.warn(f"activation {activation!r} became 'relu': the model needs training", stacklevel=2)
     for layer in layers:
-        layer.mlp = SparseFFN.around(layer.mlp, backend=backend)
+        if not isinstance(layer.mlp, SparseFFN):
+            layer.mlp = SparseFFN.around(layer.mlp)
+        layer.mlp.backend = backend
     base.config.hidden_act = "relu"
     return model
 
