@@ -36,8 +36,8 @@ LIMITS = {
     "sm_120": 101_376,
     "gfx942": 65_536,
 }
-# sm_90 is the architecture of the measurements. sm_100 is the only one with tensor memory, and has passes
-# of its own in the compiler.
+# sm_90 is the architecture of the measurements. sm_100 is the only one with tensor memory, and has
+# passes of its own in the compiler.
 OLDER_ARCHITECTURES = ("sm_90", "sm_100")
 KERNELS = {
     "gate": {"gate_words_kernel", "gate_bits_kernel"},
@@ -73,8 +73,8 @@ KERNELS = {
 # CUDA's limits for x, y and z.
 GRID = (2**31 - 1, 65_535, 65_535)
 
-# Layers [tokens, neurons, hidden size], M N and M K above 2^31: wide ones, and one of many tokens. Each
-# tensor fits a device of 192 GB.
+# Layers [tokens, neurons, hidden size], M N and M K above 2^31: wide ones, and one of many tokens.
+# Each tensor fits a device of 192 GB.
 INFERENCE = ((2**22, 65_536, 4096), (2**20, 65_536, 16_384), (2**28, 64, 16))
 TRAINING = ((2**19, 65_536, 16_384), (2**21, 16_384, 4096), (2**28, 64, 16))
 # Expressions that `ir.overflows` cannot know to be in range, by file.
@@ -91,7 +91,7 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
     if older:
         if triton.__version__ == OLDER_VERSION:
             pytest.skip(f"the installed Triton is {OLDER_VERSION}")
-        if not OLDER.exists():
+        if not (OLDER / "triton").exists():
             command = f"pip install --no-deps --target {OLDER} -r requirements.gpu.lock"
             pytest.skip(f"no Triton {OLDER_VERSION}; `make test` installs it, as does {command}")
         paths = [str(OLDER), os.environ.get("PYTHONPATH")]
@@ -145,6 +145,32 @@ def test_checks_find_what_they_should(older, tmp_path):
     assert not buffers["none"] and not buffers["two products"]
     reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
     assert reported == INDEX_MODES
+
+
+# A product whose operand a loop carries and two views change. The registers read {source}.
+VIEWS = """
+    %a = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
+    %b = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
+    %first = ttg.memdesc_index %a[%c0] : !type -> !type loc(#loc1)
+    %other = ttg.memdesc_index %b[%c0] : !type -> !type loc(#loc1)
+    %r:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %first, %s = %cst) -> (!type)  : i32 {{
+      %part = ttg.memdesc_subslice %x[0, 0] : !type -> !type loc(#loc1)
+      %turned = ttg.memdesc_trans %part {{order = array<i32: 1, 0>}} : !type -> !type loc(#loc1)
+      %slot = ttg.memdesc_index {source}[%i] : !type -> !type loc(#loc1)
+      %values = ttg.local_load %slot : !type -> tensor<64x64xbf16, #blocked> loc(#loc1)
+      %p = ttng.warp_group_dot %turned, %other, %s {{isAsync = true}} : !type -> !type loc(#loc1)
+      %next = ttg.memdesc_index %a[%i] : !type -> !type loc(#loc1)
+      scf.yield %next, %p : !type, !type loc(#loc1)
+    }} loc(#loc1)
+    scf.if %c {{
+      %turned = ttg.memdesc_index %c[%c0] : !type -> !type loc(#loc1)
+    }} loc(#loc1)
+"""
+
+
+@pytest.mark.parametrize(("source", "problems"), [("%a", 1), ("%b", 1), ("%c", 0)])
+def test_views_lead_to_their_allocation(source, problems):
+    assert len(ir.races(VIEWS.format(source=source))) == problems
 
 
 @triton.jit
