@@ -2,6 +2,7 @@
 
     parse       the operations of a kernel, with every name resolved in its scope
     races       shared memory that a copy overwrites while an asynchronous product may read it
+    read_back   memory of the device that a kernel stores to and loads from again without a barrier
     overflows   32-bit integers that leave their range at the sizes of a launch
 
 `races` reads TTGIR (how a GPU runs the kernel), `overflows` TTIR (what the kernel computes).
@@ -184,6 +185,27 @@ def races(ttgir: str) -> list[str]:
             size = int(re.search(r"memdesc<(\d+)x", allocation.text)[1])
             if size <= ahead:
                 problems.append(f"{ahead} copies ahead in {size} buffers: {allocation.text}")
+    return problems
+
+
+def read_back(ttir: str) -> list[str]:
+    """Stores of a kernel that it loads from again, further down in its text, with no barrier between.
+
+    What one thread stored another may load, and then too early.
+    """
+    function = next(operation for operation in walk(parse(ttir)) if operation.name == "tt.func")
+    roots = {name: name for name in function.arguments[0]}
+    stored: dict[str, str] = {}
+    problems = []
+    for operation in walk(function):
+        if operation.name in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims"):
+            roots |= {result: roots.get(operation.operands[0]) for result in operation.results}
+        elif operation.name.endswith("barrier"):
+            stored.clear()
+        elif operation.name == "tt.store" and roots.get(operation.operands[0]):
+            stored[roots[operation.operands[0]]] = operation.text
+        elif operation.name == "tt.load" and roots.get(operation.operands[0]) in stored:
+            problems.append(f"stored and loaded again: {stored[roots[operation.operands[0]]]}")
     return problems
 
 

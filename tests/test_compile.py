@@ -136,7 +136,8 @@ def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
 
 @pytest.mark.parametrize("older", [False, True], ids=["installed", "older"])
 def test_checks_find_what_they_should(older, tmp_path):
-    buffers, indices = in_subprocess(tmp_path, "samples", "sm_90", older=older)
+    buffers, indices, again = in_subprocess(tmp_path, "samples", "sm_90", older=older)
+    assert {mode: len(found) for mode, found in again.items()} == {"once": 0, "again": 1, "barrier": 0}
     # The load feeds the product and registers, directly or transposed.
     for mode in ("x", "w"):
         assert len(buffers[mode]) == 2
@@ -204,6 +205,17 @@ def product_kernel(
             squares = tl.dot(x, x.T, squares)
     tl.store(y_ptr + m[:, None] * BN + n[None, :], acc)
     tl.store(sums_ptr + m[:, None] * BM + m[None, :], squares + sums[:, None])
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, MODE: tl.constexpr):
+    """Stores what it loads, and in two modes loads it again."""
+    place = tl.arange(0, 16)
+    tl.store(y_ptr + place, tl.load(x_ptr + place))
+    if MODE == "barrier":
+        tl.debug_barrier()
+    if MODE != "once":
+        tl.store(x_ptr + place, tl.load(y_ptr + place) + 1)
 
 
 # What `ir.overflows` reports of index_kernel in 2^20 programs of width 2^14.
@@ -303,7 +315,8 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
         compiled = compile_only(kernel, *args, **options)
         name = full_name(kernel)
         shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
-        problems.extend(f"{name}: {problem}" for problem in ir.races(compiled.asm["ttgir"]))
+        found = ir.races(compiled.asm["ttgir"]) + ir.read_back(compiled.asm["ttir"])
+        problems.extend(f"{name}: {problem}" for problem in found)
 
     use(architecture, launch)
     hidden_size, intermediate_size = 2048, 5632
@@ -479,8 +492,8 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     return names, sorted((*place, number) for place, number in problems.items())
 
 
-def compile_samples(architecture: str) -> tuple[dict[str, list[str]], dict[str, list[ir.Problem]]]:
-    """What the checks find in the two kernels of this file, by their MODE."""
+def compile_samples(architecture: str) -> tuple[dict, dict, dict]:
+    """What the three checks find in the kernels of this file, by their MODE."""
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -497,7 +510,10 @@ def compile_samples(architecture: str) -> tuple[dict[str, list[str]], dict[str, 
         compiled = index_kernel[(rows,)](table, table, descriptor, width, mode)
         numbers = {"x_ptr": [], "y_ptr": [], "y_desc": integers(descriptor), "width": [width]}
         indices[mode] = ir.overflows(compiled.asm["ttir"], numbers, (rows,))
-    return buffers, indices
+    modes = ("once", "again", "barrier")
+    kernels = {mode: copy_kernel[(1,)](y, y, mode) for mode in modes}
+    again = {mode: ir.read_back(kernel.asm["ttir"]) for mode, kernel in kernels.items()}
+    return buffers, indices, again
 
 
 if __name__ == "__main__":
