@@ -57,6 +57,7 @@ def few_up_kernel(
     N,
     K,
     M: tl.constexpr,
+    TOKENS: tl.constexpr,
     ACTIVITY: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -66,7 +67,10 @@ def few_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As up_kernel, for M tokens one after the other, with whole rows of weights in registers."""
+    """As up_kernel, for M tokens one after the other, with whole rows of weights in registers.
+
+    TOKENS is M rounded up to a power of two.
+    """
     neurons = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     place = neurons.to(tl.int64)[:, None] * K + k[None, :]
@@ -74,35 +78,32 @@ def few_up_kernel(
         w = tl.load(w_ptr + place).to(tl.float32)
     else:
         w = tl.load(w_ptr + place, mask=(neurons < N)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    h = ()  # of each token, [BN]; in registers, since what one thread stores another may load too early
-    flags = tl.zeros((BN,), tl.int32)
-    entries = tl.zeros((BN,), tl.int32)
+    # g and u stay in registers: [BN, TOKENS], one column a token, filled one after the other.
+    tokens = tl.arange(0, TOKENS)
+    g = tl.zeros((BN, TOKENS), tl.float32)
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-        g = tl.sum(w * x[None, :], 1)
-        if BIAS:
-            g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
-        g = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
-        active = (g != 0) & (neurons < N)
-        h += (tl.where(active, g, 0.0),)
-        flags |= active.to(tl.int32)
-        entries += active.to(tl.int32)
+        g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
+    if BIAS:
+        g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+    h = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
+    active = (h != 0) & (neurons < N)[:, None] & (tokens < M)[None, :]
+    flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
     if ACTIVITY:
-        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(entries, 0), tl.sum(flags, 0))
+        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(active.to(tl.int32)), tl.sum(flags, 0))
     if GATED:
         if tl.max(flags, 0) != 0:
             wu = tl.load(wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            products = ()
+            u = tl.zeros((BN, TOKENS), tl.float32)
             for token in tl.static_range(M):
                 again = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-                u = tl.sum(wu * again[None, :], 1)
-                if BIAS_UP:
-                    u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
-                products += (tl.where(h[token] != 0, h[token] * u, 0.0),)
-            h = products
-    for token in tl.static_range(M):
-        tl.store(h_ptr + neurons * BM + token, narrow(h[token], h_ptr.dtype.element_ty))
+                u += tl.where((tokens == token)[None, :], tl.sum(wu * again[None, :], 1)[:, None], 0.0)
+            if BIAS_UP:
+                u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+            h *= u
+    h_ptrs = h_ptr + neurons[:, None] * BM + tokens[None, :]
+    tl.store(h_ptrs, narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty), mask=(tokens < M)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -307,6 +308,7 @@ def _chunk(
             intermediate_size,
             hidden_size,
             M=num_tokens,
+            TOKENS=next_power_of_2(num_tokens),
             EVEN=block_k == hidden_size and width == intermediate_size,
             BM=block_m,
             BN=neurons,
