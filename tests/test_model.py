@@ -1,5 +1,6 @@
 import copy
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -423,6 +424,110 @@ def test_own_checkpoints_keep_everything(tmp_path):
     model.save_pretrained(tmp_path)
     again = load(tmp_path)[0]
     assert again.config.l1_coefficients == [0.1, 0.0, 0.3] and not again.config.gated_mlp
+
+
+def mixed(folder, types, order, named=None, field="dtype"):
+    """Write a checkpoint of tensors of mixed types; `order` says which type the first shard begins with.
+
+    Returns the stored tensors.
+    """
+    published(folder, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config | ({field: named} if named else {})))
+    names = sorted(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    shards, stored = [{} for _ in types], {}
+    for number, name in enumerate(names):
+        place = number % len(types)
+        shape = make().state_dict()[name].shape
+        stored[name] = shards[place][name] = torch.randn(shape, dtype=torch.float64).to(types[place])
+    shards = [shards[place] for place in order]
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{number}.safetensors")
+    weight_map = {name: f"model-{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return stored
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "expected"),
+    [
+        ((BF16, FP32), None, FP32),
+        ((BF16, FP16), None, FP32),  # neither holds the other
+        ((BF16, FP32, FP64), None, FP64),
+        ((FP16, FP16), None, FP16),
+        ((BF16, FP32), "float32", FP32),
+        ((BF16, BF16), "float32", FP32),
+        ((BF16, FP32), "torch.float64", FP64),
+        ((FP16, BF16), "auto", FP32),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, expected, turned, field):
+    order = range(len(types))[::-1] if turned else range(len(types))
+    stored = mixed(tmp_path, types, order, named, field)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = load(tmp_path)
+    weights = model.state_dict()
+    assert model.config.dtype == expected
+    for name, tensor in stored.items():
+        assert weights[name].dtype == expected and torch.equal(weights[name], tensor.to(expected)), name
+    model.save_pretrained(tmp_path / "again")
+    again, _ = load(tmp_path / "again")
+    for (name, a), (_, b) in zip(weights.items(), again.state_dict().items(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "expected", "words"),
+    [
+        ((BF16, FP32), "bfloat16", BF16, r"stored as torch\.float32, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
+        ((BF16, FP16), "bfloat16", BF16, r"stored as torch\.float16, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
+        ((BF16, FP32), "float16", FP16, r"stored as torch\..*, .*torch\.float16, .*dtype=torch\.float32 keeps"),
+        ((FP64, FP32), "float32", FP32, r"stored as torch\.float64, .*torch\.float32, .*dtype=torch\.float64 keeps"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_configured_type_that_rounds_is_said(tmp_path, types, named, expected, words, turned):
+    stored = mixed(tmp_path, types, (1, 0) if turned else (0, 1), named)
+    with pytest.warns(UserWarning, match=rf"the tensor model\.\S+ is {words}") as caught:
+        model, _ = load(tmp_path)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(p.dtype == expected for p in model.parameters())
+    widest = torch.promote_types(*types)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # who asks for a type is told nothing
+        load(tmp_path, dtype=torch.bfloat16)
+        weights = load(tmp_path, dtype=widest)[0].state_dict()
+    assert all(torch.equal(weights[name], tensor.to(widest)) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
+def test_saved_models_keep_their_type(tmp_path, dtype):
+    model = make().to(dtype)
+    model.save_pretrained(tmp_path)
+    for again in (load(tmp_path)[0], SparseLlamaForCausalLM.from_pretrained(tmp_path)):
+        for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+            assert a.dtype == b.dtype == dtype and torch.equal(a, b), name
+        assert again.config.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nonsense", {"text": "bfloat16"}])
+def test_types_that_weights_cannot_have_are_refused(tmp_path, dtype):
+    published(tmp_path, "llama", torch_dtype=dtype)
+    with pytest.raises(ValueError, match=r"config\.json: dtype is .*; expected one of bfloat16, float16, float32"):
+        load(tmp_path)
+    if isinstance(dtype, str) and hasattr(torch, dtype):
+        published(tmp_path, "llama")
+        change_tensors(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(32).to(getattr(torch, dtype))}))
+        with pytest.raises(ValueError, match=rf"model\.norm\.weight has type torch\.{dtype}; expected one of bfloat16"):
+            load(tmp_path)
 
 
 def change_tensors(folder, change):

@@ -9,6 +9,7 @@ classes with `AutoConfig` and `AutoModelForCausalLM`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import warnings
@@ -315,6 +316,7 @@ def densify(model: PreTrainedModel) -> PreTrainedModel:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 CALIBRATION = "calibration.json"  # beside the weights
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 
 
 def load(
@@ -323,22 +325,28 @@ def load(
     """Load a model, in evaluation mode, and its tokenizer (None when there is none) from a folder or the hub.
 
     Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
-    sisters) in each of their layouts. Weights are taken bit for bit; `dtype` converts them, `backend` computes the
-    feed-forward layers, "auto" by the times in `calibration.json`, where the folder of the weights has one. Raises
-    FileNotFoundError for what is missing and ValueError for a file that is damaged or a tensor that is missing, unknown
-    or of the wrong shape, by name.
+    sisters) in each of their layouts. `backend` computes the feed-forward layers, "auto" by the times in
+    `calibration.json`, where the folder of the weights has one.
+
+    All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older `torch_dtype`), else
+    the widest of the stored types. Weights keep their values bit for bit where that type holds them. A UserWarning says
+    so where the type in config.json rounds a stored tensor.
+
+    Raises FileNotFoundError for what is missing and ValueError for a file that is damaged, a configuration that cannot
+    be, or a tensor that is missing, unknown or of the wrong shape or type, by name.
     """
     folder, config = load_config(name_or_path)
     if backend is not None:
         config.ffn_backend = backend
     tensors = _canonical(_read_tensors(folder), config)
+    _check_types(tensors, folder)
     with torch.device("meta"):
         expected = SparseLlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings:
         _check_tied(tensors, folder)
         expected.pop("lm_head.weight")
     _check_tensors(tensors, expected, folder)
-    dtype = dtype or next(iter(tensors.values())).dtype
+    dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
         model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
@@ -396,15 +404,13 @@ def _resolve(name: str | Path) -> Path:
 
 def _config_of(folder: Path) -> SparseLlamaConfig:
     """The configuration, whatever its dialect: ours, Llama's with ReLU, or the paper's with `sparsity_` fields."""
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    fields = _read_json(folder / "config.json")
     kind = fields.pop("model_type", None)
+    if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
+        raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
+    fields["dtype"] = _named_dtype([fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder)
     if kind == SparseLlamaConfig.model_type:
         return SparseLlamaConfig.from_dict(fields)
-    if kind not in ("llama", "llama_sparse_relu"):
-        raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
     if not sparsity and kind == "llama" and fields.get("hidden_act") != "relu":
         raise ValueError(
@@ -421,6 +427,30 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
     return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}; expected an object, {{...}}")
+    return fields
+
+
+def _named_dtype(fields: list, folder: Path) -> str | None:
+    """The type that config.json names, in its newer or its older field, as transformers takes it; None without one."""
+    names = [str(name).removeprefix("torch.") for name in fields if name not in (None, "auto")]
+    if not names:
+        return None
+    if getattr(torch, names[0], None) not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype is {names[0]!r}; expected one of {_names(DTYPES)}")
+    return names[0]
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -440,6 +470,22 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
+    """The type that the configuration names, else the widest of the tensors; warns where the first rounds."""
+    widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    if config.dtype is None:
+        return widest
+    for name, tensor in tensors.items():
+        if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
+            warnings.warn(
+                f"{folder}: the tensor {name} is stored as {tensor.dtype}, and config.json has the type "
+                f"{config.dtype}, to which it is rounded; dtype={widest} keeps the stored values",
+                stacklevel=3,
+            )
+            break
+    return config.dtype
+
+
 def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[str, Tensor]:
     """Llama's names and shapes from either layout; what is no weight (trackers, rotary tables) left out."""
     found = {}
@@ -454,6 +500,12 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[st
             name = name.replace(match[1], f"{match[2]}_proj.weight")
         found[name] = tensor
     return found
+
+
+def _check_types(tensors: dict[str, Tensor], folder: Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{folder}: the tensor {name} has type {tensor.dtype}; expected one of {_names(DTYPES)}")
 
 
 def _check_tied(tensors: dict[str, Tensor], folder: Path) -> None:
