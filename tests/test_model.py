@@ -320,11 +320,12 @@ def test_silu_is_refused_unless_told():
         sparse_ffns(model)
 
 
-def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, **changes):
+def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, neurons=84, **changes):
     """Write a checkpoint as the paper's authors publish theirs; returns the model that it holds."""
     model = make(
         gated_mlp=gated,
         tie_word_embeddings=tied,
+        intermediate_size=neurons,
         l1_coefficient=2e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
     )
@@ -358,7 +359,7 @@ def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, s
         "torch_dtype": "bfloat16",
         "sparsity_gated_mlp": gated,
         "sparsity_l1_coeff": 2e-5,
-        "sparsity_new_intermediate_size": 84,
+        "sparsity_new_intermediate_size": neurons,
         "sparsity_something_else": [1],
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -424,6 +425,77 @@ def test_own_checkpoints_keep_everything(tmp_path):
     model.save_pretrained(tmp_path)
     again = load(tmp_path)[0]
     assert again.config.l1_coefficients == [0.1, 0.0, 0.3] and not again.config.gated_mlp
+
+
+def turn_down(tensors):
+    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+        tensors[name] = tensors[name].t().contiguous()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("neurons", [84, 32])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "llama_sparse_relu"])
+def test_the_hybrid_kernels_down_projection_is_read_transposed(tmp_path, gated, neurons, shards, kind):
+    field = {"sparsity_use_hybrid_kernel": True}
+    expected = published(tmp_path, "llama", gated, kind, True, shards, neurons, **field).state_dict()
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        turn_down(tensors)
+        save_file(tensors, file)
+    model, _ = load(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name]), name
+    model.save_pretrained(tmp_path / "again")  # as every model of ours
+    again = load(tmp_path / "again")[0].state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("neurons", [84, 32])
+@pytest.mark.parametrize(("field", "layout"), [(True, "own"), (False, "own"), (False, "llama"), (None, "llama")])
+def test_without_the_hybrid_kernels_field_and_in_their_own_names_nothing_is_turned(
+    tmp_path, gated, neurons, field, layout
+):
+    field = {"sparsity_use_hybrid_kernel": field}
+    expected = published(tmp_path, layout, gated, neurons=neurons, **field).state_dict()
+    weights = load(tmp_path)[0].state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("field", "shape", "words"),
+    [
+        (True, (32, 84), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true; .* to false"),
+        (True, (83, 32), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true$"),
+        (
+            False,
+            (84, 32),
+            r"expected \(32, 84\), since sparsity_use_hybrid_kernel in config.json is not true; .* to true",
+        ),
+        (
+            None,
+            (84, 32),
+            r"expected \(32, 84\), since sparsity_use_hybrid_kernel in config.json is not true; .* to true",
+        ),
+    ],
+)
+def test_a_down_projection_that_contradicts_the_field_is_refused(tmp_path, gated, field, shape, words):
+    published(tmp_path, "llama", gated, **({} if field is None else {"sparsity_use_hybrid_kernel": field}))
+    change_tensors(tmp_path, turn_down if field else lambda tensors: None)
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(tmp_path, lambda t: t.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
+    found = ", ".join(map(str, shape))
+    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.down_proj\.weight has shape \({found}\); {words}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["false", 1, [True]])
+def test_a_hybrid_field_that_is_no_bool_is_refused(tmp_path, field):
+    published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
+    with pytest.raises(ValueError, match="sparsity_use_hybrid_kernel is .*; expected true or false"):
+        load(tmp_path)
 
 
 def mixed(folder, types, order, named=None, field="dtype"):

@@ -316,6 +316,7 @@ def densify(model: PreTrainedModel) -> PreTrainedModel:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 CALIBRATION = "calibration.json"  # beside the weights
+HYBRID = "sparsity_use_hybrid_kernel"  # the paper's field: down_proj.weight is stored [intermediate, hidden]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 
 
@@ -325,7 +326,8 @@ def load(
     """Load a model, in evaluation mode, and its tokenizer (None when there is none) from a folder or the hub.
 
     Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
-    sisters) in each of their layouts. `backend` computes the feed-forward layers, "auto" by the times in
+    sisters) in each of their layouts. Where their config.json sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is
+    read as [intermediate, hidden]. `backend` computes the feed-forward layers, "auto" by the times in
     `calibration.json`, where the folder of the weights has one.
 
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older `torch_dtype`), else
@@ -338,7 +340,7 @@ def load(
     folder, config = load_config(name_or_path)
     if backend is not None:
         config.ffn_backend = backend
-    tensors = _canonical(_read_tensors(folder), config)
+    tensors = _canonical(_read_tensors(folder), config, folder)
     _check_types(tensors, folder)
     with torch.device("meta"):
         expected = SparseLlamaForCausalLM(config).state_dict()
@@ -486,9 +488,9 @@ def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pat
     return config.dtype
 
 
-def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[str, Tensor]:
+def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> dict[str, Tensor]:
     """Llama's names and shapes from either layout; what is no weight (trackers, rotary tables) left out."""
-    found = {}
+    found, hybrid = {}, _is_hybrid(folder)
     turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
     for name, tensor in tensors.items():
         if re.search(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$", name):
@@ -498,8 +500,35 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[st
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix")
             tensor = tensor.t().contiguous() if match[1] in turned else tensor
             name = name.replace(match[1], f"{match[2]}_proj.weight")
+        elif name.endswith(".mlp.down_proj.weight") and hybrid is not None:
+            shape = (config.hidden_size, config.intermediate_size)
+            _check_down(name, tensor, shape, hybrid, folder)
+            tensor = tensor.t().contiguous() if hybrid else tensor
         found[name] = tensor
     return found
+
+
+def _is_hybrid(folder: Path) -> bool | None:
+    """Whether down_proj.weight is stored transposed, by the paper's configuration; None for one of ours."""
+    fields = _read_json(folder / "config.json")
+    if fields.get("model_type") == SparseLlamaConfig.model_type:
+        return None
+    hybrid = fields.get(HYBRID) or False
+    if not isinstance(hybrid, bool):
+        raise ValueError(f"{folder / 'config.json'}: {HYBRID} is {hybrid!r}; expected true or false")
+    return hybrid
+
+
+def _check_down(name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool, folder: Path) -> None:
+    """Refuse a down projection that is stored the other way round than the configuration says."""
+    stored, other = (shape[::-1], shape) if hybrid else (shape, shape[::-1])
+    if tuple(tensor.shape) != stored and (hybrid or tuple(tensor.shape) == other):
+        says, remedy = ("true", "false") if hybrid else ("not true", "true")
+        hint = f"; if the file is right, set it to {remedy}" if tuple(tensor.shape) == other else ""
+        raise ValueError(
+            f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; "
+            f"expected {stored}, since {HYBRID} in config.json is {says}{hint}"
+        )
 
 
 def _check_types(tensors: dict[str, Tensor], folder: Path) -> None:
