@@ -157,6 +157,111 @@ def test_padding_changes_nothing():
     assert [summarize_activity(*ffn.stats.take()) for ffn in model.ffns] == stats
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "totals",
+    [
+        {},
+        {"num_items_in_batch": 0},
+        {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
+        {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
+        {"num_items_in_batch": 30},
+        {"num_items_in_batch": torch.tensor(30), "num_tokens_in_batch": 40},
+    ],
+)
+@pytest.mark.parametrize("content", ["ids", "large", "nan", "inf"])
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals, content):
+    model = make(attn_implementation=attention).train(training)
+    x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
+    inputs = {"input_ids": x}
+    if content != "ids":
+        embeds = model.get_input_embeddings()(x).detach()
+        embeds[1, 3:] = {"large": 1e30, "nan": torch.nan, "inf": -torch.inf}[content]
+        inputs = {"inputs_embeds": embeds}
+    output = model(**inputs, attention_mask=mask, labels=torch.full_like(x, -100), **totals)
+    assert output.loss == output.cross_entropy == output.l1 == 0
+    output.loss.backward()
+    reached = [p.grad for p in model.parameters() if p.grad is not None]
+    assert reached and not any(gradient.any() for gradient in reached)  # NaN counts as true
+    if training:
+        assert not l1_by_layer(model, mask).any()
+
+
+@pytest.mark.parametrize("kind", ["labels", "mask", "one token"])
+def test_each_part_of_the_loss_is_zero_where_only_it_has_nothing_to_average(kind):
+    model = make().double()
+    x = tokens(2, 1 if kind == "one token" else 8)
+    mask = torch.full_like(x, kind != "mask")
+    labels = torch.full_like(x, -100) if kind == "labels" else x
+    output = model(input_ids=x, attention_mask=mask, labels=labels)
+    assert (output.cross_entropy == 0) == (kind != "mask") and (output.l1 == 0) == (kind == "mask")
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.03 * output.l1)
+    output.loss.backward()
+    assert torch.isfinite(gradients(model)).all() and gradients(model).any()
+
+
+def test_shifted_labels_count_where_they_are_given():
+    model = make().double()
+    x = tokens(2, 8)
+    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
+    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
+    plain = model(input_ids=x, labels=x)
+    torch.testing.assert_close(model(input_ids=x, **given).loss, plain.loss)
+    torch.testing.assert_close(model(input_ids=x, **given, num_items_in_batch=14).loss, plain.loss)
+
+
+def test_what_stands_at_padding_positions_changes_no_gradient():
+    model = make().double()
+    x = tokens(2, 8)
+    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0, 1]), 0)
+    labels, found = x.clone(), []
+    labels[:, :3] = -100  # the first token after padding is predicted from padding
+    for content in (0.0, 7.0, torch.nan, torch.inf):
+        embeds = torch.where(mask[..., None] == 0, content, model.get_input_embeddings()(x).detach())
+        model.zero_grad()
+        output = model(inputs_embeds=embeds, attention_mask=mask, labels=labels)
+        output.loss.backward()
+        reached = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([output.loss.detach().reshape(1), *reached]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_micro_batch_of_padding_adds_nothing_to_a_step():
+    model = make().double()
+    x = tokens(4, 9)
+    mask = torch.ones_like(x)
+    mask[2:] = 0
+    labels = x.masked_fill(mask == 0, -100)
+    whole = model(input_ids=x, attention_mask=mask, labels=labels)
+    whole.loss.backward()
+    expected = gradients(model)
+    for tokens_too in (True, False):
+        model.zero_grad()
+        totals = {"num_items_in_batch": 16} | ({"num_tokens_in_batch": torch.tensor(18)} if tokens_too else {})
+        loss = 0.0
+        for rows in (slice(0, 2), slice(2, 4)):
+            part = model(input_ids=x[rows], attention_mask=mask[rows], labels=labels[rows], **totals)
+            part.loss.backward()
+            loss = loss + part.loss.detach()
+        torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sparsified_model_has_an_l1_term_of_zero_for_padding_alone():
+    model = sparsify(stock("qwen2")).train()
+    x = tokens(2, 12)
+    model(input_ids=x)
+    for num_tokens in (None, 0, torch.tensor(0), 24):
+        model.zero_grad()
+        term = l1_by_layer(model, torch.zeros(2, 12), num_tokens)
+        assert term.shape == (3,) and not term.any()
+        term.mean().backward(retain_graph=True)
+        reached = [p.grad for p in model.parameters() if p.grad is not None]
+        assert reached and not any(gradient.any() for gradient in reached)
+
+
 def test_items_alone_weight_the_l1_term_by_share():
     model = make().double()
     x = tokens(6, 10)

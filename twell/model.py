@@ -98,7 +98,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     """Llama for causal language modelling with sparse feed-forward layers.
 
     With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training mode and cross_entropy in
-    evaluation mode; `l1_scale` is for schedules. With a coefficient for each layer, each layer's part of l1 is
+    evaluation mode; `l1_scale` is for schedules. A part with nothing to average (every label -100, or every token
+    padding) is 0, and so are its gradients. With a coefficient for each layer, each layer's part of l1 is
     weighted by its own. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
     paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
 
@@ -164,6 +165,16 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             ffn.collect_l1 = labels is not None
             ffn.record = self.training or self.recording
             ffn.token_mask = mask
+        if mask is not None and kwargs.get("inputs_embeds") is not None:
+            # NaN times the weight 0 of a masked key would still be NaN, and so would the gradients.
+            embeds = kwargs["inputs_embeds"]
+            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, embeds.nan_to_num(0.0, 0.0, 0.0))
+        items = None
+        if labels is not None:
+            targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+            items = (targets != kwargs.get("ignore_index", -100)).sum()  # predicted tokens
+            if num_items_in_batch is not None:
+                num_items_in_batch = _divisor(num_items_in_batch, items)
         try:
             kwargs["return_dict"] = True
             output = super().forward(
@@ -179,9 +190,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         cross_entropy = loss = output.loss
         l1 = None
         if labels is not None:
+            cross_entropy = loss = torch.where(items.to(output.loss.device) > 0, output.loss, 0.0)  # of none NaN
             layers = l1_by_layer(self, mask, num_tokens_in_batch)
             if num_items_in_batch is not None and num_tokens_in_batch is None:
-                layers = layers * (labels[:, 1:] != -100).sum() / num_items_in_batch
+                layers = layers * items / num_items_in_batch
             l1 = layers.mean()
             if self.training:
                 weights = torch.tensor(self.config.l1_coefficients, dtype=layers.dtype, device=layers.device)
@@ -207,8 +219,8 @@ def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
 def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None) -> Tensor:
     """Return each layer's L1 term of the last forward pass, [L]: the sum over tokens of sum_n |h|, by `num_tokens`.
 
-    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. For any
-    model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
+    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. Where all
+    are padding the terms are 0. For any model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
     SparseLlamaForCausalLM says which definition. Raises RuntimeError when the layers kept no L1 term.
     """
     ffns = sparse_ffns(model)
@@ -221,12 +233,20 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
             "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; "
             "use model.gradient_checkpointing_enable({'use_reentrant': False})"
         )
+    counted = per_token[0].numel()
     if token_mask is not None:
+        counted = (token_mask != 0).sum()
         # not a product: whatever stands at a padding position, inf and NaN included, stays out
         per_token = torch.where(token_mask != 0, per_token, 0.0)
-    if num_tokens is None:
-        num_tokens = per_token[0].numel() if token_mask is None else (token_mask != 0).sum()
-    return per_token.flatten(1).sum(1) / num_tokens
+    return per_token.flatten(1).sum(1) / _divisor(counted if num_tokens is None else num_tokens, counted)
+
+
+def _divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
+    """`total`, plus 1 where nothing is counted, so that the mean and its gradients are 0 and not 0/0."""
+    if not isinstance(total, Tensor) and total != 0:  # a number is not copied to the device without need
+        return total
+    nothing = counted == 0
+    return (total.to(nothing.device) if isinstance(total, Tensor) and isinstance(nothing, Tensor) else total) + nothing
 
 
 @contextlib.contextmanager
