@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
 
 from twell.choose import Calibration, Point
@@ -260,6 +260,157 @@ def test_a_sparsified_model_has_an_l1_term_of_zero_for_padding_alone():
         term.mean().backward(retain_graph=True)
         reached = [p.grad for p in model.parameters() if p.grad is not None]
         assert reached and not any(gradient.any() for gradient in reached)
+
+
+def attends(mask, causal=True):
+    """The 4-D mask [B, 1, S, S] of a 2-D one: True where a query may attend to a key."""
+    size = mask.shape[1]
+    square = torch.ones(size, size, dtype=torch.bool).tril() if causal else torch.ones(size, size, dtype=torch.bool)
+    return square & (mask != 0)[:, None, None, :] & (mask != 0)[:, None, :, None]
+
+
+def additive(allowed, masked):
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, masked)
+
+
+MASKS = {
+    "bool": attends,
+    "int": lambda mask: attends(mask).long(),
+    "heads": lambda mask: attends(mask).expand(-1, 4, -1, -1),
+    "min": lambda mask: additive(attends(mask), torch.finfo(torch.float64).min),
+    "inf": lambda mask: additive(attends(mask), -torch.inf),
+    "-1e4": lambda mask: additive(attends(mask), -1e4),
+    "biased": lambda mask: additive(attends(mask), -1e9) - 3.0 * torch.rand(4, 1, 1),
+    "one row": lambda mask: (mask != 0)[:, None, None, :],
+    "2-D": lambda mask: mask,
+    "2-D bool": lambda mask: mask.bool(),
+}
+
+
+def counted(model):
+    return [int(ffn.stats.take()[1].sum()) for ffn in model.ffns]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("side", ["left", "right", "all", "none"])
+@pytest.mark.parametrize("training", [True, False])
+def test_every_kind_of_mask_says_what_is_padding(kind, side, training, monkeypatch):
+    model = make().double().train(training)
+    x = tokens(3, 8)
+    mask = torch.arange(8) >= torch.tensor([[3], [0], [5]])
+    mask = {"left": mask, "right": mask.flip(1), "all": mask & False, "none": mask | True}[side].long()
+    # What the layers see is of no interest here, and attention does not take integers.
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: forward(self, **kwargs),
+    )
+    model(input_ids=x, labels=x)
+    expected = torch.stack([ffn.l1 for ffn in model.ffns])[:, mask != 0].sum(1) / max(int(mask.sum()), 1)
+    counted(model)
+    model.recording = not training
+    output = model(input_ids=x, attention_mask=MASKS[kind](mask), labels=x)
+    assert counted(model) == [int(mask.sum())] * 3
+    torch.testing.assert_close(output.l1, expected.mean())
+
+
+@pytest.mark.parametrize("kind", ["bool", "heads", "min", "inf", "-1e4"])
+def test_a_4d_mask_gives_the_loss_of_the_2d_one(kind):
+    model = make().double()
+    x = tokens(2, 8)
+    mask = (torch.arange(8) < torch.tensor([[5], [8]])).long()
+    labels = x.masked_fill(mask == 0, -100)
+    results = []
+    for given in (mask, MASKS[kind](mask)):
+        model.zero_grad()
+        output = model(input_ids=x, attention_mask=given, labels=labels)
+        output.loss.backward()
+        results.append((output.loss.detach(), output.l1.detach(), gradients(model), counted(model)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-9)
+    assert results[0][-1] == [13] * 3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind, dimensions):
+    model = make().eval()
+    model.recording = True
+    x = tokens(2, 8)
+    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
+    mask[1, 6] = 0
+    static = kind == "static"
+    cache = StaticCache(model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    found = []
+    for start, end in ((0, 3), (3, 4), (4, 8)):
+        given = mask[:, :end]
+        if dimensions == 4:
+            given = attends(torch.nn.functional.pad(mask, (0, 4)) if static else given)[:, :, start:end]
+        model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
+        found.append(counted(model))
+    assert found == [[4] * 3, [2] * 3, [7] * 3]
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generated_text_is_counted_without_its_padding(cache):
+    model = make(eos_token_id=None).eval()
+    model.recording = True
+    x, mask = tokens(2, 6), torch.ones(2, 6).long()
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    model.generate(x, attention_mask=mask, disable_compile=True, **options)
+    assert counted(model) == [8 + 2 * 4] * 3  # the last token that is written is not read
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (
+            torch.ones(2, 8, 8),
+            r"attention_mask has shape \(2, 8, 8\); .*statistics have to know which tokens are padding",
+        ),
+        (torch.ones(8), r"attention_mask has shape \(8,\)"),
+        (
+            torch.ones(2, 7),
+            r"has shape \(2, 7\); expected None, \(2, 8 or more\) or \(2 or 1, heads or 1, 8 or 1, 8 or",
+        ),
+        (torch.ones(1, 8), r"has shape \(1, 8\)"),
+        (torch.ones(3, 1, 8, 8), r"has shape \(3, 1, 8, 8\)"),
+        (torch.ones(2, 1, 7, 8), r"has shape \(2, 1, 7, 8\)"),
+        (torch.ones(2, 1, 8, 7), r"has shape \(2, 1, 8, 7\)"),
+        ({"full_attention": None}, r"attention_mask is a dict; expected None"),
+    ],
+)
+def test_a_mask_that_does_not_say_is_refused_where_padding_counts(mask, words, monkeypatch):
+    model = make().eval()
+    seen = []
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: (
+            seen.append(attention_mask) or forward(self, **kwargs)
+        ),
+    )
+    x = tokens(2, 8)
+    with pytest.raises(ValueError, match=words):
+        model(input_ids=x, attention_mask=mask, labels=x)
+    model.recording = True
+    with pytest.raises(ValueError, match=words):
+        model(input_ids=x, attention_mask=mask)
+    model.recording = False
+    with pytest.raises(ValueError, match=words):
+        model.train()(input_ids=x, attention_mask=mask)
+    assert not seen
+    model.eval()(input_ids=x, attention_mask=mask)
+    assert len(seen) == 1 and seen[0] is mask
+
+
+def test_an_l1_term_with_a_mask_of_another_shape_is_refused():
+    model = make()
+    model(input_ids=tokens(2, 8))
+    for mask in (torch.ones(2, 1, 8, 8), torch.ones(1, 8), torch.ones(2, 9)):
+        with pytest.raises(ValueError, match=r"token_mask has shape \(.*\); expected \(2, 8\), one entry a token"):
+            l1_by_layer(model, mask)
 
 
 def test_items_alone_weight_the_l1_term_by_share():

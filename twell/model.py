@@ -28,6 +28,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -103,6 +104,11 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     weighted by its own. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
     paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
 
+    `attention_mask` says which tokens are padding: the zeros of a mask [B, keys], or the tokens that may not attend to
+    themselves by a mask [B or 1, heads or 1, S or 1, keys] (bool or integer: nonzero may attend; floating-point, added to
+    the scores: above -100 may attend). Token i is key `keys` - S + i, or the one that the cache says. Other masks
+    raise ValueError where the loss or statistics count tokens.
+
     A step of several micro-batches gives the value of one big batch when every call is told the totals of
     the step: `num_items_in_batch`, the predicted tokens (labels other than -100, the first of each sequence left out),
     and `num_tokens_in_batch`, the tokens that are no padding. With only the first, as transformers' Trainer passes it,
@@ -158,7 +164,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     ) -> SparseCausalLMOutput:
         """Run the model; see the class for `loss` and its parts, and LlamaForCausalLM for everything else."""
         ffns = self.ffns
-        mask = self._token_mask(input_ids, attention_mask, kwargs.get("inputs_embeds"))
+        mask = None
+        if labels is not None or self.training or self.recording:  # else padding is not counted anyway
+            inputs = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+            mask = _token_mask(attention_mask, inputs, kwargs.get("past_key_values"))
         for ffn in ffns:
             # Stays set after the pass: activation checkpointing repeats the layer during backward, and has to
             # build the same graph. Recording ends with the pass, so that the repetition is not counted.
@@ -200,12 +209,35 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 loss = cross_entropy + l1_scale * (weights * layers).mean()
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
 
-    @staticmethod
-    def _token_mask(input_ids: Tensor | None, attention_mask: Tensor | None, embeds: Tensor | None) -> Tensor | None:
-        """[B, S] mask of the tokens in this pass, or None when none is padding."""
-        if attention_mask is None or attention_mask.dim() != 2:
-            return None
-        return attention_mask[:, -(embeds if input_ids is None else input_ids).shape[1] :]
+
+MASKED = -100.0  # an additive mask of this and less means that a key is not attended to
+
+
+def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | None) -> Tensor | None:
+    """Return [B, S], zero for the padding among the tokens of this pass, by any mask that transformers takes.
+
+    `inputs` [B, S, ...] are ids or embeddings. None: nothing is padding. Raises ValueError for a mask that does not say.
+    """
+    if attention_mask is None or inputs is None:
+        return None
+    shape, (batch, length) = tuple(getattr(attention_mask, "shape", ())), inputs.shape[:2]
+    is_tensor = isinstance(attention_mask, Tensor)
+    if is_tensor and len(shape) == 2 and shape[0] == batch and shape[1] >= length:
+        return attention_mask[:, -length:].to(inputs.device)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[2] in (1, length) and shape[3] >= length
+    if not (is_tensor and fits):
+        given = f"has shape {shape}" if is_tensor else f"is a {type(attention_mask).__name__}"
+        raise ValueError(
+            f"attention_mask {given}; expected None, ({batch}, {length} or more) or "
+            f"({batch} or 1, heads or 1, {length} or 1, {length} or more): "
+            "the loss or the statistics have to know which tokens are padding"
+        )
+    first = shape[3] - length if cache is None else cache.get_seq_length()  # a static cache has keys to come
+    own = torch.arange(length, device=attention_mask.device) + first
+    own = own.clamp(max=shape[3] - 1)[:, None].expand(batch, shape[1], length, 1)
+    may = attention_mask.expand(batch, -1, length, -1).gather(-1, own)[..., 0]
+    may = may > MASKED if may.is_floating_point() else may != 0
+    return may.any(1).to(inputs.device)
 
 
 def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
@@ -235,6 +267,11 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
         )
     counted = per_token[0].numel()
     if token_mask is not None:
+        if token_mask.shape != per_token.shape[1:]:
+            raise ValueError(
+                f"token_mask has shape {tuple(token_mask.shape)}; expected {tuple(per_token.shape[1:])}, "
+                "one entry a token"
+            )
         counted = (token_mask != 0).sum()
         # not a product: whatever stands at a padding position, inf and NaN included, stays out
         per_token = torch.where(token_mask != 0, per_token, 0.0)
