@@ -156,10 +156,23 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
         ("balance_every=5 gated=false activation=silu", "balance_every is 5; without a gate it needs the activation"),
         ("batch_tokens=1000", "batch_tokens 1000 is no multiple of context 128"),
         ("precision=fp8", "precision is 'fp8'; use 'fp32' or 'bf16'"),
+        ("micro_batch=-1", "micro_batch is -1; it has to be at least 1, or null for the whole share of the step"),
+        ("micro_batch=0", "micro_batch is 0; it has to be at least 1"),
+        ("context=1", "context is 1; it has to be at least 2"),
+        ("learning_rate=.inf", "learning_rate is inf; it has to be a finite number"),
+        ("rope_theta=-1", "rope_theta is -1.0; it has to be more than 0"),
+        ("rope_theta=.nan", "rope_theta is nan; it has to be more than 0"),
+        ("adam_epsilon=0", "adam_epsilon is 0.0; it has to be more than 0"),
+        ("adam_beta1=1", "adam_beta1 is 1.0; it has to be from 0 to less than 1"),
+        ("adam_beta2=.nan", "adam_beta2 is nan; it has to be from 0 to less than 1"),
+        ("seed=4294967296", r"seed is 4294967296; it has to be below 2\^32"),
+        ("source=''", "source is ''; it has to name something"),
         ("nonsense", "'nonsense' is no override; write key=value"),
     ):
         with pytest.raises(ValueError, match=words):
             TrainConfig.load("quick", override.split())
+    assert TrainConfig.load("quick", ["micro_batch=null"]).micro_batch is None
+    assert TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"]).max_grad_norm == np.inf  # no clipping
     with pytest.raises(FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"):
         TrainConfig.load("nothere")
 

@@ -113,9 +113,27 @@ class TrainConfig:
             setattr(self, field.name, _coerce(field.name, _TYPES[field.name], getattr(self, field.name)))
         positive = ["vocab_size", "context", "hidden_size", "intermediate_size", "num_layers", "num_heads", "tokens"]
         positive += ["batch_tokens", "learning_rate", "max_grad_norm", "dead_window_tokens", "log_every", "valid_every"]
+        positive += ["rope_theta", "adam_epsilon"]
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be more than 0")
+        for name in ("learning_rate", "rope_theta", "adam_epsilon"):
+            if getattr(self, name) == math.inf:
+                raise ValueError(f"{name} is inf; it has to be a finite number")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be from 0 to less than 1")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(
+                f"micro_batch is {self.micro_batch}; it has to be at least 1, or null for the whole share of the step"
+            )
+        if self.seed >= 2**32:
+            raise ValueError(f"seed is {self.seed}; it has to be below 2^32")
+        for name in ("source", "valid_source", "tokenizer"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is ''; it has to name something")
+        if self.context < 2:
+            raise ValueError(f"context is {self.context}; it has to be at least 2, so that a token is predicted")
         at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
         at_least_0.append("balance_every")
         for name in ("l1_coefficient", *at_least_0):
