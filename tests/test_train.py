@@ -38,8 +38,9 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     assert len(series(log, "active_mean")) == 8 and len(series(log, "active_mean", "valid")) == 6
     loss, parts = series(log, "loss"), series(log, "cross_entropy") + 1e-2 * series(log, "l1")
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
-    learning_rates = series(log, "lr").to_numpy()
-    assert learning_rates[0] > learning_rates[-1] == pytest.approx(0, abs=1e-9)
+    # two steps of warm-up, then half a cosine over the other 14; each row has the rate of its own step
+    cosine = [5e-3 * (1 + np.cos(np.pi * (step - 3) / 14)) / 2 for step in (4, 8, 12, 16)]
+    np.testing.assert_allclose(series(log, "lr"), cosine, rtol=1e-5)
     assert series(log, "cross_entropy_silenced", "valid").index.get_level_values("step").tolist() == [16]
     assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
@@ -69,6 +70,20 @@ def test_evaluate_is_the_mean_over_all_tokens(tiny_run, tiny_config):
     for batch in (1, 3, 64):
         assert evaluate(model, blocks, batch)["cross_entropy"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert not model.training and not model.recording
+
+
+def test_the_logged_learning_rate_is_the_one_that_the_step_used(tiny_config, tmp_path, monkeypatch):
+    used, step = [], torch.optim.AdamW.step
+
+    def noting(self, *args, **kwargs):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    config = dataclasses.replace(tiny_config, tokens=7 * 512, log_every=1, warmup_steps=3)
+    _, log = results.load_run(train(config, tmp_path / "run", quiet=True))
+    np.testing.assert_allclose(series(log, "lr"), used, rtol=1e-5)
+    assert used[0] == 0 and max(used) == used[3] == 5e-3 and used[-1] > 0
 
 
 def test_same_seed_same_run_other_seed_other_run(tiny_config, tmp_path):
@@ -549,7 +564,7 @@ def test_the_papers_setting_starts(tiny_config, tiny_text, tmp_path):
     small |= {"vocab_size": 320, "valid_tokens": 320, "log_every": 1, "checkpoint_every": 0, "compile": False}
     run = train(dataclasses.replace(paper, **small), tmp_path / "run", quiet=True)
     _, log = results.load_run(run)
-    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (1, 2, 3)], rtol=1e-5)
+    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (0, 1, 2)], rtol=1e-5)
     assert series(log, "loss").iloc[0] == pytest.approx(np.log(320), rel=0.02)
 
 

@@ -598,6 +598,7 @@ class _Run:
                     self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
                 parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # of this step: the schedule goes on to the next
         self.optimizer.step()
         if config.balance_every and step % config.balance_every == 0:
             balance(self.model)
@@ -623,7 +624,7 @@ class _Run:
             "loss": loss,
             "cross_entropy": cross_entropy,
             "l1": l1,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.learning_rate,
             "grad_norm": norm,
             "tokens_per_second": steps * config.batch_tokens / (now - self.since),
         } | activity_columns(layers)
