@@ -115,7 +115,9 @@ def test_l1_reduces_activity(tiny_config, tmp_path):
     assert active[0.1] < 0.5 * active[0.0]
 
 
-@pytest.mark.parametrize("changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 512}])
+@pytest.mark.parametrize(
+    "changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 1024}]
+)
 def test_other_layers_train(tiny_config, tmp_path, changes):
     run = train(dataclasses.replace(tiny_config, **{"tokens": 2048} | changes), tmp_path / "run", quiet=True)
     assert results.load_run(run)[0]["complete"]
@@ -142,7 +144,7 @@ def test_dead_window_spans_steps():
 
 
 def test_overwrite_replaces_runs_and_nothing_else(tiny_config, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=512)
+    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
     train(short, tmp_path / "run", quiet=True)
     with pytest.raises(FileExistsError, match="already holds a run"):
         train(short, tmp_path / "run", quiet=True)
@@ -190,6 +192,97 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
     assert TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"]).max_grad_norm == np.inf  # no clipping
     with pytest.raises(FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"):
         TrainConfig.load("nothere")
+
+
+def test_every_configuration_that_is_kept_still_loads():
+    kept = [*CONFIGS.glob("*.yaml"), *(results.root() / "data" / "runs").glob("*/config.yaml")]
+    assert len(kept) > 50
+    for file in kept:
+        config = TrainConfig.load(file)
+        assert l1_schedule(config.steps, config.l1_zero_steps, config.l1_warmup_steps) > 0, file
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tokens": 512, "warmup_steps": 1},
+            r"warmup_steps is 1 and the run has 1 step \(tokens 512, batch_tokens 512\): .* nothing would be trained; "
+            "set warmup_steps to 0 or raise tokens",
+        ),
+        ({"tokens": 1, "warmup_steps": 600}, r"warmup_steps is 600 and the run has 1 step \(tokens 1, "),
+        (
+            {"tokens": 2048, "l1_zero_steps": 4},
+            r"l1_zero_steps is 4 and the run has 4 steps \(tokens 2048, batch_tokens 512\): l1_coefficient 0\.01 would "
+            "never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0",
+        ),
+        ({"l1_zero_steps": 16, "l1_warmup_steps": 5}, "l1_zero_steps is 16 and the run has 16 steps"),
+        ({"l1_zero_steps": 99, "l1_coefficient": [0.0, 0.1]}, r"l1_coefficient \[0\.0, 0\.1\] would never act"),
+    ],
+)
+def test_a_schedule_that_trains_nothing_is_refused(tiny_config, changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny_config, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 512, "warmup_steps": 0},
+        {"tokens": 1024, "warmup_steps": 600},
+        {"tokens": 2048, "l1_zero_steps": 3, "l1_warmup_steps": 100},
+    ],
+)
+def test_a_schedule_that_acts_in_one_step_changes_the_weights(tiny_config, tmp_path, changes):
+    config = dataclasses.replace(tiny_config, **changes)
+    one = train(config, tmp_path / "one", quiet=True)
+    valid = series(results.load_run(one)[1], "cross_entropy", "valid")
+    assert valid.iloc[-1] != valid.iloc[0]
+    if config.l1_zero_steps:
+        other = train(dataclasses.replace(config, l1_coefficient=0.0), tmp_path / "other", quiet=True)
+        pairs = zip(load(one)[0].parameters(), load(other)[0].parameters(), strict=True)
+        assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
+        ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
+        (
+            {"warmup_steps": 16, "learning_rate": 1e-3},
+            [
+                "the run ends within the warm-up of the learning rate (warmup_steps 16, 16 steps): it reaches 94% of 0.001"
+            ],
+        ),
+        (
+            {"l1_zero_steps": 6, "l1_warmup_steps": 20},
+            [
+                "the run ends within the warm-up of the L1 term (l1_zero_steps 6, l1_warmup_steps 20, 16 steps): "
+                "it reaches 50% of l1_coefficient"
+            ],
+        ),
+        (
+            {"reinit": 0.1, "dead_window_tokens": 2**20, "balance_every": 17},
+            [
+                "reinit 0.1 never acts: the run has 8192 tokens, and dead_window_tokens is 1048576",
+                "balance_every 17 never acts: the run has 16 steps",
+            ],
+        ),
+    ],
+)
+def test_a_schedule_that_the_run_ends_before_is_said(tiny_config, changes, lines):
+    assert dataclasses.replace(tiny_config, **changes).remarks() == lines
+
+
+def test_remarks_are_said_at_the_start_of_a_run(tiny_config, tmp_path, capsys):
+    config = dataclasses.replace(tiny_config, tokens=1024, warmup_steps=600)
+    train(config, tmp_path / "run")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(str(tmp_path / "run") + ": ") and second == f"run  {config.remarks()[0]}"
+    train(config, tmp_path / "quiet", quiet=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_command_line_reports_one_line(tmp_path):
@@ -356,7 +449,8 @@ def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "Accelerator", noting)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     for compiled in (False, True):
-        train(dataclasses.replace(tiny_config, tokens=512, compile=compiled), tmp_path / str(compiled), quiet=True)
+        config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0, compile=compiled)
+        train(config, tmp_path / str(compiled), quiet=True)
         whole.append(torch._dynamo.config.optimize_ddp is False)
     told = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
     assert [accelerator.ddp_handler.to_kwargs() for accelerator in made] == [told, told]

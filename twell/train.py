@@ -162,6 +162,49 @@ class TrainConfig:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
+        self._check_schedules()
+
+    def _check_schedules(self) -> None:
+        """Refuse a run whose learning rate, or whose L1 term, is 0 in every step."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
+        if self.steps == 1 and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning rate of 0, so nothing "
+                "would be trained; set warmup_steps to 0 or raise tokens"
+            )
+        if self._has_l1 and self.l1_zero_steps >= self.steps:
+            raise ValueError(
+                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient {self.l1_coefficient} would never act; "
+                "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
+            )
+
+    @property
+    def _has_l1(self) -> bool:
+        return any(self.l1_coefficient) if isinstance(self.l1_coefficient, list) else self.l1_coefficient > 0
+
+    def remarks(self) -> list[str]:
+        """Return a line for each schedule that the run ends before, and for each remedy that never acts."""
+        lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
+        if self.warmup_steps >= steps:
+            lines.append(
+                f"the run ends within the warm-up of the learning rate (warmup_steps {self.warmup_steps}, {steps} steps): "
+                f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
+            )
+        reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
+        if self._has_l1 and reached < 1:
+            lines.append(
+                f"the run ends within the warm-up of the L1 term (l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps "
+                f"{self.l1_warmup_steps}, {steps} steps): it reaches {reached:.0%} of l1_coefficient"
+            )
+        if self.reinit and tokens < self.dead_window_tokens:
+            lines.append(
+                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, and dead_window_tokens is "
+                f"{self.dead_window_tokens}"
+            )
+        if self.balance_every > steps:
+            lines.append(f"balance_every {self.balance_every} never acts: the run has {steps} steps")
+        return lines
 
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -508,6 +551,8 @@ class _Run:
             self.say(
                 f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, {config.steps} steps {where}on {self.origin['device']}"
             )
+            for line in config.remarks():
+                self.say(f"{self.folder.name}  {line}")
         self.done, self.start = done, time.perf_counter()
         if not done:
             self.validate(0)
