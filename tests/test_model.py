@@ -893,6 +893,56 @@ def test_wrong_tensors_are_named(tmp_path, change, words):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sparsity_gated_mlp": "false"}, "gated_mlp is 'false'; expected true or false"),
+        ({"sparsity_gated_mlp": None}, "gated_mlp is None; expected true or false"),
+        ({"sparsity_l1_coeff": "much"}, "l1_coefficient is 'much'; it has to be a finite number, 0 or more"),
+        ({"sparsity_l1_coeff": 1e999}, "l1_coefficient is inf; it has to be a finite number, 0 or more"),
+        ({"sparsity_new_intermediate_size": None, "intermediate_size": None}, "intermediate_size"),
+        ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' expected bool, got str"),
+        ({"rope_theta": "abc"}, "TypeError"),
+        ({"rope_scaling": {"type": "foo", "factor": 2.0}}, "foo"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config; quantised weights cannot be read"),
+    ],
+)
+def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, words):
+    published(tmp_path, "llama", **fields)
+    with pytest.raises(ValueError, match=rf"config\.json (describes no model: .*|has a ){words}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.json", "[1]", r"config\.json holds a list; expected an object"),
+        ("model.safetensors.index.json", "{", r"model\.safetensors\.index\.json is not JSON"),
+        ("model.safetensors.index.json", "[]", r"index\.json holds a list; expected an object"),
+        ("model.safetensors.index.json", "{}", r"index\.json has no weight_map from tensors to files"),
+        ("model.safetensors.index.json", '{"weight_map": ["a"]}', r"index\.json has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', r"index\.json has no weight_map"),
+        ("tokenizer.json", "{", "has a tokenizer that cannot be read"),
+        ("tokenizer_config.json", "{", "has a tokenizer that cannot be read"),
+    ],
+)
+def test_broken_files_beside_the_weights_are_named(tmp_path, file, text, words):
+    published(tmp_path, "llama")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+def test_a_weight_in_both_layouts_is_refused(tmp_path):
+    published(tmp_path, "llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    turned = {"model.layers.1.mlp.down_weight": torch.ones(84, 32, dtype=torch.bfloat16)}
+    change_tensors(tmp_path, lambda tensors: tensors.update(turned))
+    with pytest.raises(ValueError, match=f"two tensors hold {name}, in two layouts"):
+        load(tmp_path)
+
+
 def test_per_layer_coefficients_and_scale_weight_the_l1_term():
     model = make(l1_coefficient=[0.1, 0.0, 0.3])
     x = tokens(2, 10)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -69,12 +70,14 @@ class SparseLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if not isinstance(self.gated_mlp, bool):
+            raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         if len(self.l1_coefficients) != self.num_hidden_layers:
             raise ValueError(
                 f"l1_coefficient has {len(self.l1_coefficients)} entries; the model has {self.num_hidden_layers} layers"
             )
-        if not all(coefficient >= 0 for coefficient in self.l1_coefficients):
-            raise ValueError(f"l1_coefficient is {self.l1_coefficient}; it has to be 0 or more")
+        if not all(isinstance(number, Real) and 0 <= number < math.inf for number in self.l1_coefficients):
+            raise ValueError(f"l1_coefficient is {self.l1_coefficient!r}; it has to be a finite number, 0 or more")
 
     @property
     def l1_coefficients(self) -> list[float]:
@@ -399,7 +402,8 @@ def load(
         config.ffn_backend = backend
     tensors = _canonical(_read_tensors(folder), config, folder)
     _check_types(tensors, folder)
-    with torch.device("meta"):
+    # A backend that cannot be used is not the configuration's fault.
+    with torch.device("meta"), _naming(folder / "config.json", (KeyError, TypeError, AttributeError)):
         expected = SparseLlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings:
         _check_tied(tensors, folder)
@@ -410,8 +414,30 @@ def load(
         model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return model.eval(), _tokenizer_of(folder)
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the libraries have a dozen kinds
+        raise ValueError(f"{folder} has a tokenizer that cannot be read: {_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _naming(path: Path, kinds: type | tuple[type, ...] = Exception) -> Iterator[None]:
+    """Raise errors of these kinds as ValueErrors that name the configuration."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{path} describes no model: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager
@@ -468,8 +494,11 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
     if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     fields["dtype"] = _named_dtype([fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder)
+    if "quantization_config" in fields:
+        raise ValueError(f"{folder / 'config.json'} has a quantization_config; quantised weights cannot be read")
     if kind == SparseLlamaConfig.model_type:
-        return SparseLlamaConfig.from_dict(fields)
+        with _naming(folder / "config.json"):
+            return SparseLlamaConfig.from_dict(fields)
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
     if not sparsity and kind == "llama" and fields.get("hidden_act") != "relu":
         raise ValueError(
@@ -480,12 +509,13 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "hidden_act": "relu",  # the paper's files may say "silu" and mean ReLU
         "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
         "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
-        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields["intermediate_size"],
+        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields.get("intermediate_size"),
         # Llama's own default, which differs from that of SparseLlamaConfig
         "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+    with _naming(folder / "config.json"):
+        return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
 
 
 def _read_json(path: Path) -> dict:
@@ -515,7 +545,10 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
@@ -554,13 +587,15 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pa
             continue
         if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
             if tensor.dim() != 2:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix")
+                raise ValueError(f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; expected a matrix")
             tensor = tensor.t().contiguous() if match[1] in turned else tensor
             name = name.replace(match[1], f"{match[2]}_proj.weight")
         elif name.endswith(".mlp.down_proj.weight") and hybrid is not None:
             shape = (config.hidden_size, config.intermediate_size)
             _check_down(name, tensor, shape, hybrid, folder)
             tensor = tensor.t().contiguous() if hybrid else tensor
+        if name in found:
+            raise ValueError(f"{folder}: two tensors hold {name}, in two layouts")
         found[name] = tensor
     return found
 
