@@ -934,6 +934,16 @@ def test_broken_files_beside_the_weights_are_named(tmp_path, file, text, words):
         load(tmp_path)
 
 
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    published(tmp_path, "llama", shards=3)
+    file = tmp_path / "model-2.safetensors"
+    save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
+    with pytest.raises(
+        ValueError, match=r"model-2\.safetensors holds the tensor model\.embed_tokens\.weight, which another"
+    ):
+        load(tmp_path)
+
+
 def test_a_weight_in_both_layouts_is_refused(tmp_path):
     published(tmp_path, "llama")
     name = "model.layers.1.mlp.down_proj.weight"

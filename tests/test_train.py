@@ -299,6 +299,62 @@ def test_divergence_is_said(tiny_config, tmp_path):
     assert not results.load_run(tmp_path / "run")[0]["complete"]
 
 
+def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def diverge(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].fill_(torch.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
+    config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+    with pytest.raises(
+        FloatingPointError, match=r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)"
+    ):
+        train(config, tmp_path / "run", quiet=True)
+    assert not results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_a_configuration_that_is_its_own_base_is_refused(tmp_path):
+    for name, base in (("a", tmp_path / "b.yaml"), ("b", tmp_path / "a.yaml"), ("c", 3)):
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nseed: 1\n")
+    with pytest.raises(ValueError, match=r"a\.yaml is its own base"):
+        TrainConfig.load(tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match="base is 3; expected the name of a configuration or a file"):
+        TrainConfig.load(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").write_text("1: 2\n")
+    with pytest.raises(ValueError, match="unknown field 1 in the configuration"):
+        TrainConfig.load(tmp_path / "d.yaml")
+
+
+def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_path, monkeypatch):
+    class Many(Accelerator):
+        num_processes = 17
+
+    monkeypatch.setattr(train_module, "Accelerator", Many)
+    words = r"a step has 16 sequences \(batch_tokens 512, context 32\) for 17 processes; each needs at least one"
+    with pytest.raises(ValueError, match=words):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("processes", "micro", "allowed"),
+    [(3, None, True), (3, 6, True), (3, 5, False), (3, 4, True), (2, 3, True), (5, 1, False), (16, 1, True)],
+)
+def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
+    config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
+    train_module._check_shares(config, processes, sharded=False)
+    passes = {len(range(0, len(range(first, 16, processes)), micro or 16)) for first in range(processes)}
+    assert (len(passes) == 1) == allowed
+    if allowed:
+        train_module._check_shares(config, processes, sharded=True)
+    else:
+        with pytest.raises(ValueError, match=f"micro_batch {micro} some of them have one forward pass more"):
+            train_module._check_shares(config, processes, sharded=True)
+
+
 def test_blocks_of_a_run_cover_the_text(tiny_config):
     _, blocks, valid = tiny_config.prepare_text()
     assert isinstance(blocks, corpus.Blocks) and len(valid) == 512 // 32
@@ -619,6 +675,40 @@ def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
     log.write_bytes(rows[:-100])
     with pytest.raises(ValueError, match=r"log\.csv is shorter than the checkpoint says"):
         train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, checkpoint_every=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    checkpoint, provenance = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "provenance.json"
+    whole = torch.load(checkpoint, weights_only=True)
+    for state, words in (
+        (whole | {"window": 1, "sparse": 1}, None),
+        ([1], "step, model"),
+        ({"step": 8}, "model, opti"),
+    ):
+        if words is None:
+            del state["sparse"]
+            words = "sparse$"
+        torch.save(state, checkpoint)
+        with pytest.raises(ValueError, match=rf"checkpoint\.pt is no checkpoint of this version: it has no {words}"):
+            train(config, tmp_path / "run", resume=True, quiet=True)
+    for text in ("", "[1]"):
+        provenance.write_text(text)
+        with pytest.raises(ValueError, match=r"provenance\.json is damaged: "):
+            train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch": 3}, {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}])
+def test_resumes_with_micro_batches_are_exact(tiny_config, tmp_path, monkeypatch, changes):
+    config = dataclasses.replace(tiny_config, checkpoint_every=4, l1_zero_steps=3, l1_warmup_steps=20, **changes)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 12)
+        train(config, tmp_path / "run", quiet=True)
+    assert differences(train(config, tmp_path / "run", resume=True, quiet=True), whole) == []
 
 
 def stream_config(tiny_config, tiny_text, folder):

@@ -556,9 +556,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}, which holds weights of the model")
         try:
-            tensors |= load_file(folder / name)
+            shard = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
+        if twice := sorted(tensors.keys() & shard.keys()):
+            raise ValueError(f"{folder / name} holds the tensor {twice[0]}, which another file holds too")
+        tensors |= shard
     return tensors
 
 

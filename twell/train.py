@@ -57,6 +57,7 @@ from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, spar
 from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
+CHECKPOINT = "step model optimizer schedule window sparse random streams log".split()  # what a checkpoint holds
 
 
 @dataclass
@@ -221,7 +222,7 @@ class TrainConfig:
             fields[key] = yaml.safe_load(value)
         for key in fields:
             if key not in _TYPES:
-                close = difflib.get_close_matches(key, _TYPES, 1)
+                close = difflib.get_close_matches(str(key), _TYPES, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_TYPES)}"
                 raise ValueError(f"unknown field {key!r} in the configuration; {hint}")
         return cls(**fields)
@@ -296,7 +297,9 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _read_config(name: str | Path) -> dict:
+def _read_config(name: str | Path, seen: tuple[Path, ...] = ()) -> dict:
+    if not isinstance(name, str | Path):
+        raise ValueError(f"base is {name!r}; expected the name of a configuration or a file")
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
@@ -310,7 +313,9 @@ def _read_config(name: str | Path) -> dict:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    return fields if base is None else _read_config(base) | fields
+    if path.resolve() in seen:
+        raise ValueError(f"{path} is its own base")
+    return fields if base is None else _read_config(base, (*seen, path.resolve())) | fields
 
 
 @torch.no_grad()
@@ -477,10 +482,13 @@ def train(
 
 
 def _is_complete(folder: Path) -> bool:
+    path = folder / "provenance.json"
     try:
-        return bool(json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("complete"))
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("complete"))
     except FileNotFoundError:  # killed before it was written
         return False
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _check_same(config: TrainConfig, folder: Path) -> None:
@@ -491,10 +499,26 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
         raise ValueError(f"{folder} holds a run of another configuration: {'; '.join(changed)}")
 
 
+def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
+    """Refuse a step that leaves a process without text, or in which sharded processes would wait for each other forever."""
+    sequences = config.batch_tokens // config.context
+    step = f"a step has {sequences} sequences (batch_tokens {config.batch_tokens}, context {config.context})"
+    if sequences < processes:
+        raise ValueError(f"{step} for {processes} processes; each needs at least one")
+    least, most = sequences // processes, math.ceil(sequences / processes)
+    micro = config.micro_batch or most
+    if sharded and math.ceil(least / micro) != math.ceil(most / micro):
+        raise ValueError(
+            f"{step} for {processes} processes, and with micro_batch {micro} some of them have one forward pass more, "
+            "which FSDP does not allow; make batch_tokens a multiple of context times the number of processes"
+        )
+
+
 class _Run:
     def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
         self.main = accelerator.is_main_process
+        _check_shares(config, accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP)
         set_seed(config.seed)
         with accelerator.main_process_first():
             self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
@@ -598,6 +622,9 @@ class _Run:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self.checkpoint} is damaged or cut short ({type(error).__name__})") from None
+        missing = [name for name in CHECKPOINT if not isinstance(state, dict) or name not in state]
+        if missing:
+            raise ValueError(f"{self.checkpoint} is no checkpoint of this version: it has no {', '.join(missing)}")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         set_state_dict(
             self.wrapped,
@@ -704,6 +731,11 @@ class _Run:
         # All processes evaluate the same: with sharded weights every forward pass needs all of them.
         with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
+        if not math.isfinite(found["cross_entropy"]):  # the last step may be the one that diverges
+            raise FloatingPointError(
+                f"the validation loss is {found['cross_entropy']} at step {step}; "
+                f"lower learning_rate (now {self.config.learning_rate})"
+            )
         values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
