@@ -429,7 +429,7 @@ def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
     corpus.train_tokenizer(documents, 320).save_pretrained(tmp_path / "tokenizer")
-    given = {"source": f"hf:{tmp_path / 'data'}", "tokenizer": str(tmp_path / "tokenizer"), "tokens": 512}
+    given = {"source": f"hf:{tmp_path / 'data'}", "tokenizer": str(tmp_path / "tokenizer"), "tokens": 1024}
     config = dataclasses.replace(tiny_config, **given, valid_tokens=4096)
     results.write_run(tmp_path / "run", dataclasses.asdict(config), results.provenance())
     found, description = evaluate.held_out_texts(tmp_path / "run")

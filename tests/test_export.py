@@ -74,7 +74,7 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path, capsys, tiny_con
     origin = runs / "sparse" / "provenance.json"
     whole = origin.read_text()
     options = ["--text", "words", "--out", str(tmp_path / "new")]
-    other = train(dataclasses.replace(tiny_config, seed=5, tokens=512), tmp_path / "other", quiet=True)
+    other = train(dataclasses.replace(tiny_config, seed=5, tokens=512, warmup_steps=0), tmp_path / "other", quiet=True)
     assert main(["export", str(runs / "sparse"), "--twin", str(other), *options]) == 2
     assert "is no twin of" in (said := capsys.readouterr().err) and "tokens is 512, not 4096" in said
     try:

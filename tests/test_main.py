@@ -17,6 +17,7 @@ from twell.__main__ import RUNS_BEGIN, RUNS_END, main
 from twell.ffn import backend_status
 
 SIZES = "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512 tokens=512".split()
+SIZES += ["warmup_steps=0"]
 SMALL = [*SIZES, "vocab_size=320", "valid_tokens=512"]
 
 

@@ -1,11 +1,12 @@
 import copy
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
 
 from twell.choose import Calibration, Point
@@ -156,6 +157,262 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(other.loss, plain.loss, rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
     torch.testing.assert_close(other.l1, plain.l1)
     assert [summarize_activity(*ffn.stats.take()) for ffn in model.ffns] == stats
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "totals",
+    [
+        {},
+        {"num_items_in_batch": 0},
+        {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
+        {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
+        {"num_items_in_batch": 30},
+        {"num_items_in_batch": torch.tensor(30), "num_tokens_in_batch": 40},
+    ],
+)
+@pytest.mark.parametrize("content", ["ids", "large", "nan", "inf"])
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals, content):
+    model = make(attn_implementation=attention).train(training)
+    x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
+    inputs = {"input_ids": x}
+    if content != "ids":
+        embeds = model.get_input_embeddings()(x).detach()
+        embeds[1, 3:] = {"large": 1e30, "nan": torch.nan, "inf": -torch.inf}[content]
+        inputs = {"inputs_embeds": embeds}
+    output = model(**inputs, attention_mask=mask, labels=torch.full_like(x, -100), **totals)
+    assert output.loss == output.cross_entropy == output.l1 == 0
+    output.loss.backward()
+    reached = [p.grad for p in model.parameters() if p.grad is not None]
+    assert reached and not any(gradient.any() for gradient in reached)  # NaN counts as true
+    if training:
+        assert not l1_by_layer(model, mask).any()
+
+
+@pytest.mark.parametrize("kind", ["labels", "mask", "one token"])
+def test_each_part_of_the_loss_is_zero_where_only_it_has_nothing_to_average(kind):
+    model = make().double()
+    x = tokens(2, 1 if kind == "one token" else 8)
+    mask = torch.full_like(x, kind != "mask")
+    labels = torch.full_like(x, -100) if kind == "labels" else x
+    output = model(input_ids=x, attention_mask=mask, labels=labels)
+    assert (output.cross_entropy == 0) == (kind != "mask") and (output.l1 == 0) == (kind == "mask")
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.03 * output.l1)
+    output.loss.backward()
+    assert torch.isfinite(gradients(model)).all() and gradients(model).any()
+
+
+def test_shifted_labels_count_where_they_are_given():
+    model = make().double()
+    x = tokens(2, 8)
+    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
+    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
+    plain = model(input_ids=x, labels=x)
+    torch.testing.assert_close(model(input_ids=x, **given).loss, plain.loss)
+    torch.testing.assert_close(model(input_ids=x, **given, num_items_in_batch=14).loss, plain.loss)
+
+
+def test_what_stands_at_padding_positions_changes_no_gradient():
+    model = make().double()
+    x = tokens(2, 8)
+    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0, 1]), 0)
+    labels, found = x.clone(), []
+    labels[:, :3] = -100  # the first token after padding is predicted from padding
+    for content in (0.0, 7.0, torch.nan, torch.inf):
+        embeds = torch.where(mask[..., None] == 0, content, model.get_input_embeddings()(x).detach())
+        model.zero_grad()
+        output = model(inputs_embeds=embeds, attention_mask=mask, labels=labels)
+        output.loss.backward()
+        reached = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([output.loss.detach().reshape(1), *reached]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_micro_batch_of_padding_adds_nothing_to_a_step():
+    model = make().double()
+    x = tokens(4, 9)
+    mask = torch.ones_like(x)
+    mask[2:] = 0
+    labels = x.masked_fill(mask == 0, -100)
+    whole = model(input_ids=x, attention_mask=mask, labels=labels)
+    whole.loss.backward()
+    expected = gradients(model)
+    for tokens_too in (True, False):
+        model.zero_grad()
+        totals = {"num_items_in_batch": 16} | ({"num_tokens_in_batch": torch.tensor(18)} if tokens_too else {})
+        loss = 0.0
+        for rows in (slice(0, 2), slice(2, 4)):
+            part = model(input_ids=x[rows], attention_mask=mask[rows], labels=labels[rows], **totals)
+            part.loss.backward()
+            loss = loss + part.loss.detach()
+        torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sparsified_model_has_an_l1_term_of_zero_for_padding_alone():
+    model = sparsify(stock("qwen2")).train()
+    x = tokens(2, 12)
+    model(input_ids=x)
+    for num_tokens in (None, 0, torch.tensor(0), 24):
+        model.zero_grad()
+        term = l1_by_layer(model, torch.zeros(2, 12), num_tokens)
+        assert term.shape == (3,) and not term.any()
+        term.mean().backward(retain_graph=True)
+        reached = [p.grad for p in model.parameters() if p.grad is not None]
+        assert reached and not any(gradient.any() for gradient in reached)
+
+
+def attends(mask, causal=True):
+    """The 4-D mask [B, 1, S, S] of a 2-D one: True where a query may attend to a key."""
+    size = mask.shape[1]
+    square = torch.ones(size, size, dtype=torch.bool).tril() if causal else torch.ones(size, size, dtype=torch.bool)
+    return square & (mask != 0)[:, None, None, :] & (mask != 0)[:, None, :, None]
+
+
+def additive(allowed, masked):
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, masked)
+
+
+MASKS = {
+    "bool": attends,
+    "int": lambda mask: attends(mask).long(),
+    "heads": lambda mask: attends(mask).expand(-1, 4, -1, -1),
+    "min": lambda mask: additive(attends(mask), torch.finfo(torch.float64).min),
+    "inf": lambda mask: additive(attends(mask), -torch.inf),
+    "-1e4": lambda mask: additive(attends(mask), -1e4),
+    "biased": lambda mask: additive(attends(mask), -1e9) - 3.0 * torch.rand(4, 1, 1),
+    "one row": lambda mask: (mask != 0)[:, None, None, :],
+    "2-D": lambda mask: mask,
+    "2-D bool": lambda mask: mask.bool(),
+}
+
+
+def counted(model):
+    return [int(ffn.stats.take()[1].sum()) for ffn in model.ffns]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("side", ["left", "right", "all", "none"])
+@pytest.mark.parametrize("training", [True, False])
+def test_every_kind_of_mask_says_what_is_padding(kind, side, training, monkeypatch):
+    model = make().double().train(training)
+    x = tokens(3, 8)
+    mask = torch.arange(8) >= torch.tensor([[3], [0], [5]])
+    mask = {"left": mask, "right": mask.flip(1), "all": mask & False, "none": mask | True}[side].long()
+    # What the layers see is of no interest here, and attention does not take integers.
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: forward(self, **kwargs),
+    )
+    model(input_ids=x, labels=x)
+    expected = torch.stack([ffn.l1 for ffn in model.ffns])[:, mask != 0].sum(1) / max(int(mask.sum()), 1)
+    counted(model)
+    model.recording = not training
+    output = model(input_ids=x, attention_mask=MASKS[kind](mask), labels=x)
+    assert counted(model) == [int(mask.sum())] * 3
+    torch.testing.assert_close(output.l1, expected.mean())
+
+
+@pytest.mark.parametrize("kind", ["bool", "heads", "min", "inf", "-1e4"])
+def test_a_4d_mask_gives_the_loss_of_the_2d_one(kind):
+    model = make().double()
+    x = tokens(2, 8)
+    mask = (torch.arange(8) < torch.tensor([[5], [8]])).long()
+    labels = x.masked_fill(mask == 0, -100)
+    results = []
+    for given in (mask, MASKS[kind](mask)):
+        model.zero_grad()
+        output = model(input_ids=x, attention_mask=given, labels=labels)
+        output.loss.backward()
+        results.append((output.loss.detach(), output.l1.detach(), gradients(model), counted(model)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-9)
+    assert results[0][-1] == [13] * 3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind, dimensions):
+    model = make().eval()
+    model.recording = True
+    x = tokens(2, 8)
+    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
+    mask[1, 6] = 0
+    static = kind == "static"
+    cache = StaticCache(model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    found = []
+    for start, end in ((0, 3), (3, 4), (4, 8)):
+        given = mask[:, :end]
+        if dimensions == 4:
+            given = attends(torch.nn.functional.pad(mask, (0, 4)) if static else given)[:, :, start:end]
+        model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
+        found.append(counted(model))
+    assert found == [[4] * 3, [2] * 3, [7] * 3]
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generated_text_is_counted_without_its_padding(cache):
+    model = make(eos_token_id=None).eval()
+    model.recording = True
+    x, mask = tokens(2, 6), torch.ones(2, 6).long()
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    model.generate(x, attention_mask=mask, disable_compile=True, **options)
+    assert counted(model) == [8 + 2 * 4] * 3  # the last token that is written is not read
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (
+            torch.ones(2, 8, 8),
+            r"attention_mask has shape \(2, 8, 8\); .*statistics have to know which tokens are padding",
+        ),
+        (torch.ones(8), r"attention_mask has shape \(8,\)"),
+        (
+            torch.ones(2, 7),
+            r"has shape \(2, 7\); expected None, \(2, 8 or more\) or \(2 or 1, heads or 1, 8 or 1, 8 or",
+        ),
+        (torch.ones(1, 8), r"has shape \(1, 8\)"),
+        (torch.ones(3, 1, 8, 8), r"has shape \(3, 1, 8, 8\)"),
+        (torch.ones(2, 1, 7, 8), r"has shape \(2, 1, 7, 8\)"),
+        (torch.ones(2, 1, 8, 7), r"has shape \(2, 1, 8, 7\)"),
+        ({"full_attention": None}, r"attention_mask is a dict; expected None"),
+    ],
+)
+def test_a_mask_that_does_not_say_is_refused_where_padding_counts(mask, words, monkeypatch):
+    model = make().eval()
+    seen = []
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: (
+            seen.append(attention_mask) or forward(self, **kwargs)
+        ),
+    )
+    x = tokens(2, 8)
+    with pytest.raises(ValueError, match=words):
+        model(input_ids=x, attention_mask=mask, labels=x)
+    model.recording = True
+    with pytest.raises(ValueError, match=words):
+        model(input_ids=x, attention_mask=mask)
+    model.recording = False
+    with pytest.raises(ValueError, match=words):
+        model.train()(input_ids=x, attention_mask=mask)
+    assert not seen
+    model.eval()(input_ids=x, attention_mask=mask)
+    assert len(seen) == 1 and seen[0] is mask
+
+
+def test_an_l1_term_with_a_mask_of_another_shape_is_refused():
+    model = make()
+    model(input_ids=tokens(2, 8))
+    for mask in (torch.ones(2, 1, 8, 8), torch.ones(1, 8), torch.ones(2, 9)):
+        with pytest.raises(ValueError, match=r"token_mask has shape \(.*\); expected \(2, 8\), one entry a token"):
+            l1_by_layer(model, mask)
 
 
 def test_items_alone_weight_the_l1_term_by_share():
@@ -432,11 +689,12 @@ def test_silu_is_refused_unless_told():
         sparse_ffns(model)
 
 
-def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, **changes):
+def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, neurons=84, **changes):
     """Write a checkpoint as the paper's authors publish theirs; returns the model that it holds."""
     model = make(
         gated_mlp=gated,
         tie_word_embeddings=tied,
+        intermediate_size=neurons,
         l1_coefficient=2e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
     )
@@ -470,7 +728,7 @@ def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, s
         "torch_dtype": "bfloat16",
         "sparsity_gated_mlp": gated,
         "sparsity_l1_coeff": 2e-5,
-        "sparsity_new_intermediate_size": 84,
+        "sparsity_new_intermediate_size": neurons,
         "sparsity_something_else": [1],
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -538,6 +796,181 @@ def test_own_checkpoints_keep_everything(tmp_path):
     assert again.config.l1_coefficients == [0.1, 0.0, 0.3] and not again.config.gated_mlp
 
 
+def turn_down(tensors):
+    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+        tensors[name] = tensors[name].t().contiguous()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("neurons", [84, 32])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "llama_sparse_relu"])
+def test_the_hybrid_kernels_down_projection_is_read_transposed(tmp_path, gated, neurons, shards, kind):
+    field = {"sparsity_use_hybrid_kernel": True}
+    expected = published(tmp_path, "llama", gated, kind, True, shards, neurons, **field).state_dict()
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        turn_down(tensors)
+        save_file(tensors, file)
+    model, _ = load(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name]), name
+    model.save_pretrained(tmp_path / "again")  # as every model of ours
+    again = load(tmp_path / "again")[0].state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("neurons", [84, 32])
+@pytest.mark.parametrize(("field", "layout"), [(True, "own"), (False, "own"), (False, "llama"), (None, "llama")])
+def test_without_the_hybrid_kernels_field_and_in_their_own_names_nothing_is_turned(
+    tmp_path, gated, neurons, field, layout
+):
+    field = {"sparsity_use_hybrid_kernel": field}
+    expected = published(tmp_path, layout, gated, neurons=neurons, **field).state_dict()
+    weights = load(tmp_path)[0].state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("field", "shape", "words"),
+    [
+        (True, (32, 84), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true; .* to false"),
+        (True, (83, 32), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true$"),
+        (
+            False,
+            (84, 32),
+            r"expected \(32, 84\), since sparsity_use_hybrid_kernel in config.json is not true; .* to true",
+        ),
+        (
+            None,
+            (84, 32),
+            r"expected \(32, 84\), since sparsity_use_hybrid_kernel in config.json is not true; .* to true",
+        ),
+    ],
+)
+def test_a_down_projection_that_contradicts_the_field_is_refused(tmp_path, gated, field, shape, words):
+    published(tmp_path, "llama", gated, **({} if field is None else {"sparsity_use_hybrid_kernel": field}))
+    change_tensors(tmp_path, turn_down if field else lambda tensors: None)
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(tmp_path, lambda t: t.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
+    found = ", ".join(map(str, shape))
+    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.down_proj\.weight has shape \({found}\); {words}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["false", 1, [True]])
+def test_a_hybrid_field_that_is_no_bool_is_refused(tmp_path, field):
+    published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
+    with pytest.raises(ValueError, match="sparsity_use_hybrid_kernel is .*; expected true or false"):
+        load(tmp_path)
+
+
+def mixed(folder, types, order, named=None, field="dtype"):
+    """Write a checkpoint of tensors of mixed types; `order` says which type the first shard begins with.
+
+    Returns the stored tensors.
+    """
+    published(folder, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config | ({field: named} if named else {})))
+    names = sorted(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    shards, stored = [{} for _ in types], {}
+    for number, name in enumerate(names):
+        place = number % len(types)
+        shape = make().state_dict()[name].shape
+        stored[name] = shards[place][name] = torch.randn(shape, dtype=torch.float64).to(types[place])
+    shards = [shards[place] for place in order]
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{number}.safetensors")
+    weight_map = {name: f"model-{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return stored
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "expected"),
+    [
+        ((BF16, FP32), None, FP32),
+        ((BF16, FP16), None, FP32),  # neither holds the other
+        ((BF16, FP32, FP64), None, FP64),
+        ((FP16, FP16), None, FP16),
+        ((BF16, FP32), "float32", FP32),
+        ((BF16, BF16), "float32", FP32),
+        ((BF16, FP32), "torch.float64", FP64),
+        ((FP16, BF16), "auto", FP32),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, expected, turned, field):
+    order = range(len(types))[::-1] if turned else range(len(types))
+    stored = mixed(tmp_path, types, order, named, field)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = load(tmp_path)
+    weights = model.state_dict()
+    assert model.config.dtype == expected
+    for name, tensor in stored.items():
+        assert weights[name].dtype == expected and torch.equal(weights[name], tensor.to(expected)), name
+    model.save_pretrained(tmp_path / "again")
+    again, _ = load(tmp_path / "again")
+    for (name, a), (_, b) in zip(weights.items(), again.state_dict().items(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "expected", "words"),
+    [
+        ((BF16, FP32), "bfloat16", BF16, r"stored as torch\.float32, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
+        ((BF16, FP16), "bfloat16", BF16, r"stored as torch\.float16, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
+        ((BF16, FP32), "float16", FP16, r"stored as torch\..*, .*torch\.float16, .*dtype=torch\.float32 keeps"),
+        ((FP64, FP32), "float32", FP32, r"stored as torch\.float64, .*torch\.float32, .*dtype=torch\.float64 keeps"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_configured_type_that_rounds_is_said(tmp_path, types, named, expected, words, turned):
+    stored = mixed(tmp_path, types, (1, 0) if turned else (0, 1), named)
+    with pytest.warns(UserWarning, match=rf"the tensor model\.\S+ is {words}") as caught:
+        model, _ = load(tmp_path)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(p.dtype == expected for p in model.parameters())
+    widest = torch.promote_types(*types)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # who asks for a type is told nothing
+        load(tmp_path, dtype=torch.bfloat16)
+        weights = load(tmp_path, dtype=widest)[0].state_dict()
+    assert all(torch.equal(weights[name], tensor.to(widest)) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
+def test_saved_models_keep_their_type(tmp_path, dtype):
+    model = make().to(dtype)
+    model.save_pretrained(tmp_path)
+    for again in (load(tmp_path)[0], SparseLlamaForCausalLM.from_pretrained(tmp_path)):
+        for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+            assert a.dtype == b.dtype == dtype and torch.equal(a, b), name
+        assert again.config.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nonsense", {"text": "bfloat16"}])
+def test_types_that_weights_cannot_have_are_refused(tmp_path, dtype):
+    published(tmp_path, "llama", torch_dtype=dtype)
+    with pytest.raises(ValueError, match=r"config\.json: dtype is .*; expected one of bfloat16, float16, float32"):
+        load(tmp_path)
+    if isinstance(dtype, str) and hasattr(torch, dtype):
+        published(tmp_path, "llama")
+        change_tensors(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(32).to(getattr(torch, dtype))}))
+        with pytest.raises(ValueError, match=rf"model\.norm\.weight has type torch\.{dtype}; expected one of bfloat16"):
+            load(tmp_path)
+
+
 def change_tensors(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -570,6 +1003,66 @@ def test_wrong_tensors_are_named(tmp_path, change, words):
     published(tmp_path, "own")
     change_tensors(tmp_path, change)
     with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sparsity_gated_mlp": "false"}, "gated_mlp is 'false'; expected true or false"),
+        ({"sparsity_gated_mlp": None}, "gated_mlp is None; expected true or false"),
+        ({"sparsity_l1_coeff": "much"}, "l1_coefficient is 'much'; it has to be a finite number, 0 or more"),
+        ({"sparsity_l1_coeff": 1e999}, "l1_coefficient is inf; it has to be a finite number, 0 or more"),
+        ({"sparsity_new_intermediate_size": None, "intermediate_size": None}, "intermediate_size"),
+        ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' expected bool, got str"),
+        ({"rope_theta": "abc"}, "TypeError"),
+        ({"rope_scaling": {"type": "foo", "factor": 2.0}}, "foo"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config; quantised weights cannot be read"),
+    ],
+)
+def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, words):
+    published(tmp_path, "llama", **fields)
+    with pytest.raises(ValueError, match=rf"config\.json (describes no model: .*|has a ){words}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.json", "[1]", r"config\.json holds a list; expected an object"),
+        ("model.safetensors.index.json", "{", r"model\.safetensors\.index\.json is not JSON"),
+        ("model.safetensors.index.json", "[]", r"index\.json holds a list; expected an object"),
+        ("model.safetensors.index.json", "{}", r"index\.json has no weight_map from tensors to files"),
+        ("model.safetensors.index.json", '{"weight_map": ["a"]}', r"index\.json has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', r"index\.json has no weight_map"),
+        ("tokenizer.json", "{", "has a tokenizer that cannot be read"),
+        ("tokenizer_config.json", "{", "has a tokenizer that cannot be read"),
+    ],
+)
+def test_broken_files_beside_the_weights_are_named(tmp_path, file, text, words):
+    published(tmp_path, "llama")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    published(tmp_path, "llama", shards=3)
+    file = tmp_path / "model-2.safetensors"
+    save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
+    with pytest.raises(
+        ValueError, match=r"model-2\.safetensors holds the tensor model\.embed_tokens\.weight, which another"
+    ):
+        load(tmp_path)
+
+
+def test_a_weight_in_both_layouts_is_refused(tmp_path):
+    published(tmp_path, "llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    turned = {"model.layers.1.mlp.down_weight": torch.ones(84, 32, dtype=torch.bfloat16)}
+    change_tensors(tmp_path, lambda tensors: tensors.update(turned))
+    with pytest.raises(ValueError, match=f"two tensors hold {name}, in two layouts"):
         load(tmp_path)
 
 

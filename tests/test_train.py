@@ -38,8 +38,9 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     assert len(series(log, "active_mean")) == 8 and len(series(log, "active_mean", "valid")) == 6
     loss, parts = series(log, "loss"), series(log, "cross_entropy") + 1e-2 * series(log, "l1")
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
-    learning_rates = series(log, "lr").to_numpy()
-    assert learning_rates[0] > learning_rates[-1] == pytest.approx(0, abs=1e-9)
+    # two steps of warm-up, then half a cosine over the other 14; each row has the rate of its own step
+    cosine = [5e-3 * (1 + np.cos(np.pi * (step - 3) / 14)) / 2 for step in (4, 8, 12, 16)]
+    np.testing.assert_allclose(series(log, "lr"), cosine, rtol=1e-5)
     assert series(log, "cross_entropy_silenced", "valid").index.get_level_values("step").tolist() == [16]
     assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
@@ -71,6 +72,20 @@ def test_evaluate_is_the_mean_over_all_tokens(tiny_run, tiny_config):
     assert not model.training and not model.recording
 
 
+def test_the_logged_learning_rate_is_the_one_that_the_step_used(tiny_config, tmp_path, monkeypatch):
+    used, step = [], torch.optim.AdamW.step
+
+    def noting(self, *args, **kwargs):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    config = dataclasses.replace(tiny_config, tokens=7 * 512, log_every=1, warmup_steps=3)
+    _, log = results.load_run(train(config, tmp_path / "run", quiet=True))
+    np.testing.assert_allclose(series(log, "lr"), used, rtol=1e-5)
+    assert used[0] == 0 and max(used) == used[3] == 5e-3 and used[-1] > 0
+
+
 def test_same_seed_same_run_other_seed_other_run(tiny_config, tmp_path):
     short = dataclasses.replace(tiny_config, tokens=4 * 512)
     runs = [
@@ -100,7 +115,9 @@ def test_l1_reduces_activity(tiny_config, tmp_path):
     assert active[0.1] < 0.5 * active[0.0]
 
 
-@pytest.mark.parametrize("changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 512}])
+@pytest.mark.parametrize(
+    "changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 1024}]
+)
 def test_other_layers_train(tiny_config, tmp_path, changes):
     run = train(dataclasses.replace(tiny_config, **{"tokens": 2048} | changes), tmp_path / "run", quiet=True)
     assert results.load_run(run)[0]["complete"]
@@ -127,7 +144,7 @@ def test_dead_window_spans_steps():
 
 
 def test_overwrite_replaces_runs_and_nothing_else(tiny_config, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=512)
+    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
     train(short, tmp_path / "run", quiet=True)
     with pytest.raises(FileExistsError, match="already holds a run"):
         train(short, tmp_path / "run", quiet=True)
@@ -156,12 +173,116 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
         ("balance_every=5 gated=false activation=silu", "balance_every is 5; without a gate it needs the activation"),
         ("batch_tokens=1000", "batch_tokens 1000 is no multiple of context 128"),
         ("precision=fp8", "precision is 'fp8'; use 'fp32' or 'bf16'"),
+        ("micro_batch=-1", "micro_batch is -1; it has to be at least 1, or null for the whole share of the step"),
+        ("micro_batch=0", "micro_batch is 0; it has to be at least 1"),
+        ("context=1", "context is 1; it has to be at least 2"),
+        ("learning_rate=.inf", "learning_rate is inf; it has to be a finite number"),
+        ("rope_theta=-1", "rope_theta is -1.0; it has to be more than 0"),
+        ("rope_theta=.nan", "rope_theta is nan; it has to be more than 0"),
+        ("adam_epsilon=0", "adam_epsilon is 0.0; it has to be more than 0"),
+        ("adam_beta1=1", "adam_beta1 is 1.0; it has to be from 0 to less than 1"),
+        ("adam_beta2=.nan", "adam_beta2 is nan; it has to be from 0 to less than 1"),
+        ("seed=4294967296", r"seed is 4294967296; it has to be below 2\^32"),
+        ("source=''", "source is ''; it has to name something"),
         ("nonsense", "'nonsense' is no override; write key=value"),
     ):
         with pytest.raises(ValueError, match=words):
             TrainConfig.load("quick", override.split())
+    assert TrainConfig.load("quick", ["micro_batch=null"]).micro_batch is None
+    assert TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"]).max_grad_norm == np.inf  # no clipping
     with pytest.raises(FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"):
         TrainConfig.load("nothere")
+
+
+def test_every_configuration_that_is_kept_still_loads():
+    kept = [*CONFIGS.glob("*.yaml"), *(results.root() / "data" / "runs").glob("*/config.yaml")]
+    assert len(kept) > 50
+    for file in kept:
+        config = TrainConfig.load(file)
+        assert l1_schedule(config.steps, config.l1_zero_steps, config.l1_warmup_steps) > 0, file
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tokens": 512, "warmup_steps": 1},
+            r"warmup_steps is 1 and the run has 1 step \(tokens 512, batch_tokens 512\): .* nothing would be trained; "
+            "set warmup_steps to 0 or raise tokens",
+        ),
+        ({"tokens": 1, "warmup_steps": 600}, r"warmup_steps is 600 and the run has 1 step \(tokens 1, "),
+        (
+            {"tokens": 2048, "l1_zero_steps": 4},
+            r"l1_zero_steps is 4 and the run has 4 steps \(tokens 2048, batch_tokens 512\): l1_coefficient 0\.01 would "
+            "never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0",
+        ),
+        ({"l1_zero_steps": 16, "l1_warmup_steps": 5}, "l1_zero_steps is 16 and the run has 16 steps"),
+        ({"l1_zero_steps": 99, "l1_coefficient": [0.0, 0.1]}, r"l1_coefficient \[0\.0, 0\.1\] would never act"),
+    ],
+)
+def test_a_schedule_that_trains_nothing_is_refused(tiny_config, changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny_config, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 512, "warmup_steps": 0},
+        {"tokens": 1024, "warmup_steps": 600},
+        {"tokens": 2048, "l1_zero_steps": 3, "l1_warmup_steps": 100},
+    ],
+)
+def test_a_schedule_that_acts_in_one_step_changes_the_weights(tiny_config, tmp_path, changes):
+    config = dataclasses.replace(tiny_config, **changes)
+    one = train(config, tmp_path / "one", quiet=True)
+    valid = series(results.load_run(one)[1], "cross_entropy", "valid")
+    assert valid.iloc[-1] != valid.iloc[0]
+    if config.l1_zero_steps:
+        other = train(dataclasses.replace(config, l1_coefficient=0.0), tmp_path / "other", quiet=True)
+        pairs = zip(load(one)[0].parameters(), load(other)[0].parameters(), strict=True)
+        assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
+        ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
+        (
+            {"warmup_steps": 16, "learning_rate": 1e-3},
+            [
+                "the run ends within the warm-up of the learning rate (warmup_steps 16, 16 steps): it reaches 94% of 0.001"
+            ],
+        ),
+        (
+            {"l1_zero_steps": 6, "l1_warmup_steps": 20},
+            [
+                "the run ends within the warm-up of the L1 term (l1_zero_steps 6, l1_warmup_steps 20, 16 steps): "
+                "it reaches 50% of l1_coefficient"
+            ],
+        ),
+        (
+            {"reinit": 0.1, "dead_window_tokens": 2**20, "balance_every": 17},
+            [
+                "reinit 0.1 never acts: the run has 8192 tokens, and dead_window_tokens is 1048576",
+                "balance_every 17 never acts: the run has 16 steps",
+            ],
+        ),
+    ],
+)
+def test_a_schedule_that_the_run_ends_before_is_said(tiny_config, changes, lines):
+    assert dataclasses.replace(tiny_config, **changes).remarks() == lines
+
+
+def test_remarks_are_said_at_the_start_of_a_run(tiny_config, tmp_path, capsys):
+    config = dataclasses.replace(tiny_config, tokens=1024, warmup_steps=600)
+    train(config, tmp_path / "run")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(str(tmp_path / "run") + ": ") and second == f"run  {config.remarks()[0]}"
+    train(config, tmp_path / "quiet", quiet=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_command_line_reports_one_line(tmp_path):
@@ -176,6 +297,62 @@ def test_divergence_is_said(tiny_config, tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
         train(dataclasses.replace(tiny_config, learning_rate=1e30, tokens=8192), tmp_path / "run", quiet=True)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def diverge(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].fill_(torch.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
+    config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+    with pytest.raises(
+        FloatingPointError, match=r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)"
+    ):
+        train(config, tmp_path / "run", quiet=True)
+    assert not results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_a_configuration_that_is_its_own_base_is_refused(tmp_path):
+    for name, base in (("a", tmp_path / "b.yaml"), ("b", tmp_path / "a.yaml"), ("c", 3)):
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nseed: 1\n")
+    with pytest.raises(ValueError, match=r"a\.yaml is its own base"):
+        TrainConfig.load(tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match="base is 3; expected the name of a configuration or a file"):
+        TrainConfig.load(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").write_text("1: 2\n")
+    with pytest.raises(ValueError, match="unknown field 1 in the configuration"):
+        TrainConfig.load(tmp_path / "d.yaml")
+
+
+def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_path, monkeypatch):
+    class Many(Accelerator):
+        num_processes = 17
+
+    monkeypatch.setattr(train_module, "Accelerator", Many)
+    words = r"a step has 16 sequences \(batch_tokens 512, context 32\) for 17 processes; each needs at least one"
+    with pytest.raises(ValueError, match=words):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("processes", "micro", "allowed"),
+    [(3, None, True), (3, 6, True), (3, 5, False), (3, 4, True), (2, 3, True), (5, 1, False), (16, 1, True)],
+)
+def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
+    config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
+    train_module._check_shares(config, processes, sharded=False)
+    passes = {len(range(0, len(range(first, 16, processes)), micro or 16)) for first in range(processes)}
+    assert (len(passes) == 1) == allowed
+    if allowed:
+        train_module._check_shares(config, processes, sharded=True)
+    else:
+        with pytest.raises(ValueError, match=f"micro_batch {micro} some of them have one forward pass more"):
+            train_module._check_shares(config, processes, sharded=True)
 
 
 def test_blocks_of_a_run_cover_the_text(tiny_config):
@@ -328,7 +505,8 @@ def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "Accelerator", noting)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     for compiled in (False, True):
-        train(dataclasses.replace(tiny_config, tokens=512, compile=compiled), tmp_path / str(compiled), quiet=True)
+        config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0, compile=compiled)
+        train(config, tmp_path / str(compiled), quiet=True)
         whole.append(torch._dynamo.config.optimize_ddp is False)
     told = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
     assert [accelerator.ddp_handler.to_kwargs() for accelerator in made] == [told, told]
@@ -499,6 +677,40 @@ def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
         train(config, tmp_path / "run", resume=True, quiet=True)
 
 
+def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, checkpoint_every=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    checkpoint, provenance = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "provenance.json"
+    whole = torch.load(checkpoint, weights_only=True)
+    for state, words in (
+        (whole | {"window": 1, "sparse": 1}, None),
+        ([1], "step, model"),
+        ({"step": 8}, "model, opti"),
+    ):
+        if words is None:
+            del state["sparse"]
+            words = "sparse$"
+        torch.save(state, checkpoint)
+        with pytest.raises(ValueError, match=rf"checkpoint\.pt is no checkpoint of this version: it has no {words}"):
+            train(config, tmp_path / "run", resume=True, quiet=True)
+    for text in ("", "[1]"):
+        provenance.write_text(text)
+        with pytest.raises(ValueError, match=r"provenance\.json is damaged: "):
+            train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch": 3}, {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}])
+def test_resumes_with_micro_batches_are_exact(tiny_config, tmp_path, monkeypatch, changes):
+    config = dataclasses.replace(tiny_config, checkpoint_every=4, l1_zero_steps=3, l1_warmup_steps=20, **changes)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 12)
+        train(config, tmp_path / "run", quiet=True)
+    assert differences(train(config, tmp_path / "run", resume=True, quiet=True), whole) == []
+
+
 def stream_config(tiny_config, tiny_text, folder):
     """The tiny configuration, streaming its text from a folder as from the hub, with a given tokenizer."""
     folder.mkdir()
@@ -536,7 +748,7 @@ def test_the_papers_setting_starts(tiny_config, tiny_text, tmp_path):
     small |= {"vocab_size": 320, "valid_tokens": 320, "log_every": 1, "checkpoint_every": 0, "compile": False}
     run = train(dataclasses.replace(paper, **small), tmp_path / "run", quiet=True)
     _, log = results.load_run(run)
-    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (1, 2, 3)], rtol=1e-5)
+    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (0, 1, 2)], rtol=1e-5)
     assert series(log, "loss").iloc[0] == pytest.approx(np.log(320), rel=0.02)
 
 

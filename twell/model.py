@@ -9,12 +9,14 @@ classes with `AutoConfig` and `AutoModelForCausalLM`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -67,12 +70,14 @@ class SparseLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if not isinstance(self.gated_mlp, bool):
+            raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         if len(self.l1_coefficients) != self.num_hidden_layers:
             raise ValueError(
                 f"l1_coefficient has {len(self.l1_coefficients)} entries; the model has {self.num_hidden_layers} layers"
             )
-        if not all(coefficient >= 0 for coefficient in self.l1_coefficients):
-            raise ValueError(f"l1_coefficient is {self.l1_coefficient}; it has to be 0 or more")
+        if not all(isinstance(number, Real) and 0 <= number < math.inf for number in self.l1_coefficients):
+            raise ValueError(f"l1_coefficient is {self.l1_coefficient!r}; it has to be a finite number, 0 or more")
 
     @property
     def l1_coefficients(self) -> list[float]:
@@ -97,9 +102,15 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     """Llama for causal language modelling with sparse feed-forward layers.
 
     With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training mode and cross_entropy in
-    evaluation mode; `l1_scale` is for schedules. With a coefficient for each layer, each layer's part of l1 is
+    evaluation mode; `l1_scale` is for schedules. A part with nothing to average (every label -100, or every token
+    padding) is 0, and so are its gradients. With a coefficient for each layer, each layer's part of l1 is
     weighted by its own. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
     paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
+
+    `attention_mask` says which tokens are padding: the zeros of a mask [B, keys], or the tokens that may not attend to
+    themselves by a mask [B or 1, heads or 1, S or 1, keys] (bool or integer: nonzero may attend; floating-point, added to
+    the scores: above -100 may attend). Token i is key `keys` - S + i, or the one that the cache says. Other masks
+    raise ValueError where the loss or statistics count tokens.
 
     A step of several micro-batches gives the value of one big batch when every call is told the totals of
     the step: `num_items_in_batch`, the predicted tokens (labels other than -100, the first of each sequence left out),
@@ -156,13 +167,26 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     ) -> SparseCausalLMOutput:
         """Run the model; see the class for `loss` and its parts, and LlamaForCausalLM for everything else."""
         ffns = self.ffns
-        mask = self._token_mask(input_ids, attention_mask, kwargs.get("inputs_embeds"))
+        mask = None
+        if labels is not None or self.training or self.recording:  # else padding is not counted anyway
+            inputs = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+            mask = _token_mask(attention_mask, inputs, kwargs.get("past_key_values"))
         for ffn in ffns:
             # Stays set after the pass: activation checkpointing repeats the layer during backward, and has to
             # build the same graph. Recording ends with the pass, so that the repetition is not counted.
             ffn.collect_l1 = labels is not None
             ffn.record = self.training or self.recording
             ffn.token_mask = mask
+        if mask is not None and kwargs.get("inputs_embeds") is not None:
+            # NaN times the weight 0 of a masked key would still be NaN, and so would the gradients.
+            embeds = kwargs["inputs_embeds"]
+            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, embeds.nan_to_num(0.0, 0.0, 0.0))
+        items = None
+        if labels is not None:
+            targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+            items = (targets != kwargs.get("ignore_index", -100)).sum()  # predicted tokens
+            if num_items_in_batch is not None:
+                num_items_in_batch = _divisor(num_items_in_batch, items)
         try:
             kwargs["return_dict"] = True
             output = super().forward(
@@ -178,21 +202,45 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         cross_entropy = loss = output.loss
         l1 = None
         if labels is not None:
+            cross_entropy = loss = torch.where(items.to(output.loss.device) > 0, output.loss, 0.0)  # of none NaN
             layers = l1_by_layer(self, mask, num_tokens_in_batch)
             if num_items_in_batch is not None and num_tokens_in_batch is None:
-                layers = layers * (labels[:, 1:] != -100).sum() / num_items_in_batch
+                layers = layers * items / num_items_in_batch
             l1 = layers.mean()
             if self.training:
                 weights = torch.tensor(self.config.l1_coefficients, dtype=layers.dtype, device=layers.device)
                 loss = cross_entropy + l1_scale * (weights * layers).mean()
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
 
-    @staticmethod
-    def _token_mask(input_ids: Tensor | None, attention_mask: Tensor | None, embeds: Tensor | None) -> Tensor | None:
-        """[B, S] mask of the tokens in this pass, or None when none is padding."""
-        if attention_mask is None or attention_mask.dim() != 2:
-            return None
-        return attention_mask[:, -(embeds if input_ids is None else input_ids).shape[1] :]
+
+MASKED = -100.0  # an additive mask of this and less means that a key is not attended to
+
+
+def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | None) -> Tensor | None:
+    """Return [B, S], zero for the padding among the tokens of this pass, by any mask that transformers takes.
+
+    `inputs` [B, S, ...] are ids or embeddings. None: nothing is padding. Raises ValueError for a mask that does not say.
+    """
+    if attention_mask is None or inputs is None:
+        return None
+    shape, (batch, length) = tuple(getattr(attention_mask, "shape", ())), inputs.shape[:2]
+    is_tensor = isinstance(attention_mask, Tensor)
+    if is_tensor and len(shape) == 2 and shape[0] == batch and shape[1] >= length:
+        return attention_mask[:, -length:].to(inputs.device)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[2] in (1, length) and shape[3] >= length
+    if not (is_tensor and fits):
+        given = f"has shape {shape}" if is_tensor else f"is a {type(attention_mask).__name__}"
+        raise ValueError(
+            f"attention_mask {given}; expected None, ({batch}, {length} or more) or "
+            f"({batch} or 1, heads or 1, {length} or 1, {length} or more): "
+            "the loss or the statistics have to know which tokens are padding"
+        )
+    first = shape[3] - length if cache is None else cache.get_seq_length()  # a static cache has keys to come
+    own = torch.arange(length, device=attention_mask.device) + first
+    own = own.clamp(max=shape[3] - 1)[:, None].expand(batch, shape[1], length, 1)
+    may = attention_mask.expand(batch, -1, length, -1).gather(-1, own)[..., 0]
+    may = may > MASKED if may.is_floating_point() else may != 0
+    return may.any(1).to(inputs.device)
 
 
 def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
@@ -206,8 +254,8 @@ def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
 def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None) -> Tensor:
     """Return each layer's L1 term of the last forward pass, [L]: the sum over tokens of sum_n |h|, by `num_tokens`.
 
-    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. For any
-    model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
+    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. Where all
+    are padding the terms are 0. For any model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
     SparseLlamaForCausalLM says which definition. Raises RuntimeError when the layers kept no L1 term.
     """
     ffns = sparse_ffns(model)
@@ -220,12 +268,25 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
             "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; "
             "use model.gradient_checkpointing_enable({'use_reentrant': False})"
         )
+    counted = per_token[0].numel()
     if token_mask is not None:
+        if token_mask.shape != per_token.shape[1:]:
+            raise ValueError(
+                f"token_mask has shape {tuple(token_mask.shape)}; expected {tuple(per_token.shape[1:])}, "
+                "one entry a token"
+            )
+        counted = (token_mask != 0).sum()
         # not a product: whatever stands at a padding position, inf and NaN included, stays out
         per_token = torch.where(token_mask != 0, per_token, 0.0)
-    if num_tokens is None:
-        num_tokens = per_token[0].numel() if token_mask is None else (token_mask != 0).sum()
-    return per_token.flatten(1).sum(1) / num_tokens
+    return per_token.flatten(1).sum(1) / _divisor(counted if num_tokens is None else num_tokens, counted)
+
+
+def _divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
+    """`total`, plus 1 where nothing is counted, so that the mean and its gradients are 0 and not 0/0."""
+    if not isinstance(total, Tensor) and total != 0:  # a number is not copied to the device without need
+        return total
+    nothing = counted == 0
+    return (total.to(nothing.device) if isinstance(total, Tensor) and isinstance(nothing, Tensor) else total) + nothing
 
 
 @contextlib.contextmanager
@@ -342,6 +403,8 @@ def densify(model: nn.Module) -> nn.Module:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 CALIBRATION = "calibration.json"  # beside the weights
+HYBRID = "sparsity_use_hybrid_kernel"  # the paper's field: down_proj.weight is stored [intermediate, hidden]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 
 
 def load(
@@ -350,28 +413,58 @@ def load(
     """Load a model, in evaluation mode, and its tokenizer (None when there is none) from a folder or the hub.
 
     Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
-    sisters) in each of their layouts. Weights are taken bit for bit; `dtype` converts them, `backend` computes the
-    feed-forward layers, "auto" by the times in `calibration.json`, where the folder of the weights has one. Raises
-    FileNotFoundError for what is missing and ValueError for a file that is damaged or a tensor that is missing, unknown
-    or of the wrong shape, by name.
+    sisters) in each of their layouts. Where their config.json sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is
+    read as [intermediate, hidden]. `backend` computes the feed-forward layers, "auto" by the times in
+    `calibration.json`, where the folder of the weights has one.
+
+    All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older `torch_dtype`), else
+    the widest of the stored types. Weights keep their values bit for bit where that type holds them. A UserWarning says
+    so where the type in config.json rounds a stored tensor.
+
+    Raises FileNotFoundError for what is missing and ValueError for a file that is damaged, a configuration that cannot
+    be, or a tensor that is missing, unknown or of the wrong shape or type, by name.
     """
     folder, config = load_config(name_or_path)
     if backend is not None:
         config.ffn_backend = backend
-    tensors = _canonical(_read_tensors(folder), config)
-    with torch.device("meta"):
+    tensors = _canonical(_read_tensors(folder), config, folder)
+    _check_types(tensors, folder)
+    # A backend that cannot be used is not the configuration's fault.
+    with torch.device("meta"), _naming(folder / "config.json", (KeyError, TypeError, AttributeError)):
         expected = SparseLlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings:
         _check_tied(tensors, folder)
         expected.pop("lm_head.weight")
     _check_tensors(tensors, expected, folder)
-    dtype = dtype or next(iter(tensors.values())).dtype
+    dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
         model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return model.eval(), _tokenizer_of(folder)
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the libraries have a dozen kinds
+        raise ValueError(f"{folder} has a tokenizer that cannot be read: {_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _naming(path: Path, kinds: type | tuple[type, ...] = Exception) -> Iterator[None]:
+    """Raise errors of these kinds as ValueErrors that name the configuration."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{path} describes no model: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 @contextlib.contextmanager
@@ -423,15 +516,16 @@ def _resolve(name: str | Path) -> Path:
 
 def _config_of(folder: Path) -> SparseLlamaConfig:
     """The configuration, whatever its dialect: ours, Llama's with ReLU, or the paper's with `sparsity_` fields."""
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    fields = _read_json(folder / "config.json")
     kind = fields.pop("model_type", None)
-    if kind == SparseLlamaConfig.model_type:
-        return SparseLlamaConfig.from_dict(fields)
-    if kind not in ("llama", "llama_sparse_relu"):
+    if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
+    fields["dtype"] = _named_dtype([fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder)
+    if "quantization_config" in fields:
+        raise ValueError(f"{folder / 'config.json'} has a quantization_config; quantised weights cannot be read")
+    if kind == SparseLlamaConfig.model_type:
+        with _naming(folder / "config.json"):
+            return SparseLlamaConfig.from_dict(fields)
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
     if not sparsity and kind == "llama" and fields.get("hidden_act") != "relu":
         raise ValueError(
@@ -442,18 +536,46 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "hidden_act": "relu",  # the paper's files may say "silu" and mean ReLU
         "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
         "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
-        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields["intermediate_size"],
+        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields.get("intermediate_size"),
         # Llama's own default, which differs from that of SparseLlamaConfig
         "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+    with _naming(folder / "config.json"):
+        return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}; expected an object, {{...}}")
+    return fields
+
+
+def _named_dtype(fields: list, folder: Path) -> str | None:
+    """The type that config.json names, in its newer or its older field, as transformers takes it; None without one."""
+    names = [str(name).removeprefix("torch.") for name in fields if name not in (None, "auto")]
+    if not names:
+        return None
+    if getattr(torch, names[0], None) not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype is {names[0]!r}; expected one of {_names(DTYPES)}")
+    return names[0]
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
@@ -461,26 +583,80 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}, which holds weights of the model")
         try:
-            tensors |= load_file(folder / name)
+            shard = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
+        if twice := sorted(tensors.keys() & shard.keys()):
+            raise ValueError(f"{folder / name} holds the tensor {twice[0]}, which another file holds too")
+        tensors |= shard
     return tensors
 
 
-def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[str, Tensor]:
+def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
+    """The type that the configuration names, else the widest of the tensors; warns where the first rounds."""
+    widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    if config.dtype is None:
+        return widest
+    for name, tensor in tensors.items():
+        if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
+            warnings.warn(
+                f"{folder}: the tensor {name} is stored as {tensor.dtype}, and config.json has the type "
+                f"{config.dtype}, to which it is rounded; dtype={widest} keeps the stored values",
+                stacklevel=3,
+            )
+            break
+    return config.dtype
+
+
+def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> dict[str, Tensor]:
     """Llama's names and shapes from either layout; what is no weight (trackers, rotary tables) left out."""
-    found = {}
+    found, hybrid = {}, _is_hybrid(folder)
     turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
     for name, tensor in tensors.items():
         if re.search(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$", name):
             continue
         if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
             if tensor.dim() != 2:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix")
+                raise ValueError(f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; expected a matrix")
             tensor = tensor.t().contiguous() if match[1] in turned else tensor
             name = name.replace(match[1], f"{match[2]}_proj.weight")
+        elif name.endswith(".mlp.down_proj.weight") and hybrid is not None:
+            shape = (config.hidden_size, config.intermediate_size)
+            _check_down(name, tensor, shape, hybrid, folder)
+            tensor = tensor.t().contiguous() if hybrid else tensor
+        if name in found:
+            raise ValueError(f"{folder}: two tensors hold {name}, in two layouts")
         found[name] = tensor
     return found
+
+
+def _is_hybrid(folder: Path) -> bool | None:
+    """Whether down_proj.weight is stored transposed, by the paper's configuration; None for one of ours."""
+    fields = _read_json(folder / "config.json")
+    if fields.get("model_type") == SparseLlamaConfig.model_type:
+        return None
+    hybrid = fields.get(HYBRID) or False
+    if not isinstance(hybrid, bool):
+        raise ValueError(f"{folder / 'config.json'}: {HYBRID} is {hybrid!r}; expected true or false")
+    return hybrid
+
+
+def _check_down(name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool, folder: Path) -> None:
+    """Refuse a down projection that is stored the other way round than the configuration says."""
+    stored, other = (shape[::-1], shape) if hybrid else (shape, shape[::-1])
+    if tuple(tensor.shape) != stored and (hybrid or tuple(tensor.shape) == other):
+        says, remedy = ("true", "false") if hybrid else ("not true", "true")
+        hint = f"; if the file is right, set it to {remedy}" if tuple(tensor.shape) == other else ""
+        raise ValueError(
+            f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; "
+            f"expected {stored}, since {HYBRID} in config.json is {says}{hint}"
+        )
+
+
+def _check_types(tensors: dict[str, Tensor], folder: Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{folder}: the tensor {name} has type {tensor.dtype}; expected one of {_names(DTYPES)}")
 
 
 def _check_tied(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -57,6 +57,7 @@ from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, spar
 from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
+CHECKPOINT = "step model optimizer schedule window sparse random streams log".split()  # what a checkpoint holds
 
 
 @dataclass
@@ -113,9 +114,27 @@ class TrainConfig:
             setattr(self, field.name, _coerce(field.name, _TYPES[field.name], getattr(self, field.name)))
         positive = ["vocab_size", "context", "hidden_size", "intermediate_size", "num_layers", "num_heads", "tokens"]
         positive += ["batch_tokens", "learning_rate", "max_grad_norm", "dead_window_tokens", "log_every", "valid_every"]
+        positive += ["rope_theta", "adam_epsilon"]
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be more than 0")
+        for name in ("learning_rate", "rope_theta", "adam_epsilon"):
+            if getattr(self, name) == math.inf:
+                raise ValueError(f"{name} is inf; it has to be a finite number")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be from 0 to less than 1")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(
+                f"micro_batch is {self.micro_batch}; it has to be at least 1, or null for the whole share of the step"
+            )
+        if self.seed >= 2**32:
+            raise ValueError(f"seed is {self.seed}; it has to be below 2^32")
+        for name in ("source", "valid_source", "tokenizer"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is ''; it has to name something")
+        if self.context < 2:
+            raise ValueError(f"context is {self.context}; it has to be at least 2, so that a token is predicted")
         at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
         at_least_0.append("balance_every")
         for name in ("l1_coefficient", *at_least_0):
@@ -144,6 +163,49 @@ class TrainConfig:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
+        self._check_schedules()
+
+    def _check_schedules(self) -> None:
+        """Refuse a run whose learning rate, or whose L1 term, is 0 in every step."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
+        if self.steps == 1 and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning rate of 0, so nothing "
+                "would be trained; set warmup_steps to 0 or raise tokens"
+            )
+        if self._has_l1 and self.l1_zero_steps >= self.steps:
+            raise ValueError(
+                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient {self.l1_coefficient} would never act; "
+                "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
+            )
+
+    @property
+    def _has_l1(self) -> bool:
+        return any(self.l1_coefficient) if isinstance(self.l1_coefficient, list) else self.l1_coefficient > 0
+
+    def remarks(self) -> list[str]:
+        """Return a line for each schedule that the run ends before, and for each remedy that never acts."""
+        lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
+        if self.warmup_steps >= steps:
+            lines.append(
+                f"the run ends within the warm-up of the learning rate (warmup_steps {self.warmup_steps}, {steps} steps): "
+                f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
+            )
+        reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
+        if self._has_l1 and reached < 1:
+            lines.append(
+                f"the run ends within the warm-up of the L1 term (l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps "
+                f"{self.l1_warmup_steps}, {steps} steps): it reaches {reached:.0%} of l1_coefficient"
+            )
+        if self.reinit and tokens < self.dead_window_tokens:
+            lines.append(
+                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, and dead_window_tokens is "
+                f"{self.dead_window_tokens}"
+            )
+        if self.balance_every > steps:
+            lines.append(f"balance_every {self.balance_every} never acts: the run has {steps} steps")
+        return lines
 
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -160,7 +222,7 @@ class TrainConfig:
             fields[key] = yaml.safe_load(value)
         for key in fields:
             if key not in _TYPES:
-                close = difflib.get_close_matches(key, _TYPES, 1)
+                close = difflib.get_close_matches(str(key), _TYPES, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_TYPES)}"
                 raise ValueError(f"unknown field {key!r} in the configuration; {hint}")
         return cls(**fields)
@@ -235,7 +297,9 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _read_config(name: str | Path) -> dict:
+def _read_config(name: str | Path, seen: tuple[Path, ...] = ()) -> dict:
+    if not isinstance(name, str | Path):
+        raise ValueError(f"base is {name!r}; expected the name of a configuration or a file")
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
@@ -249,7 +313,9 @@ def _read_config(name: str | Path) -> dict:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    return fields if base is None else _read_config(base) | fields
+    if path.resolve() in seen:
+        raise ValueError(f"{path} is its own base")
+    return fields if base is None else _read_config(base, (*seen, path.resolve())) | fields
 
 
 @torch.no_grad()
@@ -416,10 +482,13 @@ def train(
 
 
 def _is_complete(folder: Path) -> bool:
+    path = folder / "provenance.json"
     try:
-        return bool(json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("complete"))
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("complete"))
     except FileNotFoundError:  # killed before it was written
         return False
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _check_same(config: TrainConfig, folder: Path) -> None:
@@ -430,10 +499,26 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
         raise ValueError(f"{folder} holds a run of another configuration: {'; '.join(changed)}")
 
 
+def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
+    """Refuse a step that leaves a process without text, or in which sharded processes would wait for each other forever."""
+    sequences = config.batch_tokens // config.context
+    step = f"a step has {sequences} sequences (batch_tokens {config.batch_tokens}, context {config.context})"
+    if sequences < processes:
+        raise ValueError(f"{step} for {processes} processes; each needs at least one")
+    least, most = sequences // processes, math.ceil(sequences / processes)
+    micro = config.micro_batch or most
+    if sharded and math.ceil(least / micro) != math.ceil(most / micro):
+        raise ValueError(
+            f"{step} for {processes} processes, and with micro_batch {micro} some of them have one forward pass more, "
+            "which FSDP does not allow; make batch_tokens a multiple of context times the number of processes"
+        )
+
+
 class _Run:
     def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
         self.main = accelerator.is_main_process
+        _check_shares(config, accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP)
         set_seed(config.seed)
         with accelerator.main_process_first():
             self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
@@ -490,6 +575,8 @@ class _Run:
             self.say(
                 f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, {config.steps} steps {where}on {self.origin['device']}"
             )
+            for line in config.remarks():
+                self.say(f"{self.folder.name}  {line}")
         self.done, self.start = done, time.perf_counter()
         if not done:
             self.validate(0)
@@ -535,6 +622,9 @@ class _Run:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self.checkpoint} is damaged or cut short ({type(error).__name__})") from None
+        missing = [name for name in CHECKPOINT if not isinstance(state, dict) or name not in state]
+        if missing:
+            raise ValueError(f"{self.checkpoint} is no checkpoint of this version: it has no {', '.join(missing)}")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         set_state_dict(
             self.wrapped,
@@ -580,6 +670,7 @@ class _Run:
                     self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
                 parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # of this step: the schedule goes on to the next
         self.optimizer.step()
         if config.balance_every and step % config.balance_every == 0:
             balance(self.model)
@@ -605,7 +696,7 @@ class _Run:
             "loss": loss,
             "cross_entropy": cross_entropy,
             "l1": l1,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.learning_rate,
             "grad_norm": norm,
             "tokens_per_second": steps * config.batch_tokens / (now - self.since),
         } | activity_columns(layers)
@@ -640,6 +731,11 @@ class _Run:
         # All processes evaluate the same: with sharded weights every forward pass needs all of them.
         with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
+        if not math.isfinite(found["cross_entropy"]):  # the last step may be the one that diverges
+            raise FloatingPointError(
+                f"the validation loss is {found['cross_entropy']} at step {step}; "
+                f"lower learning_rate (now {self.config.learning_rate})"
+            )
         values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
