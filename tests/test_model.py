@@ -928,10 +928,20 @@ def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, expecte
 @pytest.mark.parametrize(
     ("types", "named", "expected", "words"),
     [
-        ((BF16, FP32), "bfloat16", BF16, r"stored as torch\.float32, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
-        ((BF16, FP16), "bfloat16", BF16, r"stored as torch\.float16, .*torch\.bfloat16, .*dtype=torch\.float32 keeps"),
-        ((BF16, FP32), "float16", FP16, r"stored as torch\..*, .*torch\.float16, .*dtype=torch\.float32 keeps"),
-        ((FP64, FP32), "float32", FP32, r"stored as torch\.float64, .*torch\.float32, .*dtype=torch\.float64 keeps"),
+        (
+            (BF16, FP32),
+            "bfloat16",
+            BF16,
+            r"stored as torch\.float32 and .*, torch\.bfloat16; dtype=torch\.float32 keeps",
+        ),
+        (
+            (BF16, FP16),
+            "bfloat16",
+            BF16,
+            r"stored as torch\.float16 and .*, torch\.bfloat16; dtype=torch\.float32 keeps",
+        ),
+        ((BF16, FP32), "float16", FP16, r"stored as torch\..*, torch\.float16; dtype=torch\.float32 keeps"),
+        ((FP64, FP32), "float32", FP32, r"stored as torch\.float64 and .*, torch\.float32; dtype=torch\.float64 keeps"),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])

@@ -102,15 +102,17 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     """Llama for causal language modelling with sparse feed-forward layers.
 
     With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training mode and cross_entropy in
-    evaluation mode; `l1_scale` is for schedules. A part with nothing to average (every label -100, or every token
-    padding) is 0, and so are its gradients. With a coefficient for each layer, each layer's part of l1 is
-    weighted by its own. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
+    evaluation mode; `l1_scale` is for schedules. With a coefficient for each layer, each layer's part of l1 is
+    weighted by its own. Where all labels are -100, cross_entropy and its gradients are 0; where all tokens are
+    padding, l1 and its gradients are. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
     paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
 
-    `attention_mask` says which tokens are padding: the zeros of a mask [B, keys], or the tokens that may not attend to
-    themselves by a mask [B or 1, heads or 1, S or 1, keys] (bool or integer: nonzero may attend; floating-point, added to
-    the scores: above -100 may attend). Token i is key `keys` - S + i, or the one that the cache says. Other masks
-    raise ValueError where the loss or statistics count tokens.
+    `attention_mask` says which tokens are padding. In a mask [B, keys] these are the zeros. In a mask
+    [B or 1, heads or 1, S or 1, keys] a token is padding if no head lets it attend to itself. There a query
+    may attend to a key where a bool or integer is nonzero, or where a floating-point number, which is added
+    to the scores, is above -100. Token i is key number `keys` - S + i; with a cache, the number of
+    cached tokens + i. Other masks raise ValueError where padding counts: with labels, in training mode,
+    and while `recording`.
 
     A step of several micro-batches gives the value of one big batch when every call is told the totals of
     the step: `num_items_in_batch`, the predicted tokens (labels other than -100, the first of each sequence left out),
@@ -168,25 +170,27 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         """Run the model; see the class for `loss` and its parts, and LlamaForCausalLM for everything else."""
         ffns = self.ffns
         mask = None
-        if labels is not None or self.training or self.recording:  # else padding is not counted anyway
+        if labels is not None or self.training or self.recording:  # otherwise nothing is counted
             inputs = kwargs.get("inputs_embeds") if input_ids is None else input_ids
             mask = _token_mask(attention_mask, inputs, kwargs.get("past_key_values"))
+        if mask is not None and kwargs.get("inputs_embeds") is not None:
+            # A masked key has the weight 0, and 0 times NaN is NaN.
+            embeds = kwargs["inputs_embeds"]
+            finite = embeds.nan_to_num(0.0, 0.0, 0.0)
+            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, finite)
+        items = None
+        if labels is not None:
+            targets = kwargs.get("shift_labels")
+            targets = labels[..., 1:] if targets is None else targets
+            items = (targets != kwargs.get("ignore_index", -100)).sum()  # predicted tokens
+            if num_items_in_batch is not None:
+                num_items_in_batch = _divisor(num_items_in_batch, items)
         for ffn in ffns:
             # Stays set after the pass: activation checkpointing repeats the layer during backward, and has to
             # build the same graph. Recording ends with the pass, so that the repetition is not counted.
             ffn.collect_l1 = labels is not None
             ffn.record = self.training or self.recording
             ffn.token_mask = mask
-        if mask is not None and kwargs.get("inputs_embeds") is not None:
-            # NaN times the weight 0 of a masked key would still be NaN, and so would the gradients.
-            embeds = kwargs["inputs_embeds"]
-            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, embeds.nan_to_num(0.0, 0.0, 0.0))
-        items = None
-        if labels is not None:
-            targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
-            items = (targets != kwargs.get("ignore_index", -100)).sum()  # predicted tokens
-            if num_items_in_batch is not None:
-                num_items_in_batch = _divisor(num_items_in_batch, items)
         try:
             kwargs["return_dict"] = True
             output = super().forward(
@@ -202,7 +206,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         cross_entropy = loss = output.loss
         l1 = None
         if labels is not None:
-            cross_entropy = loss = torch.where(items.to(output.loss.device) > 0, output.loss, 0.0)  # of none NaN
+            # The mean over no label is NaN.
+            cross_entropy = loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
             layers = l1_by_layer(self, mask, num_tokens_in_batch)
             if num_items_in_batch is not None and num_tokens_in_batch is None:
                 layers = layers * items / num_items_in_batch
@@ -217,9 +222,10 @@ MASKED = -100.0  # an additive mask of this and less means that a key is not att
 
 
 def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | None) -> Tensor | None:
-    """Return [B, S], zero for the padding among the tokens of this pass, by any mask that transformers takes.
+    """Return [B, S], zero for the padding among the tokens of this pass; None where nothing is padding.
 
-    `inputs` [B, S, ...] are ids or embeddings. None: nothing is padding. Raises ValueError for a mask that does not say.
+    `inputs` [B, S, ...] are ids or embeddings. SparseLlamaForCausalLM says which masks are read.
+    Raises ValueError for others.
     """
     if attention_mask is None or inputs is None:
         return None
@@ -235,12 +241,14 @@ def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | No
             f"({batch} or 1, heads or 1, {length} or 1, {length} or more): "
             "the loss or the statistics have to know which tokens are padding"
         )
-    first = shape[3] - length if cache is None else cache.get_seq_length()  # a static cache has keys to come
-    own = torch.arange(length, device=attention_mask.device) + first
+    attention_mask = attention_mask.to(inputs.device)
+    # A static cache has room for later keys too, so that the last key is not the last token.
+    first = shape[3] - length if cache is None else cache.get_seq_length()
+    own = torch.arange(length, device=inputs.device) + first
     own = own.clamp(max=shape[3] - 1)[:, None].expand(batch, shape[1], length, 1)
     may = attention_mask.expand(batch, -1, length, -1).gather(-1, own)[..., 0]
     may = may > MASKED if may.is_floating_point() else may != 0
-    return may.any(1).to(inputs.device)
+    return may.any(1)
 
 
 def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
@@ -254,9 +262,10 @@ def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
 def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None) -> Tensor:
     """Return each layer's L1 term of the last forward pass, [L]: the sum over tokens of sum_n |h|, by `num_tokens`.
 
-    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. Where all
-    are padding the terms are 0. For any model in training mode, to add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss;
-    SparseLlamaForCausalLM says which definition. Raises RuntimeError when the layers kept no L1 term.
+    `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. Where
+    all tokens are padding the terms are 0. For any model in training mode, to add
+    `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss; SparseLlamaForCausalLM says which
+    definition. Raises RuntimeError when the layers kept no L1 term, ValueError for a mask of another shape.
     """
     ffns = sparse_ffns(model)
     if any(ffn.l1 is None for ffn in ffns):
@@ -282,11 +291,13 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
 
 
 def _divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
-    """`total`, plus 1 where nothing is counted, so that the mean and its gradients are 0 and not 0/0."""
-    if not isinstance(total, Tensor) and total != 0:  # a number is not copied to the device without need
+    """Return `total`, plus 1 where nothing is counted, so that the mean and its gradients are 0 and not 0/0."""
+    if not isinstance(total, Tensor) and total != 0:  # saves a copy to the device
         return total
     nothing = counted == 0
-    return (total.to(nothing.device) if isinstance(total, Tensor) and isinstance(nothing, Tensor) else total) + nothing
+    if isinstance(total, Tensor) and isinstance(nothing, Tensor):
+        total = total.to(nothing.device)
+    return total + nothing
 
 
 @contextlib.contextmanager
@@ -403,7 +414,8 @@ def densify(model: nn.Module) -> nn.Module:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 CALIBRATION = "calibration.json"  # beside the weights
-HYBRID = "sparsity_use_hybrid_kernel"  # the paper's field: down_proj.weight is stored [intermediate, hidden]
+# The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
+HYBRID = "sparsity_use_hybrid_kernel"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 
 
@@ -413,16 +425,17 @@ def load(
     """Load a model, in evaluation mode, and its tokenizer (None when there is none) from a folder or the hub.
 
     Takes a run folder, a folder that `save_pretrained` wrote, and the paper's checkpoints (`SakanaAI/SparseLM1.5B` and its
-    sisters) in each of their layouts. Where their config.json sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is
-    read as [intermediate, hidden]. `backend` computes the feed-forward layers, "auto" by the times in
+    sisters) in each of their layouts. Where config.json sets `sparsity_use_hybrid_kernel`, `down_proj.weight`
+    is stored as [intermediate, hidden]. `backend` computes the feed-forward layers, "auto" by the times in
     `calibration.json`, where the folder of the weights has one.
 
-    All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older `torch_dtype`), else
-    the widest of the stored types. Weights keep their values bit for bit where that type holds them. A UserWarning says
-    so where the type in config.json rounds a stored tensor.
+    All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
+    `torch_dtype`), else a type that holds all stored ones. Weights keep their values bit for bit, unless
+    `dtype` or the type in config.json rounds them. Where the type in config.json does, a UserWarning names
+    a tensor.
 
-    Raises FileNotFoundError for what is missing and ValueError for a file that is damaged, a configuration that cannot
-    be, or a tensor that is missing, unknown or of the wrong shape or type, by name.
+    Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
+    configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name.
     """
     folder, config = load_config(name_or_path)
     if backend is not None:
@@ -556,7 +569,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _named_dtype(fields: list, folder: Path) -> str | None:
-    """The type that config.json names, in its newer or its older field, as transformers takes it; None without one."""
+    """The type that config.json names in the newer or the older field; None without one."""
     names = [str(name).removeprefix("torch.") for name in fields if name not in (None, "auto")]
     if not names:
         return None
@@ -593,15 +606,15 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
-    """The type that the configuration names, else the widest of the tensors; warns where the first rounds."""
+    """The type that the configuration names, else one that holds all tensors; warns where it rounds."""
     widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     if config.dtype is None:
         return widest
     for name, tensor in tensors.items():
         if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
             warnings.warn(
-                f"{folder}: the tensor {name} is stored as {tensor.dtype}, and config.json has the type "
-                f"{config.dtype}, to which it is rounded; dtype={widest} keeps the stored values",
+                f"{folder}: the tensor {name} is stored as {tensor.dtype} and rounded to the type in "
+                f"config.json, {config.dtype}; dtype={widest} keeps the stored values",
                 stacklevel=3,
             )
             break
@@ -631,7 +644,7 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pa
 
 
 def _is_hybrid(folder: Path) -> bool | None:
-    """Whether down_proj.weight is stored transposed, by the paper's configuration; None for one of ours."""
+    """Whether the paper's configuration has down_proj.weight transposed; None for a configuration of ours."""
     fields = _read_json(folder / "config.json")
     if fields.get("model_type") == SparseLlamaConfig.model_type:
         return None
@@ -642,7 +655,7 @@ def _is_hybrid(folder: Path) -> bool | None:
 
 
 def _check_down(name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool, folder: Path) -> None:
-    """Refuse a down projection that is stored the other way round than the configuration says."""
+    """Refuse a down projection whose shape contradicts the configuration."""
     stored, other = (shape[::-1], shape) if hybrid else (shape, shape[::-1])
     if tuple(tensor.shape) != stored and (hybrid or tuple(tensor.shape) == other):
         says, remedy = ("true", "false") if hybrid else ("not true", "true")

@@ -166,18 +166,18 @@ class TrainConfig:
         self._check_schedules()
 
     def _check_schedules(self) -> None:
-        """Refuse a run whose learning rate, or whose L1 term, is 0 in every step."""
+        """Refuse a run whose learning rate or L1 term is 0 in every step."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
         if self.steps == 1 and self.warmup_steps:
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning rate of 0, so nothing "
-                "would be trained; set warmup_steps to 0 or raise tokens"
+                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning rate "
+                "of 0, so nothing would be trained; set warmup_steps to 0 or raise tokens"
             )
         if self._has_l1 and self.l1_zero_steps >= self.steps:
             raise ValueError(
-                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient {self.l1_coefficient} would never act; "
-                "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
+                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient {self.l1_coefficient} "
+                "would never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
             )
 
     @property
@@ -185,23 +185,25 @@ class TrainConfig:
         return any(self.l1_coefficient) if isinstance(self.l1_coefficient, list) else self.l1_coefficient > 0
 
     def remarks(self) -> list[str]:
-        """Return a line for each schedule that the run ends before, and for each remedy that never acts."""
+        """Return a line for each schedule that the run does not finish and each remedy that never acts."""
         lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
         if self.warmup_steps >= steps:
             lines.append(
-                f"the run ends within the warm-up of the learning rate (warmup_steps {self.warmup_steps}, {steps} steps): "
+                "the run ends within the warm-up of the learning rate "
+                f"(warmup_steps {self.warmup_steps}, {steps} steps): "
                 f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
             )
         reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
         if self._has_l1 and reached < 1:
             lines.append(
-                f"the run ends within the warm-up of the L1 term (l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps "
-                f"{self.l1_warmup_steps}, {steps} steps): it reaches {reached:.0%} of l1_coefficient"
+                "the run ends within the warm-up of the L1 term "
+                f"(l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}, {steps} steps): "
+                f"it reaches {reached:.0%} of l1_coefficient"
             )
         if self.reinit and tokens < self.dead_window_tokens:
             lines.append(
-                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, and dead_window_tokens is "
-                f"{self.dead_window_tokens}"
+                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, "
+                f"and dead_window_tokens is {self.dead_window_tokens}"
             )
         if self.balance_every > steps:
             lines.append(f"balance_every {self.balance_every} never acts: the run has {steps} steps")
@@ -500,7 +502,7 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
 
 
 def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
-    """Refuse a step that leaves a process without text, or in which sharded processes would wait for each other forever."""
+    """Refuse a step without text for some process, and one in which sharded processes wait forever."""
     sequences = config.batch_tokens // config.context
     step = f"a step has {sequences} sequences (batch_tokens {config.batch_tokens}, context {config.context})"
     if sequences < processes:
@@ -509,8 +511,8 @@ def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
     micro = config.micro_batch or most
     if sharded and math.ceil(least / micro) != math.ceil(most / micro):
         raise ValueError(
-            f"{step} for {processes} processes, and with micro_batch {micro} some of them have one forward pass more, "
-            "which FSDP does not allow; make batch_tokens a multiple of context times the number of processes"
+            f"{step} for {processes} processes, and with micro_batch {micro} some of them have one forward "
+            "pass more, which FSDP does not allow; make batch_tokens a multiple of context times processes"
         )
 
 
@@ -670,7 +672,7 @@ class _Run:
                     self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
                 parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
-        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # of this step: the schedule goes on to the next
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # before the schedule goes on
         self.optimizer.step()
         if config.balance_every and step % config.balance_every == 0:
             balance(self.model)
