@@ -163,7 +163,7 @@ MISTAKES = {
     "folder holds a run": (lambda p: [*p.train()[:-1], str(p.run)], r"run already holds a run; choose another folder"),
     "folder holds something": (
         lambda p: [*p.train()[:-1], str(p.folder), "--overwrite"],
-        r"is no run \(it has no config\.yaml\), so it is left alone",
+        r"is no run \(it has no config\.yaml, provenance\.json, log\.csv\), so it is left alone",
     ),
     "folder is a file": (lambda p: [*p.train()[:-1], str(p.text)], r"text\.jsonl is a file; a run is a folder"),
     "another run's folder": (other_run, r"holds a run of another configuration: seed was 0 and is 5"),
@@ -266,7 +266,7 @@ def test_a_mistake_is_one_clear_line(mistake, place, capsys, monkeypatch):
     assert contents(place.folder) == before
 
 
-@pytest.mark.parametrize("at", ["log.csv", "config.yaml"])
+@pytest.mark.parametrize("at", ["log.csv", "provenance.json"])
 def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
