@@ -99,6 +99,19 @@ MISTAKES = {
     "impossible value": (lambda p: p.train("l1_coefficient=-1"), r"l1_coefficient is -1.0; .* 0 or more"),
     "wrong type": (lambda p: p.train("tokens=many"), r"tokens is 'many'; expected int"),
     "not a number": (lambda p: p.train("learning_rate=.nan"), r"learning_rate is nan; it has to be more than 0"),
+    "rope_theta below 0": (lambda p: p.train("rope_theta=-1"), r"rope_theta is -1\.0; .* a finite number above 0"),
+    "rope_theta of 0": (lambda p: p.train("rope_theta=0"), r"rope_theta is 0\.0; .* a finite number above 0"),
+    "rope_theta not a number": (lambda p: p.train("rope_theta=.nan"), r"rope_theta is nan; .* a finite number above 0"),
+    "context of one": (lambda p: p.train("context=1"), r"context is 1; a prediction needs at least 2 tokens"),
+    "endless learning rate": (
+        lambda p: p.train("learning_rate=.inf"),
+        r"learning_rate is inf; it has to be a finite number above 0",
+    ),
+    "odd heads": (
+        lambda p: p.train("hidden_size=36", "num_heads=4"),
+        r"hidden_size 36 and num_heads 4 give heads of 9; rotary positions need an even number",
+    ),
+    "micro-batch of none": (lambda p: p.train("micro_batch=0"), r"micro_batch is 0; it has to be 1 or more, or null"),
     "unknown activation": (
         lambda p: p.train("activation=gelu"),
         r"activation 'gelu' is unknown; use one of relu, silu",

@@ -131,6 +131,18 @@ class TrainConfig:
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
                 raise ValueError(f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}")
+        for name in ("learning_rate", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be a finite number above 0")
+        if self.context < 2:
+            raise ValueError(f"context is {self.context}; a prediction needs at least 2 tokens")
+        if self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
+                f"{self.hidden_size // self.num_heads}; rotary positions need an even number"
+            )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch is {self.micro_batch}; it has to be 1 or more, or null")
         if self.valid_tokens < self.context:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens"
