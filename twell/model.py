@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from twell.choose import Calibration
@@ -315,6 +317,8 @@ def densify(model: PreTrainedModel) -> PreTrainedModel:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 CALIBRATION = "calibration.json"  # beside the weights
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 
 
 def load(
@@ -344,7 +348,7 @@ def load(
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 
 
 @contextlib.contextmanager
@@ -396,13 +400,14 @@ def _resolve(name: str | Path) -> Path:
 
 def _config_of(folder: Path) -> SparseLlamaConfig:
     """The configuration, whatever its dialect: ours, Llama's with ReLU, or the paper's with `sparsity_` fields."""
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    path = folder / "config.json"
+    fields = _json_object(path)
+    missing = [name for name in SIZES if name not in fields]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; put back the file that came with the weights")
     kind = fields.pop("model_type", None)
     if kind == SparseLlamaConfig.model_type:
-        return SparseLlamaConfig.from_dict(fields)
+        return _described(path, fields)
     if kind not in ("llama", "llama_sparse_relu"):
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
@@ -420,23 +425,80 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+    return _described(path, {name: value for name, value in fields.items() if name != "architectures"})
+
+
+def _json_object(path: Path) -> dict:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; put back the file that came with the weights") from None
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ValueError(f"{path} holds a {kind}, expected a JSON object; put back the file that came with the weights")
+    return fields
+
+
+def _described(path: Path, fields: dict) -> SparseLlamaConfig:
+    """The configuration of these fields, of which a model can be made."""
+    try:
+        config = SparseLlamaConfig.from_dict(fields)
+        rope = {"rope_type": "default", "rope_theta": 1e4} | (config.rope_parameters or {})
+        if rope["rope_type"] not in (known := sorted({"default", *ROPE_INIT_FUNCTIONS})):
+            raise ValueError(f"rope_type is {rope['rope_type']!r}; use one of {', '.join(known)}")
+        if not 0 < rope["rope_theta"] < math.inf:
+            raise ValueError(f"rope_theta is {rope['rope_theta']}; it has to be a finite number above 0")
+        with torch.device("meta"):  # with a backend that is there on every machine
+            SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
+    except Exception as error:  # transformers has a dozen kinds
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} describes no model: {' '.join(reason.split())}") from None
+    return config
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # of damaged files: a dozen kinds
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                _json_object(folder / name)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} and tokenizer_config.json make no tokenizer ({reason}); "
+            "put back the files that came with the weights"
+        ) from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    index = folder / "model.safetensors.index.json"
+    index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
+        places = _json_object(index).get("weight_map")
+        if not (isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())):
+            raise ValueError(
+                f"{index} has no weight_map with a file for each tensor; put back the one that came with them"
+            )
+        files = set(places.values())
     tensors: dict[str, Tensor] = {}
-    for name in files:
+    layouts: dict[str, str] = {}  # of each weight, whichever of its names it has
+    for name in sorted(files):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}, which holds weights of the model")
         try:
-            tensors |= load_file(folder / name)
+            part = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
+        for tensor in part:
+            weight = re.sub(r"\.mlp\.(gate|up|down)_weight$", r".mlp.\1_proj.weight", tensor)
+            if weight in layouts:
+                both = tensor if layouts[weight] == tensor else f"{layouts[weight]} and {tensor}"
+                raise ValueError(f"{folder / name}: {both} would be one weight twice; take one of them out")
+            layouts[weight] = tensor
+            if not (NO_WEIGHTS.search(tensor) or part[tensor].isfinite().all()):
+                raise ValueError(f"{folder / name}: the tensor {tensor} has NaN or infinite values: it is damaged")
+        tensors |= part
     return tensors
 
 
@@ -445,7 +507,7 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig) -> dict[st
     found = {}
     turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
     for name, tensor in tensors.items():
-        if re.search(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$", name):
+        if NO_WEIGHTS.search(name):
             continue
         if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
             if tensor.dim() != 2:
