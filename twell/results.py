@@ -1,4 +1,4 @@
-"""Rows and runs in data/, each with where it came from.
+"""Rows and runs, each with where it came from: recorded ones in data/, yours in runs/ and build/.
 
 A number without its provenance is not kept: every run folder and every row carries the device,
 versions, commit and command that made it. This module is a leaf; it imports nothing of ours.
@@ -57,6 +57,12 @@ def root(start: str | Path | None = None) -> Path:
         if (folder / "data" / "paper.yaml").is_file():
             return folder
     raise FileNotFoundError(f"no data/paper.yaml in {start} or above; run this inside a clone of the repository")
+
+
+def is_recorded(path: str | Path) -> bool:
+    """Return whether a path lies in the data folder of a clone of the repository."""
+    folders = [Path(path).resolve(), *Path(path).resolve().parents]
+    return any(folder.name == "data" and (folder / "paper.yaml").is_file() for folder in folders)
 
 
 def paper(metric: str | None = None, **filters) -> pd.DataFrame:
@@ -320,7 +326,7 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
-    row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters", "starts")}
+    row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, load_log(log_path(folder))
 
 
