@@ -633,7 +633,7 @@ DAMAGE = {
     ),
     "a weight that is NaN": (
         edit_tensors(not_finite(float("nan"))),
-        r"model\.safetensors: the tensor model\.norm\.weight has NaN or infinite values: it is damaged",
+        r"model\.safetensors: the tensor model\.norm\.weight has NaN or infinite values: put back a whole copy",
     ),
     "a weight that is infinite": (edit_tensors(not_finite(float("inf"))), r"model\.norm\.weight has NaN or infinite"),
 }

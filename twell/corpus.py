@@ -86,7 +86,9 @@ def documents(source: str) -> Iterator[str]:
                 except UnicodeDecodeError:
                     raise ValueError(f"{file}, line {number} is not UTF-8 text") from None
                 except (ValueError, KeyError, TypeError):
-                    raise ValueError(f'{file}, line {number} is not a JSON object with a "text" field') from None
+                    raise ValueError(
+                        f'{file}, line {number} is not a JSON object with a "text" field: write {{"text": ...}} a line'
+                    ) from None
                 if not isinstance(text, str):
                     raise ValueError(f'{file}, line {number}: "text" is {type(text).__name__}, expected a string')
                 yield checked_text(text, f"{file}, line {number}")
@@ -108,7 +110,7 @@ def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from lines
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}") from None
+        raise ValueError(f"{file} is damaged or cut short: {error}; put back a whole copy") from None
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
@@ -126,7 +128,7 @@ def _parquet_texts(file: Path) -> Iterator[str]:
                     raise ValueError(f'{file}, row {row}: "text" is {type(text).__name__}, expected a string')
                 yield checked_text(text, f"{file}, row {row}")
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}") from None
+        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy") from None
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:

@@ -353,7 +353,8 @@ def local_docs(
         try:
             item = json.loads(line)
         except ValueError:  # UnicodeDecodeError is one
-            raise ValueError(f"{found[0]}, line {number} is not JSON") from None
+            expected = '{"query": ..., "choices": [...], "gold": 0}'
+            raise ValueError(f"{found[0]}, line {number} is not JSON: write {expected} a line") from None
         if problem := _problem(item, num_choices, blank):
             raise ValueError(f"{found[0]}, line {number}: {problem}")
         for text in (item["query"], *item["choices"]):

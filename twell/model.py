@@ -489,7 +489,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             part = load_file(folder / name)
         except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
+            raise ValueError(f"{folder / name} is damaged or cut short: {error}; put back a whole copy") from None
         for tensor in part:
             weight = re.sub(r"\.mlp\.(gate|up|down)_weight$", r".mlp.\1_proj.weight", tensor)
             if weight in layouts:
@@ -497,7 +497,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{folder / name}: {both} would be one weight twice; take one of them out")
             layouts[weight] = tensor
             if not (NO_WEIGHTS.search(tensor) or part[tensor].isfinite().all()):
-                raise ValueError(f"{folder / name}: the tensor {tensor} has NaN or infinite values: it is damaged")
+                raise ValueError(
+                    f"{folder / name}: the tensor {tensor} has NaN or infinite values: put back a whole copy"
+                )
         tensors |= part
     return tensors
 

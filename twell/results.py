@@ -304,9 +304,11 @@ def load_log(path: str | Path) -> pd.DataFrame:
     try:
         log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
     except (ValueError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not a run's log: {error}") from None
+        raise ValueError(f"{path} is not a run's log: {error}; put back a copy of it") from None
     if list(log.columns) != LOG_COLUMNS:
-        raise ValueError(f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}")
+        raise ValueError(
+            f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}: put back a copy of it"
+        )
     return log
 
 
@@ -321,8 +323,8 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         origin = load_provenance(folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{folder}: configuration or provenance cannot be read: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it") from None
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}

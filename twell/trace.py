@@ -407,7 +407,7 @@ def _unpack(path: str | Path, make: Callable, names: Sequence[str], kind: str):
             described = json.loads(file["described"].tobytes())
             return make(**{name: file[name] for name in names}, **described)
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not {kind}, or it is damaged: {error}") from None
+        raise ValueError(f"{path} is not {kind}, or it is damaged: {error}; `twell trace` makes it again") from None
 
 
 # --- watching a model ---------------------------------------------------------------------------------
