@@ -3,7 +3,7 @@
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
-# make clean       remove what these made (not the environment in .venv)
+# make clean       remove what these made (not the environment in .venv, nor what you trained, measured or evaluated)
 # reproduce, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
@@ -19,7 +19,7 @@ TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHO
 # The small sweep, which trains here: one run a level of the L1 coefficient, one core each, JOBS at a time.
 LEVELS := 0 1e-3 3e-3 3e-2
 TRACED := 3e-3
-LIVE := data/live
+LIVE := runs/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
 DRAWING := $(wildcard twell/analysis/*.py twell/plots/*.py) $(addprefix twell/,results.py trace.py format.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
@@ -92,7 +92,7 @@ screenshot: $(VENV)/installed
 	$(RUN) -m tests.browser data/checkpoints/twell-6m
 
 clean:
-	rm -rf build figures/live $(LIVE)
+	rm -rf build/cache build/lib build/matplotlib build/notebooks figures/live $(LIVE)
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; set PYTHON=..."; exit 1; }

@@ -31,7 +31,7 @@ def start(config: TrainConfig, folder: Path) -> int:
     if child == 0:
         try:
             torch.set_num_threads(1)  # the threads of a pool are not forked, and would be waited for
-            train(config, folder, resume=True, quiet=True)
+            train(config, folder, resume=results.run_state(folder) != "nothing", quiet=True)
             os._exit(0)
         except BaseException as error:  # a forked process must never return into the test runner
             print(f"training failed: {error!r}", file=sys.stderr, flush=True)
@@ -54,7 +54,8 @@ def differences(folder: Path, expected: Path) -> list[str]:
     logs = [results.load_run(path)[1].query("metric != 'tokens_per_second'") for path in (folder, expected)]
     if not logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
         found.append("log.csv")
-    if [path.name for path in folder.glob(".*")] or not results.load_run(folder)[0]["complete"]:
+    names = {path.name for path in folder.iterdir()}
+    if names != {"config.yaml", "provenance.json", "log.csv", "model"} or not results.load_run(folder)[0]["complete"]:
         found.append("left-over files or an incomplete run")
     return found
 
@@ -80,8 +81,8 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
                 path.unlink() if path.is_file() else path.rmdir()
             duration *= 0.95
             continue
-        checkpoint = run / "checkpoint.pt"
-        step = torch.load(checkpoint, weights_only=True)["step"] if checkpoint.is_file() else None
+        whole = next((path for name in results.CHECKPOINTS if (path := run / name).is_file()), None)
+        step = None if whole is None else torch.load(whole, weights_only=True)["step"]
         finish(config, run)
         if found := differences(run, expected):
             raise AssertionError(

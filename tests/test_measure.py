@@ -814,7 +814,7 @@ def test_a_model_is_calibrated_by_its_configuration(calibrating, tiny_run, tmp_p
     for words, shape, gated, out in (
         (f"--model {model.parent}", (32, 96), True, model / "calibration.json"),
         (f"--model {model} --out c.json", (32, 96), True, Path("c.json")),
-        ("--hidden 64 --non-gated", (64, 5632), False, Path("calibration.json")),
+        ("--hidden 64 --non-gated", (64, 5632), False, Path("build/calibration.json")),
     ):
         calibrating.clear()
         assert main(["measure", "calibrate", *words.split()]) == 0
@@ -826,11 +826,20 @@ def test_a_model_is_calibrated_by_its_configuration(calibrating, tiny_run, tmp_p
     assert "leave out --hidden, --intermediate and --non-gated" in capsys.readouterr().err
 
 
+def test_nothing_is_written_into_recorded_data_unasked(calibrating, tmp_path, capsys):
+    folder = results.root(Path(__file__).parent) / "data" / "checkpoints" / "twell-6m"
+    assert main(["measure", "calibrate", "--model", str(folder)]) == 2
+    assert f"twell-6m is recorded data; --out {folder / 'calibration.json'} writes there" in capsys.readouterr().err
+    assert calibrating == [] and not (folder / "calibration.json").exists()
+    assert main(["measure", "calibrate", "--model", str(folder), "--out", "new/c.json"]) == 0
+    assert (tmp_path / "new" / "c.json").is_file()
+
+
 def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypatch, capsys):
     def crossover(*_, **__):
-        raise RuntimeError("out of memory")
+        raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(measure_training, "crossover", crossover)
     assert main(["measure", "calibrate", "--hidden", "64"]) == 2
     assert capsys.readouterr().err == "twell measure: out of memory\n"
-    assert choose.Calibration.load("calibration.json").training is None
+    assert choose.Calibration.load("build/calibration.json").training is None

@@ -694,7 +694,7 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     arguments, options = seen.pop()
     assert arguments == ("2b",) and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]
     assert (options["profile"], options["active"], options["decode"]) == ("paper", None, ())
-    assert options["out"] == Path("data/bench") and options["compiled"] is None and not options["tuned"]
+    assert options["out"] == Path("build/bench") and options["compiled"] is None and not options["tuned"]
     (tmp_path / "text.txt").write_text("bain da fo")
     assert (
         main(f"measure model --model {tiny_run} --text {tmp_path / 'text.txt'} --tokens none --decode 1".split()) == 0

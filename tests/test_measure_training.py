@@ -648,7 +648,7 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     options |= {"profile": "paper", "largest": True}
     assert seen.pop() == (("quick", overrides), options)
     assert main(["measure", "train-step"]) == 0
-    options = {"active": None, "path": "union", "compiled": None, "energy": False, "out": Path("data/bench")}
+    options = {"active": None, "path": "union", "compiled": None, "energy": False, "out": Path("build/bench")}
     options |= {"profile": "flat", "largest": False}
     assert seen.pop() == (("171m", []), options)
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 import warnings
 
 import numpy as np
@@ -1040,14 +1041,14 @@ def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, word
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("config.json", "[1]", r"config\.json holds a list; expected an object"),
+        ("config.json", "[1]", r"config\.json holds a list, expected a JSON object"),
         ("model.safetensors.index.json", "{", r"model\.safetensors\.index\.json is not JSON"),
-        ("model.safetensors.index.json", "[]", r"index\.json holds a list; expected an object"),
-        ("model.safetensors.index.json", "{}", r"index\.json has no weight_map from tensors to files"),
+        ("model.safetensors.index.json", "[]", r"index\.json holds a list, expected a JSON object"),
+        ("model.safetensors.index.json", "{}", r"index\.json has no weight_map with a file for each tensor"),
         ("model.safetensors.index.json", '{"weight_map": ["a"]}', r"index\.json has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', r"index\.json has no weight_map"),
-        ("tokenizer.json", "{", "has a tokenizer that cannot be read"),
-        ("tokenizer_config.json", "{", "has a tokenizer that cannot be read"),
+        ("tokenizer.json", "{", "tokenizer(_config)?\.json"),
+        ("tokenizer_config.json", "{", "tokenizer(_config)?\.json"),
     ],
 )
 def test_broken_files_beside_the_weights_are_named(tmp_path, file, text, words):
@@ -1062,7 +1063,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     file = tmp_path / "model-2.safetensors"
     save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
     with pytest.raises(
-        ValueError, match=r"model-2\.safetensors holds the tensor model\.embed_tokens\.weight, which another"
+        ValueError, match=r"model-2\.safetensors: model\.embed_tokens\.weight would be one weight twice"
     ):
         load(tmp_path)
 
@@ -1072,7 +1073,7 @@ def test_a_weight_in_both_layouts_is_refused(tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     turned = {"model.layers.1.mlp.down_weight": torch.ones(84, 32, dtype=torch.bfloat16)}
     change_tensors(tmp_path, lambda tensors: tensors.update(turned))
-    with pytest.raises(ValueError, match=f"two tensors hold {name}, in two layouts"):
+    with pytest.raises(ValueError, match="would be one weight twice"):
         load(tmp_path)
 
 
@@ -1183,3 +1184,89 @@ def test_auto_computes_what_dense_does_and_trains():
             assert rounding(step[:, 0], exact[:, n]) <= 3 * error
     model.train()(input_ids=x, labels=x).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+# --- damaged files ------------------------------------------------------------------------------------
+
+
+def edit_config(**fields):
+    def edit(folder):
+        path = folder / "config.json"
+        changed = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({name: value for name, value in changed.items() if value is not ...}))
+
+    return edit
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def edit_tensors(edit):
+    def rewrite(folder):
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+def in_two_layouts(tensors):
+    tensors["model.layers.0.mlp.gate_weight"] = tensors["model.layers.0.mlp.gate_proj.weight"].t().contiguous()
+
+
+def not_finite(value):
+    def edit(tensors):
+        tensors["model.norm.weight"][3] = value
+
+    return edit
+
+
+INDEX = "model.safetensors.index.json"
+DAMAGE = {
+    "a list for a configuration": (write("config.json", "[1]"), r"config\.json holds a list, expected a JSON object"),
+    "a size missing": (edit_config(hidden_size=...), r"config\.json has no hidden_size; put back the file"),
+    "a word for a size": (edit_config(hidden_size="wide"), r"config\.json describes no model: .*'hidden_size'.*wide"),
+    "no heads": (edit_config(num_attention_heads=0), r"config\.json describes no model: ZeroDivisionError"),
+    "an unknown activation": (edit_config(hidden_act="gelu2"), r"config\.json describes no model: KeyError: 'gelu2'"),
+    "an unknown rope type": (
+        edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        r"config\.json describes no model: rope_type is 'spiral'; use one of default, .*linear",
+    ),
+    "a negative rope_theta": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        r"config\.json describes no model: rope_theta is -1\.0; .* a finite number above 0",
+    ),
+    "an index cut short": (write(INDEX, "{"), r"index\.json is not JSON: .*; put back the file"),
+    "an index that is a list": (write(INDEX, "[]"), r"index\.json holds a list, expected a JSON object"),
+    "an index without files": (write(INDEX, '{"weight_map": {"a": 1}}'), r"index\.json has no weight_map with a file"),
+    "a tokenizer cut short": (write("tokenizer.json", '{"version'), r"tokenizer\.json is not JSON: .*; put back"),
+    "an empty tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json and tokenizer_config\.json make no tok"),
+    "a tokenizer's settings cut short": (write("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
+    "a weight in two layouts": (
+        edit_tensors(in_two_layouts),
+        r"safetensors: \S*gate_proj\.weight and \S*gate_weight would be one weight twice; take one of them out",
+    ),
+    "a weight that is NaN": (
+        edit_tensors(not_finite(float("nan"))),
+        r"model\.safetensors: the tensor model\.norm\.weight has NaN or infinite values: put back a whole copy",
+    ),
+    "a weight that is infinite": (edit_tensors(not_finite(float("inf"))), r"model\.norm\.weight has NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_named(tiny_run, tmp_path, damage):
+    folder = shutil.copytree(tiny_run / "model", tmp_path / "model")
+    edit, words = DAMAGE[damage]
+    edit(folder)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_a_weight_in_two_files_is_refused(tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run / "model", tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    write(INDEX, json.dumps({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}))(folder)
+    with pytest.raises(ValueError, match=r"other\.safetensors: lm_head\.weight|other\.safetensors: \S+ would be one"):
+        load(folder)

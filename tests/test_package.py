@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from twell import __main__ as commands
 from twell import analysis, results
 from twell.__main__ import main
 from twell.model import load
@@ -85,6 +86,46 @@ def test_the_wheel_works_elsewhere(tmp_path):
     assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
     folders = [(ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")]
     assert tasks == str([sorted(file.stem for file in files) for files in folders])
+
+
+def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "kernels", "twell"]
+    ignore = shutil.ignore_patterns("__pycache__")
+    (tmp_path / "zip").mkdir()
+    for name in [name for name in names if (ROOT / name).exists()]:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / "zip" / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, tmp_path / "zip" / name)
+    (tmp_path / "zip" / "twell" / "kernels").unlink()
+    (tmp_path / "zip" / "twell" / "kernels").write_text("../kernels")  # what some programs make of a link
+    said = "is not a link to ../kernels"
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path / "zip")], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode and said in done.stderr and not list(tmp_path.glob("*.whl"))
+    for what in (["-c", "import twell"], ["-m", "twell", "info"]):
+        done = subprocess.run([sys.executable, *what], capture_output=True, text=True, cwd=tmp_path / "zip")
+        assert done.returncode and said in done.stderr.splitlines()[-1] and "ln -s" in done.stderr.splitlines()[-1]
+
+
+def test_results_go_where_git_does_not_look():
+    folders = [
+        commands.RUNS,
+        commands.BENCH,
+        commands.EVALUATIONS,
+        Path("build"),
+        Path("runs/live"),
+        Path("figures/live"),
+    ]
+    paths = [str(folder / "x") for folder in folders]
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert done.stdout.split() == paths
+    for name in ("Makefile", "notebooks/profiles/live.yaml"):
+        assert "data/live" not in (ROOT / name).read_text(encoding="utf-8")
+    clean = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nclean:\n")[2].splitlines()[0].split()
+    assert not {"build", "build/bench", "build/eval", "runs"} & set(clean)  # what somebody trained or measured stays
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -112,8 +112,10 @@ def test_a_trace_is_what_the_layers_compute(tiny_run):
         assert found.sequence[rows].tolist() == [number] * len(sequence)
         assert found.position[rows].tolist() == list(range(len(sequence)))
         at += len(sequence)
-    with pytest.raises(ValueError, match="token 320 does not exist: the model has a vocabulary of 320"):
+    with pytest.raises(ValueError, match="token 320 does not exist: the model has tokens 0 to 319"):
         trace.trace_tokens(model, tokenizer, [[1, 320]])
+    with pytest.raises(ValueError, match="token -1 does not exist: the model has tokens 0 to 319"):
+        trace.trace_tokens(model, tokenizer, [[7, -1, 2]])
     with pytest.raises(ValueError, match="empty sequence"):
         trace.trace_tokens(model, tokenizer, [[]])
 

@@ -1,5 +1,8 @@
 import dataclasses
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -13,7 +16,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.kills import differences, kill_rounds
-from twell import corpus, results
+from twell import corpus, lock, results
 from twell import train as train_module
 from twell.model import SparseLlamaForCausalLM, load
 from twell.train import CONFIGS, DeadWindow, TrainConfig, balance, evaluate, l1_schedule, reinitialize, train
@@ -154,6 +157,66 @@ def test_overwrite_replaces_runs_and_nothing_else(tiny_config, tmp_path):
     with pytest.raises(FileExistsError, match="is no run"):
         train(short, tmp_path / "mine", overwrite=True, quiet=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+MINE = {
+    ".env": "SECRET=1",
+    ".gitignore": "*",
+    "notes.txt": "keep",
+    "model/notes.txt": "keep",
+    ".config.yaml.original": "keep",
+}
+
+
+def put_mine(folder):
+    for name, text in MINE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def assert_mine(folder):
+    assert {name: (folder / name).read_text() for name in MINE if (folder / name).is_file()} == MINE
+
+
+def test_nothing_of_the_users_is_deleted(tiny_config, tmp_path):
+    short = dataclasses.replace(tiny_config, tokens=2 * 512)
+    (tmp_path / "run").mkdir()
+    for name in (".env", ".gitignore"):
+        (tmp_path / "run" / name).write_text(MINE[name])
+    train(short, tmp_path / "run", quiet=True)
+    put_mine(tmp_path / "run")
+    (tmp_path / "run" / ".log.csv.a1b2c3d4.part").write_text("left by a kill")
+    train(dataclasses.replace(short, seed=1), tmp_path / "run", overwrite=True, quiet=True)
+    assert_mine(tmp_path / "run")
+    assert results.load_run(tmp_path / "run")[0]["seed"] == 1
+    assert not (tmp_path / "run" / ".log.csv.a1b2c3d4.part").exists()
+
+
+def test_a_run_is_known_by_all_of_its_files(tiny_config, tiny_run, tmp_path):
+    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+    for name in ("config.yaml", "provenance.json", "log.csv"):
+        folder = shutil.copytree(tiny_run, tmp_path / f"without-{name}")
+        (folder / name).unlink()
+        before = {path.name for path in folder.rglob("*")}
+        for options in ({"overwrite": True}, {"resume": True}, {}):
+            with pytest.raises(FileExistsError, match=rf"is no run \(it has no {name}\), so it is left alone"):
+                train(short, folder, quiet=True, **options)
+        assert {path.name for path in folder.rglob("*")} == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("base: quick  # written by hand\n")
+    with pytest.raises(FileExistsError, match="is no run"):
+        train(short, tmp_path / "mine", overwrite=True, quiet=True)
+
+
+def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tiny_config, tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(FileNotFoundError, match="no text at"):
+        train(dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), folder, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    with pytest.raises(FileNotFoundError, match="no text at"):
+        train(dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_configurations_load_and_say_what_is_wrong(tmp_path):
@@ -321,7 +384,7 @@ def test_a_configuration_that_is_its_own_base_is_refused(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nseed: 1\n")
     with pytest.raises(ValueError, match=r"a\.yaml is its own base"):
         TrainConfig.load(tmp_path / "a.yaml")
-    with pytest.raises(ValueError, match="base is 3; expected the name of a configuration or a file"):
+    with pytest.raises(ValueError, match="base is 3; expected the name of a configuration or of a file"):
         TrainConfig.load(tmp_path / "c.yaml")
     (tmp_path / "d.yaml").write_text("1: 2\n")
     with pytest.raises(ValueError, match="unknown field 1 in the configuration"):
@@ -659,12 +722,92 @@ def test_resume_continues_and_rewrites_rows_after_the_checkpoint(tiny_config, tm
         train(dataclasses.replace(config, seed=1), tmp_path / "run", resume=True, quiet=True)
 
 
+def test_only_a_run_is_resumed(tiny_config, tmp_path, capsys):
+    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+    for folder in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(FileNotFoundError, match="holds no run to resume: start it without --resume"):
+            train(short, folder, resume=True)
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(ValueError, match="--resume goes on with a run and --overwrite deletes it"):
+        train(short, tmp_path / "run", resume=True, overwrite=True)
+    results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())  # and then it was killed
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train(short, tmp_path / "run")
+    capsys.readouterr()
+    train(short, tmp_path / "run", resume=True)
+    assert "run has no checkpoint yet: it starts from the beginning\n" in capsys.readouterr().out
+    assert results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_ctrl_c_saves_a_checkpoint_between_two_rows(tiny_config, tmp_path, monkeypatch, capfd):
+    whole = train(tiny_config, tmp_path / "whole", quiet=True)
+    step = train_module._Run.step
+
+    def press(self, now):
+        if now == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, now)
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(train_module._Run, "step", press)
+        train(tiny_config, tmp_path / "run")  # rows are written every four steps, and no checkpoint is asked for
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    said = f"interrupted; {checkpoint} has step 6 of 16. To go on, give the same command with --resume"
+    assert str(stopped.value) == said and "stopping after this step with a checkpoint" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before and checkpoint.is_file()
+    train(tiny_config, tmp_path / "run", resume=True, quiet=True)
+    assert differences(tmp_path / "run", whole) == []
+
+
+def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
+    def press(self, now):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("still there")
+
+    monkeypatch.setattr(train_module._Run, "step", press)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    assert not list((tmp_path / "run").glob("checkpoint*")) and not (tmp_path / "run" / "train.lock").exists()
+
+
+def test_one_process_trains_in_a_folder(tiny_config, tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    with lock.hold(folder):
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(FileExistsError, match=f"run is held by process {os.getpid()} on "):
+                train(tiny_config, folder, quiet=True, **options)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, checkpoint_every=4)
+    for commit, last in (("first", 4), ("second", 12)):
+        monkeypatch.setenv("TWELL_COMMIT", commit)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stop_after(patch, last)
+            train(config, tmp_path / "run", resume=commit == "second", quiet=True)
+        if commit == "first":  # a file of an older version
+            path = tmp_path / "run" / "provenance.json"
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "starts"}))
+            assert results.load_provenance(tmp_path / "run")["starts"][0]["commit"] == "first"
+    monkeypatch.setenv("TWELL_COMMIT", "third")
+    train(config, tmp_path / "run", resume=True, quiet=True)
+    row = results.load_provenance(tmp_path / "run")
+    assert [start["commit"] for start in row["starts"]] == ["first", "second", "third"]
+    assert [start.get("step") for start in row["starts"]] == [None, 4, 12] and row["commit"] == "third"
+    assert all(start["device"] and start["versions"] and start["command"] and start["date"] for start in row["starts"])
+
+
 def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
     config = dataclasses.replace(tiny_config, checkpoint_every=8)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_after(patch, 8)
         train(config, tmp_path / "run", quiet=True)
     checkpoint, log = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "log.csv"
+    (tmp_path / "run" / "checkpoint-previous.pt").unlink(missing_ok=True)
     whole, rows = checkpoint.read_bytes(), log.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"nothing", b""):
         checkpoint.write_bytes(damaged)
@@ -675,6 +818,33 @@ def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
     log.write_bytes(rows[:-100])
     with pytest.raises(ValueError, match=r"log\.csv is shorter than the checkpoint says"):
         train(config, tmp_path / "run", resume=True, quiet=True)
+    log.write_bytes(rows.replace(b",train,", b",trial,", 1))
+    with pytest.raises(ValueError, match=r"log\.csv is damaged: .*put back a copy, or start again with --overwrite"):
+        train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+def test_the_last_good_checkpoint_is_kept_and_used(tiny_config, tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(tiny_config, checkpoint_every=4, log_every=2)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 12)
+        train(config, tmp_path / "run", quiet=True)
+    last, previous = (tmp_path / "run" / name for name in results.CHECKPOINTS)
+    assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2
+    assert [torch.load(path, weights_only=True)["step"] for path in (last, previous)] == [12, 8]
+    data = bytearray(last.read_bytes())
+    for place in np.random.default_rng(0).integers(0, len(data), 400):
+        data[place] ^= 255
+    last.write_bytes(data)
+    capsys.readouterr()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 12)
+        train(config, tmp_path / "run", resume=True)
+    said = capsys.readouterr().out
+    assert f"{last} is damaged" in said and f": going on from {previous}, step 8\n" in said
+    assert [torch.load(path, weights_only=True)["step"] for path in (last, previous)] == [12, 8]
+    train(config, tmp_path / "run", resume=True, quiet=True)
+    assert differences(tmp_path / "run", whole) == []
 
 
 def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_path, monkeypatch):
@@ -691,9 +861,9 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
     ):
         if words is None:
             del state["sparse"]
-            words = "sparse$"
+            words = "sparse"
         torch.save(state, checkpoint)
-        with pytest.raises(ValueError, match=rf"checkpoint\.pt is no checkpoint of this version: it has no {words}"):
+        with pytest.raises(ValueError, match=rf"checkpoint\.pt is no checkpoint of a run: it has no {words}"):
             train(config, tmp_path / "run", resume=True, quiet=True)
     for text in ("", "[1]"):
         provenance.write_text(text)

@@ -7,6 +7,13 @@ nor transformers are touched until something needs them.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+
+if not Path(__file__).with_name("kernels").is_dir():
+    raise ImportError(
+        "twell/kernels is not a link to ../kernels, so twell has no kernels: clone the repository with git, or delete "
+        "twell/kernels and run `ln -s ../kernels twell/kernels`; an installed twell has to be installed again"
+    )
 
 __version__ = "0.1.0"
 

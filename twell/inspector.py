@@ -86,7 +86,7 @@ class Side:
 
     def run(self, text: str) -> Side:
         """The same with another text, at most MAX_TOKENS of it; an empty text has no tokens."""
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids if text else []
+        ids = trace.encode(self.tokenizer, text) if text else []
         shown = trace.cut(ids[:MAX_TOKENS], self.model)
         found = trace.trace_tokens(self.model, self.tokenizer, shown)
         return Side(self.name, found, self.aggregate, self.model, self.tokenizer, (0, len(ids)))

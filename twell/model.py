@@ -36,6 +36,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from twell.choose import Calibration
@@ -417,6 +418,8 @@ CALIBRATION = "calibration.json"  # beside the weights
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 
 
 def load(
@@ -442,8 +445,7 @@ def load(
         config.ffn_backend = backend
     tensors = _canonical(_read_tensors(folder), config, folder)
     _check_types(tensors, folder)
-    # A backend that cannot be used is not the configuration's fault.
-    with torch.device("meta"), _naming(folder / "config.json", (KeyError, TypeError, AttributeError)):
+    with torch.device("meta"):
         expected = SparseLlamaForCausalLM(config).state_dict()
     if config.tie_word_embeddings:
         _check_tied(tensors, folder)
@@ -454,30 +456,8 @@ def load(
         model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
-    return model.eval(), _tokenizer_of(folder)
-
-
-def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the libraries have a dozen kinds
-        raise ValueError(f"{folder} has a tokenizer that cannot be read: {_line(error)}") from None
-
-
-@contextlib.contextmanager
-def _naming(path: Path, kinds: type | tuple[type, ...] = Exception) -> Iterator[None]:
-    """Raise errors of these kinds as ValueErrors that name the configuration."""
-    try:
-        yield
-    except kinds as error:
-        raise ValueError(f"{path} describes no model: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    message = " ".join(str(error).split())
-    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 
 
 @contextlib.contextmanager
@@ -529,16 +509,19 @@ def _resolve(name: str | Path) -> Path:
 
 def _config_of(folder: Path) -> SparseLlamaConfig:
     """The configuration, whatever its dialect: ours, Llama's with ReLU, or the paper's with `sparsity_` fields."""
-    fields = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    fields = _json_object(path)
+    missing = [name for name in SIZES if name not in fields]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; put back the file that came with the weights")
     kind = fields.pop("model_type", None)
     if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     fields["dtype"] = _named_dtype([fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder)
     if "quantization_config" in fields:
-        raise ValueError(f"{folder / 'config.json'} has a quantization_config; quantised weights cannot be read")
+        raise ValueError(f"{path} has a quantization_config; quantised weights cannot be read")
     if kind == SparseLlamaConfig.model_type:
-        with _naming(folder / "config.json"):
-            return SparseLlamaConfig.from_dict(fields)
+        return _described(path, fields)
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
     if not sparsity and kind == "llama" and fields.get("hidden_act") != "relu":
         raise ValueError(
@@ -554,18 +537,51 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    with _naming(folder / "config.json"):
-        return SparseLlamaConfig.from_dict({name: value for name, value in fields.items() if name != "architectures"})
+    return _described(path, {name: value for name, value in fields.items() if name != "architectures"})
 
 
-def _read_json(path: Path) -> dict:
+def _json_object(path: Path) -> dict:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}; put back the file that came with the weights") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a {type(fields).__name__}; expected an object, {{...}}")
+        kind = type(fields).__name__
+        raise ValueError(f"{path} holds a {kind}, expected a JSON object; put back the file that came with the weights")
     return fields
+
+
+def _described(path: Path, fields: dict) -> SparseLlamaConfig:
+    """The configuration of these fields, of which a model can be made."""
+    try:
+        config = SparseLlamaConfig.from_dict(fields)
+        rope = {"rope_type": "default", "rope_theta": 1e4} | (config.rope_parameters or {})
+        if rope["rope_type"] not in (known := sorted({"default", *ROPE_INIT_FUNCTIONS})):
+            raise ValueError(f"rope_type is {rope['rope_type']!r}; use one of {', '.join(known)}")
+        if not 0 < rope["rope_theta"] < math.inf:
+            raise ValueError(f"rope_theta is {rope['rope_theta']}; it has to be a finite number above 0")
+        with torch.device("meta"):  # with a backend that is there on every machine
+            SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
+    except Exception as error:  # transformers has a dozen kinds
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} describes no model: {' '.join(reason.split())}") from None
+    return config
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # of damaged files: a dozen kinds
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                _json_object(folder / name)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} and tokenizer_config.json make no tokenizer ({reason}); "
+            "put back the files that came with the weights"
+        ) from None
 
 
 def _named_dtype(fields: list, folder: Path) -> str | None:
@@ -583,25 +599,35 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    index = folder / "model.safetensors.index.json"
+    index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map from tensors to files")
-        files = sorted(set(weight_map.values()))
-    else:
-        files = ["model.safetensors"]
+        places = _json_object(index).get("weight_map")
+        if not (isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())):
+            raise ValueError(
+                f"{index} has no weight_map with a file for each tensor; put back the one that came with them"
+            )
+        files = set(places.values())
     tensors: dict[str, Tensor] = {}
-    for name in files:
+    layouts: dict[str, str] = {}  # of each weight, whichever of its names it has
+    for name in sorted(files):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}, which holds weights of the model")
         try:
-            shard = load_file(folder / name)
+            part = load_file(folder / name)
         except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or cut short: {error}") from None
-        if twice := sorted(tensors.keys() & shard.keys()):
-            raise ValueError(f"{folder / name} holds the tensor {twice[0]}, which another file holds too")
-        tensors |= shard
+            raise ValueError(f"{folder / name} is damaged or cut short: {error}; put back a whole copy") from None
+        for tensor in part:
+            weight = re.sub(r"\.mlp\.(gate|up|down)_weight$", r".mlp.\1_proj.weight", tensor)
+            if weight in layouts:
+                both = tensor if layouts[weight] == tensor else f"{layouts[weight]} and {tensor}"
+                raise ValueError(f"{folder / name}: {both} would be one weight twice; take one of them out")
+            layouts[weight] = tensor
+            counts = part[tensor].dtype in DTYPES and not NO_WEIGHTS.search(tensor)
+            if counts and not part[tensor].isfinite().all():
+                raise ValueError(
+                    f"{folder / name}: the tensor {tensor} has NaN or infinite values: put back a whole copy"
+                )
+        tensors |= part
     return tensors
 
 
@@ -626,7 +652,7 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pa
     found, hybrid = {}, _is_hybrid(folder)
     turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
     for name, tensor in tensors.items():
-        if re.search(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$", name):
+        if NO_WEIGHTS.search(name):
             continue
         if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
             if tensor.dim() != 2:
@@ -637,15 +663,13 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pa
             shape = (config.hidden_size, config.intermediate_size)
             _check_down(name, tensor, shape, hybrid, folder)
             tensor = tensor.t().contiguous() if hybrid else tensor
-        if name in found:
-            raise ValueError(f"{folder}: two tensors hold {name}, in two layouts")
         found[name] = tensor
     return found
 
 
 def _is_hybrid(folder: Path) -> bool | None:
     """Whether the paper's configuration has down_proj.weight transposed; None for a configuration of ours."""
-    fields = _read_json(folder / "config.json")
+    fields = _json_object(folder / "config.json")
     if fields.get("model_type") == SparseLlamaConfig.model_type:
         return None
     hybrid = fields.get(HYBRID) or False

@@ -1,14 +1,16 @@
-"""Rows and runs in data/, each with where it came from.
+"""Rows and runs, each with where it came from: recorded ones in data/, yours in runs/ and build/.
 
 A number without its provenance is not kept: every run folder and every row carries the device,
 versions, commit and command that made it. This module is a leaf; it imports nothing of ours.
 
 A run folder holds
     config.yaml       every field of the configuration, defaults included
-    provenance.json   device, versions, commit, command, when, and whether the run is complete
+    provenance.json   device, versions, commit, command and date of the last start; `starts`: the same of
+                      every start, with the step that it went on from; whether the run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
                       kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
+and, until it is complete, the files of checkpoint.py and lock.py. No other file in it is ever deleted.
 """
 
 from __future__ import annotations
@@ -33,6 +35,16 @@ import yaml
 
 LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
+LOCK = "train.lock"
+CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
+# Every name in a run's folder that is ours to replace or to delete.
+RUN_FILES = ("config.yaml", "provenance.json", "log.csv", "log.csv.xz", *CHECKPOINTS, "aggregate.npz")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
+    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "calibration.json",
+)
+UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
 def root(start: str | Path | None = None) -> Path:
@@ -45,6 +57,12 @@ def root(start: str | Path | None = None) -> Path:
         if (folder / "data" / "paper.yaml").is_file():
             return folder
     raise FileNotFoundError(f"no data/paper.yaml in {start} or above; run this inside a clone of the repository")
+
+
+def is_recorded(path: str | Path) -> bool:
+    """Return whether a path lies in the data folder of a clone of the repository."""
+    folders = [Path(path).resolve(), *Path(path).resolve().parents]
+    return any(folder.name == "data" and (folder / "paper.yaml").is_file() for folder in folders)
 
 
 def paper(metric: str | None = None, **filters) -> pd.DataFrame:
@@ -155,22 +173,22 @@ def file_hash(path: str | Path) -> str:
 
 def write_atomically(path: str | Path, data: str | bytes) -> None:
     """Write a file so that at any moment it is either the old one or the new one, whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, temporary = Path(path), None
     data = data.encode() if isinstance(data, str) else data
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:  # the system names no file when the disk is full
-        os.unlink(temporary)
-        raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from None
-    except BaseException:
-        os.unlink(temporary)
+    except BaseException as error:
+        if temporary is not None:
+            os.unlink(temporary)
+        if isinstance(error, OSError):  # the system names no file when the disk is full
+            raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from None
         raise
 
 
@@ -202,11 +220,71 @@ def _check_provenance(origin: dict) -> None:
 
 
 def write_run(folder: str | Path, config: dict, origin: dict) -> None:
-    """Write a run's configuration and provenance. Raises ValueError when the provenance is not whole."""
+    """Write a run's configuration and provenance. Raises ValueError when the provenance is not whole.
+
+    The provenance comes first: a folder with nothing but a config.yaml may be somebody's.
+    """
     _check_provenance(origin)
     folder = Path(folder)
-    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")
+    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+
+def run_state(folder: str | Path) -> str:
+    """Return what a folder holds: "nothing" (hidden files aside), a "run", the "beginning" of one, or something "else".
+
+    A run has config.yaml, provenance.json and a log. A process that was killed while it wrote these leaves a beginning.
+    """
+    folder = Path(folder)
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
+    names.discard(LOCK)
+    if not names:
+        return "nothing"
+    if not missing_of_run(folder):
+        return "run"
+    return "beginning" if names in ({"provenance.json"}, {"config.yaml", "provenance.json"}) else "else"
+
+
+def missing_of_run(folder: str | Path) -> list[str]:
+    """Return the files that a run has and this folder has not."""
+    paths = [Path(folder) / "config.yaml", Path(folder) / "provenance.json", log_path(folder)]
+    return [path.name for path in paths if not path.is_file()]
+
+
+def remove_run(folder: str | Path) -> None:
+    """Delete a run's files by their names, and what is left unfinished of them. All other files stay."""
+    folder = Path(folder)
+    remove_unfinished(folder)
+    for path in [folder / name for name in RUN_FILES]:
+        path.unlink(missing_ok=True)
+    for pattern in MODEL_FILES:
+        for path in (folder / "model").glob(pattern):
+            path.unlink()
+    if (folder / "model").is_dir() and not any((folder / "model").iterdir()):
+        (folder / "model").rmdir()
+
+
+def remove_unfinished(folder: str | Path) -> None:
+    """Delete what a killed process left unfinished of a run's files."""
+    for name in RUN_FILES:
+        for path in Path(folder).glob(f".{name}.????????{UNFINISHED}"):
+            path.unlink()
+
+
+def load_provenance(folder: str | Path) -> dict:
+    """Read a run's provenance. `starts` has an entry for each start; in a file without it, for the one it tells of.
+
+    Raises ValueError naming the file when it cannot be read.
+    """
+    path = Path(folder) / "provenance.json"
+    try:
+        origin = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; put back a copy of it") from None
+    if not isinstance(origin, dict):
+        raise ValueError(f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}")
+    only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
+    return origin | {"starts": origin.get("starts") or [only]}
 
 
 def kept(path: str | Path) -> Path:
@@ -226,9 +304,11 @@ def load_log(path: str | Path) -> pd.DataFrame:
     try:
         log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
     except (ValueError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not a run's log: {error}") from None
+        raise ValueError(f"{path} is not a run's log: {error}; put back a copy of it") from None
     if list(log.columns) != LOG_COLUMNS:
-        raise ValueError(f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}")
+        raise ValueError(
+            f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}: put back a copy of it"
+        )
     return log
 
 
@@ -240,11 +320,13 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     folder = Path(folder)
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        origin = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        origin = load_provenance(folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{folder}: configuration or provenance cannot be read: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, load_log(log_path(folder))

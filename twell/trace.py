@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from twell import results
+from twell import corpus, results
 from twell.model import SparseLlamaForCausalLM, load, silence
 from twell.train import TrainConfig
 
@@ -407,7 +407,7 @@ def _unpack(path: str | Path, make: Callable, names: Sequence[str], kind: str):
             described = json.loads(file["described"].tobytes())
             return make(**{name: file[name] for name in names}, **described)
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not {kind}, or it is damaged: {error}") from None
+        raise ValueError(f"{path} is not {kind}, or it is damaged: {error}; `twell trace` makes it again") from None
 
 
 # --- watching a model ---------------------------------------------------------------------------------
@@ -427,7 +427,8 @@ def _watch(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], ba
         for group in _same_length(sequences, batch):
             ids = torch.tensor(group, device=model.device)
             if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
-                raise ValueError(f"token {int(ids.max())} does not exist: the model has a vocabulary of {vocab_size}")
+                wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+                raise ValueError(f"token {wrong} does not exist: the model has tokens 0 to {vocab_size - 1}")
             observer.begin(ids)
             observer.end(_logprob(model, ids))
     finally:
@@ -552,7 +553,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 def trace_text(model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str) -> Trace:
     """Trace a text, cut into sequences of the model's context length. Raises ValueError for an empty text."""
-    return trace_tokens(model, tokenizer, cut(_tokens(tokenizer, text), model), meta=results.provenance())
+    return trace_tokens(model, tokenizer, cut(encode(tokenizer, text), model), meta=results.provenance())
 
 
 def trace_validation(run: str | Path) -> Trace:
@@ -579,8 +580,9 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
     return [token_ids[at : at + context] for at in range(0, len(token_ids), context)]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text. Raises ValueError for one that is empty or has lone surrogates."""
+    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False).input_ids
     if not ids:
         raise ValueError("the text is empty; give at least one character")
     return ids
@@ -995,7 +997,7 @@ def aggregate_run(
             config = dataclasses.replace(config, valid_tokens=2**62)
         ids = config.prepare_text()[2].tokens
     else:
-        ids = _tokens(tokenizer, text)
+        ids = encode(tokenizer, text)
     if tokens is not None and not 1 <= tokens <= len(ids):
         raise ValueError(f"{tokens} tokens were asked for; there are {len(ids)}")
     ids = ids[: 2**20 if tokens is None else tokens]

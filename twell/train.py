@@ -12,8 +12,8 @@ lowered without any sparsity, by smaller activations and longer columns.
 
 Everything runs through Accelerate: `accelerate launch -m twell train ...` spreads the same step over processes (DDP, or
 FSDP2 with `--use_fsdp --fsdp_version 2`). Where layers train sparsely, sparse_training.py sees to it that nothing is lost:
-a step whose buffers were too small is done again with the same text. A checkpoint is one file that replaces the one
-before in an instant, so a run that was killed at any moment resumes from it.
+a step whose buffers were too small is done again with the same text. A run that was killed at any moment resumes from its
+checkpoint (checkpoint.py), and one process at a time trains in its folder (lock.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import dataclasses
 import difflib
 import functools
 import io
-import json
 import math
 import os
-import pickle
-import shutil
+import signal
+import threading
 import time
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +39,13 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, gather_object, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,13 +56,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
-from twell import corpus, results
+from twell import corpus, lock, results
+from twell.checkpoint import Checkpoints
 from twell.ffn import summarize_activity
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, sparse_ffns
 from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
-CHECKPOINT = "step model optimizer schedule window sparse random streams log".split()  # what a checkpoint holds
 
 
 @dataclass
@@ -144,6 +149,11 @@ class TrainConfig:
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
                 raise ValueError(f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}")
+        if self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
+                f"{self.hidden_size // self.num_heads}; rotary positions need an even number"
+            )
         if self.valid_tokens < self.context:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens"
@@ -216,12 +226,18 @@ class TrainConfig:
         A file may name another as `base`, whose fields it then overrides. Raises FileNotFoundError for a file that
         does not exist, ValueError for a field that does not exist or a value that cannot be.
         """
-        fields = _read_config(name)
+        fields, given = _read_config(name), {}
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise ValueError(f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4")
-            fields[key] = yaml.safe_load(value)
+            if key in given:
+                raise ValueError(f"{key} is given twice: {given[key]} and {override}")
+            given[key] = override
+            try:
+                fields[key] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise ValueError(f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]") from None
         for key in fields:
             if key not in _TYPES:
                 close = difflib.get_close_matches(str(key), _TYPES, 1)
@@ -299,25 +315,27 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _read_config(name: str | Path, seen: tuple[Path, ...] = ()) -> dict:
-    if not isinstance(name, str | Path):
-        raise ValueError(f"base is {name!r}; expected the name of a configuration or a file")
+def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
+    """The fields of a file and of its bases; `above` are the files that named it as theirs."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
+    above = (*above, path)
+    if path.resolve() in [file.resolve() for file in above[:-1]]:
+        raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    if path.resolve() in seen:
-        raise ValueError(f"{path} is its own base")
-    return fields if base is None else _read_config(base, (*seen, path.resolve())) | fields
+    if not isinstance(base, str | None):
+        raise ValueError(f"{path}: base is {base!r}; expected the name of a configuration or of a file")
+    return fields if base is None else _read_config(base, above) | fields
 
 
 @torch.no_grad()
@@ -354,8 +372,6 @@ class Log:
         self.path = path
         if size is None:
             path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
-        elif not path.is_file() or path.stat().st_size < size:
-            raise ValueError(f"{path} is shorter than the checkpoint says ({size} bytes): the run cannot be resumed")
         else:
             os.truncate(path, size)
 
@@ -455,42 +471,54 @@ def train(
 ) -> Path:
     """Train a model and leave the run in `folder`.
 
-    `resume` goes on from the run's checkpoint (from the start where there is none), exactly as if it had not stopped; a
-    run that is complete is left as it is. Raises FileExistsError when the folder holds something and neither `resume`
-    nor `overwrite` is set, and ValueError for a run of another configuration or a damaged checkpoint.
+    `resume` goes on from the run's checkpoint (from the beginning where it has none yet), exactly as if it had not
+    stopped; a run that is complete is left as it is. `overwrite` replaces a run: its files are deleted by their names,
+    all others stay. Ctrl-C ends the training after the step that it is in, with a checkpoint; a second one ends it
+    there and then. Raises FileNotFoundError where there is no run to resume, FileExistsError when the folder holds
+    something else, another process trains in it, or it holds a run and neither `resume` nor `overwrite` is set, and
+    ValueError for a run of another configuration or whose checkpoints are damaged.
     """
     folder = Path(folder)
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; a run is a folder")
-    # Every process looks before the first one writes. Hidden files are what a killed process was about to rename.
-    occupied = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
-    is_run = (folder / "config.yaml").is_file()
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
-    accelerator.wait_for_everyone()
-    if occupied and not (resume or overwrite):
-        raise FileExistsError(f"{folder} already holds a run; choose another folder, --resume or --overwrite it")
-    if occupied and not is_run:
-        raise FileExistsError(f"{folder} is no run (it has no config.yaml), so it is left alone")
-    if occupied and resume:
-        _check_same(config, folder)
-        if _is_complete(folder):
+    with _alone(folder, accelerator):
+        state = results.run_state(folder)
+        accelerator.wait_for_everyone()  # every process looks before the first one writes
+        if state == "else":
+            missing = ", ".join(results.missing_of_run(folder))
+            raise FileExistsError(
+                f"{folder} is no run (it has no {missing}), so it is left alone: choose another folder"
+            )
+        if state == "nothing" and resume:
+            raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
+        if state != "nothing" and not (resume or overwrite):
+            raise FileExistsError(f"{folder} already holds a run; choose another folder, --resume or --overwrite it")
+        if resume and (folder / "config.yaml").is_file():
+            _check_same(config, folder)
+        if resume and results.load_provenance(folder).get("complete"):
             return folder
-    elif occupied and accelerator.is_main_process:
-        shutil.rmtree(folder)
-    accelerator.wait_for_everyone()
-    return _Run(config, folder, accelerator, quiet).train(resume)
+        return _Run(config, folder, accelerator, quiet).train(resume)
 
 
-def _is_complete(folder: Path) -> bool:
-    path = folder / "provenance.json"
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("complete"))
-    except FileNotFoundError:  # killed before it was written
-        return False
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+@contextlib.contextmanager
+def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the folder's lock, in the main process for all of them. Errors are those of `lock.hold`, in each process."""
+    with contextlib.ExitStack() as held:
+        refusal = None
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(lock.hold(folder))
+            except OSError as error:
+                refusal = error
+        (refusal,) = broadcast_object_list([refusal])
+        if refusal is not None:
+            raise refusal
+        yield
 
 
 def _check_same(config: TrainConfig, folder: Path) -> None:
@@ -560,17 +588,24 @@ class _Run:
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer.optimizer, config.warmup_steps, config.steps)
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
-        self.checkpoint = folder / "checkpoint.pt"
+        self.checkpoints = Checkpoints(folder, folder / "log.csv")
+        self.sums, self.spent = torch.zeros(4, device=accelerator.device), 0.0  # and seconds, since the last row
 
     def train(self, resume: bool) -> Path:
         config, done, size = self.config, 0, None
-        if resume and self.checkpoint.is_file():
+        if resume and self.checkpoints.exist():
             done, size = self.load_checkpoint()
+        elif resume and self.main:
+            self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*"):
-                leftover.unlink()
-            self.origin = results.provenance() | {"parameters": self.parameters, "complete": False}
+            starts = results.load_provenance(self.folder)["starts"] if resume else []
+            origin = results.provenance()
+            self.origin = origin | {"parameters": self.parameters, "complete": False}
+            self.origin["starts"] = [*starts, origin | {"step": done}]
+            if resume:
+                results.remove_unfinished(self.folder)
+            else:
+                results.remove_run(self.folder)  # not before everything else is known to be right
             results.write_run(self.folder, dataclasses.asdict(config), self.origin)
             self.log = Log(self.folder / "log.csv", size)
             where = f"from step {done} " if done else ""
@@ -580,24 +615,41 @@ class _Run:
             for line in config.remarks():
                 self.say(f"{self.folder.name}  {line}")
         self.done, self.start = done, time.perf_counter()
-        if not done:
-            self.validate(0)
-        self.restart_meters()
-        sums = torch.zeros(4, device=self.accelerator.device)  # since the last row
-        for step in range(done + 1, config.steps + 1):
-            sums += self.step(step)
-            if step % config.log_every == 0 or step == config.steps:
-                self.record(step, sums / ((step - 1) % config.log_every + 1))
-                sums.zero_()
-            if step % config.valid_every == 0 or step == config.steps:
-                self.validate(step)
-            if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-                self.save_checkpoint(step)
-                self.restart_meters()
+        with _Interrupt(self.main and not self.quiet) as interrupt:
+            if not done:
+                self.validate(0)
+            self.restart_meters()
+            self.since -= self.spent
+            for step in range(done + 1, config.steps + 1):
+                self.sums += self.step(step)
+                if step % config.log_every == 0 or step == config.steps:
+                    self.record(step, self.sums / ((step - 1) % config.log_every + 1))
+                    self.sums.zero_()
+                if step % config.valid_every == 0 or step == config.steps:
+                    self.validate(step)
+                if step == config.steps:
+                    break
+                stop = self.stops(step, interrupt.pressed)
+                if stop or (config.checkpoint_every and step % config.checkpoint_every == 0):
+                    self.save_checkpoint(step)
+                    self.restart_meters()
+                if stop:
+                    raise KeyboardInterrupt(
+                        f"interrupted; {self.checkpoints.last} has step {step} of {config.steps}. "
+                        "To go on, give the same command with --resume"
+                    )
         return self.finish()
 
+    def stops(self, step: int, pressed: bool) -> bool:
+        """Whether to stop after this step, since Ctrl-C was pressed. Several processes agree where a row was written."""
+        if self.accelerator.num_processes == 1:
+            return pressed
+        if step % self.config.log_every:
+            return False
+        return bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.accelerator.device)))
+
     def save_checkpoint(self, step: int) -> None:
-        """Replace the run's checkpoint: weights, optimiser, schedule, windows and choices, random state, places."""
+        """Write a checkpoint: weights, optimiser, schedule, windows and choices, random state, places, the row begun."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, optimizer = get_state_dict(self.wrapped, self.optimizer.optimizer, options=options)
         streams = gather_object([self.blocks.state()])
@@ -612,21 +664,15 @@ class _Run:
             "sparse": self.sparse.state(),
             "random": torch.get_rng_state(),
             "streams": streams,
-            "log": self.log.path.stat().st_size,
         }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        results.write_atomically(self.checkpoint, buffer.getbuffer())
+        if step % self.config.log_every:  # one process alone stops between two rows
+            counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.model.ffns]
+            state["row"] = {"sums": self.sums, "counters": counters, "seconds": time.perf_counter() - self.since}
+        self.checkpoints.write(state)
 
     def load_checkpoint(self) -> tuple[int, int]:
-        """Take up the checkpoint; returns its step and the size of the log at that step."""
-        try:
-            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.checkpoint} is damaged or cut short ({type(error).__name__})") from None
-        missing = [name for name in CHECKPOINT if not isinstance(state, dict) or name not in state]
-        if missing:
-            raise ValueError(f"{self.checkpoint} is no checkpoint of this version: it has no {', '.join(missing)}")
+        """Take up the newest whole checkpoint; returns its step and the size of the log at that step."""
+        state = self.checkpoints.read(self.say if self.main else lambda _: None)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         set_state_dict(
             self.wrapped,
@@ -640,11 +686,16 @@ class _Run:
         self.sparse.restore(state["sparse"])
         if len(state["streams"]) != self.accelerator.num_processes:
             raise ValueError(
-                f"{self.checkpoint} was written by {len(state['streams'])} processes; "
+                f"{self.checkpoints.good} was written by {len(state['streams'])} processes; "
                 f"resume with as many, not {self.accelerator.num_processes}"
             )
         self.blocks.restore(state["streams"][self.accelerator.process_index])
         torch.set_rng_state(state["random"])
+        if row := state.get("row"):
+            device = self.accelerator.device
+            self.sums, self.spent = row["sums"].to(device), row["seconds"]
+            for ffn, counters in zip(self.model.ffns, row["counters"], strict=True):
+                ffn.stats.neuron_counts, ffn.stats.histogram = (counts.to(device) for counts in counters)
         return state["step"], state["log"]
 
     def step(self, step: int) -> torch.Tensor:
@@ -756,7 +807,7 @@ class _Run:
             self.model.eval().save_pretrained(self.folder / "model", state_dict=weights)
             self.tokenizer.save_pretrained(self.folder / "model")
             results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})
-            self.checkpoint.unlink(missing_ok=True)
+            self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
         return self.folder
 
@@ -766,6 +817,29 @@ class _Run:
     def say(self, line: str) -> None:
         if not self.quiet:
             print(line, flush=True)
+
+
+class _Interrupt:
+    """While it lasts, the first Ctrl-C is noted in `pressed`, and a second one interrupts as usual."""
+
+    def __init__(self, loud: bool):
+        self.loud, self.pressed, self.before = loud, False, None
+
+    def __enter__(self) -> _Interrupt:
+        if threading.current_thread() is threading.main_thread():  # signals reach this one alone
+            self.before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _press(self, number: int, frame: types.FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        if self.loud:  # not by print, which may be what was interrupted
+            os.write(2, b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n")
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:

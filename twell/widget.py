@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import traitlets
 from matplotlib.figure import Figure
 
 try:
     import anywidget
-except ImportError:
-    raise ImportError("twell.inspect needs the package anywidget: pip install 'twell[notebooks]'") from None
+    import traitlets
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    raise ModuleNotFoundError(f"twell.inspect needs the package {package}: pip install 'twell[notebooks]'") from None
 
 from twell import inspector, plots, results
 from twell.inspector import COLOURS, FILES, SCALES, Side, Source

@@ -1,0 +1,13 @@
+"""The build stops where the link twell/kernels is not what git made it; everything else is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+if not (Path(__file__).parent / "twell" / "kernels" / "ops.py").is_file():
+    raise SystemExit(
+        "twell/kernels is not a link to ../kernels (some programs that unpack archives make a text file of a link), "
+        "so the package would have no kernels: clone the repository with git, or delete twell/kernels and "
+        "run `ln -s ../kernels twell/kernels` (on Windows: copy the folder kernels to twell/kernels)"
+    )
+setup()

@@ -1,0 +1,107 @@
+"""The checkpoints of a run: the last two, so that one is whole whatever happens to the other.
+
+A checkpoint is what `torch.save` writes: a zip file with a CRC-32 of everything in it, which is
+compared before anything is read. It also has the size and the SHA-256 of the run's log at that time.
+Writing a checkpoint keeps the one before as `checkpoint-previous.pt`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from twell import results
+
+LAST, PREVIOUS = results.CHECKPOINTS
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder; `log` is the file whose rows they count."""
+
+    def __init__(self, folder: Path, log: Path):
+        self.last, self.previous, self.log = folder / LAST, folder / PREVIOUS, log
+        self.good: Path | None = None  # the newest that is known to be whole
+
+    def exist(self) -> bool:
+        return self.last.is_file() or self.previous.is_file()
+
+    def write(self, state: dict) -> None:
+        """Write the newest checkpoint. At every moment there is a whole one, and there are at most two."""
+        with open(self.log, "rb+") as log:
+            os.fsync(log.fileno())  # a checkpoint must not outlive the rows that it counts
+        state = state | {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        if self.good == self.last:
+            os.replace(self.last, self.previous)
+            self.good = self.previous
+        else:
+            self.last.unlink(missing_ok=True)  # a damaged one
+        results.write_atomically(self.last, buffer.getbuffer())
+        self.good = self.last
+
+    def read(self, say: Callable[[str], None]) -> dict:
+        """Return the newest whole checkpoint whose log is whole; `say` is told of one that is not.
+
+        Raises ValueError, naming the files and what is wrong with each, when there is none.
+        """
+        problems = []
+        for path in (self.last, self.previous):
+            if not path.is_file():
+                continue
+            try:
+                state = read(path)
+                check_log(self.log, state)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if problems:
+                say(f"{problems[0]}: going on from {path}, step {state['step']}")
+            self.good = path
+            return state
+        raise ValueError(
+            f"{'; '.join(problems)}: the run cannot be resumed; put back a copy, or start again with --overwrite"
+        )
+
+    def remove(self) -> None:
+        """Remove all checkpoints."""
+        self.last.unlink(missing_ok=True)
+        self.previous.unlink(missing_ok=True)
+
+
+FIELDS = "step model optimizer schedule window sparse random streams log".split()
+
+
+def read(path: Path) -> dict:
+    """Read one checkpoint. Raises ValueError when it is not whole, naming the file."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            part = file.testzip()
+        state = torch.load(path, map_location="cpu", weights_only=True) if part is None else None
+    except (PermissionError, MemoryError):
+        raise
+    except Exception as error:  # zipfile and torch have a dozen kinds for it
+        raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
+    if part is not None:
+        raise ValueError(f"{path} is damaged (the CRC-32 of {part} differs)")
+    missing = [name for name in FIELDS if not isinstance(state, dict) or name not in state]
+    if missing:
+        raise ValueError(f"{path} is no checkpoint of a run: it has no {', '.join(missing)}")
+    return state
+
+
+def check_log(path: Path, state: dict) -> None:
+    """Raise ValueError when the beginning of a log is not what a checkpoint saw, naming the file."""
+    rows = path.read_bytes() if path.is_file() else b""
+    size = state["log"]
+    if len(rows) < size:
+        raise ValueError(f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)")
+    expected = state.get("log_sha256")  # checkpoints of older versions have none
+    if expected is not None and hashlib.sha256(rows[:size]).hexdigest() != expected:
+        raise ValueError(f"{path} is damaged: its first {size} bytes are not those that the checkpoint saw")

@@ -1,0 +1,108 @@
+"""One process at a time trains in a run's folder.
+
+The lock is the operating system's lock on the file `train.lock` in the folder. It ends with its
+process, however that ends. So a lock file that a kill left behind holds nobody up, and it does not
+matter who has the process number now. The file says, in JSON and for people, which process holds the
+lock, on which host, and since when.
+
+File systems of a network may not share locks between hosts. So the holder touches the file every BEAT
+seconds. A file that another host wrote is watched for PATIENCE seconds before it counts as left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+from twell.results import LOCK
+
+BEAT, PATIENCE = 5.0, 20.0  # seconds
+
+
+@contextlib.contextmanager
+def hold(folder: str | Path) -> Iterator[None]:
+    """Hold the lock of a run's folder. A folder that is made for it and stays empty is removed.
+
+    Raises FileExistsError, naming the process, when another one holds it.
+    """
+    folder = Path(folder)
+    made = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise _refusal(path) from None
+    ended = threading.Event()
+    try:
+        if _beats_elsewhere(path):
+            raise _refusal(path)
+        _write(path)
+        heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
+        heart.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            heart.join()
+            path.unlink(missing_ok=True)
+    finally:
+        lock.release()
+        if made:
+            with contextlib.suppress(OSError):  # it is not empty: a run is in it
+                folder.rmdir()
+
+
+def _write(path: Path) -> None:
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
+
+
+def _read(path: Path) -> dict:
+    try:
+        holder = json.loads(path.read_text())
+        return holder if isinstance(holder, dict) else {}
+    except (OSError, ValueError):  # it is just being written
+        return {}
+
+
+def _refusal(path: Path) -> FileExistsError:
+    holder = _read(path)
+    number, host, since = (holder.get(name, "?") for name in ("process", "host", "since"))
+    return FileExistsError(
+        f"{path.parent} is held by process {number} on {host}, since {since} ({path}): "
+        "wait for it, or choose another folder"
+    )
+
+
+def _beats_elsewhere(path: Path) -> bool:
+    """Whether a process of another host touches the file."""
+    if _read(path).get("host", socket.gethostname()) == socket.gethostname():
+        return False
+    first, end = _touched(path), time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        time.sleep(min(BEAT, PATIENCE) / 5)
+        if _touched(path) != first:
+            return True
+    return False
+
+
+def _touched(path: Path) -> int:
+    with open(path, "rb") as file:  # network file systems look at a file anew when it is opened
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(path)
