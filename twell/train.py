@@ -141,6 +141,13 @@ class TrainConfig:
                 f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
                 f"{self.hidden_size // self.num_heads}; rotary positions need an even number"
             )
+        if self.seed >= 2**32:
+            raise ValueError(f"seed is {self.seed}; it has to be below 2^32")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be 0 or more and below 1")
+        if not 0 <= self.adam_epsilon < math.inf:
+            raise ValueError(f"adam_epsilon is {self.adam_epsilon}; it has to be a finite number, 0 or more")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch is {self.micro_batch}; it has to be 1 or more, or null")
         if self.valid_tokens < self.context:
@@ -425,8 +432,9 @@ def train(
     folder = Path(folder)
     if resume and overwrite:
         raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; a run is a folder")
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        kind = "a file" if folder.exists() else "a link to nothing"
+        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
