@@ -610,11 +610,11 @@ MISTAKES = {
     ),
     "a compressed file to write": (
         lambda p: p.evaluate("--out", str(p.folder / "new.json.xz")),
-        r"--out is '.*new\.json\.xz'; an evaluation is written to a file that ends in \.json",
+        r"--out is '.*new\.json\.xz'; give a file that ends in \.json",
     ),
     "another kind of file": (
         lambda p: p.evaluate("--out", str(p.folder / "deep" / "new")),
-        r"--out is '.*new'; an evaluation is written to a file that ends in \.json",
+        r"--out is '.*new'; give a file that ends in \.json",
     ),
     "a folder": (
         lambda p: p.evaluate("--out", str(p.data)),

@@ -69,6 +69,16 @@ def test_of_another_host_counts_what_is_touched(tmp_path, monkeypatch):
         assert path.stat().st_mtime_ns > first  # it beats
 
 
+def test_a_holder_that_has_just_begun_is_named(tmp_path):
+    with lock.hold(tmp_path):
+        path = tmp_path / "train.lock"
+        text = path.read_text()
+        path.write_text("")
+        threading.Timer(0.2, path.write_text, [text]).start()
+        with pytest.raises(FileExistsError, match=f"held by process {os.getpid()}"), lock.hold(tmp_path):
+            pass
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"process": 3}'])
 def test_an_unreadable_lock_file_holds_nobody_up(tmp_path, text):
     (tmp_path / "train.lock").write_text(text)

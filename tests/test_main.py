@@ -109,6 +109,21 @@ MISTAKES = {
     "rope_theta below 0": (lambda p: p.train("rope_theta=-1"), r"rope_theta is -1\.0; it has to be more than 0"),
     "rope_theta of 0": (lambda p: p.train("rope_theta=0"), r"rope_theta is 0\.0; it has to be more than 0"),
     "rope_theta not a number": (lambda p: p.train("rope_theta=.nan"), r"rope_theta is nan; it has to be more than 0"),
+    "a seed that numpy cannot take": (lambda p: p.train("seed=4294967296"), r"seed is 4294967296; .* below 2\^32"),
+    "a beta above 1": (lambda p: p.train("adam_beta1=2"), r"adam_beta1 is 2\.0; it has to be from 0 to less than 1"),
+    "a negative epsilon": (lambda p: p.train("adam_epsilon=-1"), r"adam_epsilon is -1\.0; it has to be more than 0"),
+    "a trace over weights": (
+        lambda p: [*p.trace()[:-1], str(p.run / "model" / "model.safetensors")],
+        r"--out is \S*model\.safetensors'; give a file that ends in \.npz",
+    ),
+    "a page over a text": (
+        lambda p: [*p.inspect("ba de")[:-1], str(p.text)],
+        r"--out is \S*text\.jsonl'; give a file that ends in \.html",
+    ),
+    "a calibration over a configuration": (
+        lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "config.yaml")],
+        r"--out is \S*config\.yaml'; give a file that ends in \.json",
+    ),
     "context of one": (lambda p: p.train("context=1"), r"context is 1; it has to be at least 2"),
     "endless learning rate": (
         lambda p: p.train("learning_rate=.inf"),
@@ -413,6 +428,19 @@ def test_a_run_goes_to_the_folder_runs_unless_another_is_given(place, monkeypatc
     made = {path.relative_to(place.folder).parts[:2] for path in set(contents(place.folder)) - set(before)}
     assert made == {("runs", "quick-l1-0-seed-7")}
     assert main(["runs"]) == 0
+
+
+def test_a_link_to_nothing_is_no_folder(place, capsys):
+    (place.folder / "new").symlink_to("nowhere")
+    assert main(place.train()) == 2
+    one_line(capsys, r"new is a link to nothing; a run is a folder", "train")
+    assert not (place.folder / "nowhere").exists()
+
+
+def test_nobody_reading_on_is_no_error(tiny_run):
+    command = f"{sys.executable} -m twell runs {tiny_run.parent} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=results.root(), capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_commands_say_what_they_did(place, capsys):

@@ -1,5 +1,8 @@
 import json
 import lzma
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -145,6 +148,19 @@ def test_rows_are_kept_with_their_provenance(tmp_path):
     with pytest.raises(ValueError, match="provenance without commit"):
         results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin | {"commit": None})
     assert not (tmp_path / "b.csv").exists()
+
+
+def test_rows_that_two_processes_append_are_all_kept(tmp_path):
+    code = (
+        "import sys; from twell import results\n"
+        "origin = {'device': 'a', 'versions': {'b': '1'}, 'commit': 'c', 'command': 'd', 'date': 'e'}\n"
+        "for n in range(40): results.append_rows(sys.argv[1], [{'n': n}], origin)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a.csv")]
+    environment = os.environ | {"PYTHONPATH": str(results.root())}
+    processes = [subprocess.Popen(command, env=environment) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert sorted(results.pd.read_csv(tmp_path / "a.csv")["n"]) == sorted([*range(40)] * 3)
 
 
 def test_evaluations_are_kept_with_their_provenance(tmp_path):

@@ -867,7 +867,7 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
             train(config, tmp_path / "run", resume=True, quiet=True)
     for text in ("", "[1]"):
         provenance.write_text(text)
-        with pytest.raises(ValueError, match=r"provenance\.json is damaged: "):
+        with pytest.raises(ValueError, match=r"provenance\.json is n"):
             train(config, tmp_path / "run", resume=True, quiet=True)
 
 

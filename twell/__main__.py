@@ -278,6 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `twell runs | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except Exception as error:
         if not _is_bad_input(error):
             raise
@@ -340,8 +344,7 @@ def _trace(options: argparse.Namespace) -> None:
 
     if not options.aggregate and (options.tokens, options.max_bytes) != (None, None):
         raise ValueError("--tokens and --max-bytes belong to --aggregate; a trace keeps everything")
-    if options.out.is_dir():
-        raise IsADirectoryError(f"{options.out} is a folder; --out is the .npz file to write")
+    _check_out(options.out, ".npz")
     options.out.parent.mkdir(parents=True, exist_ok=True)  # a mistake here should show before the work, not after it
     text = _text(options)
     if options.aggregate:
@@ -359,6 +362,14 @@ def _trace(options: argparse.Namespace) -> None:
         print(f"to stay under {found.meta['max_bytes']} bytes: {name} {found.meta['kept'][name]} instead of {wanted}")
 
 
+def _check_out(path: Path, ending: str) -> None:
+    """Refuse a folder, and a file of another kind: a slip must not replace weights or a text."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; --out is the {ending} file to write")
+    if path.suffix != ending:
+        raise ValueError(f"--out is {str(path)!r}; give a file that ends in {ending}")
+
+
 def _text(options: argparse.Namespace) -> str | None:
     """What --file holds, or the text that was given."""
     return _read(options.file) if options.file else options.text
@@ -371,8 +382,7 @@ def _inspect(options: argparse.Namespace) -> None:
         raise ValueError(
             "give a text, or --file with one" if options.text is None else "give a text or --file, not both"
         )
-    if options.out.is_dir():
-        raise IsADirectoryError(f"{options.out} is a folder; --out is the .html file to write")
+    _check_out(options.out, ".html")
     text = _text(options)
     if not text:
         raise ValueError("the text is empty; give at least one character")
@@ -543,6 +553,7 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
         if options.out is None and results.is_recorded(folder):
             raise ValueError(f"{folder} is recorded data; --out {out} writes there all the same")
     out = options.out or out
+    _check_out(out, ".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)  # saved, should training fail
     training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
@@ -601,10 +612,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         named += [given for given in (options.backend, options.dtype) if given]
         named += [f"limit-{options.limit}"] if options.limit else []
         out = EVALUATIONS / f"{'-'.join(named)}.json"
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a folder; --out is the .json file to write")
-    if out.suffix != ".json":
-        raise ValueError(f"--out is {str(out)!r}; an evaluation is written to a file that ends in .json")
+    _check_out(out, ".json")
     if results.kept(out).exists() and not options.overwrite:
         raise FileExistsError(
             f"{results.kept(out)} already holds an evaluation; choose another --out, or --overwrite it"

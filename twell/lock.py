@@ -77,7 +77,10 @@ def _read(path: Path) -> dict:
 
 
 def _refusal(path: Path) -> FileExistsError:
-    holder = _read(path)
+    for _ in range(20):  # a second: the holder may just have begun
+        if holder := _read(path):
+            break
+        time.sleep(0.05)
     number, host, since = (holder.get(name, "?") for name in ("process", "host", "since"))
     return FileExistsError(
         f"{path.parent} is held by process {number} on {host}, since {since} ({path}): "

@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import filelock
 import pandas as pd
 import yaml
 
@@ -205,12 +206,16 @@ def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
     where["versions"] = "; ".join(f"{name} {version}" for name, version in origin["versions"].items())
     table = pd.DataFrame([row | where for row in rows])
     path = Path(path)
-    if path.is_file():
-        before = pd.read_csv(path)
-        if list(before.columns) != list(table.columns):
-            raise ValueError(f"{path} has the columns {list(before.columns)}; these rows have {list(table.columns)}")
-        table = pd.concat([before, table], ignore_index=True)
-    write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_name(f".{path.name}.lock")):  # two processes may append at once
+        if path.is_file():
+            before = pd.read_csv(path)
+            if list(before.columns) != list(table.columns):
+                raise ValueError(
+                    f"{path} has the columns {list(before.columns)}; these rows have {list(table.columns)}"
+                )
+            table = pd.concat([before, table], ignore_index=True)
+        write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
 
 
 def _check_provenance(origin: dict) -> None:

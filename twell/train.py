@@ -481,8 +481,9 @@ def train(
     folder = Path(folder)
     if resume and overwrite:
         raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; a run is a folder")
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        kind = "a file" if folder.exists() else "a link to nothing"
+        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
