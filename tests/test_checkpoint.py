@@ -11,7 +11,8 @@ from twell.checkpoint import Checkpoints
 
 
 def state(step):
-    return {"step": step, "model": {"w": torch.arange(3000.0)}, "optimizer": {"lr": 0.1}}
+    rest = dict.fromkeys(("schedule", "window", "sparse", "random", "streams"), 0)
+    return {"step": step, "model": {"w": torch.arange(3000.0)}, "optimizer": {"lr": 0.1}, **rest}
 
 
 @pytest.fixture

@@ -1070,7 +1070,6 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
 
 def test_a_weight_in_both_layouts_is_refused(tmp_path):
     published(tmp_path, "llama")
-    name = "model.layers.1.mlp.down_proj.weight"
     turned = {"model.layers.1.mlp.down_weight": torch.ones(84, 32, dtype=torch.bfloat16)}
     change_tensors(tmp_path, lambda tensors: tensors.update(turned))
     with pytest.raises(ValueError, match="would be one weight twice"):
