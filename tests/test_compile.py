@@ -74,9 +74,12 @@ KERNELS = {
 GRID = (2**31 - 1, 65_535, 65_535)
 
 # Layers [tokens, neurons, hidden size], M N and M K above 2^31: wide ones, and one of many tokens.
-# Each tensor fits a device of 192 GB.
+# Larger ones do not fit a device.
 INFERENCE = ((2**22, 65_536, 4096), (2**20, 65_536, 16_384), (2**28, 64, 16))
-TRAINING = ((2**19, 65_536, 16_384), (2**21, 16_384, 4096), (2**28, 64, 16))
+TRAINING = {
+    "training": ((3 * 2**19, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
+    "hybrid": ((2**21, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
+}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
 BOUNDED = {
     ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
@@ -457,12 +460,13 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
                 decode.ffn(x[:few], *tensors, activity=activity)
             rowwise.ffn(x, *tensors, 8)
             dense.ffn(x, *tensors)
-    for num_tokens, intermediate_size, hidden_size in TRAINING:
-        x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
-        mask = empty(num_tokens, dtype=torch.bool)
-        for gated in (True, False):
-            tensors = layer(intermediate_size, hidden_size, gated)
-            for path, capacity in ((training, (ops.MAX_ENTRIES - 1) // num_tokens), (hybrid, 512)):
+    for path in (training, hybrid):
+        for num_tokens, intermediate_size, hidden_size in TRAINING[path.__name__.split(".")[-1]]:
+            x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
+            mask = empty(num_tokens, dtype=torch.bool)
+            capacity = (ops.MAX_ENTRIES - 1) // num_tokens if path is training else 512
+            for gated in (True, False):
+                tensors = layer(intermediate_size, hidden_size, gated)
                 _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
                 needs = [t is not None for t in (x, *tensors[:5])]
                 path.backward(x, *tensors[:5], path.Saved(*saved), x, dl1, needs)
@@ -474,8 +478,8 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
         pack._scatter(values, indices, counts, matrix, num_columns // tile, 1)
         words = pack._pack(matrix, tile, 1, words=True)
         pack._scatter(words, words, words, matrix, num_columns // tile, 1)
-    for num_tokens, block_m in ((2**23, 64), (2**17, 1)):
-        matrix = empty(num_tokens, 4096)
+    for num_tokens, num_columns, block_m in ((2**23, 4096, 64), (2**17, 65_536, 1)):
+        matrix = empty(num_tokens, num_columns)
         try:
             pack.to_union(matrix, block_m)
         except NotImplementedError:
