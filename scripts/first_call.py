@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from twell import SparseFFN, measure, results
+from twell import SparseFFN, SparseTraining, measure, results
 from twell.measure_model import Sides, forward, random_model, relative
 
 LAYER = {"hidden_size": 2048, "intermediate_size": 5632, "active": 29.0}
@@ -67,9 +67,13 @@ def layer(what: str, provider: str, tokens: int) -> dict:
         ffn.compile(fullgraph=True, dynamic=False)
     exact = measure.Exact.of(x, tuple(weights))
 
+    sparse = SparseTraining(ffn)
+
     def step() -> torch.Tensor:
-        y = ffn(x)
-        y.backward(y.detach())
+        for _ in sparse.attempts():
+            ffn.zero_grad()
+            y = ffn(x)
+            y.backward(y.detach())
         return y.detach()
 
     @torch.no_grad()
