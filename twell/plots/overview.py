@@ -75,8 +75,7 @@ def _models(ax, scale: pd.DataFrame) -> None:
     ax.set(xlabel="model", ylabel="tokens/s over dense (%)", ylim=(-5, 62))
     ax.set_title("Whole models are faster", fontsize=8)
     handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
-        for _, colour, marker, label in kinds
+        Line2D([], [], color=colour, marker=marker, markersize=4, label=label) for _, colour, marker, label in kinds
     ]
     handles += [
         Line2D([], [], color="0.3", label="ours, H200"),
