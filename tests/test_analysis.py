@@ -129,8 +129,8 @@ def test_passage():
         analysis.passage(trace, 9, 5)
 
 
-def test_firing_lists_the_active_neurons_of_some_tokens(traced):
-    trace, mask = traced
+def test_firing_lists_the_active_neurons_of_some_tokens():
+    trace, mask = make_trace(secrets.randbits(32))
     table = analysis.firing(trace, 0, 1, 2)
     active = mask[0, 1:3]
     assert table[["place", "neuron"]].to_numpy().tolist() == np.argwhere(active).tolist()
