@@ -1581,7 +1581,8 @@ def test_evaluations_say_what_is_near_chance():
     scores["piqa"] |= {"acc,none": 0.4799, "perplexity,none": 7.0, "perplexity_stderr,none": 0.1}
     scores["paper7"] = {"sample_len": 2, "acc,none": 0.9, "acc_stderr,none": "N/A"}
     scores["own"] = {"sample_len": 2, "acc,strict": 0.9, "acc_stderr,strict": 0.1}
-    record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}}
+    scores["two"] = {"sample_len": 2, "acc,none": 0.0, "acc_stderr,none": 0.0}  # two wrong answers say nothing
+    record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}, "two": {"chance": 0.5}}
     table = analysis.evaluations([record, evaluation("other", training_tokens=None, tasks=("piqa",))])
     columns = ["task", "metric", "accuracy", "verdict"]
     assert table[columns].to_numpy().tolist() == [
@@ -1590,11 +1591,12 @@ def test_evaluations_say_what_is_near_chance():
         ["piqa", "acc", 0.4799, "below chance"],
         ["paper7", "acc", 0.9, ""],
         ["own", "acc", 0.9, ""],
+        ["two", "acc", 0.0, ""],
         ["piqa", "acc", 0.5, "near chance"],
     ]
-    assert table["l1_coefficient"].tolist() == [2e-3] * 5 + [0]
-    assert table["items"].tolist() == [100, 100, 100, 2, 2, 100]
-    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][5])
+    assert table["l1_coefficient"].tolist() == [2e-3] * 6 + [0]
+    assert table["items"].tolist() == [100, 100, 100, 2, 2, 2, 100]
+    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][6])
 
 
 def test_training_tokens_are_those_of_the_same_weights():

@@ -582,7 +582,8 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text. Raises ValueError for one that is empty or has lone surrogates."""
-    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False).input_ids
+    # verbose=False: the length is no reason to warn, `cut` takes texts of any.
+    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False, verbose=False).input_ids
     if not ids:
         raise ValueError("the text is empty; give at least one character")
     return ids
