@@ -265,8 +265,9 @@ def remove_run(folder: str | Path) -> None:
     for pattern in MODEL_FILES:
         for path in (folder / "model").glob(pattern):
             path.unlink()
-    if (folder / "model").is_dir() and not any((folder / "model").iterdir()):
-        (folder / "model").rmdir()
+    model = folder / "model"
+    if model.is_dir() and not model.is_symlink() and not any(model.iterdir()):
+        model.rmdir()
 
 
 def remove_unfinished(folder: str | Path) -> None:

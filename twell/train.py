@@ -23,6 +23,7 @@ import csv
 import dataclasses
 import difflib
 import functools
+import hashlib
 import io
 import math
 import os
@@ -383,7 +384,9 @@ class Log:
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
             writer.writerows([step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            # "a" would write a deleted log anew, without its head.
+            with open(self.path, "r+", encoding="utf-8") as file:
+                file.seek(0, os.SEEK_END)
                 file.write(text.getvalue())
         except OSError as error:  # the system names no file when the disk is full
             raise OSError(error.errno, f"{self.path} could not be written: {error.strerror}") from None
@@ -492,9 +495,8 @@ def train(
         accelerator.wait_for_everyone()  # every process looks before the first one writes
         if state == "else":
             missing = ", ".join(results.missing_of_run(folder))
-            raise FileExistsError(
-                f"{folder} is no run (it has no {missing}), so it is left alone: choose another folder"
-            )
+            remedy = "put back a copy of it" if resume else "choose another folder"
+            raise FileExistsError(f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}")
         if state == "nothing" and resume:
             raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
         if state != "nothing" and not (resume or overwrite):
@@ -523,11 +525,46 @@ def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _check_same(config: TrainConfig, folder: Path) -> None:
-    before = dataclasses.asdict(TrainConfig.load(folder / "config.yaml"))
+    if changed := _changes(dataclasses.asdict(TrainConfig.load(folder / "config.yaml")), config):
+        raise ValueError(f"{folder} holds a run of another configuration: {changed}")
+
+
+def _changes(before: dict, config: TrainConfig) -> str:
+    """The fields that differ from those before, with both values. Fields that were not there before are passed over."""
     now = dataclasses.asdict(config)
-    changed = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in now if now[name] != before[name]]
-    if changed:
-        raise ValueError(f"{folder} holds a run of another configuration: {'; '.join(changed)}")
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+
+
+def text_hashes(config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks) -> dict[str, str]:
+    """Return the SHA-256 of a run's tokens: of the validation part, and of the training part unless it is a stream."""
+    tokens = {"validation": valid.tokens[: config.valid_tokens]}
+    if isinstance(blocks, corpus.Blocks):
+        tokens["training"] = blocks.tokens
+    return {part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest() for part, array in tokens.items()}
+
+
+def run_text(
+    run: str | Path, valid_tokens: int | None = None
+) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
+    """Return a run's tokenizer, training blocks and validation blocks, optionally of more validation tokens.
+
+    Raises ValueError when the text has changed since the run started.
+    """
+    config = TrainConfig.load(Path(run) / "config.yaml")
+    longer = config if valid_tokens is None else dataclasses.replace(config, valid_tokens=valid_tokens)
+    tokenizer, blocks, valid = longer.prepare_text()
+    _check_text(run, text_hashes(config, blocks, valid))
+    return tokenizer, blocks, valid
+
+
+def _check_text(run: str | Path, hashes: dict[str, str]) -> None:
+    expected = results.load_provenance(run).get("text_sha256") or {}  # older versions wrote none
+    if changed := [part for part in hashes if hashes[part] != expected.get(part, hashes[part])]:
+        raise ValueError(
+            f"the text of {run} has changed since the run started: its {' and '.join(changed)} tokens are others; "
+            "put back the text that config.yaml names, or train a new run"
+        )
 
 
 def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
@@ -555,6 +592,7 @@ class _Run:
             self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
                 accelerator.process_index, accelerator.num_processes
             )
+        self.text = text_hashes(config, self.blocks, self.valid_blocks)
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         # The kernels store weights in an order of their own, which would take random numbers in another order.
         self.model = SparseLlamaForCausalLM(dataclasses.replace(config, backend="dense").model_config(**ends))
@@ -595,13 +633,14 @@ class _Run:
     def train(self, resume: bool) -> Path:
         config, done, size = self.config, 0, None
         if resume and self.checkpoints.exist():
+            _check_text(self.folder, self.text)
             done, size = self.load_checkpoint()
         elif resume and self.main:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
             starts = results.load_provenance(self.folder)["starts"] if resume else []
             origin = results.provenance()
-            self.origin = origin | {"parameters": self.parameters, "complete": False}
+            self.origin = origin | {"parameters": self.parameters, "complete": False, "text_sha256": self.text}
             self.origin["starts"] = [*starts, origin | {"step": done}]
             if resume:
                 results.remove_unfinished(self.folder)
@@ -658,6 +697,7 @@ class _Run:
             return
         state = {
             "step": step,  # and so the place in the text
+            "config": dataclasses.asdict(self.config),
             "model": weights,
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
@@ -674,6 +714,11 @@ class _Run:
     def load_checkpoint(self) -> tuple[int, int]:
         """Take up the newest whole checkpoint; returns its step and the size of the log at that step."""
         state = self.checkpoints.read(self.say if self.main else lambda _: None)
+        if changed := _changes(state.get("config", {}), self.config):  # older versions wrote no configuration
+            raise ValueError(
+                f"{self.checkpoints.good} was written with another configuration: {changed}; "
+                "set it back in config.yaml, or train a new run"
+            )
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         set_state_dict(
             self.wrapped,
