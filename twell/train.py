@@ -60,7 +60,7 @@ from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmu
 from twell import corpus, lock, results
 from twell.checkpoint import Checkpoints
 from twell.ffn import summarize_activity
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, sparse_ffns
+from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, save, silence, sparse_ffns
 from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -850,8 +850,7 @@ class _Run:
         if self.main:
             # What computed it is no part of a model, and kernels are not for fp32.
             self.model.config.ffn_backend = "dense"
-            self.model.eval().save_pretrained(self.folder / "model", state_dict=weights)
-            self.tokenizer.save_pretrained(self.folder / "model")
+            save(self.model.eval(), self.tokenizer, self.folder / "model", state_dict=weights)
             results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})
             self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
