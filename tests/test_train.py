@@ -360,6 +360,9 @@ def test_divergence_is_said(tiny_config, tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
         train(dataclasses.replace(tiny_config, learning_rate=1e30, tokens=8192), tmp_path / "run", quiet=True)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
+    fields = r"l1_coefficient \(now 0\.01\) or weight_decay \(now 1e\+300\)"
+    with pytest.raises(FloatingPointError, match=rf"lower learning_rate \(now 0\.005\) or {fields}"):
+        train(dataclasses.replace(tiny_config, weight_decay=1e300), tmp_path / "other", quiet=True)
 
 
 def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import dis
 import functools
+import io
 import os
 import sys
 import traceback
@@ -275,10 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
     options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that it cannot print must not end a training
+            stream.reconfigure(errors="backslashreplace")
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
     except BrokenPipeError:  # of `twell runs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -290,6 +295,8 @@ def main(arguments: list[str] | None = None) -> int:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.errno and error.filename is None:
             text = error.strerror
+        if _lacks_memory(error):
+            text = f"not enough memory: lower the sizes ({text})" if str(text) else "not enough memory: lower the sizes"
         print(f"twell {options.command}: {' '.join(str(text).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -303,8 +310,8 @@ def _is_bad_input(error: Exception) -> bool:
 
     What Python or a library raises on its own, within the same classes, is a fault of ours.
     """
-    if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True  # the last is torch's, of a GPU
+    if isinstance(error, OSError) or _lacks_memory(error):
+        return True
     if isinstance(error, ModuleNotFoundError) and error.name:
         return error.name.partition(".")[0] != __package__
     last = error.__traceback__
@@ -313,6 +320,12 @@ def _is_bad_input(error: Exception) -> bool:
     code = last.tb_frame.f_code
     raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return raised and Path(code.co_filename).is_relative_to(Path(__file__).parent)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether memory ran out: torch has a class of its own for a GPU, and for the CPU a RuntimeError."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or on_cpu
 
 
 def _quiet_libraries() -> None:
@@ -334,8 +347,9 @@ def _train(options: argparse.Namespace) -> None:
     if distributed.is_initialized():
         # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
         # two CPU processes), so it ends at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(0)
 
 

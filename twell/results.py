@@ -289,6 +289,12 @@ def load_provenance(folder: str | Path) -> dict:
         raise ValueError(f"{path} is not JSON: {error}; put back a copy of it") from None
     if not isinstance(origin, dict):
         raise ValueError(f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}")
+    missing = [field for field in PROVENANCE_FIELDS if field not in origin]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; put back a copy of it")
+    starts = origin.get("starts", [])
+    if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
+        raise ValueError(f"{path}: starts is {starts!r}; expected a list of JSON objects: put back a copy of it")
     only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
     return origin | {"starts": origin.get("starts") or [only]}
 
@@ -327,6 +333,7 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         origin = load_provenance(folder)
+        log = load_log(log_path(folder))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -335,7 +342,7 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
-    return row, load_log(log_path(folder))
+    return row, log
 
 
 def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -345,7 +352,10 @@ def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> 
     tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or returns two
     tables without rows if none is `required`.
     """
-    folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
+    try:
+        folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}") from None
     if not folders and not required:
         nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype({"complete": bool})
         return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])

@@ -237,7 +237,7 @@ class TrainConfig:
             given[key] = override
             try:
                 fields[key] = yaml.safe_load(value)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
                 raise ValueError(f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]") from None
         for key in fields:
             if key not in _TYPES:
@@ -329,7 +329,7 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
@@ -786,9 +786,7 @@ class _Run:
         dead = self.window.add([counts for counts, _ in taken], steps * config.batch_tokens)
         loss, cross_entropy, l1, norm = means.tolist()
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}; lower learning_rate (now {config.learning_rate})"
-            )
+            raise FloatingPointError(f"the loss is {loss} at step {step}; {self.remedy()}")
         now = time.perf_counter()
         layers = [summarize_activity(*pair) for pair in taken]
         values = {
@@ -819,6 +817,12 @@ class _Run:
             )
         self.restart_meters()
 
+    def remedy(self) -> str:
+        """Say which fields can make a run diverge."""
+        names = "learning_rate", "l1_coefficient", "weight_decay"
+        values = [f"{name} (now {value})" for name in names if (value := getattr(self.config, name))]
+        return f"lower {' or '.join(values)}"
+
     def restart_meters(self) -> None:
         """Speed and memory that are logged next count from now: they are those of training alone."""
         self.since = time.perf_counter()
@@ -831,10 +835,7 @@ class _Run:
         with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
         if not math.isfinite(found["cross_entropy"]):  # the last step may be the one that diverges
-            raise FloatingPointError(
-                f"the validation loss is {found['cross_entropy']} at step {step}; "
-                f"lower learning_rate (now {self.config.learning_rate})"
-            )
+            raise FloatingPointError(f"the validation loss is {found['cross_entropy']} at step {step}; {self.remedy()}")
         values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
