@@ -124,6 +124,14 @@ MISTAKES = {
         lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "config.yaml")],
         r"--out is \S*config\.yaml'; give a file that ends in \.json",
     ),
+    "a calibration over a model's configuration": (
+        lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "model" / "config.json")],
+        r"config\.json belongs to a run or a model; give another --out",
+    ),
+    "an evaluation over a run's provenance": (
+        lambda p: ["evaluate", str(p.run), "--overwrite", "--out", str(p.run / "provenance.json")],
+        r"provenance\.json belongs to a run or a model; give another --out",
+    ),
     "context of one": (lambda p: p.train("context=1"), r"context is 1; it has to be at least 2"),
     "endless learning rate": (
         lambda p: p.train("learning_rate=.inf"),

@@ -378,10 +378,14 @@ def _trace(options: argparse.Namespace) -> None:
 
 def _check_out(path: Path, ending: str) -> None:
     """Refuse a folder, and a file of another kind: a slip must not replace weights or a text."""
+    from twell import results
+
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; --out is the {ending} file to write")
     if path.suffix != ending:
         raise ValueError(f"--out is {str(path)!r}; give a file that ends in {ending}")
+    if path.name in results.KEPT_FILES and path.exists():
+        raise FileExistsError(f"{path} belongs to a run or a model; give another --out")
 
 
 def _text(options: argparse.Namespace) -> str | None:

@@ -45,6 +45,8 @@ MODEL_FILES = (
     *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     "calibration.json",
 )
+# The files among them that only a training or an export writes.
+KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
