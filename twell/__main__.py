@@ -306,9 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether an error is about what was given: files and packages, or what a `raise` in this package says.
+    """Return whether bad input caused an error: a file, a package, or a `raise` in this package.
 
-    What Python or a library raises on its own, within the same classes, is a fault of ours.
+    Errors of the same classes that Python or a library raises are faults of ours.
     """
     if isinstance(error, OSError) or _lacks_memory(error):
         return True
@@ -323,7 +323,7 @@ def _is_bad_input(error: Exception) -> bool:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether memory ran out: torch has a class of its own for a GPU, and for the CPU a RuntimeError."""
+    """Return whether memory ran out. torch raises OutOfMemoryError for a GPU, and RuntimeError for the CPU."""
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or on_cpu
 

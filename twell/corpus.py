@@ -95,7 +95,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def checked_text(text: str, name: str) -> str:
-    """Return the text. Raises ValueError when UTF-8 cannot hold it, which tokenizers are given, by its `name`."""
+    """Return the text. Raises ValueError, with its `name`, for a lone surrogate, which tokenizers refuse."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -220,7 +220,7 @@ def prepare(
 
 
 def _cached(folder: Path) -> Corpus:
-    """What `_tokenize` wrote. Raises ValueError naming a file that is not as it was written."""
+    """Read the files that `_tokenize` wrote. Raises ValueError naming a damaged one."""
     again = f"delete the folder {folder}, and the text is tokenised again"
     sums = folder / CHECKSUMS
     try:

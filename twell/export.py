@@ -116,7 +116,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
             meta = results.provenance() | {"run": row["run"], "l1_coefficient": row["l1_coefficient"]}
             trace.aggregate(model, tokenizer, trace.cut(ids, model), meta=meta).save(out / AGGREGATE)
         for path in out.iterdir():
-            path.chmod(0o644)  # safetensors are made for their owner alone
+            path.chmod(0o644)  # safetensors lets only the owner read
     except BaseException:
         shutil.rmtree(out)
         raise
@@ -174,13 +174,13 @@ def _card(
 
 
 def _levels(row: dict) -> str:
-    """The L1 coefficient of a run, or those of its layers."""
+    """Return the L1 coefficient of a run, or one for each layer."""
     level = row["l1_coefficient"]
     return ", ".join(f"{one:g}" for one in (level if isinstance(level, list) else [level]))
 
 
 def _portable(command: str) -> str:
-    """A command without the paths of this machine: from where it was given, or their last part alone."""
+    """Return a command whose absolute paths are relative to the working folder, or cut to their last part."""
     words = []
     for word in shlex.split(command):
         option, equals, value = word.rpartition("=")
@@ -192,6 +192,6 @@ def _portable(command: str) -> str:
 
 
 def _resumed(starts: list[dict]) -> str:
-    """Where a run went on after its first start, and by which code."""
+    """Return the step, device and commit of each resume, as words for the card."""
     parts = [f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]]
     return ", resumed" + " and".join(parts) if parts else ""

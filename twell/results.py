@@ -6,7 +6,8 @@ versions, commit and command that made it. This module is a leaf; it imports not
 A run folder holds
     config.yaml       every field of the configuration, defaults included
     provenance.json   device, versions, commit, command and date of the last start; `starts`: the same of
-                      every start, with the step that it went on from; whether the run is complete
+                      every start, with the step that it went on from; the SHA-256 of the tokens; whether the
+                      run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
                       kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
@@ -38,7 +39,7 @@ LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 LOCK = "train.lock"
 CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
-# Every name in a run's folder that is ours to replace or to delete.
+# Only files of these names are replaced or deleted in a run's folder.
 RUN_FILES = ("config.yaml", "provenance.json", "log.csv", "log.csv.xz", *CHECKPOINTS, "aggregate.npz")
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
@@ -253,13 +254,13 @@ def run_state(folder: str | Path) -> str:
 
 
 def missing_of_run(folder: str | Path) -> list[str]:
-    """Return the files that a run has and this folder has not."""
+    """Return the files of a run that this folder lacks."""
     paths = [Path(folder) / "config.yaml", Path(folder) / "provenance.json", log_path(folder)]
     return [path.name for path in paths if not path.is_file()]
 
 
 def remove_run(folder: str | Path) -> None:
-    """Delete a run's files by their names, and what is left unfinished of them. All other files stay."""
+    """Delete a run's files by their names, and its unfinished files. All other files stay."""
     folder = Path(folder)
     remove_unfinished(folder)
     for path in [folder / name for name in RUN_FILES]:
@@ -273,14 +274,14 @@ def remove_run(folder: str | Path) -> None:
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Delete what a killed process left unfinished of a run's files."""
+    """Delete the unfinished files of a run, which a killed process left."""
     for name in RUN_FILES:
         for path in Path(folder).glob(f".{name}.????????{UNFINISHED}"):
             path.unlink()
 
 
 def load_provenance(folder: str | Path) -> dict:
-    """Read a run's provenance. `starts` has an entry for each start; in a file without it, for the one it tells of.
+    """Read a run's provenance. `starts` has an entry for each start; a file of an older version gets one entry.
 
     Raises ValueError naming the file when it cannot be read.
     """

@@ -317,7 +317,7 @@ def _coerce(name: str, kind: type, value):
 
 
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
-    """The fields of a file and of its bases; `above` are the files that named it as theirs."""
+    """Return the fields of a file and of its bases. `above` lists the files that led to it."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
@@ -510,7 +510,7 @@ def train(
 
 @contextlib.contextmanager
 def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the folder's lock, in the main process for all of them. Errors are those of `lock.hold`, in each process."""
+    """Let the main process hold the folder's lock. Every process raises the errors of `lock.hold`."""
     with contextlib.ExitStack() as held:
         refusal = None
         if accelerator.is_main_process:
@@ -530,7 +530,7 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
 
 
 def _changes(before: dict, config: TrainConfig) -> str:
-    """The fields that differ from those before, with both values. Fields that were not there before are passed over."""
+    """Return the changed fields with both values. Fields that are new since then count as unchanged."""
     now = dataclasses.asdict(config)
     changed = [name for name in now if name in before and now[name] != before[name]]
     return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
@@ -562,7 +562,7 @@ def _check_text(run: str | Path, hashes: dict[str, str]) -> None:
     expected = results.load_provenance(run).get("text_sha256") or {}  # older versions wrote none
     if changed := [part for part in hashes if hashes[part] != expected.get(part, hashes[part])]:
         raise ValueError(
-            f"the text of {run} has changed since the run started: its {' and '.join(changed)} tokens are others; "
+            f"the text of {run} has changed since the run started: its {' and '.join(changed)} tokens differ; "
             "put back the text that config.yaml names, or train a new run"
         )
 
@@ -681,7 +681,7 @@ class _Run:
         return self.finish()
 
     def stops(self, step: int, pressed: bool) -> bool:
-        """Whether to stop after this step, since Ctrl-C was pressed. Several processes agree where a row was written."""
+        """Return whether Ctrl-C stops the run after this step. Several processes agree at steps that write a row."""
         if self.accelerator.num_processes == 1:
             return pressed
         if step % self.config.log_every:
@@ -866,7 +866,7 @@ class _Run:
 
 
 class _Interrupt:
-    """While it lasts, the first Ctrl-C is noted in `pressed`, and a second one interrupts as usual."""
+    """Note the first Ctrl-C in `pressed`. A second one interrupts as usual."""
 
     def __init__(self, loud: bool):
         self.loud, self.pressed, self.before = loud, False, None
