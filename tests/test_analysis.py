@@ -509,6 +509,8 @@ def test_runs_in_a_list():
     assert (good["cross_entropy"], good["active"], good["active_fraction"]) == (4.04, 2, 0.02)
     assert good["dead_fraction"] == pytest.approx(0.3) and good["tokens_per_second"] == 5
     assert math.isnan(table.loc["dense", "tokens_per_second"]) and not table.loc["unfinished", "complete"]
+    with pytest.raises(ValueError, match="unfinished has no parameters in config.yaml and provenance.json; put back"):
+        analysis.list_runs(runs.assign(parameters=[10, None, 30]), log)
 
 
 def test_settles_after():
