@@ -9,13 +9,17 @@ activity  a trace or an aggregate by layer, token, position and neuron
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
 tasks     accuracies of downstream tasks
-findings  the paper's findings beside ours, for the last table of each notebook
+trained   quantities of runs, traces and evaluations, named for the claims
+measured  quantities of measured rows, named for the claims
+quantities  both, by subject, and those of data/ (`analysis.quantities.sweep`)
+claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
 
-Public names are all to be had from here: `from twell import analysis`, then `analysis.sweep`.
+Public names are all to be had from here: `from twell import analysis`, then `analysis.sweep`; the last two are handed on whole.
 """
 
 from __future__ import annotations
 
+from twell.analysis import claims, quantities
 from twell.analysis.activity import (
     by_neuron,
     by_position,
@@ -32,22 +36,6 @@ from twell.analysis.activity import (
     together,
     union_sizes,
     value_histogram,
-)
-from twell.analysis.findings import (
-    FEW_DEAD,
-    NOT_RECORDED,
-    choice_findings,
-    compare,
-    computed_findings,
-    forward_findings,
-    frontier_findings,
-    layer_findings,
-    model_findings,
-    size_findings,
-    sweep_findings,
-    task_findings,
-    token_findings,
-    training_findings,
 )
 from twell.analysis.formats import (
     format_bytes,
