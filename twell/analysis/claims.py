@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import string
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,13 @@ def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
 # --- tables -----------------------------------------------------------------------------------------
 
 
-def rows(subject: str, quantities: dict[str, Any], every: bool = True) -> list[dict[str, Any]]:
-    """Return the claims of a subject with paper, ours, verdict and note as text; not every: without unmeasured extra ones."""
+def rows(subject: str, quantities: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the claims of a subject with paper, ours, verdict and note as text, without extra ones that lack a quantity."""
     names = paper_numbers() | quantities
     printed = []
     for claim in claims(subject):
         ours = fill(claim["ours"], names)
-        if ours is None and claim.get("extra") and not every:
+        if ours is None and claim.get("extra"):
             continue
         printed.append(
             claim
@@ -186,7 +187,7 @@ def table(subject: str, quantities: dict[str, Any]) -> pd.DataFrame:
     Raises KeyError for a subject that the file does not have.
     """
     columns = ["claim", "paper", "ours", "verdict", "note"]
-    return pd.DataFrame(rows(subject, quantities, every=False), columns=columns)
+    return pd.DataFrame(rows(subject, quantities), columns=columns)
 
 
 def page(recorded: dict[str, dict[str, Any]]) -> str:
@@ -194,13 +195,18 @@ def page(recorded: dict[str, dict[str, Any]]) -> str:
     parts = [HEADER, "# Claims", _introduction(recorded)]
     for subject, about in load()["subjects"].items():
         printed = rows(subject, recorded.get(subject, {}))
-        parts += [f"## {about['title']}", about["conditions"], _markdown(printed)]
-        notes = [f"- {row['claim']}: {row['note']}." for row in printed if row["note"]]
+        parts += [f"## {about['title']}", _wrap(about["conditions"]), _markdown(printed)]
+        notes = [_wrap(f"- *{row['claim']}*: {row['note']}.") for row in printed if row["note"]]
         commands = dict.fromkeys(row["command"] for row in printed)
         if notes:
             parts += ["Notes:", "\n".join(notes)]
         parts += ["Commands:", "\n".join(f"- `{command}`" for command in commands)]
     return "\n\n".join(parts) + "\n"
+
+
+def _wrap(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
@@ -209,28 +215,29 @@ def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
         for row in rows(subject, recorded.get(subject, {})):
             if row["verdict"]:
                 counts[row["verdict"]] += 1
-    total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return f"""\
-What [the paper](https://arxiv.org/abs/2603.23198) claims, and what we found. Every number of ours is computed from `data/`.
+What [the paper](https://arxiv.org/abs/2603.23198) claims, and what we found.
+Every number of ours is computed from `data/`; [data/README.md](../data/README.md) describes it and lists the runs.
 
 | verdict | meaning |
 |---|---|
 | reproduced | our number supports the claim |
-| in part | the direction is the paper's, the size is not |
+| in part | the direction is the paper's, the size is not, or only some runs agree |
 | contradicted | our number speaks against the claim |
 | not testable | our models, or the noise between seeds, cannot tell |
 | not measured | we have no number |
 | ours | the paper claims nothing |
-| – | both numbers stand side by side and do not compare |
+| – | the two numbers are of different things and do not compare |
 
-Of the claims below, {total}. [data/README.md](../data/README.md) lists the recorded runs, each with its command."""
+Of {sum(counts.values())} verdicts: {verdicts}."""
 
 
 def _markdown(printed: list[dict[str, Any]]) -> str:
     lines = ["| claim | paper | ours | verdict | evidence |", "|---|---|---|---|---|"]
     for row in printed:
-        paper = row["paper"] + (f" ({row['source']})" if "source" in row else "")
-        evidence = ", ".join(f"`{name.removeprefix('data/')}`" for name in row["evidence"])
+        paper = row["paper"] + (f"; {row['source']}" if "source" in row else "")
+        evidence = ", ".join(f"`{name}`" for name in row["evidence"])
         cells = row["claim"], paper, row["ours"], row["verdict"] or "–", evidence
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines)

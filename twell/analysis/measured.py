@@ -131,13 +131,22 @@ def layer_training(table: pd.DataFrame) -> Quantities:
     return result
 
 
-def _scale(scale: pd.DataFrame, quantities: dict[str, str]) -> Quantities:
-    """The changes of `scale_table`, as NAME_MODEL; quantities: NAME -> quantity."""
+def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Quantities:
+    """Changes of `scale_table` and the activity that they are of: speed_MODEL, NAME_MODEL and active_MODEL.
+
+    rows: what the table was made of; speed: its quantity of speed; other: the other quantity, whose second word is NAME.
+    """
     result = {}
     for row in scale.itertuples():
-        for name, quantity in quantities.items():
-            if row.quantity == quantity:
-                result[f"{name}_{_key(row.model)}"] = row.change
+        model = _key(row.model)
+        if row.quantity == other:
+            result[f"{other.split()[1]}_{model}"] = row.change
+        if row.quantity == speed:
+            result[f"speed_{model}"] = row.change
+            if len(rows) and not np.isnan(row.change):
+                same = (rows["model"].str.upper() == row.model.upper()) & (rows["provider"] != BASELINE)
+                distance = (100 * (rows["speedup"] - 1) - row.change).abs()[same]
+                result[f"active_{model}"] = rows.loc[distance.idxmin(), "active"]
     return result
 
 
@@ -154,13 +163,9 @@ def models(
     level; each but the first may be empty. active_MODEL: active neurons of the level nearest to the paper's; the level of L1 = 0
     is the one above 800 active neurons.
     """
-    result = _scale(scale, {"speed": "forward speed", "energy": "forward energy"})
+    result = _scale(scale, rows, "forward speed", "forward energy")
     result["correlation"] = correlation(layers) if len(layers) else np.nan
     if len(rows):
-        sparse = rows[rows["active"].between(20, 40) & (rows["provider"] == COMPILED[1])]
-        nearest = sparse.assign(distance=(sparse["active"] - 29).abs()).sort_values("distance")
-        for row in nearest.drop_duplicates("model").itertuples():
-            result[f"active_{_key(row.model)}"] = row.active
         dense = rows[rows["active"] > 800].drop_duplicates("provider").set_index("provider")
         for name, provider in zip(("forced", "auto"), COMPILED, strict=True):
             if provider in dense.index:
@@ -196,6 +201,8 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense; layer_error: the worst relative RMS of a
     feed-forward layer in any row.
     """
+    if rows.empty:
+        return {}
     result = {"layer_error": rows["layer_rms"].max()}
     half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == COMPILED[1])]
     if len(half):
@@ -203,8 +210,10 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     small = rows[rows["model"] == "twell-6m"].set_index("provider")["speedup"]
     for name, provider in zip(("small_sparse", "small_auto"), COMPILED, strict=True):
         result[name] = 1 / small[provider] if provider in small.index else np.nan
-    trained = layers[layers["model"] == "flagship-half"]
-    return result | {"trained_correlation": correlation(trained), "trained_layers": len(trained)}
+    trained = layers[layers["model"] == "flagship-half"] if len(layers) else layers
+    if len(trained):
+        result |= {"trained_correlation": correlation(trained), "trained_layers": len(trained)}
+    return result
 
 
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
@@ -213,7 +222,7 @@ def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     scale: `scale_table`; table: `step_speedups`, or empty. again_*: with checkpointed activations; largest_*: sequences of the
     largest micro-batch of 1.5B.
     """
-    result = _scale(scale, {"speed": "training speed", "memory": "training memory"})
+    result = _scale(scale, table, "training speed", "training memory")
     if table.empty:
         return result
     forced = table[(table["active"] > 800) & (table["provider"] == STEP)]

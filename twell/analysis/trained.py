@@ -203,7 +203,7 @@ def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
             row = some.iloc[-1]
             result |= {
                 f"{name}_level": level_name(row["l1_coefficient"]),
-                f"{name}_status": row["status"],
+                f"{name}_verdict": row["verdict"] if row["status"] == "alive" else row["status"],
                 f"{name}_price": row["difference"],
                 f"{name}_price_limit": row["limit"],
                 f"{name}_active": 100 * row["line_active_fraction"],
