@@ -1,4 +1,6 @@
-"""Write docs/claims.md and the table in README.md from twell/analysis/claims.yaml and data/: python scripts/claims.py"""
+"""Write docs/claims.md and the table in README.md from twell/analysis/claims.yaml and data/: python
+scripts/claims.py
+"""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ activity  a trace or an aggregate by layer, token, position and neuron
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
 tasks     accuracies of downstream tasks
-trained   quantities of runs, traces and evaluations, named for the claims
-measured  quantities of measured rows, named for the claims
-quantities  both, by subject, and those of data/ (`analysis.quantities.sweep`)
+trained   quantities of runs: the numbers behind the claims, by name
+counted   quantities of formats, traces and evaluations
+measured  quantities of measured rows
+quantities  all of these by subject (`analysis.quantities.sweep`), and `recorded`: those of data/
 claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
 
-Public names are all to be had from here: `from twell import analysis`, then `analysis.sweep`; the last two are handed on whole.
+Public names are all to be had from here: `from twell import analysis`, then `analysis.sweep`.
+`quantities` and `claims` are handed on as modules; `quantities.recorded` alone reads data/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the paper claims beside what we found: `claims.yaml` read, judged and written as tables.
 
-`table` is the last table of a notebook, `page` the text of docs/claims.md, `summary` README's table. All three print
-quantities, which `quantities` computes. How an entry is written stands at the top of `claims.yaml`.
+`table` is the last table of a notebook, `page` the text of docs/claims.md, `summary` README's
+table. All three print quantities, which `quantities` computes. How an entry is written stands at
+the top of `claims.yaml`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FUNCTIONS = {"abs": abs, "float": float, "log": math.log, "max": max, "min": min
 VERDICTS = ["reproduced", "in part", "contradicted", "not testable", "not measured", "ours"]
 NOT_MEASURED = "not measured"
 RULES = {"reproduced": "reproduced", "not_testable": "not testable", "in_part": "in part"}
-HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml; edit that. -->"
+HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml. -->"
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -35,8 +36,8 @@ HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.
 def load() -> dict[str, Any]:
     """Return `claims.yaml`: paper, subjects and summary.
 
-    Each claim also holds its subject, and its subject's evidence (a list) and command where it has none of its own. Raises
-    ValueError for two claims of one name.
+    Each claim also holds its subject, and its subject's evidence (a list) and command where it has
+    none of its own. Raises ValueError for two claims of one name.
     """
     content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     names = []
@@ -49,12 +50,14 @@ def load() -> dict[str, Any]:
             names.append(claim["name"])
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
-        raise ValueError(f"{FILE.name} has several claims of one name: {', '.join(sorted(repeated))}")
+        raise ValueError(f"several claims have one name: {', '.join(sorted(repeated))}")
     return content
 
 
 def claims(subject: str | None = None) -> list[dict[str, Any]]:
-    """Return the claims of one subject, or of all. Raises KeyError for a subject that the file does not have."""
+    """Return the claims of one subject, or of all. Raises KeyError for a subject that the file does
+    not have.
+    """
     subjects = load()["subjects"]
     of = [subjects[subject]] if subject is not None else subjects.values()
     return [claim for about in of for claim in about["claims"]]
@@ -66,24 +69,24 @@ def paper_numbers() -> dict[str, Any]:
 
     Raises ValueError for a query that does not select one row, or one a model.
     """
-    rows, numbers = results.paper(), {}
+    printed, numbers = results.paper(), {}
     for name, query in load()["paper"].items():
         if isinstance(query, str):
             numbers[name] = evaluate(query, numbers)
             continue
-        filters = {column: value for column, value in query.items() if column not in ("by", "take")}
-        mask = pd.Series(True, rows.index)
-        for column, value in filters.items():
-            mask &= rows[column] == value
-        selected = rows[mask]
+        selected = printed
+        for column, value in query.items():
+            if column not in ("by", "take"):
+                selected = selected[selected[column] == value]
         if "take" in query:
-            selected = selected[selected["value"] == getattr(selected["value"].astype(float), query["take"])()][:1]
-        by_model = {f"{name}_{model.lower().replace('.', '_')}": one["value"]
-                    for model, one in selected.groupby("model")}  # fmt: skip
-        chosen = by_model if "by" in query else {name: selected["value"]}
+            selected = selected.sort_values("value", ascending=query["take"] == "min")[:1]
+        chosen = {name: selected["value"]}
+        if "by" in query:
+            models = selected.groupby(query["by"])["value"]
+            chosen = {f"{name}_{key.lower().replace('.', '_')}": one for key, one in models}
         for key, values in chosen.items():
             if len(values) != 1:
-                raise ValueError(f"{name} selects {len(values)} numbers of data/paper.yaml, expected one: {query}")
+                raise ValueError(f"{key} selects {len(values)} numbers, expected one: {query}")
             numbers[key] = values.iloc[0]
     return numbers
 
@@ -108,16 +111,19 @@ def evaluate(expression: str, names: dict[str, Any]) -> Any:
     needed = names_of(expression)
     if any(missing(names.get(name)) for name in needed):
         return None
-    return eval(expression, {"__builtins__": {}}, FUNCTIONS | {name: names[name] for name in needed})
+    known = FUNCTIONS | {name: names[name] for name in needed}
+    return eval(expression, {"__builtins__": {}}, known)
 
 
 def missing(value: Any) -> bool:
     """Return whether a quantity is None or NaN."""
-    return value is None or isinstance(value, float) and math.isnan(value)
+    return value is None or not isinstance(value, str) and value != value
 
 
 def show(value: Any, spec: str) -> str:
-    """Return a value in a format of Python, or of ours (see `claims.yaml`), with a minus sign and short exponents."""
+    """Return a value in a format of Python, or of ours (see `claims.yaml`), with a minus sign and
+    short exponents.
+    """
     if spec.startswith("±"):
         return "" if missing(value) else f" ± {value:{spec[1:]}}"
     if spec == "seeds":
@@ -129,7 +135,7 @@ def show(value: Any, spec: str) -> str:
 
 
 def fill(template: str, names: dict[str, Any]) -> str | None:
-    """Return a template with its fields, or None where one of them is missing (a limit, ±, may be)."""
+    """Return a template with its fields, or None where one of them, no limit (±), is missing."""
     text = ""
     for literal, expression, spec, _ in string.Formatter().parse(template):
         text += literal
@@ -142,7 +148,9 @@ def fill(template: str, names: dict[str, Any]) -> str | None:
 
 
 def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
-    """Return the verdict on a claim: one of VERDICTS, or nothing where the paper's value is not compared with ours."""
+    """Return the verdict on a claim: one of VERDICTS, or nothing where the paper's value is not
+    compared with ours.
+    """
     if fill(claim["ours"], names) is None:
         return NOT_MEASURED
     rules = {rule: claim[rule] for rule in RULES if rule in claim}
@@ -157,11 +165,13 @@ def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
     return "contradicted"
 
 
-# --- tables -----------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 
 def rows(subject: str, quantities: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the claims of a subject with paper, ours, verdict and note as text, without extra ones that lack a quantity."""
+    """Return the claims of a subject with paper, ours, verdict and note as text, without extra ones
+    that lack a quantity.
+    """
     names = paper_numbers() | quantities
     printed = []
     for claim in claims(subject):
@@ -181,17 +191,20 @@ def rows(subject: str, quantities: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(subject: str, quantities: dict[str, Any]) -> pd.DataFrame:
-    """Return the claims of a subject beside quantities of a notebook: columns claim, paper, ours, verdict and note.
+    """Return the claims of a subject beside quantities of a notebook: columns claim, paper, ours,
+    verdict and note.
 
-    What the quantities lack is "not measured"; a claim about a second model (`extra`) is then left out.
-    Raises KeyError for a subject that the file does not have.
+    What the quantities lack is "not measured"; a claim about a second model (`extra`) is then left
+    out. Raises KeyError for a subject that the file does not have.
     """
     columns = ["claim", "paper", "ours", "verdict", "note"]
     return pd.DataFrame(rows(subject, quantities), columns=columns)
 
 
 def page(recorded: dict[str, dict[str, Any]]) -> str:
-    """Return the text of docs/claims.md; recorded: quantities by subject, as `quantities.recorded` returns them."""
+    """Return the text of docs/claims.md; recorded: quantities by subject, as `quantities.recorded`
+    returns them.
+    """
     parts = [HEADER, "# Claims", _introduction(recorded)]
     for subject, about in load()["subjects"].items():
         printed = rows(subject, recorded.get(subject, {}))
@@ -206,7 +219,8 @@ def page(recorded: dict[str, dict[str, Any]]) -> str:
 
 def _wrap(text: str) -> str:
     indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 110, subsequent_indent=indent, **whole)
 
 
 def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
@@ -218,7 +232,7 @@ def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return f"""\
 What [the paper](https://arxiv.org/abs/2603.23198) claims, and what we found.
-Every number of ours is computed from `data/`; [data/README.md](../data/README.md) describes it and lists the runs.
+Every number of ours is computed from `data/`, which [data/README.md](../data/README.md) describes.
 
 | verdict | meaning |
 |---|---|
@@ -250,17 +264,22 @@ def _cell(text: str) -> str:
 
 def summary(recorded: dict[str, dict[str, Any]]) -> str:
     """Return README's table of the section `summary`: what, conditions, paper, ours."""
-    printed = {row["name"]: row for subject, names in recorded.items() for row in rows(subject, names)}
+    printed = {}
+    for subject, quantities in recorded.items():
+        printed |= {row["name"]: row for row in rows(subject, quantities)}
     lines = ["| | conditions | paper | ours |", "|---|---|---|---|"]
     for entry in load()["summary"]:
         of = [printed[name] for name in entry["claims"]]
         cells = (", ".join(row[side] for row in of) for side in ("paper", "ours"))
-        lines.append("| " + " | ".join(map(_cell, (entry["what"], entry["conditions"], *cells))) + " |")
+        row = entry["what"], entry["conditions"], *cells
+        lines.append("| " + " | ".join(map(_cell, row)) + " |")
     return "\n".join(lines)
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:
-    """Return a text with `content` between two marker lines. Raises ValueError where it lacks one of them."""
+    """Return a text with `content` between two marker lines. Raises ValueError where it lacks one
+    of them.
+    """
     for marker in (begin, end):
         if marker not in text.splitlines():
             raise ValueError(f"no line {marker!r} in the text; put it where the table belongs")

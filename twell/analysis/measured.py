@@ -1,6 +1,8 @@
-"""Quantities of measured rows: by subject of `claims.yaml` a flat dict of named numbers, as in `trained`.
+"""Quantities of measured rows: by subject of `claims.yaml` a flat dict of named numbers, as in
+`trained`.
 
-Speeds over dense are ratios where a name ends in `_times`, else changes in % of dense. A case that was not measured is NaN.
+Speeds over dense are ratios where a name ends in `_times`, else changes in % of dense. A case that
+was not measured is NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ Quantities = dict[str, Any]
 SPARSE = ["triton union", "triton rowwise", "triton decode"]
 COMPILED = "triton torch.compile", "auto torch.compile"
 STEP = "triton union torch.compile"
-# A case of the layer alone: tokens, pattern, mode, active neurons, gated. Within 15% of `active` the nearest level counts.
+# A case of the layer alone: tokens, pattern, mode, active neurons, gated.
 CASES = {
     "large": (131_072, "skewed", "stream", 29, True),
     "even": (131_072, "even", "stream", 29, True),
@@ -54,12 +56,16 @@ def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.D
 
 
 def layer_speed(
-    table: pd.DataFrame, auto: pd.DataFrame | None = None, rows: pd.DataFrame | None = None
+    table: pd.DataFrame,
+    auto: pd.DataFrame | None = None,
+    rows: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return how fast the layer alone is: each of CASES over compiled dense, and up to which activity it gains.
+    """Return how fast the layer alone is: each of CASES over compiled dense, and up to which
+    activity it gains.
 
-    table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table` count; rows: those of
-    data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up; NAME_path: that path. A crossing is in active neurons.
+    table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table`
+    count; rows: those of data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up;
+    NAME_path: that path. A crossing is in active neurons.
     """
     result = {}
     for name, (tokens, pattern, mode, active, gated) in CASES.items():
@@ -90,7 +96,9 @@ def layer_speed(
 
 
 def _calls(rows: pd.DataFrame) -> Quantities:
-    """How much calls of the first of CASES differ: its speed-up in each, sorted; and its energy in % of dense."""
+    """How much calls of the first of CASES differ: its speed-up in each, sorted; and its energy in
+    % of dense.
+    """
     tokens, pattern, mode, active, gated = CASES["large"]
     case = _case(rows, active, gated, tokens=tokens, pattern=pattern, mode=mode)
     times = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
@@ -108,8 +116,8 @@ def _calls(rows: pd.DataFrame) -> Quantities:
 def layer_training(table: pd.DataFrame) -> Quantities:
     """Return how fast a training step of the layer is and what it keeps, from `training_speedups`.
 
-    Of each of STEPS: _union and _hybrid, speed-ups over compiled dense; _kept, bytes from forward to backward as a share of
-    dense's. A crossing is in active neurons.
+    Of each of STEPS: _union and _hybrid, speed-ups over compiled dense; _kept, bytes from forward
+    to backward as a share of dense's. A crossing is in active neurons.
     """
     if table.empty:
         return {}
@@ -132,9 +140,11 @@ def layer_training(table: pd.DataFrame) -> Quantities:
 
 
 def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Quantities:
-    """Changes of `scale_table` and the activity that they are of: speed_MODEL, NAME_MODEL and active_MODEL.
+    """Changes of `scale_table` and the activity that they are of: speed_MODEL, NAME_MODEL and
+    active_MODEL.
 
-    rows: what the table was made of; speed: its quantity of speed; other: the other quantity, whose second word is NAME.
+    rows: what the table was made of; speed: its quantity of speed; other: the other quantity, whose
+    second word is NAME.
     """
     result = {}
     for row in scale.itertuples():
@@ -144,8 +154,9 @@ def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Q
         if row.quantity == speed:
             result[f"speed_{model}"] = row.change
             if len(rows) and not np.isnan(row.change):
-                same = (rows["model"].str.upper() == row.model.upper()) & (rows["provider"] != BASELINE)
-                distance = (100 * (rows["speedup"] - 1) - row.change).abs()[same]
+                same = rows[rows["model"].str.upper() == row.model.upper()]
+                same = same[same["provider"] != BASELINE]
+                distance = (100 * (same["speedup"] - 1) - row.change).abs()
                 result[f"active_{model}"] = rows.loc[distance.idxmin(), "active"]
     return result
 
@@ -155,13 +166,17 @@ def _key(model: str) -> str:
 
 
 def models(
-    scale: pd.DataFrame, rows: pd.DataFrame, decode: pd.DataFrame, layers: pd.DataFrame
+    scale: pd.DataFrame,
+    rows: pd.DataFrame,
+    decode: pd.DataFrame,
+    layers: pd.DataFrame,
 ) -> Quantities:
     """Return how fast forward passes of whole models with imposed activity are, and decoding.
 
-    scale: `scale_table`; rows: `model_speedups` of one batch; decode: `decode_speedups`; layers: `layer_contributions` at one
-    level; each but the first may be empty. active_MODEL: active neurons of the level nearest to the paper's; the level of L1 = 0
-    is the one above 800 active neurons.
+    scale: `scale_table`; rows: `model_speedups` of one batch; decode: `decode_speedups`; layers:
+    `layer_contributions` at one level; each but the first may be empty. active_MODEL: active
+    neurons of the level nearest to the paper's; the level of L1 = 0 is the one above 800 active
+    neurons.
     """
     result = _scale(scale, rows, "forward speed", "forward energy")
     result["correlation"] = correlation(layers) if len(layers) else np.nan
@@ -179,7 +194,9 @@ def models(
 
 
 def _decoding(table: pd.DataFrame) -> Quantities:
-    """Gains of decoding by the number of documents, and the largest ones with and without tuning on both sides."""
+    """Gains of decoding by the number of documents, and the largest ones with and without tuning on
+    both sides.
+    """
     if table.empty:
         return {}
     result = {}
@@ -196,17 +213,19 @@ def _decoding(table: pd.DataFrame) -> Quantities:
 
 
 def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
-    """Return forward passes of trained models, from `model_speedups` and `layer_contributions` of all rows.
+    """Return forward passes of trained models, from `model_speedups` and `layer_contributions` of
+    all rows.
 
-    half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense; layer_error: the worst relative RMS of a
-    feed-forward layer in any row.
+    half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense;
+    layer_error: the worst relative RMS of a feed-forward layer in any row.
     """
     if rows.empty:
         return {}
     result = {"layer_error": rows["layer_rms"].max()}
     half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == COMPILED[1])]
     if len(half):
-        result |= {"half": 100 * (half["speedup"].iloc[0] - 1), "half_active": half["active"].iloc[0]}
+        first = half.iloc[0]
+        result |= {"half": 100 * (first["speedup"] - 1), "half_active": first["active"]}
     small = rows[rows["model"] == "twell-6m"].set_index("provider")["speedup"]
     for name, provider in zip(("small_sparse", "small_auto"), COMPILED, strict=True):
         result[name] = 1 / small[provider] if provider in small.index else np.nan
@@ -217,10 +236,11 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
 
 
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
-    """Return how fast optimiser steps of whole models with imposed activity are, and their peak memory.
+    """Return how fast optimiser steps of whole models with imposed activity are, and their peak
+    memory.
 
-    scale: `scale_table`; table: `step_speedups`, or empty. again_*: with checkpointed activations; largest_*: sequences of the
-    largest micro-batch of 1.5B.
+    scale: `scale_table`; table: `step_speedups`, or empty. again_*: with checkpointed activations;
+    largest_*: sequences of the largest micro-batch of 1.5B.
     """
     result = _scale(scale, table, "training speed", "training memory")
     if table.empty:
@@ -229,7 +249,8 @@ def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     if len(forced):
         result["forced"] = 100 * (forced["speedup"].iloc[0] - 1)
         result["forced_active"] = forced["active"].iloc[0]
-    largest = table[(table["model"] == "1.5b") & table.get("largest", pd.Series(np.nan, table.index)).notna()]
+    largest = table.assign(largest=table.get("largest", np.nan)).query("model == '1.5b'")
+    largest = largest[largest["largest"].notna()]
     for name, again in (("largest", False), ("again_largest", True)):
         rows = largest[largest["checkpoint_activations"] == again].set_index("provider")["largest"]
         for side, provider in (("sparse", STEP), ("dense", BASELINE)):

@@ -1,7 +1,7 @@
-"""The numbers behind the claims: by subject of `claims.yaml` a function from tables to a flat dict of named quantities.
+"""The numbers behind the claims: by subject of `claims.yaml` a function from tables to a flat dict.
 
-The functions are in `trained` (runs, traces, evaluations) and `measured` (rows of data/bench). A notebook gives them its own
-tables; `recorded` gives them those of data/.
+The functions are in `trained` (runs), `counted` (formats, traces, evaluations) and `measured` (rows
+of data/bench). A notebook gives them its own tables; `recorded` gives them those of data/.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import pandas as pd
 
 from twell import results
-from twell.analysis import activity, runs, speed, tasks as accuracy, variants
-from twell.analysis.measured import layer_speed, layer_training, models, steps
-from twell.analysis.measured import trained_models
-from twell.analysis.trained import choices, devices, formats, layers, neurons, seed_layers, single
-from twell.analysis.trained import sizes, slowed, sweep, tasks, tokens, training
+from twell.analysis import activity, runs, speed, variants
+from twell.analysis import tasks as accuracy
+from twell.analysis.counted import formats, layers, neurons, seed_layers, tasks, tokens
+from twell.analysis.measured import layer_speed, layer_training, models, steps, trained_models
+from twell.analysis.trained import choices, devices, single, sizes, slowed, sweep, training
 
+Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 FLAGSHIP = "flagship-dense flagship-triton"
 PAIRS = {  # one training on one GPU and on two: the newest version, and those before it
@@ -37,7 +38,8 @@ def recorded(root: str | Path) -> dict[str, dict[str, Any]]:
     data = Path(root) / "data"
     bench = functools.cache(lambda name: pd.read_csv(data / "bench" / f"{name}.csv"))
     every, log = results.load_runs(data / "runs")
-    return {"formats": _formats(bench("fuzz"))} | _runs(every, log) | _speed(bench) | _traces(data, every, log)
+    result = {"formats": _formats(bench("fuzz"))} | _runs(every, log)
+    return result | _speed(bench) | _traces(data, log)
 
 
 def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
@@ -52,8 +54,10 @@ def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
     return formats(packed, torch.equal(packed.unpack(), dense), fuzz)
 
 
-def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The runs whose name fits one of several patterns, and their log, as `results.load_runs` gives them."""
+def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> Runs:
+    """The runs whose name fits one of several patterns, and their log, as `results.load_runs` gives
+    them.
+    """
     names = [name for name in every["run"] if any(Path(name).match(one) for one in pattern.split())]
     some = every[every["run"].isin(names)].dropna(axis=1, how="all")
     return some.reset_index(drop=True), log[log["run"].isin(names)].reset_index(drop=True)
@@ -70,7 +74,9 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
     pair = _fitting(every, log, FLAGSHIP)
     flagships, curves = variants.computed_otherwise(*pair), variants.computed_curves(*pair)
-    of_pairs = {name: variants.computed_otherwise(*_fitting(every, log, p)) for name, p in PAIRS.items()}
+    of_pairs = {}
+    for name, pattern in PAIRS.items():
+        of_pairs[name] = variants.computed_otherwise(*_fitting(every, log, pattern))
     sparse_log = log[log["run"] == "flagship-triton"]
     whole = training(flagships, of_pairs["devices"], curves, sparse_log)
     for name, scaled in of_pairs.items():
@@ -103,7 +109,7 @@ def _speed(bench: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _traces(data: Path, every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def _traces(data: Path, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
     from twell.trace import Aggregate, Trace
 
     logs = {}

@@ -1,9 +1,10 @@
-"""Quantities of runs, traces and evaluations: by subject of `claims.yaml` a flat dict of named numbers and strings.
+"""Quantities of runs: by subject of `claims.yaml` a flat dict of named numbers and strings.
 
-Each function takes tables of the other modules. Numbers are as the templates print them: shares in %,
-cross-entropies in nats, differences of cross-entropy in % or points of %. A name ending in `_limit` is the noise
-limit of the difference before it (`noise_limit`), one ending in `_runs` a number of seeds. What a table does not
-hold is NaN, None or absent, and a claim about it is "not measured".
+Each function takes tables of the other modules. Numbers are as the templates print them: shares in
+%, cross-entropies in nats, differences of cross-entropy in % or points of %. A name ending in
+`_limit` is the noise limit of the difference before it (`noise_limit`), one ending in `_runs` a
+number of seeds. What a table does not hold is NaN, None or absent, and a claim about it is "not
+measured".
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from twell.analysis.runs import level_name, levels, logged_layers, recommended, settles_after
-from twell.analysis.tasks import MEAN, NEAR_CHANCE, against_dense, by_level, seven_tasks
-from twell.analysis.tasks import several_levels
+from twell.analysis.runs import level_name, levels, recommended, settles_after
 from twell.analysis.variants import (
     QUANTITIES,
     against_frontier,
@@ -28,29 +27,10 @@ LOSS, ACTIVE, DEAD = QUANTITIES
 Quantities = dict[str, Any]
 
 
-def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quantities:
-    """Return what a tile of TwELL holds and whether nothing is lost.
-
-    packed: a `twell.PackedTwELL`; exact: whether unpacking gave the same bits; fuzz: rows of data/bench/fuzz.csv. Errors are
-    relative RMS against fp64, of bf16.
-    """
-    result = {"slots": packed.values.shape[2], "words": packed.words.shape[1]}
-    result["kept"] = "exact" if exact else "not exact"
-    if fuzz is not None and len(fuzz):
-        training = fuzz["path"].str.startswith("training")
-        for name, rows in (("forward", fuzz[~training]), ("backward", fuzz[training])):
-            result[f"{name}_cases"] = rows["cases"].iloc[0]
-            result[f"{name}_failed"] = rows["failed"].sum()
-            of_bf16 = rows.loc[rows["dtype"] == "bfloat16", "worst_relative_rms"]
-            result[f"{name}_error"] = of_bf16.max()
-    return result
-
-
-# --- training -------------------------------------------------------------------------------------
-
-
 def _level(prefix: str, row: pd.Series | None, table: pd.DataFrame, dense: pd.Series) -> Quantities:
-    """Quantities of one level of L1 of `levels`, and its price over L1 = 0 with the noise limit of `table`."""
+    """Quantities of one level of L1 of `levels`, and its price over L1 = 0 with the noise limit of
+    `table`.
+    """
     if row is None:
         return {}
     return {
@@ -67,13 +47,17 @@ def _level(prefix: str, row: pd.Series | None, table: pd.DataFrame, dense: pd.Se
 
 
 def sweep(
-    table: pd.DataFrame, active: pd.DataFrame, seeds: pd.DataFrame, longer: pd.DataFrame | None = None
+    table: pd.DataFrame,
+    active: pd.DataFrame,
+    seeds: pd.DataFrame,
+    longer: pd.DataFrame | None = None,
 ) -> Quantities:
     """Return what an L1 sweep came to: at L1 = 0, at the recommended level, beyond it and below it.
 
-    table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices`, whose noise counts, or a
-    `sweep`; longer: `levels` of runs with more tokens. `best` is the `recommended` level, `beyond` the next one above,
-    `last` the highest, `middle` those between 0 and best.
+    table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices`, whose
+    noise counts, or a `sweep`; longer: `levels` of runs with more tokens. `best` is the
+    `recommended` level, `beyond` the next one above, `last` the highest, `middle` those between 0
+    and best.
     """
     zero = table[table["l1_coefficient"] == 0]
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
@@ -104,14 +88,17 @@ def sweep(
         result |= _level("last", above.iloc[-1], seeds, dense)
     if len(between):
         price, names = between["cross_entropy_change"], between["l1_coefficient"].map(level_name)
-        result |= {"middle_least": price.min(), "middle_most": price.max(), "middle_levels": len(between)}
+        result |= {"middle_least": price.min(), "middle_most": price.max()}
+        result["middle_runs"] = between["runs"].min()
         result |= {"middle_first": names.iloc[0], "middle_last": names.iloc[-1]}
         result["middle_limit"] = noise_limit(seeds, LOSS, between["runs"].min(), dense["runs"])
     return result | _longer(longer, best["l1_coefficient"])
 
 
 def _longer(table: pd.DataFrame | None, level: float) -> Quantities:
-    """Price and dead neurons at the recommended level, and the price at the lowest other one, on more tokens."""
+    """Price and dead neurons at the recommended level, and the price at the lowest other one, on
+    more tokens.
+    """
     if table is None or table.empty:
         return {}
     same = table[table["l1_coefficient"] == level]
@@ -130,7 +117,8 @@ def _longer(table: pd.DataFrame | None, level: float) -> Quantities:
 
 
 def single(table: pd.DataFrame) -> Quantities:
-    """Return what single recorded runs came to, from `list_runs`: other learning rates, and the model that ships.
+    """Return what single recorded runs came to, from `list_runs`: other learning rates, and the
+    model that ships.
 
     Prices are in % over the run that they name; a run that is missing leaves its quantities out.
     """
@@ -164,17 +152,20 @@ COMPARED = {
 
 
 def choices(table: pd.DataFrame) -> Quantities:
-    """Return what each other choice of training changes against the recipe, from `choices` at `compared_level`.
+    """Return what each other choice of training changes against the recipe, from `choices` at
+    `compared_level`.
 
-    For each of COMPARED: _price (points of %), _activity (% more neurons active), _dead (%), _active, the differences with
-    their limits, and _runs. `without` is the recipe's share of dead neurons in %, `recipe_active` its active neurons.
+    For each of COMPARED: _price (points of %), _activity (% more neurons active), _dead (%),
+    _active, the differences with their limits, and _runs. `without` is the recipe's share of dead
+    neurons in %, `recipe_active` its active neurons.
     """
     level = compared_level(table)
     every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else table
     result = {"level": level_name(level) if level == level else None}
     for key, (name, sparse) in COMPARED.items():
         l1 = level if sparse else 0.0
-        price, activity, dead = (contrast(table, column, (name, l1), ("recipe", l1)) for column in QUANTITIES)
+        pair = (name, l1), ("recipe", l1)
+        price, activity, dead = (contrast(table, column, *pair) for column in QUANTITIES)
         result |= {
             f"{key}_price": price["difference"],
             f"{key}_price_limit": price["limit"],
@@ -194,7 +185,9 @@ def choices(table: pd.DataFrame) -> Quantities:
 
 
 def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
-    """Balanced columns over a recipe that is as sparse: at the compared level, and at the highest other one."""
+    """Balanced columns over a recipe that is as sparse: at the compared level, and at the highest
+    other one.
+    """
     rows = against_frontier(table).query("choice == @BALANCED")
     others = rows[rows["l1_coefficient"] != level].sort_values("l1_coefficient")
     result = {}
@@ -216,9 +209,11 @@ def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
 
 
 def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
-    """Return how activity and price go with size, from `sizes`; seeds: `choices`, whose noise counts for all sizes.
+    """Return how activity and price go with size, from `sizes`; seeds: `choices`, whose noise
+    counts for all sizes.
 
-    _fall: the fall of the logarithm of activity from the smallest to the largest size; _rise: its largest rise between two sizes.
+    _fall: the fall of the logarithm of activity from the smallest to the largest size; _rise: its
+    largest rise between two sizes.
     """
     if table.empty:
         return {}
@@ -249,16 +244,19 @@ def training(
     curves: pd.DataFrame | None = None,
     sparse_log: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return a whole training by the sparse kernels beside the dense one, and one on several devices beside one.
+    """Return a whole training by the sparse kernels beside the dense one, and one on several
+    devices beside one.
 
-    flagships, scaled: `computed_otherwise` of either; curves: `computed_curves` of the first; sparse_log: the log of its
-    sparse run. Changes are in % over dense, memory in GB of one device; `_late` is the second half of training.
+    flagships, scaled: `computed_otherwise` of either; curves: `computed_curves` of the first;
+    sparse_log: the log of its sparse run. Changes are in % over dense, memory in GB of one device;
+    `_late` is the second half of training.
     """
     result = devices(scaled)
     if set(flagships["backend"]) <= {"dense"} or not set(flagships["backend"]) & {"dense"}:
         return result
     dense = flagships[flagships["backend"] == "dense"].iloc[0]
-    others = flagships[(flagships["backend"] != "dense") & (flagships["devices"] == dense["devices"])]
+    others = flagships[flagships["backend"] != "dense"]
+    others = others[others["devices"] == dense["devices"]]
     if others.empty:
         return result
     sparse = others.iloc[0]
@@ -276,8 +274,8 @@ def training(
     if curves is not None:
         result |= _over_training(curves, dense["run"], sparse["run"])
     if sparse_log is not None:
-        rows = sparse_log[sparse_log["split"] == "train"].groupby(["metric", "step", "tokens"])["value"]
-        means = rows.mean().reset_index()
+        rows = sparse_log[sparse_log["split"] == "train"]
+        means = rows.groupby(["metric", "step", "tokens"])["value"].mean().reset_index()
         active, dead = (means[means["metric"] == name] for name in ("active_mean", "dead_fraction"))
         result |= {"settles": 100 * settles_after(active), "steps": active["step"].max()}
         result["dead"] = 100 * dead["value"].iloc[-1] if len(dead) else np.nan
@@ -285,7 +283,9 @@ def training(
 
 
 def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
-    """Speed of a whole training, and by how much the loss of the sparse run is lower in its second half (nats)."""
+    """Speed of a whole training, and by how much the loss of the sparse run is lower in its second
+    half (nats).
+    """
     speeds = curves[curves["metric"] == "tokens_per_second"]
     seconds = {}
     for run, rows in speeds.groupby("run"):
@@ -298,10 +298,11 @@ def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
 
 
 def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
-    """Return one training on several devices beside the same on the fewest, from `computed_otherwise`.
+    """Return one training on several devices beside the same on the fewest, from
+    `computed_otherwise`.
 
-    PREFIX_times: the ratio of tokens/s in the second half; PREFIX_first and _second: these in thousands; PREFIX_loss and
-    _loss_first: cross-entropy at the end (nats).
+    PREFIX_times: the ratio of tokens/s in the second half; PREFIX_first and _second: these in
+    thousands; PREFIX_loss and _loss_first: cross-entropy at the end (nats).
     """
     for _, alike in scaled.groupby("backend"):
         ordered = alike.sort_values("devices", kind="stable")
@@ -319,156 +320,11 @@ def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
 
 
 def slowed(log: pd.DataFrame) -> Quantities:
-    """Return how many rows of a run's log are below 0.9 times the median speed of the five rows around them."""
+    """Return how many rows of a run's log are below 0.9 times the median speed of the five rows
+    around them.
+    """
     speeds = log.loc[log["metric"] == "tokens_per_second", "value"].reset_index(drop=True)
     if speeds.empty:
         return {}
     around = speeds.rolling(5, center=True, min_periods=1).median()
     return {"slow_rows": (speeds < 0.9 * around).sum(), "speed_rows": len(speeds)}
-
-
-# --- activity ---------------------------------------------------------------------------------------
-
-
-def layers(
-    sparse: pd.DataFrame,
-    dense: pd.DataFrame,
-    sparsest: pd.DataFrame,
-    overflow: pd.DataFrame,
-    seeds: pd.DataFrame | None = None,
-    prefix: str = "",
-) -> Quantities:
-    """Return where in the model activity is.
-
-    sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1, and at a level beyond use;
-    overflow: `tile_overflow` at the recommended level; seeds: the first table of other seeds, one under the other with a
-    column run; prefix stands before every name. Layers count from 0; _depth is a layer's place from 0 (first) to 1 (last).
-    """
-    last = len(sparse) - 1
-    least = sparse.nsmallest(3, "mean")["layer"].astype(int).tolist()
-    two = sorted(sparsest.nlargest(2, "mean")["layer"].astype(int)) if len(sparsest) else []
-    tiles = overflow[overflow["compression"] == 8]
-    result = {
-        "last": last,
-        "ratio_least": sparse["max_over_mean"].min(),
-        "ratio_most": sparse["max_over_mean"].max(),
-        "overflow": 100 * tiles["overflow_rows"].max(),
-        "overflow_layer": tiles.set_index("layer")["overflow_rows"].idxmax() if len(tiles) else None,
-        "least": ", ".join(map(str, sorted(least))),
-        "least_layer": least[0],
-        "first_two_least": set(least[:2]) == {0, 1},
-        "most_active": sparse["mean"].max(),
-    }
-    for name, table in (("peak", sparse), ("dense_peak", dense)):
-        if len(table):
-            peak = int(table.set_index("layer")["mean"].idxmax())
-            result |= {name: peak, f"{name}_depth": peak / max(last, 1)}
-    if len(two) == 2:
-        result |= {"sparsest_peaks": f"{two[0]}, {two[1]}", "sparsest_first_depth": two[0] / max(last, 1)}
-        result["sparsest_at_last"] = two[1] == last
-    if seeds is not None and len(seeds):
-        ratios = seeds.groupby("run", sort=False)["max_over_mean"].min()
-        result |= {"seed_ratios": ", ".join(f"{ratio:.1f}" for ratio in ratios)}
-        result |= {"seed_ratio_least": ratios.min(), "seed_ratio_most": ratios.max()}
-    return {f"{prefix}{name}": value for name, value in result.items()}
-
-
-def seed_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
-    """Return `logged_layers` of each run of a log with a column run, one under the other."""
-    tables = [logged_layers(rows, intermediate_size).assign(run=run) for run, rows in log.groupby("run")]
-    return pd.concat(tables, ignore_index=True)
-
-
-def tokens(table: pd.DataFrame, positions: pd.DataFrame, prefix: str = "") -> Quantities:
-    """Return which tokens and positions are active; table: `per_token`; positions: `by_position`; prefix: before every name."""
-    names = [token.strip() or repr(token) for token in table["token"]]
-    mean = positions["mean_active"]
-    first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
-    result = {
-        "first": first,
-        "later": later,
-        "first_is_most": first == mean.max() and first > later,
-        "lowest": ", ".join(names[:6]) or None,
-        "highest": ", ".join(names[-6:]) or None,
-    }
-    return {f"{prefix}{name}": value for name, value in result.items()}
-
-
-def neurons(
-    correlation: pd.DataFrame, specific: pd.DataFrame | None = None, cost: pd.DataFrame | None = None
-) -> Quantities:
-    """Return what single neurons do: tables of `surprise_correlation`, `specific` and `trace.silenced_loss`."""
-    overall = correlation[(correlation["layer"] == -1) & (correlation["of"] == "surprise")]
-    result = {}
-    if len(overall):
-        row = overall.iloc[0]
-        result |= {"rank": row["spearman"], "rank_low": row["low"], "rank_high": row["high"]}
-    if specific is not None and len(specific):
-        row = specific.iloc[0]
-        result |= {"layer": int(row["layer"]), "neuron": int(row["neuron"])}
-        result |= {"token": row["token"].strip() or repr(row["token"]), "phi": row["phi"]}
-    if cost is not None and len(cost):
-        result["cost"] = cost["loss_change"].max()
-    return result
-
-
-# --- tasks ------------------------------------------------------------------------------------------
-
-
-def tasks(table: pd.DataFrame, differences: pd.DataFrame) -> Quantities:
-    """Return accuracies of downstream tasks, from `evaluations` and their `backend_differences`.
-
-    Accuracies in %, differences in points. `pairs` are sparse models beside the dense one of their size and tokens; `pairs_above`
-    those of which one is above chance; `pairs_lost` those of them more than two standard errors below dense. The list of means
-    is of the size with the most levels of L1.
-    """
-    result = {}
-    seven = seven_tasks(table)
-    pairs = against_dense(by_level(seven))
-    if len(pairs):
-        above = pairs[pairs["above_chance"].astype(bool)]
-        lost = above["difference"] < -NEAR_CHANCE * above["stderr"]
-        worst = pairs.loc[pairs["difference"].idxmin()]
-        result |= {"pairs": len(pairs), "pairs_above": len(above), "pairs_lost": lost.sum()}
-        result |= {"worst": 100 * worst["difference"], "worst_error": 100 * worst["stderr"]}
-    asked = seven[seven["task"] == "commonsense_qa"]
-    if len(asked):
-        result |= {"lettered_least": 100 * asked["accuracy"].min()}
-        result |= {"lettered_most": 100 * asked["accuracy"].max()}
-        result["lettered_above"] = (asked["verdict"] == "above chance").sum()
-    result |= _by_level(table, seven)
-    for between in ("backend", "dtype"):
-        rows = differences[differences["between"] == between]
-        if len(rows):
-            result[f"{between}_difference"] = 100 * rows["difference"].max()
-            result[f"{between}_accuracies"] = rows["accuracies"].sum()
-    return result
-
-
-def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
-    """Means of the seven tasks and accuracies of continuations by level, of the size with the most levels."""
-    means = several_levels(by_level(seven))
-    means = means[means["task"] == MEAN]
-    if means.empty:
-        return {}
-    size = means[["parameters", "training_tokens"]].iloc[-1]
-    means = means[(means[["parameters", "training_tokens"]] == size).all(axis=1)]
-    result = {
-        "task_levels": ", ".join(level_name(level) for level in means["l1_coefficient"]),
-        "means": ", ".join(f"{100 * value:.1f}" for value in means["accuracy"]),
-        "means_error": 100 * means["stderr"].max(),
-        "chance": 100 * means["chance"].iloc[0],
-    }
-    same = (table[["parameters", "training_tokens"]] == size).all(axis=1)
-    same &= (table["dtype"] == "float32") & (table["backend"] == "dense") & (table["metric"] == "acc")
-    held_out = table[same & (table["task"] == "held_out_continuation")].sort_values("l1_coefficient")
-    if len(held_out):
-        result |= {
-            "continued": ", ".join(f"{100 * value:.1f}" for value in held_out["accuracy"]),
-            "continued_error": 100 * held_out["stderr"].max(),
-            "continued_chance": 100 * held_out["chance"].iloc[0],
-        }
-    above = table[same & table["task"].isin(seven["task"]) & (table["task"] != MEAN)]
-    names = above.groupby("task")["verdict"].agg(lambda verdicts: (verdicts == "above chance").all())
-    result["tasks_above"] = ", ".join(names.index[names]) or "none"
-    return result
