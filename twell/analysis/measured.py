@@ -73,7 +73,8 @@ def layer_speed(
         case = case[case["provider"].isin(SPARSE)]
         if len(case):
             best = case.loc[case["speedup"].idxmax()]
-            result |= {f"{name}_times": best["speedup"], f"{name}_path": best["path"]}
+            path = best["path"].replace("rowwise", "row-wise")
+            result |= {f"{name}_times": best["speedup"], f"{name}_path": path}
     table = table[table["gated"].astype(bool) & (table["hidden_size"] == WIDTHS[True][0])]
     table = table[table["intermediate_size"] == WIDTHS[True][1]]
     at_29 = at_level(table[table["pattern"] == "skewed"], 29)

@@ -22,6 +22,7 @@ from twell.analysis.trained import choices, devices, single, sizes, slowed, swee
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 FLAGSHIP = "flagship-dense flagship-triton"
+NO_SEEDS = "*-reinit-*", "*-warmup-*", "*-silu-*", "*-nongated-*"  # evaluated, of other choices
 PAIRS = {  # one training on one GPU and on two: the newest version, and those before it
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
     "before": "171m-30m-1-gpu-before 171m-30m-2-gpus-before",
@@ -128,5 +129,6 @@ def _traces(data: Path, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
     passage = Trace.load(data / "traces" / "flagship-passage.npz")
     correlation = activity.surprise_correlation(passage)
     evaluated = accuracy.evaluations(results.load_evaluations(data / "eval"))
-    of_tasks = tasks(evaluated, accuracy.backend_differences(evaluated))
+    of_recipe = [not any(Path(name).match(one) for one in NO_SEEDS) for name in evaluated["model"]]
+    of_tasks = tasks(evaluated[of_recipe], accuracy.backend_differences(evaluated))
     return {"layers": where, "tokens": which, "neurons": neurons(correlation), "tasks": of_tasks}
