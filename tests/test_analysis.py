@@ -907,7 +907,8 @@ def speed_rows(tokens, active, times, **columns):
     case |= {"pattern": "skewed", "active": active, "active_max": 99, "union": 200.0, "mode": "stream"}
     case |= {"weight_sets": 1, "relative_rms": 0.003, "energy": np.nan, "device": "NVIDIA H200", "commit": "a" * 40}
     case |= {"command": "python -m twell measure ffn", "date": "2026-11-22T10:00:00+00:00"} | columns
-    return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+    paths = [name.removeprefix("triton ") for name in times]
+    return pd.DataFrame(case | {"provider": list(times), "path": paths, "p50": list(times.values())})
 
 
 def training_rows(tokens, active, times, **columns):

@@ -292,7 +292,6 @@ def test_the_layer_alone():
         speed_rows(131_072, 29.3, {BASE: 4.0, "triton union": 2.5}, energy=[8.0, 6.0]),
         speed_rows(64, 60.0, {BASE: 4.0, "triton union": 1.0}, mode="graph"),
     )
-    rows["path"] = rows["provider"].str.removeprefix("triton ")
     table = analysis.speedups(rows)
     found = quantities.layer_speed(table, rows=rows)
     assert (found["middle_times"], found["middle_path"]) == (2.0, "union") and found["gain"] == 100

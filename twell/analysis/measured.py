@@ -222,7 +222,7 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     """
     if rows.empty:
         return {}
-    result = {"layer_error": rows["layer_rms"].max()}
+    result = {"layer_error": rows.get("layer_rms", pd.Series(dtype=float)).max()}
     half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == COMPILED[1])]
     if len(half):
         first = half.iloc[0]
