@@ -113,12 +113,12 @@ def test_some_quantities_computed_otherwise(recorded):
     assert sweep["best_active"] == pytest.approx(np.mean(active))
     assert sweep["best_inactive"] == pytest.approx(100 - 100 * np.mean(active) / 2112)
 
-    rows = pd.read_csv(BENCH / "ffn.csv").query("tokens == 131072 and pattern == 'skewed' and gated")
-    rows = rows.query("hidden_size == 2048 and 29 < active < 30")
+    rows = pd.read_csv(BENCH / "ffn.csv").query("tokens == 131072 and pattern == 'skewed'")
+    rows = rows.query("gated and hidden_size == 2048 and 29 < active < 30")
     newest = rows[rows["date"] == rows["date"].max()].set_index("provider")["p50"]
     layer = recorded["layer_speed"]
     assert layer["large_times"] == newest["dense torch.compile"] / newest["triton union"]
-    rows = pd.read_csv(BENCH / "training.csv").query("tokens == 16384 and gated and active == 197.4")
+    rows = pd.read_csv(BENCH / "training.csv").query("tokens == 16384 and active == 197.4")
     rows = rows.set_index("provider")
     kept = rows["held"]["triton union"] / rows["held"]["dense torch.compile"]
     assert recorded["layer_training"]["many_union_kept"] == pytest.approx(kept)
@@ -168,7 +168,8 @@ def test_templates_are_filled(written):
         return claims.table("made", names)[["paper", "ours", "note"]].iloc[0].tolist()
 
     assert cells(a=-0.01, limit=0.7, runs=3) == ["–", "−1.0 ± 0.7% (3 seeds)", ""]
-    assert cells(a=0.5, limit=np.nan, runs=1, level="6e-4") == ["–", "+50.0% (1 seed)", "at L1 = 6e-4"]
+    alone = cells(a=0.5, limit=np.nan, runs=1, level="6e-4")
+    assert alone == ["–", "+50.0% (1 seed)", "at L1 = 6e-4"]
     assert claims.show(4e-3, ".1e") == "4.0e-3" and claims.show(np.bool(True), "") == "yes"
     assert claims.show(">30", "") == ">30" and claims.show(-2, "d") == "−2"
     assert claims.names_of("max(abs(a), log(b)) > 0") == {"a", "b"}
@@ -177,12 +178,13 @@ def test_templates_are_filled(written):
 
 
 def test_a_page_of_made_up_claims(written):
-    several = {"ours": "{a:.1f}", "paper": "{paper_a:.0f}", "source": "Table 1", "reproduced": "a > 2"}
-    written(several | {"caveat": "a | b"}, {"ours": "{b}", "evidence": ["p", "q"]})
+    several = {"ours": "{a:.1f}", "paper": "{paper_a:.0f}", "source": "Table 1"}
+    written(several | {"reproduced": "a > 2", "caveat": "a | b"}, {"ours": "{b}", "evidence": ["p", "q"]})
     page = claims.page({"made": {"a": 2.5}})
     assert "| A is more | 3; Table 1 | 2.5 | reproduced | `x` |" in page
     assert "| A is more | – | not measured | not measured | `p`, `q` |" in page
-    assert "Of 2 verdicts: 1 reproduced, 1 not measured." in page and "- *A is more*: a | b." in page
+    assert "Of 2 verdicts: 1 reproduced, 1 not measured." in page
+    assert "- *A is more*: a | b." in page
     assert page.endswith("Commands:\n\n- `y`\n") and "| Made |" not in page
     assert claims._cell("a|b\nc") == "a\\|b c"
 

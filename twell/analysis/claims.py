@@ -1,4 +1,4 @@
-"""What the paper claims beside what we found: `claims.yaml` read, judged and written as tables.
+"""What the paper claims beside ours: `claims.yaml` read, judged and written as tables.
 
 `table` is the last table of a notebook, `page` the text of docs/claims.md, `summary` README's
 table. All three print quantities, which `quantities` computes. How an entry is written stands at

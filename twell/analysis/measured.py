@@ -134,9 +134,10 @@ def layer_training(table: pd.DataFrame) -> Quantities:
     near = near[near["provider"].str.startswith("triton ")]
     result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
     result["held"] = near["held_share"].min() - 100 if len(near) else np.nan
-    found = crossovers(table[(table["provider"] == "triton union") & table["gated"]])
+    crossings = crossovers(table[(table["provider"] == "triton union") & table["gated"]])
     for pattern in ("skewed", "even"):
-        result[f"{pattern}_crossing"] = found.loc[found["pattern"] == pattern, "crossover"].min()
+        alike = crossings[crossings["pattern"] == pattern]
+        result[f"{pattern}_crossing"] = alike["crossover"].min()
     return result
 
 
