@@ -179,7 +179,8 @@ def test_templates_are_filled(written):
 
 def test_a_page_of_made_up_claims(written):
     several = {"ours": "{a:.1f}", "paper": "{paper_a:.0f}", "source": "Table 1"}
-    written(several | {"reproduced": "a > 2", "caveat": "a | b"}, {"ours": "{b}", "evidence": ["p", "q"]})
+    several |= {"reproduced": "a > 2", "caveat": "a | b"}
+    written(several, {"ours": "{b}", "evidence": ["p", "q"]})
     page = claims.page({"made": {"a": 2.5}})
     assert "| A is more | 3; Table 1 | 2.5 | reproduced | `x` |" in page
     assert "| A is more | – | not measured | not measured | `p`, `q` |" in page
