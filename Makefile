@@ -21,7 +21,7 @@ LEVELS := 0 1e-3 3e-3 3e-2
 TRACED := 3e-3
 LIVE := runs/live
 TRAINING := $(addprefix twell/,corpus.py ffn.py model.py reference.py format.py results.py train.py configs/quick.yaml)
-DRAWING := $(wildcard twell/analysis/*.py twell/plots/*.py) $(addprefix twell/,results.py trace.py format.py) data/paper.yaml
+DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py) $(addprefix twell/,results.py trace.py format.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 ifeq ($(PROFILE),live)
 LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)

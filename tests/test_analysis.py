@@ -536,64 +536,6 @@ def test_layers_as_a_log_has_them():
         analysis.logged_layers(log[log["split"] == "train"], 100)
 
 
-def verdicts(rows):
-    return analysis.compare(rows).set_index("finding")["verdict"]
-
-
-def test_what_the_paper_finds_of_its_sweep():
-    paper = results.paper()
-    good = make_run("good", 1e-3, 4.04, 5.0, (1, 1), (0.2, 0.4), window=(0.1, 0.5))
-    runs, log = tables(DENSE, good, UNUSED)
-    table, active = analysis.levels(analysis.sweep(runs, log)), analysis.training_curves(runs, log, "active_mean")
-    found = verdicts(analysis.sweep_findings(paper, table, active, "small"))
-    assert found["active at L1 = 0, % (below 30)"] == "agrees"
-    assert found["inactive at the recommended level, % (at least 95)"] == "agrees"
-    assert found["its price in cross-entropy, % (at most 2)"] == "agrees"
-    assert found["dead neurons at the recommended level, %"] == "agrees"
-    assert found["levels that cannot be used"] == "differs"
-    assert found.filter(like="stays within").item() == "differs"  # it ends at 100.5 after 20.5 and 40.5
-    dear = make_run("dear", 1e-3, 4.4, 5.0, (29, 19))
-    table = analysis.levels(analysis.sweep(*tables(DENSE, dear)))
-    found = verdicts(analysis.sweep_findings(paper, table, active.assign(run="dear"), "small"))
-    assert list(
-        found[["its price in cross-entropy, % (at most 2)", "fall of activity from L1 = 0 (at least half)"]]
-    ) == [
-        "differs",
-        "differs",
-    ]
-    with pytest.raises(ValueError, match="no run has L1 = 0"):
-        analysis.sweep_findings(paper, table[1:], active, "small")
-
-
-def test_where_the_paper_finds_activity():
-    def layers(*means):
-        return pd.DataFrame({"layer": range(len(means)), "mean": means, "max_over_mean": 20.0})
-
-    overflow = pd.DataFrame({"compression": [4, 8, 8], "overflow_rows": [0.0, 0.0, 0.0]})
-    paper, sparse, dense = results.paper(), layers(1, 2, 9, 4, 3, 3, 3, 3), layers(1, 2, 3, 9, 3, 3, 3, 3)
-    found = verdicts(analysis.layer_findings(paper, sparse, dense, layers(1, 1, 8, 1, 1, 1, 1, 9), overflow, "small"))
-    assert set(found) == {"agrees"} and len(found) == 6
-    for at, verdict in enumerate(["agrees"] * 3 + ["differs"] * 4):  # the paper: 2 of 0 to 27
-        beyond = [1.0] * at + [8.0] + [1.0] * (6 - at) + [9.0]
-        rows = analysis.layer_findings(paper, sparse, dense, layers(*beyond), overflow, "small")
-        assert verdicts(rows)["peak layers, a level beyond use"] == verdict
-        assert rows[3][2] == f"[{at}, 7] (of 0 to 7)"
-    assert rows[1][1:3] == ("~6 (of 0 to 27)", "2 (of 0 to 7)")
-    turned = layers(3, 3, 3, 3, 3, 9, 1, 2).assign(max_over_mean=9.0)
-    found = verdicts(
-        analysis.layer_findings(paper, turned, layers(9, 1, 1, 1, 1, 1, 1, 1), sparse, overflow + 1, "small")
-    )
-    assert "agrees" not in set(found.drop("tokens with a tile that overflows"))
-
-
-def test_which_tokens_the_paper_finds_active():
-    tokens = pd.DataFrame({"token": [" a", " ", "b"]})
-    positions = pd.DataFrame({"mean_active": [9.0, 4.0, 3.0, 3.0]})
-    rows = analysis.token_findings(results.paper(), tokens, positions, "small")
-    assert rows[0][2] == "a, ' ', b" and rows[2][2].startswith("9 at the first position, 3 over")
-    assert rows[2][3] and not analysis.token_findings(results.paper(), tokens, positions[::-1], "small")[2][3]
-
-
 # --- choices of training and sizes ----------------------------------------------------------------
 
 
@@ -819,98 +761,6 @@ def test_the_papers_sizes():
     assert (table["accuracy"] - table["accuracy_dense"]).round(1).tolist() == [0.0, 0.1, -0.2, -0.3]
 
 
-def noisy(scale, **changes):
-    """`choices` of the family, each setting with two seeds that differ by `scale` times 0.2% in price and 2% in activity."""
-    table = analysis.choices(*tables(*family(**changes)))
-    again = table.assign(cross_entropy_change=table["cross_entropy_change"] + 0.2 * scale)
-    again["active_fraction"] *= 1 + 0.02 * scale
-    return pd.concat([table, again], ignore_index=True)
-
-
-def test_what_the_paper_finds_of_choices():
-    paper = results.paper()
-    rows = analysis.choice_findings(paper, noisy(0.1), "small")
-    found, ours = verdicts(rows), {row[0]: row[2] for row in rows}
-    assert len(found) == 9 and (found.drop(found.filter(like="cross-entropy at").index) == "agrees").all()
-    at = found.filter(like="cross-entropy at L1 = 1e-3 over").index[0]
-    assert found[at] == "agrees" and ours[at].startswith("+1") and ours[at].endswith("(n = 4, 4)")
-    assert ours["re-initialisation: dead neurons left, %; without it 40"] == "0.5 (n = 4)"
-    theirs = [row[1] for row in rows]
-    assert theirs == ["+1.86", "-0.665", "+0.21", "+0.26", "~0", "+0.0443", "+0", "~0", "+272"]
-
-    worse = verdicts(analysis.choice_findings(paper, noisy(0.1, reinit=1.0, warm_active=1.0, silu=1.0), "small"))
-    for start in ("SiLU over", "re-initialisation: cross-entropy", "L1 warm-up: active"):
-        assert worse.filter(like=start).item() == "differs", start
-    # Noise that hides the paper's own difference leaves the question open; one that would have shown it does not.
-    unclear = verdicts(analysis.choice_findings(paper, noisy(8), "small"))
-    assert unclear.filter(like="SiLU over").item() == "not comparable"
-    assert (
-        verdicts(analysis.choice_findings(paper, noisy(0.1, silu=0.0), "small")).filter(like="SiLU").item() == "differs"
-    )
-    few = verdicts(analysis.choice_findings(paper, noisy(0.1, without=0.8), "small"))
-    assert (few.filter(like="dead neurons left") == "not comparable").all()
-    left = noisy(0.1).assign(dead_fraction_train=0.02)
-    assert (
-        verdicts(analysis.choice_findings(paper, left, "small")).filter(like="dead neurons left") == "differs"
-    ).all()
-    alone = noisy(0.1).query("choice != 'recipe' or l1_coefficient != 1e-3")
-    reasons = [row[3:] for row in analysis.choice_findings(paper, alone, "small") if "dead neurons left" in row[0]]
-    assert reasons == [(None, "no run of the recipe at this level")] * 2
-    rows = analysis.choice_findings(paper, analysis.choices(pd.DataFrame(), pd.DataFrame()), "small")
-    assert len(rows) == 9 and all(row[2:] == ("–", None, "no such run is recorded") for row in rows)
-
-
-def test_findings_of_our_own_choice():
-    rows = analysis.frontier_findings(noisy(0.1), "balanced columns")
-    limit = analysis.noise_limit(noisy(0.1), "cross_entropy_change", 2, 4)
-    assert rows[0][0].startswith("balanced columns, L1 = 1e-3 (2% active)")
-    assert rows[0][2:] == (f"-0.75 ± {limit:.2g} (n = 2)", None, "ours; less")
-    assert rows[1][2:] == (f"{20.02 * 0.1**0.25:.3g}", None, "ours")
-    assert rows[2][2:] == ("10, -30 (n = 2)", None, "ours; no seeds")  # of dead neurons no seeds differ
-    other = [made(f"l1-a-{seed}", 1e-3, 1.0, 2, dead) for seed, dead in ((2, 39), (3, 41))]
-    found = analysis.against_frontier(analysis.choices(*tables(*family(), *other))).set_index("choice")
-    limit = analysis.noise_limit(analysis.choices(*tables(*family(), *other)), "dead_fraction_train", 1, 4)
-    assert found.loc["balanced columns", "dead_limit"] == pytest.approx(limit) and limit < 0.3
-    assert found.loc["balanced columns", "dead_verdict"] == "less"
-    unused = make_run("unused", 3e-3, 4.4, 4.41, (0.5, 0.5), window=(0.9,), balance_every=1)
-    rows = analysis.frontier_findings(analysis.choices(*tables(*family(), unused)), "balanced columns")
-    assert [row[4] for row in rows[3:]] == [
-        "ours; unused; no level of the recipe is beside it",
-        "ours; unused",
-        "ours; unused; no level of the recipe is beside it",
-    ]
-    rows = analysis.frontier_findings(noisy(0.1), "nothing")
-    assert [row[2:] for row in rows] == [("–", None, "no such run is recorded")]
-
-
-def test_what_the_paper_finds_of_sizes():
-    paper, seeds = results.paper(), noisy(0.1)
-
-    def judged(actives, prices, seeds=seeds):
-        pairs = enumerate(zip(actives, prices, strict=True), 1)
-        runs = [(scaled(f"d{n}", n, 0, 0, 20), scaled(f"s{n}", n, 1e-3, price, active)) for n, (active, price) in pairs]
-        table = analysis.sizes(*tables(*sum(runs, ())))
-        rows = analysis.size_findings(paper, table, seeds, "small")
-        return verdicts(rows).tolist(), rows
-
-    found, rows = judged([9, 7, 5, 4], [1.0, 1.5, 1.2, 1.0])
-    assert found == ["agrees"] * 4
-    assert rows[0][1:3] == ("0.692 → 0.515 → 0.426", "9 → 7 → 5 → 4") and rows[1][1] == "39 → 29 → 24"
-    assert rows[2][2] == "+1.00, +1.50, +1.20, +1.00"
-    limit = math.sqrt(2) * analysis.noise_limit(seeds, "cross_entropy_change", 1, 1)
-    assert rows[3][1:3] == ("+0.0, +0.1, -0.2, -0.3 points of accuracy", f"+0.00 ± {limit:.2f} points of %")
-    assert (
-        judged([9, 5, 7, 4], [1, 1, 1, 3])[0] == ["differs"] * 4
-    )  # it rises on the way; one gap is too wide, and it grew
-    assert judged([4, 5, 7, 9], [1, 1, 1, 1])[0][:2] == ["differs"] * 2
-    assert judged([9, 9], [1, 1])[0] == ["differs", "differs", "agrees", "agrees"]
-    assert judged([9, 8], [1, 1], noisy(50))[0][:2] == ["not comparable"] * 2
-    single = seeds.drop_duplicates(["choice", "l1_coefficient"])
-    assert judged([9, 8], [1, 1], single)[0] == ["not comparable"] * 2 + ["agrees", "not comparable"]
-    rows = analysis.size_findings(paper, analysis.sizes(pd.DataFrame(), pd.DataFrame()), seeds, "small")
-    assert all(row[2:] == ("–", None, "no such run is recorded") for row in rows) and len(rows) == 4
-
-
 def trained(name, losses, speeds, memory=None, backend="dense", devices=1, every=1, complete=True, last=4.0, **config):
     """A run with a row of the log every so many steps of 100 tokens; the last validation's cross-entropy, 5 of 100 active."""
     rows = [(every * (n + 1), "train", "cross_entropy", loss) for n, loss in enumerate(losses)]
@@ -1000,43 +850,6 @@ def test_what_sets_computed_runs_apart_is_said_or_refused():
             analysis.computed_otherwise(*tables(trained("a", [8, 4], [1, 1]), runs[1]))
 
 
-def test_findings_of_trainings_computed_in_several_ways():
-    paper, none = results.paper(), analysis.computed_otherwise(pd.DataFrame(), pd.DataFrame())
-    both = analysis.computed_otherwise(*tables(SPARSELY, DENSELY))
-    two = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO))
-    rows = analysis.computed_findings(paper, both, two)
-    found = analysis.compare(rows).set_index("finding")
-    assert (found["verdict"] == "not comparable").all() and len(found) == 6
-    over = "sparse kernels over dense: "
-    assert found.loc[over + "last cross-entropy, %", ["paper", "ours"]].tolist() == ["–", "+2.5"]
-    assert found.loc[over + "training speed, second half, %", ["paper", "ours"]].tolist() == ["-1.5", "+150"]
-    assert found.loc[over + "peak memory, second half, %", ["paper", "ours"]].tolist() == ["-19.2", "-20"]
-    assert found.loc[over + "peak memory, whole training, %", ["paper", "ours"]].tolist() == ["–", "+12.5"]
-    reason = found.loc[over + "training speed, second half, %", "reason"]
-    for said in ("another GPU", "ours: 7 M parameters, steps of 100 tokens", "a vocabulary of 16,384, 5 active"):
-        assert said in reason, said
-    assert reason.endswith("the paper: 0.5B, 1,048,576, 49,152")
-    over = "sparse kernels, 2 devices over sparse kernels, 1 device: "
-    assert found.loc[over + "training speed, times", ["paper", "ours"]].tolist() == ["–", "1.9"]
-    assert found.loc[over + "last cross-entropy, %", "ours"] == "+2.44"
-    # Each is compared with its partner, whatever else is in the tables.
-    every = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO, DENSELY))
-    assert [row[2] for row in analysis.computed_findings(paper, every, every)] == [row[2] for row in rows]
-
-    rows = analysis.computed_findings(paper, none, none)
-    assert [row[1] for row in rows] == ["–", "-1.5", "-19.2", "–", "–"]
-    assert all(row[2:] == ("–", None, "no such run is recorded") for row in rows)
-    for alone in (SPARSELY, DENSELY):  # nothing to compare it with
-        alone = analysis.computed_otherwise(*tables(alone))
-        assert analysis.computed_findings(paper, alone, alone) == rows
-    cpu = analysis.computed_otherwise(
-        *tables(trained("a", [8, 4], [20, 20]), trained("b", [8, 4], [20, 25], backend="triton"))
-    )
-    rows = analysis.computed_findings(paper, cpu, none)
-    assert [row[2] for row in rows[:4]] == ["+0", "+25", "–", "–"]
-    assert [row[4] for row in rows[2:4]] == ["not measured"] * 2
-
-
 def test_tables_to_be_read():
     table = pd.DataFrame({"l1_coefficient": [6e-4, np.nan], "paper_l1": [np.nan, 2e-5], "value": [123.456, -1e-12]})
     table = table.assign(nothing=np.nan, name=["a", "b"], half=[np.nan, 0.5], number=[1, 2])
@@ -1097,21 +910,6 @@ def test_format_bytes_draws_uneven_rows_of_the_mean_asked_for():
     pd.testing.assert_frame_equal(analysis.format_bytes(9, 50, [3.0]), analysis.format_bytes(9, 50, [3.0]))
 
 
-def test_compare():
-    table = analysis.compare(
-        [
-            ("a", 1.23456, np.float32(2), np.bool(True), "why"),
-            ("b", ">30", [0, 1], False, "why"),
-            ("c", True, np.False_, None, "because"),
-        ]
-    )
-    assert table.to_numpy().tolist() == [
-        ["a", "1.23", "2", "agrees", ""],
-        ["b", ">30", "[0, 1]", "differs", "why"],
-        ["c", "yes", "no", "not comparable", "because"],
-    ]
-
-
 # --- speed of the layer -------------------------------------------------------------------------
 
 
@@ -1121,7 +919,8 @@ def speed_rows(tokens, active, times, **columns):
     case |= {"pattern": "skewed", "active": active, "active_max": 99, "union": 200.0, "mode": "stream"}
     case |= {"weight_sets": 1, "relative_rms": 0.003, "energy": np.nan, "device": "NVIDIA H200", "commit": "a" * 40}
     case |= {"command": "python -m twell measure ffn", "date": "2026-11-22T10:00:00+00:00"} | columns
-    return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
+    paths = [name.removeprefix("triton ") for name in times]
+    return pd.DataFrame(case | {"provider": list(times), "path": paths, "p50": list(times.values())})
 
 
 def training_rows(tokens, active, times, **columns):
@@ -1435,61 +1234,6 @@ def test_step_speedups():
         analysis.step_speedups(rows.drop(columns="peak"))
 
 
-PAPER = pd.DataFrame(
-    [
-        ("max_forward_speedup", 30.0, None, None),
-        ("energy_per_token_change", -17.0, "2B", 2e-5),
-        ("energy_per_token_change", 0.0, "2B", 0.0),
-        ("max_training_speedup", 24.0, "1.5B", None),
-        *(("training_throughput_change", change, "1.5B", l1) for change, l1 in ((0.0, 0.0), (11.6, 2e-5))),
-        *(("training_peak_memory_change", change, "1.5B", l1) for change, l1 in ((0.0, 0.0), (-28.1, 2e-5))),
-        ("training_throughput_change", 21.9, "2B", 2e-5),
-    ],
-    columns=["metric", "value", "model", "l1"],
-)
-
-
-def test_findings_of_forward_passes():
-    base = "dense torch.compile"
-    rows = together(
-        speed_rows(64, 29.0, {base: 4.0, "triton union": 2.0, "auto": 1.0}, energy=[8.0, 4.0, 1.0]),
-        speed_rows(64, 98.0, {base: 4.0, "triton union": 0.5}),
-        speed_rows(1, 29.0, {base: 4.0, "triton union": 0.5}),
-    )
-    table = analysis.speedups(rows)
-    assert [row[1:4] for row in analysis.forward_findings(PAPER, table, 29, [64])] == [
-        (True, True, True),
-        (30.0, 100.0, None),
-        (-17.0, -50.0, None),
-    ]
-    none = analysis.forward_findings(PAPER, table[table["provider"] == base], 29, [64])
-    assert none[0][2:4] == (None, None) and all(math.isnan(row[2]) for row in none[1:])
-
-
-def test_findings_of_training():
-    base = "dense torch.compile"
-    rows = together(
-        training_rows(64, 29.0, {base: 4.0, "triton union": 5.0}, held=[800, 200]),
-        training_rows(64, 29.0, {base: 4.0, "triton hybrid": 2.0}, held=[800, 400], pattern="even"),
-        training_rows(64, 464.0, {base: 4.0, "triton hybrid": 8.0}, held=[800, 700], pattern="even"),
-    )
-    table = analysis.training_speedups(rows)
-    findings = analysis.training_findings(PAPER, table, 29)
-    assert [row[1:4] for row in findings] == [
-        (True, True, True),
-        (24.0, 100.0, None),
-        ("–", -75.0, None),
-        ("–", pytest.approx(116, abs=0.5), None),
-    ]
-    nothing = analysis.training_findings(PAPER, pd.DataFrame(), 29)
-    assert len(nothing) == 4 and nothing[0][2:4] == (None, None) and all(math.isnan(row[2]) for row in nothing[1:])
-    assert analysis.training_findings(PAPER, table[table["pattern"] == "skewed"], 29)[0][1:4] == (
-        True,
-        False,
-        False,
-    )
-
-
 def kernel_rows(*kernels, provider="triton union", **columns):
     """Rows of kernels.csv; kernels: (name, ms, flops, bytes)."""
     case = speed_rows(64, 29.0, {provider: 1.0}, **columns).drop(columns=["mode", "weight_sets", "p50", "relative_rms"])
@@ -1718,34 +1462,6 @@ def test_backends_are_compared_on_the_same_items():
     assert analysis.backend_differences(analysis.evaluations([evaluation("b")])).empty
 
 
-def test_findings_of_tasks():
-    paper, nothing = results.paper(), analysis.evaluations([])
-
-    def findings(records):
-        table = analysis.evaluations(records)
-        rows = analysis.task_findings(paper, table, analysis.backend_differences(table))
-        return analysis.compare(rows)[["paper", "ours", "verdict"]].to_numpy().tolist()
-
-    lettered, worst = "18.6 to 22.3%", "-0.3 at the worst"
-    assert findings([]) == [
-        [lettered, "not measured", "not comparable"],
-        [worst, "not measured", "not comparable"],
-    ]
-    assert findings([evaluation("a"), evaluation("b", l1=1e-3, gain=-0.01)]) == [
-        [lettered, "20.0 ± 1.0% (near chance), 19.0 ± 1.0% (near chance)", "agrees"],
-        [worst, "-1.0 ± 1.4", "not comparable"],
-    ]
-    learnt = [evaluation("a", gain=0.1), evaluation("b", l1=1e-3, gain=0.08), evaluation("c", l1=1e-2, gain=0.07)]
-    assert findings([*learnt, evaluation("b", l1=1e-3, gain=0.08, backend="reference")]) == [
-        [lettered, "30.0 ± 1.0% (above chance), 28.0 ± 1.0% (above chance), 27.0 ± 1.0% (above chance)", "differs"],
-        [worst, "-2.0 ± 1.4", "agrees"],
-        [worst, "-3.0 ± 1.4", "differs"],
-        ["–", "0", "not comparable"],
-    ]
-    assert findings([evaluation("a", gain=-0.04)])[0] == [lettered, "16.0 ± 1.0% (below chance)", "agrees"]
-    assert len(analysis.task_findings(paper, nothing, analysis.backend_differences(nothing))) == 2
-
-
 def test_accuracies_to_be_read():
     records = [
         evaluation("sparse", l1=1e-2, gain=0.021, tasks=("piqa",)),
@@ -1954,20 +1670,3 @@ def test_the_scale_of_the_paper_beside_ours():
         analysis.scale_table(results.paper(), pd.DataFrame(), mixed)
     with pytest.raises(ValueError, match="steps are with and without checkpointed activations; choose one of them"):
         analysis.level_gains(mixed, by="peak_change")
-
-    layers = analysis.layer_contributions(model_layer_rows(10.0, [8.0, 7.0, 9.0], [20.0, 10.0, 30.0]))
-    models = analysis.model_speedups(pd.concat([forward, model_rows([10.0, 20.0, 10.5], active=900.0)]))
-    tuned = {"dense torch.compile tuned": 3.0, "triton torch.compile tuned": 1.0}  # +200%
-    decode = analysis.decode_speedups(decode_rows(dict(zip(COMPILED, [4.0, 2.0, 3.0], strict=True)) | tuned))
-    rows = analysis.model_findings(results.paper(), table, models[models["model"] == "1.5b"], decode, layers)
-    told = {name: (paper, ours, agrees) for name, paper, ours, agrees, _ in rows}
-    assert told["2B, forward speed: % over dense"] == (20.5, pytest.approx(25), True)
-    assert told["2B, training memory: % over dense"] == (22.3, pytest.approx(-30), False)
-    assert told["1B, forward speed: % over dense"][2] is None
-    assert told["Pearson's r, a layer's activity and time saved"] == (-0.996, pytest.approx(-1), True)
-    assert told["forward with 911 active: auto, % over dense"][1] == pytest.approx(100 * (10 / 10.5 - 1))
-    assert told["decoding: largest gain, % over dense"][1] == pytest.approx(100)
-    assert told["decoding, both sides tuned: largest gain, % over dense"][1] == pytest.approx(200)
-    empty = pd.DataFrame()
-    rows = analysis.model_findings(results.paper(), analysis.scale_table(results.paper(), empty, empty), *[empty] * 3)
-    assert len(rows) == len(told) and all(agrees is None and np.isnan(ours) for _, _, ours, agrees, _ in rows)

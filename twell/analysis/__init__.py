@@ -9,13 +9,19 @@ activity  a trace or an aggregate by layer, token, position and neuron
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
 tasks     accuracies of downstream tasks
-findings  the paper's findings beside ours, for the last table of each notebook
+trained   quantities of runs: the numbers behind the claims, by name
+counted   quantities of formats, traces and evaluations
+measured  quantities of measured rows
+quantities  all of these by subject (`analysis.quantities.sweep`), and `recorded`: those of data/
+claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
 
 Public names are all to be had from here: `from twell import analysis`, then `analysis.sweep`.
+`quantities` and `claims` are handed on as modules; `quantities.recorded` alone reads data/.
 """
 
 from __future__ import annotations
 
+from twell.analysis import claims, quantities
 from twell.analysis.activity import (
     by_neuron,
     by_position,
@@ -33,22 +39,6 @@ from twell.analysis.activity import (
     together,
     union_sizes,
     value_histogram,
-)
-from twell.analysis.findings import (
-    FEW_DEAD,
-    NOT_RECORDED,
-    choice_findings,
-    compare,
-    computed_findings,
-    forward_findings,
-    frontier_findings,
-    layer_findings,
-    model_findings,
-    size_findings,
-    sweep_findings,
-    task_findings,
-    token_findings,
-    training_findings,
 )
 from twell.analysis.formats import (
     format_bytes,

@@ -1,0 +1,266 @@
+"""Quantities of measured rows: by subject of `claims.yaml` a flat dict of named numbers, as in
+`trained`.
+
+Speeds over dense are ratios where a name ends in `_times`, else changes in % of dense. A case that
+was not measured is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from twell.analysis.speed import BASELINE, at_level, correlation, crossovers
+
+Quantities = dict[str, Any]
+SPARSE = ["triton union", "triton rowwise", "triton decode"]
+COMPILED = "triton torch.compile", "auto torch.compile"
+STEP = "triton union torch.compile"
+# A case of the layer alone: tokens, pattern, mode, active neurons, gated.
+CASES = {
+    "large": (131_072, "skewed", "stream", 29, True),
+    "even": (131_072, "even", "stream", 29, True),
+    "hundred": (131_072, "skewed", "stream", 100, True),
+    "middle": (16_384, "skewed", "stream", 29, True),
+    "small": (2048, "skewed", "graph", 29, True),
+    "small_eager": (2048, "skewed", "stream", 29, True),
+    "one": (1, "skewed", "graph", 29, True),
+    "two": (2, "skewed", "graph", 29, True),
+    "four": (4, "skewed", "graph", 29, True),
+    "sixteen": (16, "skewed", "graph", 29, True),
+    "sixty_four": (64, "skewed", "graph", 29, True),
+    "ungated": (131_072, "skewed", "stream", 40, False),
+}
+# A case of its training step: tokens, pattern, active neurons, gated.
+STEPS = {
+    "even": (16_384, "even", 29, True),
+    "middle": (16_384, "skewed", 29, True),
+    "few": (16_384, "skewed", 10, True),
+    "large": (65_536, "skewed", 60, True),
+    "many": (16_384, "skewed", 197, True),
+    "ungated": (16_384, "skewed", 29, False),
+}
+WIDTHS = {True: (2048, 5632), False: (2048, 8192)}
+
+
+def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.DataFrame:
+    """Rows of the paper's width, at the level within 20% of `active` that is nearest to it."""
+    width, neurons = WIDTHS[gated]
+    equal |= {"gated": gated, "hidden_size": width, "intermediate_size": neurons}
+    for column, value in equal.items():
+        table = table[table[column] == value]
+    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
+    return table[(distance <= distance.min() + 1e-9) & (distance < np.log(1.2))]
+
+
+def layer_speed(
+    table: pd.DataFrame,
+    auto: pd.DataFrame | None = None,
+    rows: pd.DataFrame | None = None,
+) -> Quantities:
+    """Return how fast the layer alone is: each of CASES over compiled dense, and up to which
+    activity it gains.
+
+    table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table`
+    count; rows: those of data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up;
+    NAME_path: that path. A crossing is in active neurons.
+    """
+    result = {}
+    for name, (tokens, pattern, mode, active, gated) in CASES.items():
+        case = _case(table, active, gated, tokens=tokens, pattern=pattern, mode=mode)
+        case = case[case["provider"].isin(SPARSE)]
+        if len(case):
+            best = case.loc[case["speedup"].idxmax()]
+            path = best["path"].replace("rowwise", "row-wise")
+            result |= {f"{name}_times": best["speedup"], f"{name}_path": path}
+    table = table[table["gated"].astype(bool) & (table["hidden_size"] == WIDTHS[True][0])]
+    table = table[table["intermediate_size"] == WIDTHS[True][1]]
+    at_29 = at_level(table[table["pattern"] == "skewed"], 29)
+    near = at_29[at_29["provider"].isin(SPARSE) & (at_29["tokens"] >= 16_384)]
+    result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
+    chosen = at_29[(at_29["provider"] == "auto") & (at_29["mode"] == "graph")].sort_values("tokens")
+    dense = [str(row.tokens) for row in chosen.itertuples() if row.path == "dense"]
+    result["auto_dense"] = ", ".join(dense) or None
+    of_auto = table if auto is None or auto.empty else auto
+    worst = of_auto.loc[of_auto["provider"] == "auto", "speedup"]
+    result["auto_times"] = worst.min() if len(worst) else np.nan
+
+    stream = crossovers(table[table["mode"] == "stream"])
+    union = stream[(stream["provider"] == "triton union") & (stream["pattern"] == "skewed")]
+    for name, tokens in (("large", 131_072), ("middle", 16_384)):
+        result[f"{name}_crossing"] = union.loc[union["tokens"] == tokens, "crossover"].max()
+    even = stream.loc[stream["pattern"] == "even", "crossover"]
+    result |= {"even_least": even.min(), "even_most": even.max()}
+    return result | (_calls(rows) if rows is not None and len(rows) else {})
+
+
+def _calls(rows: pd.DataFrame) -> Quantities:
+    """How much calls of the first of CASES differ: its speed-up in each, sorted; and its energy in
+    % of dense.
+    """
+    tokens, pattern, mode, active, gated = CASES["large"]
+    case = _case(rows, active, gated, tokens=tokens, pattern=pattern, mode=mode)
+    times = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
+    result, (first, second) = {}, (BASELINE, "triton union")
+    if {("p50", first), ("p50", second)} <= set(times):
+        ratios = (times["p50"][first] / times["p50"][second]).dropna().sort_values()
+        result["calls"] = ", ".join(f"{ratio:.2f}" for ratio in ratios) or None
+        result["calls_spread"] = 100 * (ratios.max() / ratios.min() - 1)
+    if {("energy", first), ("energy", second)} <= set(times):
+        changes = 100 * (times["energy"][second] / times["energy"][first] - 1).dropna()
+        result["large_energy"] = changes.iloc[-1] if len(changes) else np.nan
+    return result
+
+
+def layer_training(table: pd.DataFrame) -> Quantities:
+    """Return how fast a training step of the layer is and what it keeps, from `training_speedups`.
+
+    Of each of STEPS: _union and _hybrid, speed-ups over compiled dense; _kept, bytes from forward
+    to backward as a share of dense's. A crossing is in active neurons.
+    """
+    if table.empty:
+        return {}
+    result = {}
+    for name, (tokens, pattern, active, gated) in STEPS.items():
+        case = _case(table, active, gated, tokens=tokens, pattern=pattern)
+        rows = case.drop_duplicates("provider", keep="last").set_index("provider")
+        for path in ("union", "hybrid"):
+            if f"triton {path}" in rows.index:
+                result[f"{name}_{path}"] = rows.loc[f"triton {path}", "speedup"]
+                result[f"{name}_{path}_kept"] = rows.loc[f"triton {path}", "held_share"] / 100
+    near = at_level(table, 29)
+    near = near[near["provider"].str.startswith("triton ")]
+    result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
+    result["held"] = near["held_share"].min() - 100 if len(near) else np.nan
+    crossings = crossovers(table[(table["provider"] == "triton union") & table["gated"]])
+    for pattern in ("skewed", "even"):
+        alike = crossings[crossings["pattern"] == pattern]
+        result[f"{pattern}_crossing"] = alike["crossover"].min()
+    return result
+
+
+def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Quantities:
+    """Changes of `scale_table` and the activity that they are of: speed_MODEL, NAME_MODEL and
+    active_MODEL.
+
+    rows: what the table was made of; speed: its quantity of speed; other: the other quantity, whose
+    second word is NAME.
+    """
+    result = {}
+    for row in scale.itertuples():
+        model = _key(row.model)
+        if row.quantity == other:
+            result[f"{other.split()[1]}_{model}"] = row.change
+        if row.quantity == speed:
+            result[f"speed_{model}"] = row.change
+            if len(rows) and not np.isnan(row.change):
+                same = rows[rows["model"].str.upper() == row.model.upper()]
+                same = same[same["provider"] != BASELINE]
+                distance = (100 * (same["speedup"] - 1) - row.change).abs()
+                result[f"active_{model}"] = rows.loc[distance.idxmin(), "active"]
+    return result
+
+
+def _key(model: str) -> str:
+    return model.lower().replace(".", "_")
+
+
+def models(
+    scale: pd.DataFrame,
+    rows: pd.DataFrame,
+    decode: pd.DataFrame,
+    layers: pd.DataFrame,
+) -> Quantities:
+    """Return how fast forward passes of whole models with imposed activity are, and decoding.
+
+    scale: `scale_table`; rows: `model_speedups` of one batch; decode: `decode_speedups`; layers:
+    `layer_contributions` at one level; each but the first may be empty. active_MODEL: active
+    neurons of the level nearest to the paper's; the level of L1 = 0 is the one above 800 active
+    neurons.
+    """
+    result = _scale(scale, rows, "forward speed", "forward energy")
+    result["correlation"] = correlation(layers) if len(layers) else np.nan
+    if len(rows):
+        dense = rows[rows["active"] > 800].drop_duplicates("provider").set_index("provider")
+        for name, provider in zip(("forced", "auto"), COMPILED, strict=True):
+            if provider in dense.index:
+                result[name] = 100 * (dense.loc[provider, "speedup"] - 1)
+                result["dense_active"] = dense.loc[provider, "active"]
+        eager = rows[(rows["model"] == "2b") & (rows["active"] < 800)]
+        eager = eager.drop_duplicates("provider").set_index("provider")["p50"]
+        if {"dense eager", "auto"} <= set(eager.index):
+            result["eager_2b"] = 100 * (eager["dense eager"] / eager["auto"] - 1)
+    return result | _decoding(decode)
+
+
+def _decoding(table: pd.DataFrame) -> Quantities:
+    """Gains of decoding by the number of documents, and the largest ones with and without tuning on
+    both sides.
+    """
+    if table.empty:
+        return {}
+    result = {}
+    for name, some in (("decode", table[~table["tuned"]]), ("decode_tuned", table[table["tuned"]])):
+        sparse = some[some["provider"] == COMPILED[0]]
+        result[f"{name}_most"] = 100 * (sparse["speedup"].max() - 1) if len(sparse) else np.nan
+        for row in sparse.itertuples():
+            result[f"{name}_{row.batch}"] = 100 * (row.speedup - 1)
+            result[f"{name}_{row.batch}_active"] = row.active
+        auto = some[some["provider"] == COMPILED[1]]
+        for row in auto.itertuples():
+            result[f"{name}_{row.batch}_path"] = row.path
+    return result
+
+
+def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
+    """Return forward passes of trained models, from `model_speedups` and `layer_contributions` of
+    all rows.
+
+    half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense;
+    layer_error: the worst relative RMS of a feed-forward layer in any row.
+    """
+    if rows.empty:
+        return {}
+    result = {"layer_error": rows.get("layer_rms", pd.Series(dtype=float)).max()}
+    half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == COMPILED[1])]
+    if len(half):
+        first = half.iloc[0]
+        result |= {"half": 100 * (first["speedup"] - 1), "half_active": first["active"]}
+    small = rows[rows["model"] == "twell-6m"].set_index("provider")["speedup"]
+    for name, provider in zip(("small_sparse", "small_auto"), COMPILED, strict=True):
+        result[name] = 1 / small[provider] if provider in small.index else np.nan
+    trained = layers[layers["model"] == "flagship-half"] if len(layers) else layers
+    if len(trained):
+        result |= {"trained_correlation": correlation(trained), "trained_layers": len(trained)}
+    return result
+
+
+def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
+    """Return how fast optimiser steps of whole models with imposed activity are, and their peak
+    memory.
+
+    scale: `scale_table`; table: `step_speedups`, or empty. again_*: with checkpointed activations;
+    largest_*: sequences of the largest micro-batch of 1.5B.
+    """
+    result = _scale(scale, table, "training speed", "training memory")
+    if table.empty:
+        return result
+    forced = table[(table["active"] > 800) & (table["provider"] == STEP)]
+    if len(forced):
+        result["forced"] = 100 * (forced["speedup"].iloc[0] - 1)
+        result["forced_active"] = forced["active"].iloc[0]
+    largest = table.assign(largest=table.get("largest", np.nan)).query("model == '1.5b'")
+    largest = largest[largest["largest"].notna()]
+    for name, again in (("largest", False), ("again_largest", True)):
+        rows = largest[largest["checkpoint_activations"] == again].set_index("provider")["largest"]
+        for side, provider in (("sparse", STEP), ("dense", BASELINE)):
+            result[f"{name}_{side}"] = rows.get(provider, np.nan)
+    again = largest[largest["checkpoint_activations"].astype(bool) & (largest["provider"] == STEP)]
+    result["again"] = 100 * (again["speedup"].max() - 1) if len(again) else np.nan
+    small = table[table["model"] == "171m"].set_index("provider")["speedup"]
+    if {STEP, "triton union", "dense eager"} <= set(small.index):
+        result["small"] = 100 * (small[STEP] - 1)
+        result["small_eager"] = 100 * (small["triton union"] / small["dense eager"] - 1)
+    return result

@@ -1,0 +1,330 @@
+"""Quantities of runs: by subject of `claims.yaml` a flat dict of named numbers and strings.
+
+Each function takes tables of the other modules. Numbers are as the templates print them: shares in
+%, cross-entropies in nats, differences of cross-entropy in % or points of %. A name ending in
+`_limit` is the noise limit of the difference before it (`noise_limit`), one ending in `_runs` a
+number of seeds. What a table does not hold is NaN, None or absent, and a claim about it is "not
+measured".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from twell.analysis.runs import level_name, levels, recommended, settles_after
+from twell.analysis.variants import (
+    QUANTITIES,
+    against_frontier,
+    compared_level,
+    contrast,
+    noise_limit,
+)
+
+LOSS, ACTIVE, DEAD = QUANTITIES
+Quantities = dict[str, Any]
+
+
+def _level(prefix: str, row: pd.Series | None, table: pd.DataFrame, dense: pd.Series) -> Quantities:
+    """Quantities of one level of L1 of `levels`, and its price over L1 = 0 with the noise limit of
+    `table`.
+    """
+    if row is None:
+        return {}
+    return {
+        f"{prefix}_level": level_name(row["l1_coefficient"]),
+        f"{prefix}_active": row["active"],
+        f"{prefix}_share": 100 * row["active_fraction"],
+        f"{prefix}_inactive": 100 - 100 * row["active_fraction"],
+        f"{prefix}_price": row["cross_entropy_change"],
+        f"{prefix}_price_limit": noise_limit(table, LOSS, row["runs"], dense["runs"]),
+        f"{prefix}_runs": row["runs"],
+        f"{prefix}_gain": row["ffn_gain"],
+        f"{prefix}_dead": 100 * row["dead_fraction_train"],
+    }
+
+
+def sweep(
+    table: pd.DataFrame,
+    active: pd.DataFrame,
+    seeds: pd.DataFrame,
+    longer: pd.DataFrame | None = None,
+) -> Quantities:
+    """Return what an L1 sweep came to: at L1 = 0, at the recommended level, beyond it and below it.
+
+    table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices`, whose
+    noise counts, or a `sweep`; longer: `levels` of runs with more tokens. `best` is the
+    `recommended` level, `beyond` the next one above, `last` the highest, `middle` those between 0
+    and best.
+    """
+    zero = table[table["l1_coefficient"] == 0]
+    alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
+    if zero.empty or alive.empty:
+        return {}
+    dense, best = zero.iloc[0], recommended(table)
+    above = table[table["l1_coefficient"] > best["l1_coefficient"]].sort_values("l1_coefficient")
+    between = alive[alive["l1_coefficient"] < best["l1_coefficient"]].sort_values("l1_coefficient")
+    bad = [f"{level_name(row.l1_coefficient)} ({row.status})" for row in table.itertuples()
+           if row.status != "alive"]  # fmt: skip
+
+    result = _level("dense", dense, seeds, dense) | _level("best", best, seeds, dense)
+    result |= {
+        "width": round(dense["active"] / dense["active_fraction"]),
+        "fall": dense["active"] / best["active"],
+        "falls": table["active"].is_monotonic_decreasing,
+        "dies": table["dead_fraction_train"].is_monotonic_increasing,
+        "unusable": ", ".join(bad) or "none",
+    }
+    curve = active[active["run"] == best["run"]]
+    if len(curve):
+        result |= {"settles": 100 * settles_after(curve), "steps": curve["step"].max()}
+    if len(above):
+        beyond = above.iloc[0]
+        limit = noise_limit(seeds, LOSS, beyond["runs"], best["runs"])
+        rise = {"beyond_rise": beyond["cross_entropy_change"] - best["cross_entropy_change"]}
+        result |= _level("beyond", beyond, seeds, dense) | rise | {"beyond_rise_limit": limit}
+        result |= _level("last", above.iloc[-1], seeds, dense)
+    if len(between):
+        price, names = between["cross_entropy_change"], between["l1_coefficient"].map(level_name)
+        result |= {"middle_least": price.min(), "middle_most": price.max()}
+        result["middle_runs"] = between["runs"].min()
+        result |= {"middle_first": names.iloc[0], "middle_last": names.iloc[-1]}
+        result["middle_limit"] = noise_limit(seeds, LOSS, between["runs"].min(), dense["runs"])
+    return result | _longer(longer, best["l1_coefficient"])
+
+
+def _longer(table: pd.DataFrame | None, level: float) -> Quantities:
+    """Price and dead neurons at the recommended level, and the price at the lowest other one, on
+    more tokens.
+    """
+    if table is None or table.empty:
+        return {}
+    same = table[table["l1_coefficient"] == level]
+    others = table[(table["l1_coefficient"] > 0) & (table["l1_coefficient"] != level)]
+    result = {}
+    for name, rows in (("longer", same), ("longer_other", others)):
+        if len(rows):
+            row = rows.iloc[0]
+            result |= {
+                f"{name}_level": level_name(row["l1_coefficient"]),
+                f"{name}_price": row["cross_entropy_change"],
+                f"{name}_dead": 100 * row["dead_fraction_train"],
+                f"{name}_runs": row["runs"],
+            }
+    return result
+
+
+def single(table: pd.DataFrame) -> Quantities:
+    """Return what single recorded runs came to, from `list_runs`: other learning rates, and the
+    model that ships.
+
+    Prices are in % over the run that they name; a run that is missing leaves its quantities out.
+    """
+    runs = table.set_index("run")
+    pairs = {
+        "lr_double_dense": ("lr-2e-3-l1-0", "85m-50m-l1-0-seed-0"),
+        "lr_double_sparse": ("lr-2e-3-l1-3e-4", "85m-50m-l1-3e-4-seed-0"),
+        "lr_half_dense": ("lr-5e-4-l1-0", "85m-50m-l1-0-seed-0"),
+        "small": ("5m-500m-l1-1.5e-3-seed-0", "5m-500m-l1-0-seed-0"),
+    }
+    result = {}
+    for name, (first, second) in pairs.items():
+        if {first, second} <= set(runs.index):
+            loss = runs["cross_entropy"]
+            result[f"{name}_price"] = 100 * (loss[first] / loss[second] - 1)
+            result[f"{name}_inactive"] = 100 - 100 * runs["active_fraction"][first]
+            result[f"{name}_parameters"] = runs["parameters"][first] / 1e6
+    return result
+
+
+BALANCED = "balanced columns"
+# What is compared with the recipe, and whether at the compared level of L1 or without L1.
+COMPARED = {
+    "reinit": ("re-initialisation", True),
+    "warmup": ("L1 warm-up", True),
+    "silu": ("SiLU", False),
+    "nongated": ("non-gated", True),
+    "nongated_dense": ("non-gated", False),
+    "balanced": (BALANCED, True),
+}
+
+
+def choices(table: pd.DataFrame) -> Quantities:
+    """Return what each other choice of training changes against the recipe, from `choices` at
+    `compared_level`.
+
+    For each of COMPARED: _price (points of %), _activity (% more neurons active), _dead (%),
+    _active, the differences with their limits, and _runs. `without` is the recipe's share of dead
+    neurons in %, `recipe_active` its active neurons.
+    """
+    level = compared_level(table)
+    every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else table
+    result = {"level": level_name(level) if level == level else None}
+    for key, (name, sparse) in COMPARED.items():
+        l1 = level if sparse else 0.0
+        pair = (name, l1), ("recipe", l1)
+        price, activity, dead = (contrast(table, column, *pair) for column in QUANTITIES)
+        result |= {
+            f"{key}_price": price["difference"],
+            f"{key}_price_limit": price["limit"],
+            f"{key}_activity": activity["difference"],
+            f"{key}_activity_limit": activity["limit"],
+            f"{key}_dead": 100 * dead["value"],
+            f"{key}_runs": price["runs"],
+        }
+        if len(table) and (name, l1) in every.index:
+            row = every.loc[(name, l1)]
+            result[f"{key}_active"] = row["active"]
+            result[f"{key}_width"] = round(row["active"] / row["active_fraction"])
+    if len(table) and ("recipe", level) in every.index:
+        result["recipe_active"] = every.loc[("recipe", level), "active"]
+    result["without"] = 100 * contrast(table, DEAD, ("recipe", level), ("recipe", level))["value"]
+    return result | _beside_line(table, level)
+
+
+def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
+    """Balanced columns over a recipe that is as sparse: at the compared level, and at the highest
+    other one.
+    """
+    rows = against_frontier(table).query("choice == @BALANCED")
+    others = rows[rows["l1_coefficient"] != level].sort_values("l1_coefficient")
+    result = {}
+    for name, some in (("line", rows[rows["l1_coefficient"] == level]), ("line_beyond", others)):
+        if len(some):
+            row = some.iloc[-1]
+            result |= {
+                f"{name}_level": level_name(row["l1_coefficient"]),
+                f"{name}_verdict": row["verdict"] if row["status"] == "alive" else row["status"],
+                f"{name}_price": row["difference"],
+                f"{name}_price_limit": row["limit"],
+                f"{name}_active": 100 * row["line_active_fraction"],
+                f"{name}_own_active": 100 * row["active_fraction"],
+                f"{name}_dead": 100 * (row["dead"] - row["line_dead"]),
+                f"{name}_dead_limit": 100 * row["dead_limit"],
+                f"{name}_runs": row["runs"],
+            }
+    return result
+
+
+def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
+    """Return how activity and price go with size, from `sizes`; seeds: `choices`, whose noise
+    counts for all sizes.
+
+    _fall: the fall of the logarithm of activity from the smallest to the largest size; _rise: its
+    largest rise between two sizes.
+    """
+    if table.empty:
+        return {}
+    result = {
+        "layers": ", ".join(str(number) for number in table["num_layers"]),
+        "actives": " → ".join(f"{value:.1f}" for value in table["active"]),
+        "shares": " → ".join(f"{100 * value:.3g}" for value in table["active_fraction"]),
+    }
+    if len(table) > 1:
+        runs = table["runs"].min()
+        result["activity_limit"] = noise_limit(seeds, ACTIVE, runs, runs)
+        for name, column in (("active", "active"), ("share", "active_fraction")):
+            steps = np.diff(np.log(table[column].astype(float)))
+            result |= {f"{name}_fall": -steps.sum(), f"{name}_rise": steps.max()}
+    change = table["change"].dropna()
+    if len(change):
+        result |= {"price_least": change.min(), "price_most": change.max()}
+    if len(change) > 1:
+        # The difference of two gaps has the noise of four models.
+        limit = np.sqrt(2) * noise_limit(seeds, LOSS, 1, 1)
+        result |= {"gap_growth": change.iloc[-1] - change.iloc[0], "gap_growth_limit": limit}
+    return result
+
+
+def training(
+    flagships: pd.DataFrame,
+    scaled: pd.DataFrame,
+    curves: pd.DataFrame | None = None,
+    sparse_log: pd.DataFrame | None = None,
+) -> Quantities:
+    """Return a whole training by the sparse kernels beside the dense one, and one on several
+    devices beside one.
+
+    flagships, scaled: `computed_otherwise` of either; curves: `computed_curves` of the first;
+    sparse_log: the log of its sparse run. Changes are in % over dense, memory in GB of one device;
+    `_late` is the second half of training.
+    """
+    result = devices(scaled)
+    if set(flagships["backend"]) <= {"dense"} or not set(flagships["backend"]) & {"dense"}:
+        return result
+    dense = flagships[flagships["backend"] == "dense"].iloc[0]
+    others = flagships[flagships["backend"] != "dense"]
+    others = others[others["devices"] == dense["devices"]]
+    if others.empty:
+        return result
+    sparse = others.iloc[0]
+    result |= {
+        "parameters": sparse["parameters"] / 1e6,
+        "active": sparse["active"],
+        "loss_change": 100 * (sparse["cross_entropy"] / dense["cross_entropy"] - 1),
+        "faster_late": 100 * (sparse["tokens_per_second"] / dense["tokens_per_second"] - 1),
+        "memory_late": 100 * (sparse["peak_memory"] / dense["peak_memory"] - 1),
+        "memory_whole": 100 * (sparse["peak_memory_whole"] / dense["peak_memory_whole"] - 1),
+        "dense_gb": dense["peak_memory"] / 1e9,
+        "sparse_gb": sparse["peak_memory"] / 1e9,
+        "whole_gb": sparse["peak_memory_whole"] / 1e9,
+    }
+    if curves is not None:
+        result |= _over_training(curves, dense["run"], sparse["run"])
+    if sparse_log is not None:
+        rows = sparse_log[sparse_log["split"] == "train"]
+        means = rows.groupby(["metric", "step", "tokens"])["value"].mean().reset_index()
+        active, dead = (means[means["metric"] == name] for name in ("active_mean", "dead_fraction"))
+        result |= {"settles": 100 * settles_after(active), "steps": active["step"].max()}
+        result["dead"] = 100 * dead["value"].iloc[-1] if len(dead) else np.nan
+    return result
+
+
+def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
+    """Speed of a whole training, and by how much the loss of the sparse run is lower in its second
+    half (nats).
+    """
+    speeds = curves[curves["metric"] == "tokens_per_second"]
+    seconds = {}
+    for run, rows in speeds.groupby("run"):
+        seconds[run] = (rows["tokens"].diff().fillna(rows["tokens"]) / rows["value"]).sum()
+    losses = curves[curves["metric"] == "cross_entropy"]
+    losses = losses.pivot(index="step", columns="run", values="value")
+    late = losses[losses.index > losses.index[-1] / 2]
+    lower = (late[dense] - late[sparse]).mean()
+    return {"faster_whole": 100 * (seconds[dense] / seconds[sparse] - 1), "lower_late": lower}
+
+
+def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
+    """Return one training on several devices beside the same on the fewest, from
+    `computed_otherwise`.
+
+    PREFIX_times: the ratio of tokens/s in the second half; PREFIX_first and _second: these in
+    thousands; PREFIX_loss and _loss_first: cross-entropy at the end (nats).
+    """
+    for _, alike in scaled.groupby("backend"):
+        ordered = alike.sort_values("devices", kind="stable")
+        first, second = ordered.iloc[0], ordered.iloc[-1]
+        if second["devices"] > first["devices"]:
+            return {
+                f"{prefix}_number": second["devices"],
+                f"{prefix}_times": second["tokens_per_second"] / first["tokens_per_second"],
+                f"{prefix}_first": first["tokens_per_second"] / 1e3,
+                f"{prefix}_second": second["tokens_per_second"] / 1e3,
+                f"{prefix}_loss": second["cross_entropy"],
+                f"{prefix}_loss_first": first["cross_entropy"],
+            }
+    return {}
+
+
+def slowed(log: pd.DataFrame) -> Quantities:
+    """Return how many rows of a run's log are below 0.9 times the median speed of the five rows
+    around them.
+    """
+    speeds = log.loc[log["metric"] == "tokens_per_second", "value"].reset_index(drop=True)
+    if speeds.empty:
+        return {}
+    around = speeds.rolling(5, center=True, min_periods=1).median()
+    return {"slow_rows": (speeds < 0.9 * around).sum(), "speed_rows": len(speeds)}
