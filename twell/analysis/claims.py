@@ -267,7 +267,7 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     printed = {}
     for subject, quantities in recorded.items():
         printed |= {row["name"]: row for row in rows(subject, quantities)}
-    lines = ["| | conditions | paper | ours |", "|---|---|---|---|"]
+    lines = ["| | conditions | paper (H100) | ours (H200) |", "|---|---|---|---|"]
     for entry in load()["summary"]:
         of = [printed[name] for name in entry["claims"]]
         cells = (", ".join(row[side] for row in of) for side in ("paper", "ours"))
