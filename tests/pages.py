@@ -326,7 +326,7 @@ def unexplained(text: str, terms: dict[str, str], explained: tuple[str, ...] = (
         prose = prose[:close] + " " * (end - close) + prose[end:]
     missing = []
     for term, pattern in terms.items():
-        first = re.search(rf"(?<![\w-]){pattern}", prose, re.I)
+        first = re.search(rf"(?<![\w-])(?:{pattern})", prose, re.I)
         if first is None or term in explained:
             continue
         linked = any(s <= first.start() < e and "glossary.md#" in target for s, e, target in links)

@@ -16,7 +16,7 @@ LINKED = [*PAGES, "data/README.md", *(["kernels/README.md"] if (ROOT / "kernels"
 # Terms that a reader of README cannot know: the first use is linked to the glossary, or bold where README explains it.
 TERMS = {
     "active neuron": "active neurons?",
-    "aggregate": "aggregates?\b",
+    "aggregate": r"aggregates?\b",
     "balanced columns": "balanced columns",
     "CUDA graph": "CUDA graphs?",
     "dead neuron": "dead neurons?",
@@ -33,7 +33,7 @@ TERMS = {
     "seed interval": "± is|seed intervals?",
     "skewed and even activity": "skewed",
     "TwELL": "TwELL",
-    "union": "unions?\b",
+    "union": r"unions?\b",
 }
 
 
