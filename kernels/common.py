@@ -64,14 +64,14 @@ def popcount(bits):
 # interpreter, and fits the 64 KiB of shared memory of gfx942. BM tokens, BN neurons (in products with w_down:
 # entries of the output), BK entries of the summed axis in one step of a product.
 CONFIGS: dict[str, dict[str, dict[str, int]]] = {
-    # On an H200 at 16,384 tokens 128 rows took 0.87 ms, 64 took 1.06 and 32 took 1.86.
+    # Figures behind this table: docs/kernel-log.md.
     "gate_words": {
         "default": {"BM": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
         "sm_89": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
         "sm_90": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
     },
-    # Tiles of 128 x 256 and 256 x 128 with three stages come within 5% of cuBLAS on an H200, smaller ones within 9%.
+    # The largest tiles that fit come closest to cuBLAS.
     "gate_tokens": {
         "default": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
@@ -117,10 +117,9 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
     },
     # Training. BN of "training_elements" divides the neurons of a tile of "union_up_64"; WORDS are of 32 tokens.
     "training_index": {"default": {"BN": 16, "WORDS": 128, "num_warps": 4, "num_stages": 1}},
-    # On an H200 at 65,536 tokens, 60 active: 0.43 ms for each of the two kernels; 64 neurons with 4 warps 0.57 and 0.48.
     "training_elements": {"default": {"BN": 32, "num_warps": 8, "num_stages": 1}},
     "training_lists": {"default": {"UNROLL": 4, "num_stages": 1}},
-    # 128 x 256 takes 1.24 ms at 65,536 tokens, 128 x 128 1.5, 64 x 128 2.1; with few rows 128 x 128 is 0.05 ms faster.
+    # Wide tiles win where the backup has many rows.
     "training_backup": {
         "default": {"BH": 64, "BN": 64, "BT": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},

@@ -34,9 +34,8 @@ from twell.kernels.gate import gate_bits
 
 # Less than a dense layer keeps at 131,072 tokens for one of g, u and h with N = 5632.
 WORKSPACE_BYTES = 2**30
-# Up to so many tokens blocks of 128 are faster on an H200, which then has no more than a few tiles for each program
-# (2,048 tokens: 146 us instead of 157); with more, blocks of 64 read fewer rows for each token (131,072: 6.9 ms
-# instead of 7.1, and 9.4 instead of 10.8 where activity is even).
+# Up to so many tokens blocks of 128 are faster on an H200, which then has only a few tiles for each program. With more
+# tokens, blocks of 64 read fewer rows for each token. Figures: docs/kernel-log.md.
 FEW_TOKENS = 16_384
 
 

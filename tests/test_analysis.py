@@ -129,6 +129,16 @@ def test_passage():
         analysis.passage(trace, 9, 5)
 
 
+def test_firing_lists_the_active_neurons_of_some_tokens(traced):
+    trace, mask = traced
+    table = analysis.firing(trace, 0, 1, 2)
+    active = mask[0, 1:3]
+    assert table[["place", "neuron"]].to_numpy().tolist() == np.argwhere(active).tolist()
+    assert table["token"].tolist() == [trace.strings[1 + place] for place in table["place"]]
+    with pytest.raises(IndexError, match="the trace has 0 to"):
+        analysis.firing(trace, 0, trace.num_tokens - 1, 2)
+
+
 def test_union_sizes(traced):
     trace, mask = traced
     table = analysis.union_sizes(trace, blocks=(1, 4, 16, 100))

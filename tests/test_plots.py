@@ -893,6 +893,29 @@ def test_table1_scale():
         plots.table1_scale(analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame()))
 
 
+def test_overview():
+    activity = pd.DataFrame({"place": [0, 0, 1], "token": [" a", " a", "b"], "neuron": [3, 7, 2]})
+    kernels = [("dense", "cublas matmul", 9.0), ("dense", "relu_times_kernel", 1.0)]
+    times = {"gate_bits_kernel": 3.0, "lists_kernel": 0.5, "up_kernel": 1.5, "down_kernel": 1.0}
+    kernels += [("triton union", name, ms) for name, ms in times.items()]
+    kernels = pd.DataFrame(kernels, columns=["provider", "kernel", "ms"])
+    models = pd.DataFrame(
+        [
+            (quantity, model, 10.0 + n, 5.0)
+            for quantity in ("forward speed", "training speed")
+            for n, model in enumerate("ab")
+        ],
+        columns=["quantity", "model", "change", "paper_change"],
+    )
+    figure = plots.overview(activity, 10, kernels, models)
+    draw(figure)
+    tokens, layer, gains = figure.axes
+    assert tokens.lines[0].get_xdata().tolist() == [3, 7, 2] and tokens.lines[0].get_ydata().tolist() == [0, 0, 1]
+    assert [label.get_text() for label in tokens.get_yticklabels()] == ["a", "b"] and "15.0%" in tokens.get_title()
+    assert heights(layer) == [10, 3, 2, 1] and texts(layer) == ["10.0 ms", "6.0 ms"]
+    assert [line.get_ydata().tolist() for line in gains.lines[:4]] == [[10, 11], [5, 5]] * 2
+
+
 # --- saving -------------------------------------------------------------------------------------
 
 SAVE = """

@@ -21,6 +21,7 @@ from twell.analysis.activity import (
     by_position,
     by_surprise,
     contexts,
+    firing,
     passage,
     per_layer,
     per_token,

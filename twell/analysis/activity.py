@@ -157,6 +157,19 @@ def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
     )
 
 
+def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.DataFrame:
+    """Return the active neurons of consecutive tokens in one layer, a row each: place (from 0), token, neuron.
+
+    Raises IndexError for tokens that the trace does not have.
+    """
+    if not 0 <= start < start + num_tokens <= trace.num_tokens:
+        raise IndexError(f"tokens {start} to {start + num_tokens - 1}: the trace has 0 to {trace.num_tokens - 1}")
+    active = trace.layer(layer)[start : start + num_tokens]
+    place = np.repeat(np.arange(num_tokens), np.diff(active.indptr))
+    words = np.array(trace.strings[start : start + num_tokens])
+    return pd.DataFrame({"place": place, "token": words[place], "neuron": active.indices})
+
+
 def union_sizes(trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)) -> pd.DataFrame:
     """Return how many different neurons a block of consecutive tokens activates.
 

@@ -8,6 +8,7 @@ training  sweeps, choices of training and sizes (Figs 2, 3, 8, 9)
 activity  layers, tokens and neurons (Figs 6, 7, 10, 11)
 speed     a layer's speed
 models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
+overview  the picture at the top of README
 
 Public names are all to be had from here: `from twell import plots`, then `plots.frontier`.
 """
@@ -58,6 +59,7 @@ from twell.plots.models import (
     table1_scale,
     table6_tasks,
 )
+from twell.plots.overview import overview
 from twell.plots.speed import (
     NEAR,
     PROVIDERS,
