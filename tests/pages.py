@@ -311,26 +311,22 @@ def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
     return wrong
 
 
-def unexplained(text: str, terms: dict[str, str], explained: tuple[str, ...] = ()) -> list[str]:
-    """Return the terms whose first use in prose is neither in a link to the glossary nor set off in bold or italics.
+def unexplained(text: str, terms: dict[str, str]) -> list[str]:
+    """Return the terms that a page uses in prose before it links them to the glossary, or sets them in bold or italics.
 
-    terms: a regular expression for each; explained: those that the page explains in its own words.
+    terms: anchors of the glossary, each with a regular expression of the words for it.
     """
-    prose = builder().prose(text)
-    prose = re.sub(r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), prose, flags=re.M)
-    links = [
-        (m.start(), m.end(), target) for m, _, _, target in builder().targets(text) if m["inline"] and not m["image"]
-    ]
-    for start, end, _ in links:  # the addresses of links are no prose
-        close = prose.rfind("](", start, end)
-        prose = prose[:close] + " " * (end - close) + prose[end:]
+    prose = re.sub(r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), builder().prose(text), flags=re.M)
+    linked = {}
+    for match, begin, end, target in builder().targets(text):
+        if "glossary.md#" in target:
+            linked.setdefault(target.partition("#")[2], match.start())
+        prose = prose[:begin] + " " * (end - begin) + prose[end:]  # the addresses of links are no prose
     missing = []
-    for term, pattern in terms.items():
+    for anchor, pattern in terms.items():
         first = re.search(rf"(?<![\w-])(?:{pattern})", prose, re.I)
-        if first is None or term in explained:
+        if first is None or linked.get(anchor, len(text)) <= first.start():
             continue
-        linked = any(s <= first.start() < e and "glossary.md#" in target for s, e, target in links)
-        marked = re.search(r"\*$", prose[: first.start()]) is not None
-        if not linked and not marked:
-            missing.append(f"{term} (line {text.count(chr(10), 0, first.start()) + 1})")
+        if not prose[: first.start()].endswith("*"):
+            missing.append(f"{anchor} (line {text.count(chr(10), 0, first.start()) + 1})")
     return missing
