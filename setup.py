@@ -1,4 +1,4 @@
-"""The build stops where the link twell/kernels is not what git made it; everything else is in pyproject.toml."""
+"""Stop the build when the link twell/kernels is broken. pyproject.toml describes everything else."""
 
 from pathlib import Path
 

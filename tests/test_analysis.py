@@ -129,8 +129,8 @@ def test_passage():
         analysis.passage(trace, 9, 5)
 
 
-def test_firing_lists_the_active_neurons_of_some_tokens(traced):
-    trace, mask = traced
+def test_firing_lists_the_active_neurons_of_some_tokens():
+    trace, mask = make_trace(secrets.randbits(32))
     table = analysis.firing(trace, 0, 1, 2)
     active = mask[0, 1:3]
     assert table[["place", "neuron"]].to_numpy().tolist() == np.argwhere(active).tolist()
@@ -509,6 +509,8 @@ def test_runs_in_a_list():
     assert (good["cross_entropy"], good["active"], good["active_fraction"]) == (4.04, 2, 0.02)
     assert good["dead_fraction"] == pytest.approx(0.3) and good["tokens_per_second"] == 5
     assert math.isnan(table.loc["dense", "tokens_per_second"]) and not table.loc["unfinished", "complete"]
+    with pytest.raises(ValueError, match="unfinished has no parameters in config.yaml and provenance.json; put back"):
+        analysis.list_runs(runs.assign(parameters=[10, None, 30]), log)
 
 
 def test_settles_after():
@@ -1581,7 +1583,8 @@ def test_evaluations_say_what_is_near_chance():
     scores["piqa"] |= {"acc,none": 0.4799, "perplexity,none": 7.0, "perplexity_stderr,none": 0.1}
     scores["paper7"] = {"sample_len": 2, "acc,none": 0.9, "acc_stderr,none": "N/A"}
     scores["own"] = {"sample_len": 2, "acc,strict": 0.9, "acc_stderr,strict": 0.1}
-    record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}}
+    scores["two"] = {"sample_len": 2, "acc,none": 0.0, "acc_stderr,none": 0.0}  # two wrong answers say nothing
+    record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}, "two": {"chance": 0.5}}
     table = analysis.evaluations([record, evaluation("other", training_tokens=None, tasks=("piqa",))])
     columns = ["task", "metric", "accuracy", "verdict"]
     assert table[columns].to_numpy().tolist() == [
@@ -1590,11 +1593,12 @@ def test_evaluations_say_what_is_near_chance():
         ["piqa", "acc", 0.4799, "below chance"],
         ["paper7", "acc", 0.9, ""],
         ["own", "acc", 0.9, ""],
+        ["two", "acc", 0.0, ""],
         ["piqa", "acc", 0.5, "near chance"],
     ]
-    assert table["l1_coefficient"].tolist() == [2e-3] * 5 + [0]
-    assert table["items"].tolist() == [100, 100, 100, 2, 2, 100]
-    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][5])
+    assert table["l1_coefficient"].tolist() == [2e-3] * 6 + [0]
+    assert table["items"].tolist() == [100, 100, 100, 2, 2, 2, 100]
+    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][6])
 
 
 def test_training_tokens_are_those_of_the_same_weights():

@@ -1,5 +1,6 @@
 import json
 import lzma
+import os
 
 import numpy as np
 import pyarrow
@@ -128,6 +129,33 @@ def test_a_mark_at_the_start_and_blank_lines_are_no_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n\n" + b'{"text": ""')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not a JSON object"):
         list(corpus.documents(str(tmp_path / "a.jsonl")))
+
+
+def test_only_files_of_a_folder_are_read(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").mkdir()
+    os.mkfifo(tmp_path / "c.txt")  # reading it would wait forever
+    assert corpus.source_files(str(tmp_path)) == [tmp_path / "a.txt"]
+
+
+def test_another_tokenizer_in_the_same_place_is_another_corpus(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", texts(40))
+    settings = {"vocab_size": 300, "cache": tmp_path / "cache", "tokenizer": str(tmp_path / "tokenizer")}
+    for size in (280, 300):
+        corpus.train_tokenizer(texts(20), size).save_pretrained(tmp_path / "tokenizer")
+        assert len(corpus.prepare(str(tmp_path / "a.jsonl"), **settings).tokenizer) == size
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", texts(40))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(corpus.np, "save", full)
+    with pytest.raises(OSError, match=r"cache/\w+ could not be written: No space left on device; TWELL_CACHE names"):
+        corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
+    assert not any((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json", "sha256.json"])

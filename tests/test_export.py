@@ -99,6 +99,32 @@ def test_a_card_without_a_twin_names_none(runs, tmp_path):
     assert re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
 
 
+def test_a_card_names_the_coefficient_of_each_layer(runs, tiny_config, tmp_path):
+    config = dataclasses.replace(tiny_config, tokens=8 * 512, l1_coefficient=[1e-2, 1e-3])
+    run = train(config, tmp_path / "run", quiet=True)
+    options = ["--text", "words", "--twin", str(runs / "dense"), "--out", str(tmp_path / "new")]
+    assert main(["export", str(run), *options]) == 0
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "| L1 coefficient | 0.01, 0.001 | 0 |" in card and "\n0.01, 0.001 on the mean over tokens" in card
+
+
+def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(tiny_config, tiny_text, tmp_path, capsys):
+    text = shutil.copy(tiny_text, tmp_path / "text.jsonl")
+    config = dataclasses.replace(tiny_config, source=str(text), tokens=512, warmup_steps=0)
+    run = train(config, tmp_path / "run", quiet=True)
+    trace = ["trace", str(run), "--valid", "--out", str(tmp_path / "out.npz")]
+    assert main([*trace, "--aggregate"]) == main(trace) == 0
+    text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
+    for command in (
+        trace,
+        [*trace, "--aggregate"],
+        ["export", str(run), "--text", "a", "--out", str(tmp_path / "new")],
+    ):
+        assert main(command) == 2
+        assert "run has changed since the run started: its validation and training tokens" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path, capsys, tiny_config):
     origin = runs / "sparse" / "provenance.json"
     whole = origin.read_text()

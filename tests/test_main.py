@@ -124,6 +124,14 @@ MISTAKES = {
         lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "config.yaml")],
         r"--out is \S*config\.yaml'; give a file that ends in \.json",
     ),
+    "a calibration over a model's configuration": (
+        lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "model" / "config.json")],
+        r"config\.json belongs to a run or a model; give another --out",
+    ),
+    "an evaluation over a run's provenance": (
+        lambda p: ["evaluate", str(p.run), "--overwrite", "--out", str(p.run / "provenance.json")],
+        r"provenance\.json belongs to a run or a model; give another --out",
+    ),
     "context of one": (lambda p: p.train("context=1"), r"context is 1; it has to be at least 2"),
     "endless learning rate": (
         lambda p: p.train("learning_rate=.inf"),
@@ -147,6 +155,25 @@ MISTAKES = {
     "a field given twice": (
         lambda p: [*p.train("seed=1")[:-2], "seed=2", "--out", str(p.folder / "new")],
         r"seed is given twice: seed=1 and seed=2",
+    ),
+    "a date that does not exist": (lambda p: p.train("seed=2001-13-01"), r"'seed=2001-13-01' is no YAML value"),
+    "a date that does not exist in a file": (
+        lambda p: p.train(config=p.write("c.yaml", "seed: 2001-13-01")),
+        r"c\.yaml is not YAML: month must be in 1\.\.12",
+    ),
+    "lists in lists": (lambda p: p.train("seed=" + "[" * 3000), r"is no YAML value; write seed=value"),
+    "layers beyond all memory": (lambda p: p.train("num_layers=1e12"), r"train: not enough memory: lower the sizes\n"),
+    "neurons beyond all memory": (
+        lambda p: p.train("intermediate_size=1e14"),
+        r"train: not enough memory: lower the sizes \(.*you tried to allocate",
+    ),
+    "a pattern with a root": (
+        lambda p: ["runs", str(p.folder), "--pattern", "/tmp"],
+        r"the pattern '/tmp' cannot be used: Non-relative .*; give names below",
+    ),
+    "a pattern of stars": (
+        lambda p: ["runs", str(p.folder), "--pattern", "***"],
+        r"the pattern '\*\*\*' cannot be used: ",
     ),
     "a configuration that is its own base": (
         lambda p: p.train(
@@ -441,6 +468,20 @@ def test_nobody_reading_on_is_no_error(tiny_run):
     command = f"{sys.executable} -m twell runs {tiny_run.parent} | true"
     done = subprocess.run(["bash", "-c", command], cwd=results.root(), capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_closed_output_is_no_error(tiny_run):
+    command = f"{sys.executable} -m twell runs {tiny_run.parent} >&-"
+    done = subprocess.run(["bash", "-c", command], cwd=results.root(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_cannot_be_printed_is_no_error(tiny_run, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "läuft")
+    command = [sys.executable, "-m", "twell", "runs", str(tmp_path)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=results.root(), env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and r"| `l\xe4uft` |" in done.stdout
 
 
 def test_commands_say_what_they_did(place, capsys):

@@ -6,10 +6,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
 
+from twell import model as model_module
 from twell.choose import Calibration, Point
 from twell.ffn import SparseFFN, backend_status, summarize_activity
 from twell.model import (
@@ -1047,8 +1049,8 @@ def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, word
         ("model.safetensors.index.json", "{}", r"index\.json has no weight_map with a file for each tensor"),
         ("model.safetensors.index.json", '{"weight_map": ["a"]}', r"index\.json has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', r"index\.json has no weight_map"),
-        ("tokenizer.json", "{", "tokenizer(_config)?\.json"),
-        ("tokenizer_config.json", "{", "tokenizer(_config)?\.json"),
+        ("tokenizer.json", "{", r"tokenizer(_config)?\.json"),
+        ("tokenizer_config.json", "{", r"tokenizer(_config)?\.json"),
     ],
 )
 def test_broken_files_beside_the_weights_are_named(tmp_path, file, text, words):
@@ -1269,3 +1271,16 @@ def test_a_weight_in_two_files_is_refused(tiny_run, tmp_path):
     write(INDEX, json.dumps({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}))(folder)
     with pytest.raises(ValueError, match=r"other\.safetensors: lm_head\.weight|other\.safetensors: \S+ would be one"):
         load(folder)
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
+    model, tokenizer = load(tiny_run)
+    kind = {"model": SafetensorError, "tokenizer": Exception}[part]  # of what both libraries raise on a full disk
+
+    def full(*_, **__):
+        raise kind("No space left on device")
+
+    monkeypatch.setattr({"model": model, "tokenizer": tokenizer}[part], "save_pretrained", full)
+    with pytest.raises(OSError, match=r"out could not be written: No space left on device"):
+        model_module.save(model, tokenizer, tmp_path / "out")

@@ -108,7 +108,7 @@ def test_what_is_not_a_run_is_named(tmp_path):
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
     assert runs.empty and runs[runs["complete"]].empty and log.empty and list(log) == ["run", *results.LOG_COLUMNS]
     results.write_run(tmp_path / "a", {"seed": 1}, PROVENANCE)
-    with pytest.raises(FileNotFoundError, match=r"log\.csv"):
+    with pytest.raises(FileNotFoundError, match=r"a is not a run: it has no log\.csv"):
         results.load_run(tmp_path / "a")
     (tmp_path / "a" / "log.csv").write_text("step,value\n1,2\n")
     with pytest.raises(ValueError, match=r"log\.csv .*columns"):
@@ -119,6 +119,10 @@ def test_what_is_not_a_run_is_named(tmp_path):
     (tmp_path / "a" / "provenance.json").write_text(json.dumps(PROVENANCE)[:-4])
     with pytest.raises(ValueError, match=r"provenance\.json is not JSON: .*; put back a copy of it"):
         results.load_run(tmp_path / "a")
+    for origin, words in (({}, "has no device, versions, "), (PROVENANCE | {"starts": 5}, "starts is 5; expected")):
+        (tmp_path / "a" / "provenance.json").write_text(json.dumps(origin))
+        with pytest.raises(ValueError, match=rf"provenance\.json:? {words}.* put back a copy of it"):
+            results.load_run(tmp_path / "a")
     (tmp_path / "a" / "provenance.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"is not a run: it has no provenance\.json"):
         results.load_run(tmp_path / "a")

@@ -360,6 +360,9 @@ def test_divergence_is_said(tiny_config, tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
         train(dataclasses.replace(tiny_config, learning_rate=1e30, tokens=8192), tmp_path / "run", quiet=True)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
+    fields = r"l1_coefficient \(now 0\.01\) or weight_decay \(now 1e\+300\)"
+    with pytest.raises(FloatingPointError, match=rf"lower learning_rate \(now 0\.005\) or {fields}"):
+        train(dataclasses.replace(tiny_config, weight_decay=1e300), tmp_path / "other", quiet=True)
 
 
 def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch):
@@ -869,6 +872,70 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
         provenance.write_text(text)
         with pytest.raises(ValueError, match=r"provenance\.json is n"):
             train(config, tmp_path / "run", resume=True, quiet=True)
+
+
+def test_a_run_goes_on_with_its_configuration_and_text_alone(tiny_config, tiny_text, tmp_path, monkeypatch):
+    text = shutil.copy(tiny_text, tmp_path / "text.jsonl")
+    config = dataclasses.replace(tiny_config, source=str(text), checkpoint_every=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 8)
+        train(config, tmp_path / "run", quiet=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+    edited = dataclasses.replace(config, seed=7)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(edited)))
+    with pytest.raises(
+        ValueError, match=r"checkpoint\.pt was written with another configuration: seed was 0 and is 7; "
+    ):
+        train(edited, tmp_path / "run", resume=True, quiet=True)
+    (tmp_path / "run" / "config.yaml").write_bytes(before[tmp_path / "run" / "config.yaml"])
+
+    text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
+    with pytest.raises(
+        ValueError, match=r"the text of \S*run has changed since .* validation and training tokens differ"
+    ):
+        train(config, tmp_path / "run", resume=True, quiet=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+    shutil.copy(tiny_text, text)
+    for name in ("provenance.json", "checkpoint.pt"):  # of an older version
+        path = tmp_path / "run" / name
+        if name == "checkpoint.pt":
+            torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != "config"}, path)
+        else:
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "text_sha256"}))
+    train(config, tmp_path / "run", resume=True, quiet=True)
+    assert results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_a_log_that_is_deleted_ends_the_training(tiny_config, tmp_path, monkeypatch):
+    record = train_module._Run.record
+
+    def delete_and_record(self, step, means):
+        if step == 8:
+            (self.folder / "log.csv").unlink()
+        record(self, step, means)
+
+    monkeypatch.setattr(train_module._Run, "record", delete_and_record)
+    with pytest.raises(OSError, match=r"log\.csv could not be written: No such file"):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "log.csv").exists()
+
+
+def test_a_model_folder_that_is_a_link_stays_one(tiny_config, tmp_path):
+    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+    train(short, tmp_path / "run", quiet=True)
+    shutil.move(tmp_path / "run" / "model", tmp_path / "elsewhere")
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "elsewhere")
+    train(short, tmp_path / "run", overwrite=True, quiet=True)
+    assert (tmp_path / "run" / "model").is_symlink() and (tmp_path / "elsewhere" / "model.safetensors").is_file()
+
+
+def test_a_resume_without_a_log_says_what_to_put_back(tiny_config, tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    (folder / "log.csv").unlink()
+    with pytest.raises(FileExistsError, match=r"has no log\.csv\), so it is left alone: put back a copy of it"):
+        train(tiny_config, folder, resume=True, quiet=True)
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 3}, {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}])

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import dis
 import functools
+import io
 import os
 import sys
 import traceback
@@ -280,10 +281,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Bad input gives one line on standard error and exit status 2, a fault its whole traceback."""
     options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that it cannot print must not end a training
+            stream.reconfigure(errors="backslashreplace")
     _quiet_libraries()
     try:
         globals()[f"_{options.command}"](options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
     except BrokenPipeError:  # of `twell runs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -295,6 +300,8 @@ def main(arguments: list[str] | None = None) -> int:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if isinstance(error, OSError) and error.errno and error.filename is None:
             text = error.strerror
+        if _lacks_memory(error):
+            text = f"not enough memory: lower the sizes ({text})" if str(text) else "not enough memory: lower the sizes"
         print(f"twell {options.command}: {' '.join(str(text).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -304,12 +311,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether an error is about what was given: files and packages, or what a `raise` in this package says.
+    """Return whether bad input caused an error: a file, a package, or a `raise` in this package.
 
-    What Python or a library raises on its own, within the same classes, is a fault of ours.
+    Errors of the same classes that Python or a library raises are faults of ours.
     """
-    if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True  # the last is torch's, of a GPU
+    if isinstance(error, OSError) or _lacks_memory(error):
+        return True
     if isinstance(error, ModuleNotFoundError) and error.name:
         return error.name.partition(".")[0] != __package__
     last = error.__traceback__
@@ -318,6 +325,12 @@ def _is_bad_input(error: Exception) -> bool:
     code = last.tb_frame.f_code
     raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return raised and Path(code.co_filename).is_relative_to(Path(__file__).parent)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether memory ran out. torch raises OutOfMemoryError for a GPU, and RuntimeError for the CPU."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or on_cpu
 
 
 def _quiet_libraries() -> None:
@@ -339,8 +352,9 @@ def _train(options: argparse.Namespace) -> None:
     if distributed.is_initialized():
         # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
         # two CPU processes), so it ends at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(0)
 
 
@@ -369,10 +383,14 @@ def _trace(options: argparse.Namespace) -> None:
 
 def _check_out(path: Path, ending: str) -> None:
     """Refuse a folder, and a file of another kind: a slip must not replace weights or a text."""
+    from twell import results
+
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; --out is the {ending} file to write")
     if path.suffix != ending:
         raise ValueError(f"--out is {str(path)!r}; give a file that ends in {ending}")
+    if path.name in results.KEPT_FILES and path.exists():
+        raise FileExistsError(f"{path} belongs to a run or a model; give another --out")
 
 
 def _text(options: argparse.Namespace) -> str | None:

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: the last two, so that one is whole whatever happens to the other.
+"""The last two checkpoints of a run. When one is damaged, the run goes on from the other.
 
-A checkpoint is what `torch.save` writes: a zip file with a CRC-32 of everything in it, which is
-compared before anything is read. It also has the size and the SHA-256 of the run's log at that time.
-Writing a checkpoint keeps the one before as `checkpoint-previous.pt`.
+`torch.save` writes a zip file with a CRC-32 of each part. Reading compares these first. A checkpoint also
+has the run's configuration, and the size and the SHA-256 of its log. The checkpoint before the last stays
+as `checkpoint-previous.pt`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Checkpoints:
 
     def __init__(self, folder: Path, log: Path):
         self.last, self.previous, self.log = folder / LAST, folder / PREVIOUS, log
-        self.good: Path | None = None  # the newest that is known to be whole
+        self.good: Path | None = None  # the newest whole one
 
     def exist(self) -> bool:
         return self.last.is_file() or self.previous.is_file()
 
     def write(self, state: dict) -> None:
-        """Write the newest checkpoint. At every moment there is a whole one, and there are at most two."""
+        """Write the newest checkpoint. At every moment at least one is whole."""
         with open(self.log, "rb+") as log:
             os.fsync(log.fileno())  # a checkpoint must not outlive the rows that it counts
         state = state | {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
@@ -47,9 +47,9 @@ class Checkpoints:
         self.good = self.last
 
     def read(self, say: Callable[[str], None]) -> dict:
-        """Return the newest whole checkpoint whose log is whole; `say` is told of one that is not.
+        """Return the newest whole checkpoint with a whole log. `say` reports a damaged one.
 
-        Raises ValueError, naming the files and what is wrong with each, when there is none.
+        Raises ValueError, naming the files and what is wrong with each, when none is whole.
         """
         problems = []
         for path in (self.last, self.previous):
@@ -79,14 +79,14 @@ FIELDS = "step model optimizer schedule window sparse random streams log".split(
 
 
 def read(path: Path) -> dict:
-    """Read one checkpoint. Raises ValueError when it is not whole, naming the file."""
+    """Read one checkpoint. Raises ValueError, naming the file, when it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             part = file.testzip()
         state = torch.load(path, map_location="cpu", weights_only=True) if part is None else None
     except (PermissionError, MemoryError):
         raise
-    except Exception as error:  # zipfile and torch have a dozen kinds for it
+    except Exception as error:  # zipfile and torch raise a dozen kinds
         raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
     if part is not None:
         raise ValueError(f"{path} is damaged (the CRC-32 of {part} differs)")
@@ -97,11 +97,11 @@ def read(path: Path) -> dict:
 
 
 def check_log(path: Path, state: dict) -> None:
-    """Raise ValueError when the beginning of a log is not what a checkpoint saw, naming the file."""
+    """Raise ValueError, naming the log, when its rows before a checkpoint have changed."""
     rows = path.read_bytes() if path.is_file() else b""
     size = state["log"]
     if len(rows) < size:
         raise ValueError(f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)")
     expected = state.get("log_sha256")  # checkpoints of older versions have none
     if expected is not None and hashlib.sha256(rows[:size]).hexdigest() != expected:
-        raise ValueError(f"{path} is damaged: its first {size} bytes are not those that the checkpoint saw")
+        raise ValueError(f"{path} is damaged: its first {size} bytes have changed since the checkpoint")

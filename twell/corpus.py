@@ -46,7 +46,7 @@ def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises FileNotFoundError or ValueError naming the path."""
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
         if not files:
             raise FileNotFoundError(f"{path} holds no text: expected files that end in {', '.join(SUFFIXES)}")
         return files
@@ -95,7 +95,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def checked_text(text: str, name: str) -> str:
-    """Return the text. Raises ValueError when UTF-8 cannot hold it, which tokenizers are given, by its `name`."""
+    """Return the text. Raises ValueError, with its `name`, for a lone surrogate, which tokenizers refuse."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -210,6 +210,8 @@ def prepare(
     Raises ValueError for an empty corpus or a tokenizer that does not fit vocab_size.
     """
     key = {"format": 1, "texts": _fingerprints(source, valid_source), "vocab_size": vocab_size, "tokenizer": tokenizer}
+    if tokenizer is not None and (file := Path(tokenizer) / "tokenizer.json").is_file():
+        key["tokenizer"] = _sha256(file)  # another tokenizer may come to the same place
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / name
     if not folder.is_dir():
@@ -218,7 +220,7 @@ def prepare(
 
 
 def _cached(folder: Path) -> Corpus:
-    """What `_tokenize` wrote. Raises ValueError naming a file that is not as it was written."""
+    """Read the files that `_tokenize` wrote. Raises ValueError naming a damaged one."""
     again = f"delete the folder {folder}, and the text is tokenised again"
     sums = folder / CHECKSUMS
     try:
@@ -294,9 +296,10 @@ def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: i
         sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
         (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
         os.rename(temporary, folder)
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():  # else another process was first, with the same contents
-            raise
+            message = f"{folder} could not be written: {error.strerror or error}; TWELL_CACHE names another place"
+            raise OSError(message) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from twell import analysis, results, trace
-from twell.model import load
-from twell.train import TrainConfig, evaluate
+from twell.model import load, save
+from twell.train import TrainConfig, evaluate, run_text
 
 AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` shows
 CARD = """---
@@ -100,15 +100,14 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
             )
     model, tokenizer = load(run, dtype=torch.bfloat16)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    _, _, blocks = TrainConfig.load(run / "config.yaml").prepare_text()
+    _, _, blocks = run_text(run)
     stored = evaluate(model, blocks)["cross_entropy"]
     starts = results.load_provenance(run)["starts"]
     card = _card(out, rows, starts, logs, stored, len(blocks) * row["context"], text)
     out.mkdir(parents=True)
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
-        model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        save(model, tokenizer, out)
         results.write_atomically(out / "README.md", card)
         if (run / AGGREGATE).is_file():
             shutil.copyfile(run / AGGREGATE, out / AGGREGATE)
@@ -117,7 +116,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
             meta = results.provenance() | {"run": row["run"], "l1_coefficient": row["l1_coefficient"]}
             trace.aggregate(model, tokenizer, trace.cut(ids, model), meta=meta).save(out / AGGREGATE)
         for path in out.iterdir():
-            path.chmod(0o644)  # safetensors are made for their owner alone
+            path.chmod(0o644)  # safetensors lets only the owner read
     except BaseException:
         shutil.rmtree(out)
         raise
@@ -132,7 +131,7 @@ def _card(
     valid = [log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")]["value"].iloc[-1] for log in logs]
     silenced = [log[log["metric"] == "cross_entropy_silenced"]["value"].iloc[-1] for log in logs]
     lines = {
-        "L1 coefficient": [f"{one['l1_coefficient']:g}" for one in rows],
+        "L1 coefficient": [_levels(one) for one in rows],
         "cross-entropy, nats a token": [f"{value:.4f}" for value in valid],
         "the same from the stored weights, in bf16": [f"{stored:.4f}", ""][: len(rows)],
         "the same without feed-forward layers": [f"{value:.4f}" for value in silenced],
@@ -165,7 +164,7 @@ def _card(
         tokens=row["tokens"] / 1e6,
         layers_number=row["num_layers"],
         heads=row["num_heads"],
-        l1=f"{row['l1_coefficient']:g}",
+        l1=_levels(row),
         command=_portable(starts[0]["command"]),
         starts=_resumed(starts),
         **{name: starts[0][name] for name in ("device", "commit")},
@@ -174,8 +173,14 @@ def _card(
     )
 
 
+def _levels(row: dict) -> str:
+    """Return the L1 coefficient of a run, or one for each layer."""
+    level = row["l1_coefficient"]
+    return ", ".join(f"{one:g}" for one in (level if isinstance(level, list) else [level]))
+
+
 def _portable(command: str) -> str:
-    """A command without the paths of this machine: from where it was given, or their last part alone."""
+    """Return a command whose absolute paths are relative to the working folder, or cut to their last part."""
     words = []
     for word in shlex.split(command):
         option, equals, value = word.rpartition("=")
@@ -187,6 +192,6 @@ def _portable(command: str) -> str:
 
 
 def _resumed(starts: list[dict]) -> str:
-    """Where a run went on after its first start, and by which code."""
+    """Return the step, device and commit of each resume, as words for the card."""
     parts = [f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]]
     return ", resumed" + " and".join(parts) if parts else ""

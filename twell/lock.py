@@ -1,12 +1,11 @@
 """One process at a time trains in a run's folder.
 
-The lock is the operating system's lock on the file `train.lock` in the folder. It ends with its
-process, however that ends. So a lock file that a kill left behind holds nobody up, and it does not
-matter who has the process number now. The file says, in JSON and for people, which process holds the
-lock, on which host, and since when.
+The operating system locks the file `train.lock` in the folder, and releases it when the process ends. A
+file that a killed process left behind therefore stops nobody. The file names the process, its host and the
+time, in JSON. The lock does not depend on its text.
 
-File systems of a network may not share locks between hosts. So the holder touches the file every BEAT
-seconds. A file that another host wrote is watched for PATIENCE seconds before it counts as left behind.
+Network file systems may not share locks between hosts. The holder therefore touches the file every BEAT
+seconds. A file from another host stops a training if somebody touches it within PATIENCE seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BEAT, PATIENCE = 5.0, 20.0  # seconds
 
 @contextlib.contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder. A folder that is made for it and stays empty is removed.
+    """Hold the lock of a run's folder. Make the folder if needed, and remove it again if it stays empty.
 
     Raises FileExistsError, naming the process, when another one holds it.
     """
@@ -89,7 +88,7 @@ def _refusal(path: Path) -> FileExistsError:
 
 
 def _beats_elsewhere(path: Path) -> bool:
-    """Whether a process of another host touches the file."""
+    """Return whether a process on another host touches the file."""
     if _read(path).get("host", socket.gethostname()) == socket.gethostname():
         return False
     first, end = _touched(path), time.monotonic() + PATIENCE

@@ -422,6 +422,18 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 
 
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, **options) -> None:
+    """Write a model and its tokenizer in Hugging Face layout. Raises OSError naming the folder when it cannot."""
+    try:
+        model.save_pretrained(folder, **options)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # Both libraries are written in Rust and have no OSError: one has a class of its own, the other plain Exception.
+        if isinstance(error, SafetensorError) or type(error) is Exception:
+            raise OSError(f"{folder} could not be written: {error}") from None
+        raise
+
+
 def load(
     name_or_path: str | Path, *, backend: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]:

@@ -6,7 +6,8 @@ versions, commit and command that made it. This module is a leaf; it imports not
 A run folder holds
     config.yaml       every field of the configuration, defaults included
     provenance.json   device, versions, commit, command and date of the last start; `starts`: the same of
-                      every start, with the step that it went on from; whether the run is complete
+                      every start, with the step that it went on from; the SHA-256 of the tokens; whether the
+                      run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
                       kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
@@ -38,13 +39,15 @@ LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 LOCK = "train.lock"
 CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
-# Every name in a run's folder that is ours to replace or to delete.
+# Only files of these names are replaced or deleted in a run's folder.
 RUN_FILES = ("config.yaml", "provenance.json", "log.csv", "log.csv.xz", *CHECKPOINTS, "aggregate.npz")
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
     *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     "calibration.json",
 )
+# The files among them that only a training or an export writes.
+KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
@@ -251,13 +254,13 @@ def run_state(folder: str | Path) -> str:
 
 
 def missing_of_run(folder: str | Path) -> list[str]:
-    """Return the files that a run has and this folder has not."""
+    """Return the files of a run that this folder lacks."""
     paths = [Path(folder) / "config.yaml", Path(folder) / "provenance.json", log_path(folder)]
     return [path.name for path in paths if not path.is_file()]
 
 
 def remove_run(folder: str | Path) -> None:
-    """Delete a run's files by their names, and what is left unfinished of them. All other files stay."""
+    """Delete a run's files by their names, and its unfinished files. All other files stay."""
     folder = Path(folder)
     remove_unfinished(folder)
     for path in [folder / name for name in RUN_FILES]:
@@ -265,19 +268,20 @@ def remove_run(folder: str | Path) -> None:
     for pattern in MODEL_FILES:
         for path in (folder / "model").glob(pattern):
             path.unlink()
-    if (folder / "model").is_dir() and not any((folder / "model").iterdir()):
-        (folder / "model").rmdir()
+    model = folder / "model"
+    if model.is_dir() and not model.is_symlink() and not any(model.iterdir()):
+        model.rmdir()
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Delete what a killed process left unfinished of a run's files."""
+    """Delete the unfinished files of a run, which a killed process left."""
     for name in RUN_FILES:
         for path in Path(folder).glob(f".{name}.????????{UNFINISHED}"):
             path.unlink()
 
 
 def load_provenance(folder: str | Path) -> dict:
-    """Read a run's provenance. `starts` has an entry for each start; in a file without it, for the one it tells of.
+    """Read a run's provenance. `starts` has an entry for each start; a file of an older version gets one entry.
 
     Raises ValueError naming the file when it cannot be read.
     """
@@ -288,6 +292,12 @@ def load_provenance(folder: str | Path) -> dict:
         raise ValueError(f"{path} is not JSON: {error}; put back a copy of it") from None
     if not isinstance(origin, dict):
         raise ValueError(f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}")
+    missing = [field for field in PROVENANCE_FIELDS if field not in origin]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; put back a copy of it")
+    starts = origin.get("starts", [])
+    if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
+        raise ValueError(f"{path}: starts is {starts!r}; expected a list of JSON objects: put back a copy of it")
     only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
     return origin | {"starts": origin.get("starts") or [only]}
 
@@ -326,6 +336,7 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         origin = load_provenance(folder)
+        log = load_log(log_path(folder))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -334,7 +345,7 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
-    return row, load_log(log_path(folder))
+    return row, log
 
 
 def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -344,7 +355,10 @@ def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> 
     tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or returns two
     tables without rows if none is `required`.
     """
-    folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
+    try:
+        folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}") from None
     if not folders and not required:
         nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype({"complete": bool})
         return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])

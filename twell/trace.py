@@ -13,7 +13,6 @@ from which analysis makes the same tables.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import io
 import json
@@ -33,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from twell import corpus, results
 from twell.model import SparseLlamaForCausalLM, load, silence
-from twell.train import TrainConfig
+from twell.train import TrainConfig, run_text
 
 ARRAYS = ("token_ids", "logprob", "sequence", "position", "indptr", "indices", "values")
 
@@ -560,7 +559,7 @@ def trace_validation(run: str | Path) -> Trace:
     """Trace the tokens that a run's evaluation used, so that the counts are those that its log states."""
     row, _ = results.load_run(run)
     config = TrainConfig.load(Path(run) / "config.yaml")
-    _, _, blocks = config.prepare_text()
+    _, _, blocks = run_text(run)
     model, tokenizer = load_with_tokenizer(run)
     meta = results.provenance() | {"run": row["run"], "l1_coefficient": config.l1_coefficient}
     return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
@@ -582,7 +581,8 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text. Raises ValueError for one that is empty or has lone surrogates."""
-    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False).input_ids
+    # verbose=False: the length is no reason to warn, `cut` takes texts of any.
+    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False, verbose=False).input_ids
     if not ids:
         raise ValueError("the text is empty; give at least one character")
     return ids
@@ -992,10 +992,9 @@ def aggregate_run(
         meta |= {"run": row["run"]}
     model, tokenizer = load_with_tokenizer(run)
     if text is None:
-        config = TrainConfig.load(Path(run) / "config.yaml")
-        if not config.source.startswith("hf:"):  # of a stream nothing more was held out than evaluations use
-            config = dataclasses.replace(config, valid_tokens=2**62)
-        ids = config.prepare_text()[2].tokens
+        # Of a stream nothing more was held out than evaluations use.
+        streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
+        ids = run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens
     else:
         ids = encode(tokenizer, text)
     if tokens is not None and not 1 <= tokens <= len(ids):

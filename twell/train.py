@@ -23,6 +23,7 @@ import csv
 import dataclasses
 import difflib
 import functools
+import hashlib
 import io
 import math
 import os
@@ -59,7 +60,7 @@ from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmu
 from twell import corpus, lock, results
 from twell.checkpoint import Checkpoints
 from twell.ffn import summarize_activity
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, silence, sparse_ffns
+from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, save, silence, sparse_ffns
 from twell.sparse_training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -236,7 +237,7 @@ class TrainConfig:
             given[key] = override
             try:
                 fields[key] = yaml.safe_load(value)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
                 raise ValueError(f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]") from None
         for key in fields:
             if key not in _TYPES:
@@ -316,7 +317,7 @@ def _coerce(name: str, kind: type, value):
 
 
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
-    """The fields of a file and of its bases; `above` are the files that named it as theirs."""
+    """Return the fields of a file and of its bases. `above` lists the files that led to it."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
@@ -328,7 +329,7 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
@@ -383,7 +384,9 @@ class Log:
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
             writer.writerows([step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            # "a" would write a deleted log anew, without its head.
+            with open(self.path, "r+", encoding="utf-8") as file:
+                file.seek(0, os.SEEK_END)
                 file.write(text.getvalue())
         except OSError as error:  # the system names no file when the disk is full
             raise OSError(error.errno, f"{self.path} could not be written: {error.strerror}") from None
@@ -492,9 +495,8 @@ def train(
         accelerator.wait_for_everyone()  # every process looks before the first one writes
         if state == "else":
             missing = ", ".join(results.missing_of_run(folder))
-            raise FileExistsError(
-                f"{folder} is no run (it has no {missing}), so it is left alone: choose another folder"
-            )
+            remedy = "put back a copy of it" if resume else "choose another folder"
+            raise FileExistsError(f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}")
         if state == "nothing" and resume:
             raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
         if state != "nothing" and not (resume or overwrite):
@@ -508,7 +510,7 @@ def train(
 
 @contextlib.contextmanager
 def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the folder's lock, in the main process for all of them. Errors are those of `lock.hold`, in each process."""
+    """Let the main process hold the folder's lock. Every process raises the errors of `lock.hold`."""
     with contextlib.ExitStack() as held:
         refusal = None
         if accelerator.is_main_process:
@@ -523,11 +525,46 @@ def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _check_same(config: TrainConfig, folder: Path) -> None:
-    before = dataclasses.asdict(TrainConfig.load(folder / "config.yaml"))
+    if changed := _changes(dataclasses.asdict(TrainConfig.load(folder / "config.yaml")), config):
+        raise ValueError(f"{folder} holds a run of another configuration: {changed}")
+
+
+def _changes(before: dict, config: TrainConfig) -> str:
+    """Return the changed fields with both values. Fields that are new since then count as unchanged."""
     now = dataclasses.asdict(config)
-    changed = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in now if now[name] != before[name]]
-    if changed:
-        raise ValueError(f"{folder} holds a run of another configuration: {'; '.join(changed)}")
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+
+
+def text_hashes(config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks) -> dict[str, str]:
+    """Return the SHA-256 of a run's tokens: of the validation part, and of the training part unless it is a stream."""
+    tokens = {"validation": valid.tokens[: config.valid_tokens]}
+    if isinstance(blocks, corpus.Blocks):
+        tokens["training"] = blocks.tokens
+    return {part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest() for part, array in tokens.items()}
+
+
+def run_text(
+    run: str | Path, valid_tokens: int | None = None
+) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
+    """Return a run's tokenizer, training blocks and validation blocks, optionally of more validation tokens.
+
+    Raises ValueError when the text has changed since the run started.
+    """
+    config = TrainConfig.load(Path(run) / "config.yaml")
+    longer = config if valid_tokens is None else dataclasses.replace(config, valid_tokens=valid_tokens)
+    tokenizer, blocks, valid = longer.prepare_text()
+    _check_text(run, text_hashes(config, blocks, valid))
+    return tokenizer, blocks, valid
+
+
+def _check_text(run: str | Path, hashes: dict[str, str]) -> None:
+    expected = results.load_provenance(run).get("text_sha256") or {}  # older versions wrote none
+    if changed := [part for part in hashes if hashes[part] != expected.get(part, hashes[part])]:
+        raise ValueError(
+            f"the text of {run} has changed since the run started: its {' and '.join(changed)} tokens differ; "
+            "put back the text that config.yaml names, or train a new run"
+        )
 
 
 def _check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
@@ -555,6 +592,7 @@ class _Run:
             self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
                 accelerator.process_index, accelerator.num_processes
             )
+        self.text = text_hashes(config, self.blocks, self.valid_blocks)
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         # The kernels store weights in an order of their own, which would take random numbers in another order.
         self.model = SparseLlamaForCausalLM(dataclasses.replace(config, backend="dense").model_config(**ends))
@@ -595,13 +633,14 @@ class _Run:
     def train(self, resume: bool) -> Path:
         config, done, size = self.config, 0, None
         if resume and self.checkpoints.exist():
+            _check_text(self.folder, self.text)
             done, size = self.load_checkpoint()
         elif resume and self.main:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
             starts = results.load_provenance(self.folder)["starts"] if resume else []
             origin = results.provenance()
-            self.origin = origin | {"parameters": self.parameters, "complete": False}
+            self.origin = origin | {"parameters": self.parameters, "complete": False, "text_sha256": self.text}
             self.origin["starts"] = [*starts, origin | {"step": done}]
             if resume:
                 results.remove_unfinished(self.folder)
@@ -642,7 +681,7 @@ class _Run:
         return self.finish()
 
     def stops(self, step: int, pressed: bool) -> bool:
-        """Whether to stop after this step, since Ctrl-C was pressed. Several processes agree where a row was written."""
+        """Return whether Ctrl-C stops the run after this step. Several processes agree at steps that write a row."""
         if self.accelerator.num_processes == 1:
             return pressed
         if step % self.config.log_every:
@@ -658,6 +697,7 @@ class _Run:
             return
         state = {
             "step": step,  # and so the place in the text
+            "config": dataclasses.asdict(self.config),
             "model": weights,
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
@@ -674,6 +714,11 @@ class _Run:
     def load_checkpoint(self) -> tuple[int, int]:
         """Take up the newest whole checkpoint; returns its step and the size of the log at that step."""
         state = self.checkpoints.read(self.say if self.main else lambda _: None)
+        if changed := _changes(state.get("config", {}), self.config):  # older versions wrote no configuration
+            raise ValueError(
+                f"{self.checkpoints.good} was written with another configuration: {changed}; "
+                "set it back in config.yaml, or train a new run"
+            )
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         set_state_dict(
             self.wrapped,
@@ -741,9 +786,7 @@ class _Run:
         dead = self.window.add([counts for counts, _ in taken], steps * config.batch_tokens)
         loss, cross_entropy, l1, norm = means.tolist()
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}; lower learning_rate (now {config.learning_rate})"
-            )
+            raise FloatingPointError(f"the loss is {loss} at step {step}; {self.remedy()}")
         now = time.perf_counter()
         layers = [summarize_activity(*pair) for pair in taken]
         values = {
@@ -774,6 +817,12 @@ class _Run:
             )
         self.restart_meters()
 
+    def remedy(self) -> str:
+        """Say which fields can make a run diverge."""
+        names = "learning_rate", "l1_coefficient", "weight_decay"
+        values = [f"{name} (now {value})" for name in names if (value := getattr(self.config, name))]
+        return f"lower {' or '.join(values)}"
+
     def restart_meters(self) -> None:
         """Speed and memory that are logged next count from now: they are those of training alone."""
         self.since = time.perf_counter()
@@ -786,10 +835,7 @@ class _Run:
         with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
         if not math.isfinite(found["cross_entropy"]):  # the last step may be the one that diverges
-            raise FloatingPointError(
-                f"the validation loss is {found['cross_entropy']} at step {step}; "
-                f"lower learning_rate (now {self.config.learning_rate})"
-            )
+            raise FloatingPointError(f"the validation loss is {found['cross_entropy']} at step {step}; {self.remedy()}")
         values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
@@ -805,8 +851,7 @@ class _Run:
         if self.main:
             # What computed it is no part of a model, and kernels are not for fp32.
             self.model.config.ffn_backend = "dense"
-            self.model.eval().save_pretrained(self.folder / "model", state_dict=weights)
-            self.tokenizer.save_pretrained(self.folder / "model")
+            save(self.model.eval(), self.tokenizer, self.folder / "model", state_dict=weights)
             results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})
             self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
@@ -821,7 +866,7 @@ class _Run:
 
 
 class _Interrupt:
-    """While it lasts, the first Ctrl-C is noted in `pressed`, and a second one interrupts as usual."""
+    """Note the first Ctrl-C in `pressed`. A second one interrupts as usual."""
 
     def __init__(self, loud: bool):
         self.loud, self.pressed, self.before = loud, False, None

@@ -191,7 +191,14 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: run, parameters, tokens, l1_coefficient, seed; of the last validation so far: cross_entropy (nats), active
     (mean over layers), active_fraction and dead_fraction; tokens_per_second (median over training); device, complete.
     """
-    table = runs.set_index("run")[["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]].copy()
+    fields = ["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]
+    for run in runs.to_dict("records"):
+        missing = [name for name in fields if run.get(name) in (None, "") or run[name] != run[name]]
+        if missing:
+            raise ValueError(
+                f"{run.get('path', run['run'])} has no {', '.join(missing)} in config.yaml and provenance.json; put back copies of them"
+            )
+    table = runs.set_index("run")[fields].copy()
     valid = log[log["split"] == "valid"]
     last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
     means = last.groupby(["run", "metric"])["value"].mean().unstack()

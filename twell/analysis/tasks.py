@@ -64,7 +64,7 @@ def _weights(record: dict) -> tuple[str, ...]:
 
 
 def _near_chance(accuracy: float, stderr: float, chance: float) -> str:
-    if np.isnan(stderr + chance):
+    if np.isnan(stderr + chance) or stderr == 0:  # a few items, all right or all wrong, say nothing
         return ""
     if abs(accuracy - chance) <= NEAR_CHANCE * stderr:
         return "near chance"
