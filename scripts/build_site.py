@@ -1,9 +1,10 @@
 """Build the static site of the documents and the executed notebooks: python scripts/build_site.py, as `make site` does.
 
-The pages are gathered in build/site-source: README.md as the start page, docs/, the pages that they link to, and the
-notebooks that `make reproduce` executed. Links to pages lead to pages of the site, links to other files to copies of them.
-Links to folders without a README become plain text. Sphinx then writes build/site. Its warnings are errors, so a link or
-an anchor that leads nowhere fails.
+1. Pages are gathered in build/site-source: README.md as the start page, docs/, pages that these link to, and the
+   notebooks that `make reproduce` executed.
+2. Their links are rewritten: to pages of the site, or to copies of other files. A link to a folder without a README
+   becomes plain text.
+3. Sphinx writes build/site. Its warnings are errors, so a link or an anchor that leads nowhere fails.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def prose(text: str) -> str:
 
 
 def targets(text: str) -> Iterator[tuple[re.Match, int, int, str]]:
-    """Yield each link or image of Markdown: its match in the prose, where its target begins and ends, and the target."""
+    """Yield each link or image of Markdown: its match, the begin and end of its target, and the target."""
     blank = prose(text)
     for match in LINK.finditer(blank):
         group = next(name for name in ("inline", "html", "named") if match[name])
@@ -72,8 +73,9 @@ class Pages:
         self.titles = contents((root / "docs" / "index.md").read_text(encoding="utf-8"))
         listed = [page for _, entries in self.titles for _, page in entries]
         self.waiting = dict.fromkeys(["README.md", *listed])
-        self.waiting |= dict.fromkeys(f"docs/{path.name}" for path in sorted((root / "docs").glob("[!i]*.md")))
-        self.waiting |= dict.fromkeys(f"notebooks/{path.name}" for path in sorted((root / EXECUTED).glob("*.ipynb")))
+        pages = [f"docs/{path.name}" for path in sorted((root / "docs").glob("*.md")) if path.name != "index.md"]
+        notebooks = [f"notebooks/{path.name}" for path in sorted((root / EXECUTED).glob("*.ipynb"))]
+        self.waiting |= dict.fromkeys(pages + notebooks)
         self.listed = set(self.waiting)
 
     def write(self) -> None:
@@ -97,7 +99,7 @@ class Pages:
         if page == "README.md":
             text = f"{text}\n{toctrees(self.titles)}"
         elif page not in self.listed:
-            front, text = ("", text) if not text.startswith("---\n") else ("", text.split("\n---\n", 1)[-1])
+            text = text.split("\n---\n", 1)[-1] if text.startswith("---\n") else text  # of a model card
             text = f"---\norphan: true\n---\n\n{text}"
         place.write_text(text, encoding="utf-8")
 
@@ -132,7 +134,7 @@ class Pages:
         return text
 
     def _make_static(self, notebook: dict, page: str) -> None:
-        """Replace widgets, which need a kernel or a network, by the page that their cell wrote; mend links of the text."""
+        """Rewrite links, and replace widgets, which need a running notebook, by the page that their cell wrote."""
         notebook["metadata"].pop("widgets", None)
         keep_own_parameters(notebook)
         for cell in notebook["cells"]:

@@ -24,8 +24,8 @@ SCALE=${1:-laptop} TEXTS=${2:-}
 
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
-# A configuration of twell/configs and the fields that differ from it; the L1 coefficient; what computes the sparse model
-# in training (dense products, or the sparse kernels: the gradients are the same); and how Python is started.
+# CONFIG, FIELDS: a configuration of twell/configs, and the fields that differ from it.
+# BACKEND: dense products or the sparse kernels (triton) for training the sparse model; the gradients are the same.
 
 case $SCALE in
 laptop)
@@ -42,9 +42,9 @@ gpu)
   LAUNCH=(python)
   ;;
 four-gpus)
-  # As data/runs/171m-30m-*, on more tokens: 1,526 steps, and the sparse model is trained by the sparse kernels. One H200
-  # trains 416,000 tokens/s there, and two have 1.89 times the speed of one. If four have 1.89 times the speed of two:
-  # 1.5 million tokens/s, 135 s. A dense step takes 1.12 times as long (data/bench/train_step.csv): 151 s.
+  # As data/runs/171m-30m-*, on more tokens: 1,526 steps, and the sparse model is trained by the sparse kernels.
+  # One H200 trains 416,000 tokens/s there, and two have 1.89 times the speed of one. If four have 1.89 times the speed
+  # of two: 1.5 million tokens/s, 135 s. A dense step takes 1.12 times as long (data/bench/train_step.csv): 151 s.
   CONFIG=171m L1=6e-4 BACKEND=triton
   FIELDS=(tokens=2e8 learning_rate=1e-3 compile=true valid_every=500 checkpoint_every=250)
   LAUNCH=(accelerate launch --multi_gpu --num_processes 4)
@@ -90,8 +90,8 @@ train sparse l1_coefficient="$L1" backend="$BACKEND"
 
 
 # ---- Statistics and a trace ------------------------------------------------------------------------------------------
-# Statistics of each neuron over held-out tokens, in one small file beside the model; the inspector shows them. And every
-# activation of one sentence.
+# Statistics of each neuron over held-out tokens, in one small file beside the model; the inspector shows them.
+# Then every activation of one sentence.
 
 SENTENCE="Fellow citizens of the Senate and House of Representatives"
 make_once "$OUT/sparse/aggregate.npz" \

@@ -60,6 +60,12 @@ def test_links_lead_somewhere(page):
     assert broken_links(page, text_of(page)) == []
 
 
+@pytest.mark.parametrize("page", LINKED)
+def test_targets_of_make_exist(page):
+    commands = re.findall(r"`(make [a-z]+[^`\n]*)`", text_of(page))
+    assert [wrong for command in commands if (wrong := pages.mistake_in_command(command.split()))] == []
+
+
 def test_readme_is_short():
     lines = text_of("README.md").splitlines()
     assert len(lines) <= 130

@@ -152,15 +152,6 @@ def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
         assert (done.returncode == 0) == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file() == (fail < 2)
 
 
-def test_readme_names_real_commands_and_files():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"make ([a-z]+)", text)) <= targets
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        if not link.startswith("http"):
-            assert (ROOT / link).exists(), link
-
-
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     page = shutil.copy(ROOT / "data" / "README.md", tmp_path)
     assert main(["runs", str(ROOT / "data" / "runs"), "--into", str(page)]) == 0
