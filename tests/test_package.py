@@ -1,7 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
