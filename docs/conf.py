@@ -2,7 +2,7 @@
 
 project = html_title = "twell"
 html_show_copyright = False
-html_show_sourcelink = False
+html_show_sourcelink = html_copy_source = False
 
 extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "index"
