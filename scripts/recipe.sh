@@ -15,7 +15,7 @@
 # |-----------|--------------------------------|-------------------------------------------------------------------|
 # | laptop    | 1.3 M parameters, 0.6 M        | all steps: 7 min of processor time, measured on one AMD EPYC core |
 # | gpu       | 99 M parameters, 50 M          | trainings: 192 s, computed from recorded tokens/s of one H200     |
-# | four-gpus | 171 M parameters, 200 M        | trainings: 290 s, an estimate from one and two H200               |
+# | four-gpus | 171 M parameters, 200 M        | trainings: 286 s, an estimate from one and two H200               |
 #
 # On GPUs tokenising the text, compiling, the statistics and the evaluation come on top.
 set -euo pipefail
