@@ -72,6 +72,23 @@ def test_any_damage_is_found(tmp_path, kept):
         assert found["log_sha256"] == checkpoint.results.file_hash(kept.log) and found["optimizer"] == {"lr": 0.1}
 
 
+def test_a_changed_bit_of_the_zip_files_directory_is_found(kept):
+    """Its CRC-32 do not cover it, and torch then reads other weights."""
+    kept.write(state(7))
+    whole = kept.last.read_bytes()
+    start = whole.index(b"PK\x01\x02")
+    for place in range(start, len(whole)):
+        for bit in (1, 4):
+            kept.last.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
+                checkpoint.read(kept.last)
+
+
+def test_a_checkpoint_of_an_older_version_is_read(kept):
+    torch.save(state(7) | {"log": 0}, kept.last)
+    assert checkpoint.read(kept.last)["step"] == 7
+
+
 def test_another_programs_file_is_no_checkpoint(tmp_path):
     torch.save({"weights": torch.zeros(2)}, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match=r"checkpoint\.pt is no checkpoint of a run"):

@@ -28,7 +28,7 @@ def test_every_kind_of_source_gives_its_documents(tmp_path):
     a, b, c = texts(3), texts(4), texts(2)
     write_jsonl(tmp_path / "a.jsonl", a)
     write_jsonl(tmp_path / "b.jsonl.xz", b, lzma.open)
-    (tmp_path / "c.txt").write_text(c[0], encoding="utf-8")
+    (tmp_path / "c.txt").write_text(c[0], encoding="utf-8-sig")  # a byte order mark is no text
     (tmp_path / "ignored.md").write_text("no")
     assert list(corpus.documents(str(tmp_path / "a.jsonl"))) == a
     assert list(corpus.documents(str(tmp_path))) == [*a, *b, c[0]]

@@ -156,10 +156,14 @@ MISTAKES = {
         lambda p: [*p.train("seed=1")[:-2], "seed=2", "--out", str(p.folder / "new")],
         r"seed is given twice: seed=1 and seed=2",
     ),
+    "a field given twice in a file": (
+        lambda p: p.train(config=p.write("c.yaml", "seed: 1\nseed: 2\n")),
+        r"c\.yaml cannot be read as YAML: seed is given twice",
+    ),
     "a date that does not exist": (lambda p: p.train("seed=2001-13-01"), r"'seed=2001-13-01' is no YAML value"),
     "a date that does not exist in a file": (
         lambda p: p.train(config=p.write("c.yaml", "seed: 2001-13-01")),
-        r"c\.yaml is not YAML: month must be in 1\.\.12",
+        r"c\.yaml cannot be read as YAML: month must be in 1\.\.12",
     ),
     "lists in lists": (lambda p: p.train("seed=" + "[" * 3000), r"is no YAML value; write seed=value"),
     "layers beyond all memory": (lambda p: p.train("num_layers=1e12"), r"train: not enough memory: lower the sizes\n"),
@@ -221,7 +225,10 @@ MISTAKES = {
         lambda p: p.train(config="quik"),
         r"no configuration quik: it is no file and none of .*quick",
     ),
-    "configuration is no YAML": (lambda p: p.train(config=p.write("c.yaml", "a: [1")), r"c\.yaml is not YAML"),
+    "configuration is no YAML": (
+        lambda p: p.train(config=p.write("c.yaml", "a: [1")),
+        r"c\.yaml cannot be read as YAML",
+    ),
     "configuration is a list": (lambda p: p.train(config=p.write("c.yaml", "- a")), r"c\.yaml is no configuration"),
     "no such text": (lambda p: p.train(f"source={p.folder / 'nothing.txt'}"), r"no text at .*nothing\.txt"),
     "text is not UTF-8": (

@@ -756,7 +756,7 @@ def test_ctrl_c_saves_a_checkpoint_between_two_rows(tiny_config, tmp_path, monke
         patch.setattr(train_module._Run, "step", press)
         train(tiny_config, tmp_path / "run")  # rows are written every four steps, and no checkpoint is asked for
     checkpoint = tmp_path / "run" / "checkpoint.pt"
-    said = f"interrupted; {checkpoint} has step 6 of 16. To go on, give the same command with --resume"
+    said = f"interrupted; {checkpoint} has step 6 of 16. To go on, give the same command with --resume, and without --overwrite"
     assert str(stopped.value) == said and "stopping after this step with a checkpoint" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before and checkpoint.is_file()
     train(tiny_config, tmp_path / "run", resume=True, quiet=True)

@@ -1,8 +1,9 @@
 """The last two checkpoints of a run. When one is damaged, the run goes on from the other.
 
-`torch.save` writes a zip file with a CRC-32 of each part. Reading compares these first. A checkpoint also
-has the run's configuration, and the size and the SHA-256 of its log. The checkpoint before the last stays
-as `checkpoint-previous.pt`.
+A checkpoint is the zip file that `torch.save` writes, and behind it the SHA-256 of this file. Reading compares
+it first. (The zip file's own CRC-32 do not cover its directory: one changed bit there gives other weights.) A
+checkpoint also has the run's configuration, and the size and the SHA-256 of its log. The checkpoint before the
+last stays as `checkpoint-previous.pt`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Checkpoints:
             os.fsync(log.fileno())  # a checkpoint must not outlive the rows that it counts
         state = state | {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save(state | {"sealed": True}, buffer)
+        buffer.write(_seal(hashlib.sha256(buffer.getbuffer())))
         if self.good == self.last:
             os.replace(self.last, self.previous)
             self.good = self.previous
@@ -81,6 +83,7 @@ FIELDS = "step model optimizer schedule window sparse random streams log".split(
 def read(path: Path) -> dict:
     """Read one checkpoint. Raises ValueError, naming the file, when it is damaged."""
     try:
+        sealed = _is_sealed(path)
         with zipfile.ZipFile(path) as file:
             part = file.testzip()
         state = torch.load(path, map_location="cpu", weights_only=True) if part is None else None
@@ -90,10 +93,28 @@ def read(path: Path) -> dict:
         raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
     if part is not None:
         raise ValueError(f"{path} is damaged (the CRC-32 of {part} differs)")
+    # Checkpoints of older versions have no SHA-256.
+    if not sealed and isinstance(state, dict) and "sealed" in state:
+        raise ValueError(f"{path} is damaged (its SHA-256 differs)")
     missing = [name for name in FIELDS if not isinstance(state, dict) or name not in state]
     if missing:
         raise ValueError(f"{path} is no checkpoint of a run: it has no {', '.join(missing)}")
     return state
+
+
+def _seal(digest) -> bytes:
+    return b"\nsha256 " + digest.hexdigest().encode()
+
+
+def _is_sealed(path: Path) -> bool:
+    """Whether a file ends with the SHA-256 of what stands before it."""
+    size = path.stat().st_size - len(_seal(hashlib.sha256()))
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size > 0 and (part := file.read(min(size, 2**24))):
+            digest.update(part)
+            size -= len(part)
+        return file.read() == _seal(digest)
 
 
 def check_log(path: Path, state: dict) -> None:

@@ -69,7 +69,7 @@ def documents(source: str) -> Iterator[str]:
     for file in source_files(source):
         if file.name.endswith(".txt"):
             try:
-                yield file.read_text(encoding="utf-8")
+                yield file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
             continue

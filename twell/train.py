@@ -316,6 +316,17 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice; YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = [key for place, key in enumerate(keys) if key in keys[:place]]
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     """Return the fields of a file and of its bases. `above` lists the files that led to it."""
     path = Path(name)
@@ -328,9 +339,9 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     if path.resolve() in [file.resolve() for file in above[:-1]]:
         raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        fields = yaml.load(path.read_text(encoding="utf-8-sig"), _OnceLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
@@ -676,7 +687,7 @@ class _Run:
                 if stop:
                     raise KeyboardInterrupt(
                         f"interrupted; {self.checkpoints.last} has step {step} of {config.steps}. "
-                        "To go on, give the same command with --resume"
+                        "To go on, give the same command with --resume, and without --overwrite"
                     )
         return self.finish()
 
