@@ -11,13 +11,13 @@
 # After an interruption give the same command again: trainings go on from their last checkpoint, and every other step is
 # skipped when its result is there.
 #
-# | scale     | model, tokens of each training | time                                                              |
-# |-----------|--------------------------------|-------------------------------------------------------------------|
-# | laptop    | 1.3 M parameters, 0.6 M        | all steps: 7 min of processor time, measured on one AMD EPYC core |
-# | gpu       | 99 M parameters, 50 M          | trainings: 192 s, computed from recorded tokens/s of one H200     |
-# | four-gpus | 171 M parameters, 200 M        | trainings: 286 s, an estimate from one and two H200               |
+# | scale     | model, tokens of each training | time of both trainings                                |
+# |-----------|--------------------------------|-------------------------------------------------------|
+# | laptop    | 1.3 M parameters, 0.6 M        | 251 s, measured: one thread on an AMD EPYC of 2 cores |
+# | gpu       | 99 M parameters, 50 M          | 192 s, computed from recorded tokens/s of one H200    |
+# | four-gpus | 171 M parameters, 200 M        | 286 s, an estimate from one and two H200              |
 #
-# On GPUs tokenising the text, compiling, the statistics and the evaluation come on top.
+# All other steps come on top: under 3 minutes on the laptop. On GPUs tokenising the text and compiling are among them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${1:-laptop} TEXTS=${2:-}
