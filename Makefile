@@ -1,10 +1,11 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
 #                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
+# make site        the documents and the executed notebooks as one site in build/site, which opens from disk
 # make test        the tests
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv, nor what you trained, measured or evaluated)
-# reproduce, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
+# reproduce, site, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -29,7 +30,7 @@ else
 LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
 endif
 
-.PHONY: reproduce figures test lab screenshot clean
+.PHONY: reproduce figures site notebooks test lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -82,6 +83,13 @@ build/cache/ready: twell/corpus.py twell/configs/quick.yaml
 	$(RUN) -c "from twell.train import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
+# The notebooks of recorded data alone: nothing is trained.
+site: $(VENV)/installed
+	@$(MAKE) --no-print-directory -j$(JOBS) notebooks
+	@$(BIN)/python scripts/build_site.py
+
+notebooks: $(RECORDED:%=build/notebooks/%.ipynb)
+
 test: $(VENV)/installed $(VENV)/triton-older/installed
 	TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -92,7 +100,7 @@ screenshot: $(VENV)/installed
 	$(RUN) -m tests.browser data/checkpoints/twell-6m
 
 clean:
-	rm -rf build/cache build/lib build/matplotlib build/notebooks figures/live $(LIVE)
+	rm -rf build/cache build/lib build/matplotlib build/notebooks build/site build/site-doctrees build/site-source figures/live $(LIVE)
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; set PYTHON=..."; exit 1; }

@@ -1,7 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens, and the pins fit the ranges."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -149,15 +148,6 @@ def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True)
         assert done.stdout.count("notebooks/a.ipynb: once more\n") == again, done
         assert (done.returncode == 0) == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file() == (fail < 2)
-
-
-def test_readme_names_real_commands_and_files():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"make ([a-z]+)", text)) <= targets
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        if not link.startswith("http"):
-            assert (ROOT / link).exists(), link
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):

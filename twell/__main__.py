@@ -44,8 +44,8 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Bad input gives one line on standard error and exit status 2, a fault its whole traceback."""
+def parser() -> argparse.ArgumentParser:
+    """Return a new parser of the command line, with every command and its options."""
     parser = _Parser(prog="twell", description="Sparse feed-forward layers for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -275,7 +275,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     commands.add_parser("info", help="versions, devices, and which backends can be used here")
 
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Bad input gives one line on standard error and exit status 2, a fault its whole traceback."""
+    options = parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that it cannot print must not end a training
             stream.reconfigure(errors="backslashreplace")
