@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from twell.plots.base import BLUE, ORANGE, PAGE, _figure
 
 # Kernels of the union path -> label and colour. Their lists of active neurons take 0.1 ms: part of "up".
-STEPS = {
+_KERNELS = {
     ("gate_bits_kernel",): ("every neuron", "0.55"),
     ("lists_kernel", "up_kernel"): ("up, active neurons", BLUE),
     ("down_kernel",): ("down, active neurons", ORANGE),
@@ -49,7 +49,7 @@ def _layer(ax, kernels: pd.DataFrame) -> None:
     ax.bar(0, dense, 0.6, color="0.55")
     ax.annotate(f"{dense:.1f} ms", (0, dense), ha="center", va="bottom", fontsize=7)
     bottom = 0.0
-    for names, (label, colour) in STEPS.items():
+    for names, (label, colour) in _KERNELS.items():
         height = sparse[list(names)].sum()
         ax.bar(1, height, 0.6, bottom=bottom, color=colour, label=label)
         bottom += height
