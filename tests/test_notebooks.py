@@ -252,7 +252,7 @@ def test_notebook_runs(path, live, tmp_path):
         assert "faster below 116 active" in tables
         assert "recorded busy" in tables and ">-75.000<" in tables
         assert "not drawn" not in said and "no rows" not in said
-        assert ">+100%<" in table and ">1.60 times<" in table and ">2.00 times dense (union)<" in table
+        assert ">+100%<" in table and ">1.60 times<" in table and ">2.00 times dense<" in table
         # Training: half way between 10 and 640; nothing from the other GPU or a recorded pattern.
         assert "faster below 80 active" in tables and "triton union torch.compile" in tables and ">-25.00<" in tables
         assert ">−70%<" in table and ">80 active<" in table

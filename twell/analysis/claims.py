@@ -223,12 +223,14 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, 110, subsequent_indent=indent, **whole)
 
 
+def _counts(recorded: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """How many claims have each verdict."""
+    verdicts = [row["verdict"] for subject in load()["subjects"] for row in rows(subject, recorded.get(subject, {}))]
+    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+
+
 def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
-    counts = dict.fromkeys(VERDICTS, 0)
-    for subject in load()["subjects"]:
-        for row in rows(subject, recorded.get(subject, {})):
-            if row["verdict"]:
-                counts[row["verdict"]] += 1
+    counts = _counts(recorded)
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return f"""\
 What [the paper](https://arxiv.org/abs/2603.23198) claims, and what we found.
@@ -263,7 +265,7 @@ def _cell(text: str) -> str:
 
 
 def summary(recorded: dict[str, dict[str, Any]]) -> str:
-    """Return README's table of the section `summary`: what, conditions, paper, ours."""
+    """Return README's table of the section `summary` (what, conditions, paper, ours), and how many claims hold."""
     printed = {}
     for subject, quantities in recorded.items():
         printed |= {row["name"]: row for row in rows(subject, quantities)}
@@ -273,7 +275,11 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
         cells = (", ".join(row[side] for row in of) for side in ("paper", "ours"))
         row = entry["what"], entry["conditions"], *cells
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
-    return "\n".join(lines)
+    counts = _counts(recorded)
+    judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}
+    total = sum(judged.values())
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in judged.items())
+    return "\n".join([*lines, "", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."])
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:
