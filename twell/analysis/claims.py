@@ -272,7 +272,7 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     lines = ["| | conditions | paper (H100) | ours (H200) |", "|---|---|---|---|"]
     for entry in load()["summary"]:
         of = [printed[name] for name in entry["claims"]]
-        cells = (", ".join(row[side] for row in of) for side in ("paper", "ours"))
+        cells = (", ".join(dict.fromkeys(row[side] for row in of)) for side in ("paper", "ours"))
         row = entry["what"], entry["conditions"], *cells
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
     counts = _counts(recorded)
