@@ -26,6 +26,11 @@ FUNCTIONS = {"abs": abs, "float": float, "log": math.log, "max": max, "min": min
 VERDICTS = ["reproduced", "in part", "contradicted", "not testable", "not measured", "ours"]
 NOT_MEASURED = "not measured"
 RULES = {"reproduced": "reproduced", "not_testable": "not testable", "in_part": "in part"}
+RULE = """\
+**The rule.** A claim that something changes is reproduced if our change has the paper's direction and exceeds
+our interval (±). Where neither our change nor the paper's exceeds it, the claim is not testable. A claim of no
+change is reproduced if our change lies within the interval, a claim of no rise if ours is not above it. A number
+without ± is compared as it is, and so is a number with a bound ("at most 2%")."""
 HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml. -->"
 
 
@@ -241,10 +246,12 @@ Every number of ours is computed from `data/`, which [data/README.md](../data/RE
 | reproduced | our number supports the claim |
 | in part | the direction is the paper's, the size is not, or only some runs agree |
 | contradicted | our number speaks against the claim |
-| not testable | our models, or the noise between seeds, cannot tell |
+| not testable | our models, their conditions, or the noise between seeds cannot tell |
 | not measured | we have no number |
 | ours | the paper claims nothing |
-| – | the two numbers are of different things and do not compare |
+| not compared | the two numbers are of different things |
+
+{RULE}
 
 Of {sum(counts.values())} verdicts: {verdicts}."""
 
@@ -254,7 +261,7 @@ def _markdown(printed: list[dict[str, Any]]) -> str:
     for row in printed:
         paper = row["paper"] + (f"; {row['source']}" if "source" in row else "")
         evidence = ", ".join(f"`{name}`" for name in row["evidence"])
-        cells = row["claim"], paper, row["ours"], row["verdict"] or "–", evidence
+        cells = row["claim"], paper, row["ours"], row["verdict"] or "not compared", evidence
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines)
 

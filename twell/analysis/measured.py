@@ -64,7 +64,7 @@ def layer_speed(
     activity it gains.
 
     table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table`
-    count; rows: those of data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up;
+    count; rows: those of data/bench/ffn.csv, all calls. auto_shipped_times: the lowest of `table`. NAME_times: the fastest path's speed-up;
     NAME_path: that path. A crossing is in active neurons.
     """
     result = {}
@@ -86,6 +86,7 @@ def layer_speed(
     of_auto = table if auto is None or auto.empty else auto
     worst = of_auto.loc[of_auto["provider"] == "auto", "speedup"]
     result["auto_times"] = worst.min() if len(worst) else np.nan
+    result["auto_shipped_times"] = table.loc[table["provider"] == "auto", "speedup"].min()
 
     stream = crossovers(table[table["mode"] == "stream"])
     union = stream[(stream["provider"] == "triton union") & (stream["pattern"] == "skewed")]
@@ -138,6 +139,7 @@ def layer_training(table: pd.DataFrame) -> Quantities:
     for pattern in ("skewed", "even"):
         alike = crossings[crossings["pattern"] == pattern]
         result[f"{pattern}_crossing"] = alike["crossover"].min()
+        result[f"{pattern}_crossing_most"] = alike["crossover"].max()
     return result
 
 
