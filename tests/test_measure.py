@@ -841,5 +841,5 @@ def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypat
 
     monkeypatch.setattr(measure_training, "crossover", crossover)
     assert main(["measure", "calibrate", "--hidden", "64"]) == 2
-    assert capsys.readouterr().err == "twell measure: out of memory\n"
+    assert capsys.readouterr().err == "twell measure: not enough memory: lower the sizes (out of memory)\n"
     assert choose.Calibration.load("build/calibration.json").training is None

@@ -279,7 +279,9 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     lines = ["| | conditions | paper (H100) | ours (H200) |", "|---|---|---|---|"]
     for entry in load()["summary"]:
         of = [printed[name] for name in entry["claims"]]
-        cells = (", ".join(dict.fromkeys(row[side] for row in of)) for side in ("paper", "ours"))
+        joined = entry.get("joined", ", ".join(["{}"] * len(of)))
+        sides = [[row[side] for row in of] for side in ("paper", "ours")]
+        cells = ("–" if set(cells) == {"–"} else joined.format(*cells) for cells in sides)
         row = entry["what"], entry["conditions"], *cells
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
     counts = _counts(recorded)
