@@ -50,7 +50,7 @@ NEURON_ROWS = 4
 # For g, which is packed and freed: tokens are taken in chunks that keep it within this (or 256 at a time).
 WORKSPACE_BYTES = 2**30
 # Where lists of neurons are summed, programs work on as many columns as leave x and dy in the cache.
-CACHE_BYTES = 2**25
+COLUMN_BYTES = 2**25
 
 # Sizes. They follow from shapes alone, so that nothing waits for the device.
 
@@ -713,7 +713,7 @@ def backward(
         return tuple(gradients)
 
     dw, db = (dw_down, dw_up, dw_gate), (None, db_up, db_gate)  # in the order of the transpose's values
-    fits = max(CACHE_BYTES // (2 * x.element_size() * num_tokens), 32)
+    fits = max(COLUMN_BYTES // (2 * x.element_size() * num_tokens), 32)
     block_k = min(next_power_of_2(hidden_size), next_power_of_2(fits + 1) // 2)
     # The slow axis is that of columns: all neurons pass over the same part of x and dy before the next one comes.
     weights_kernel[(num_neurons, cdiv(hidden_size, block_k))](

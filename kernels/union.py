@@ -36,12 +36,12 @@ from twell.kernels.gate import gate_bits
 WORKSPACE_BYTES = 2**30
 # Up to so many tokens blocks of 128 are faster on an H200, which then has only a few tiles for each program. With more
 # tokens, blocks of 64 read fewer rows for each token. Figures: docs/kernel-log.md.
-FEW_TOKENS = 16_384
+LARGE_BLOCK_TOKENS = 16_384
 
 
 def block_tokens(num_tokens: int) -> int:
     """Tokens that share a list."""
-    return 128 if num_tokens <= FEW_TOKENS else 64
+    return 128 if num_tokens <= LARGE_BLOCK_TOKENS else 64
 
 
 @triton.jit(do_not_specialize=["M", "N"])

@@ -331,7 +331,7 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
         rowwise.ffn(x, *tensors, 8)
         for counted in (None, activity) if gated else (None,):
             rowwise.ffn(x, *tensors, 1, activity=counted)
-            for union.FEW_TOKENS in (0, 256):
+            for union.LARGE_BLOCK_TOKENS in (0, 256):
                 union.ffn(x, *tensors, activity=counted)
             bias = None if counted is None else w[:, 0].contiguous()
             mask = None if counted is None else torch.ones(256, dtype=torch.bool)

@@ -312,7 +312,7 @@ def test_chunks_of_tokens_give_the_same_bits(monkeypatch):
 def test_parts_of_columns_give_the_same_bits(monkeypatch):
     t, dy, dl1, mask = integer_step(17, 40, 80, pattern="skewed", biases=True)
     whole = step(t, dy, dl1, mask, 40)[1]
-    monkeypatch.setattr(hybrid, "CACHE_BYTES", 1)
+    monkeypatch.setattr(hybrid, "COLUMN_BYTES", 1)
     assert_equal(step(t, dy, dl1, mask, 40)[1], whole)
 
 

@@ -188,7 +188,7 @@ def test_union_in_chunks_gives_the_same_bits(monkeypatch):
 def test_blocks_of_64_and_of_128_tokens_agree(monkeypatch):
     case = integer_case("union", num_tokens=300, biases=True)
     assert union.block_tokens(300) == 128 and fuzz.check(case, DEVICE) == 0
-    monkeypatch.setattr(union, "FEW_TOKENS", 0)
+    monkeypatch.setattr(union, "LARGE_BLOCK_TOKENS", 0)
     assert union.block_tokens(300) == 64 and fuzz.check(case, DEVICE) == 0
 
 

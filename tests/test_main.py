@@ -166,10 +166,13 @@ MISTAKES = {
         r"c\.yaml cannot be read as YAML: month must be in 1\.\.12",
     ),
     "lists in lists": (lambda p: p.train("seed=" + "[" * 3000), r"is no YAML value; write seed=value"),
-    "layers beyond all memory": (lambda p: p.train("num_layers=1e12"), r"train: not enough memory: lower the sizes\n"),
+    "layers beyond all memory": (
+        lambda p: p.train("num_layers=1e12"),
+        r"train: not enough memory: lower the sizes \(1\.33e\+16 weights in fp32 need 4\.96e\+07 GiB, and this machine has ",
+    ),
     "neurons beyond all memory": (
         lambda p: p.train("intermediate_size=1e14"),
-        r"train: not enough memory: lower the sizes \(.*you tried to allocate",
+        r"train: not enough memory: lower the sizes \(1\.92e\+16 weights in fp32 need .* GiB, and this machine has ",
     ),
     "a pattern with a root": (
         lambda p: ["runs", str(p.folder), "--pattern", "/tmp"],

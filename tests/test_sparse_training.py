@@ -314,7 +314,7 @@ def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch
     heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
     shape = sparse_training.default(32, 96, True)
     monkeypatch.setattr(sparse_training, "default", lambda *_: dataclasses.replace(shape, training=43.0))
-    monkeypatch.setattr(sparse_training, "MARGIN", 1.1)
+    monkeypatch.setattr(sparse_training, "CAPACITY_MARGIN", 1.1)
     settings = {"backend": "auto", "precision": "bf16", "micro_batch": 8, "checkpoint_every": 2, "log_every": 1}
     config = dataclasses.replace(tiny_config, l1_coefficient=0.05, **settings)
     whole = train(config, tmp_path / "whole", quiet=True)

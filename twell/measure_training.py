@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import imposed, measure, results
 from twell.model import SparseLlamaForCausalLM, l1_by_layer
-from twell.sparse_training import MARGIN, SparseTraining, rooms
+from twell.sparse_training import CAPACITY_MARGIN, SparseTraining, rooms
 from twell.train import TrainConfig
 
 ROUND = 100  # ms of steps that a layer's provider takes in a turn, and half as many of forward passes
@@ -236,7 +236,7 @@ def _capacity(path: str, case: measure._Case) -> int:
     allowed = rooms(case.columns["intermediate_size"])
     needed = math.ceil(case.columns["active"])
     while True:
-        capacity = next((room for room in allowed if room >= MARGIN * needed), allowed[-1])
+        capacity = next((room for room in allowed if room >= CAPACITY_MARGIN * needed), allowed[-1])
         with torch.no_grad():
             needed = int(ops.train(path, capacity, case.x, *case.sets[0]).needed)
         if needed <= capacity:

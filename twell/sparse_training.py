@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Room over the most that recent steps needed: memory spent so that a step is seldom done again.
-MARGIN = 1.5
+CAPACITY_MARGIN = 1.5
 RECENT = 64  # steps that count as recent
 # The smallest room, in entries per token. The others are 2^n and 1.5 * 2^n, so that code that torch.compile makes for a
 # room is seldom made again.
@@ -240,8 +240,8 @@ class SparseTraining:
             self.capacity = wanted
 
     def _room(self, needed: int) -> int:
-        """The first room that is MARGIN times what was needed; the last where none is."""
-        return self.rooms[min(bisect_left(self.rooms, MARGIN * needed), len(self.rooms) - 1)]
+        """The first room that is CAPACITY_MARGIN times what was needed; the last where none is."""
+        return self.rooms[min(bisect_left(self.rooms, CAPACITY_MARGIN * needed), len(self.rooms) - 1)]
 
     def _first_short(self, needed: list[int]) -> int | None:
         """What the first layer needed that had less room; layers after it saw wrong inputs."""

@@ -490,7 +490,8 @@ def train(
     all others stay. Ctrl-C ends the training after the step that it is in, with a checkpoint; a second one ends it
     there and then. Raises FileNotFoundError where there is no run to resume, FileExistsError when the folder holds
     something else, another process trains in it, or it holds a run and neither `resume` nor `overwrite` is set, and
-    ValueError for a run of another configuration or whose checkpoints are damaged.
+    ValueError for a run of another configuration or whose checkpoints are damaged, and MemoryError for weights that
+    do not fit this machine.
     """
     folder = Path(folder)
     if resume and overwrite:
@@ -498,6 +499,7 @@ def train(
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         kind = "a file" if folder.exists() else "a link to nothing"
         raise FileExistsError(f"{folder} is {kind}; a run is a folder")
+    _check_memory(config)
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
@@ -575,6 +577,17 @@ def _check_text(run: str | Path, hashes: dict[str, str]) -> None:
         raise ValueError(
             f"the text of {run} has changed since the run started: its {' and '.join(changed)} tokens differ; "
             "put back the text that config.yaml names, or train a new run"
+        )
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Refuse a model whose weights alone exceed the memory of this machine: building it would halt the machine."""
+    projections = (3 if config.gated else 2) * config.intermediate_size + 4 * config.hidden_size
+    weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 4 * weights > memory:
+        raise MemoryError(
+            f"{weights:.3g} weights in fp32 need {4 * weights / 2**30:.3g} GiB, and this machine has {memory / 2**30:.3g} GiB"
         )
 
 
