@@ -211,7 +211,6 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--tuned", action="store_true", help="also time decoding with layers that torch.compile tunes: a minute more"
     )
-    model.add_argument("--attention", default="default", help="its kernel: torch's choice (default), cudnn or flash")
     model.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
     model.add_argument("--energy", action="store_true", help="also measure energy, over the same turns")
     model.add_argument("--out", type=Path, default=BENCH, metavar="DIR", help=f"default: {BENCH}")
@@ -509,7 +508,6 @@ def _measure_model(options: argparse.Namespace) -> None:
         decode_context=options.context,
         compiled=options.compile,
         tuned=options.tuned,
-        attention=options.attention,
         calibration=Calibration.load(options.calibration) if options.calibration else None,
         energy=options.energy,
         out=options.out,
