@@ -160,7 +160,6 @@ def parser() -> argparse.ArgumentParser:
         default="flat",
         help="how it is spread over layers: flat, or paper (as in its Fig. 6); default: flat",
     )
-    step.add_argument("--path", default="union", choices=["union", "hybrid"], help="the sparse path; default: union")
     step.add_argument(
         "--checkpoint-activations", action="store_true", help="compute decoder layers again in the backward pass"
     )
@@ -476,7 +475,6 @@ def _measure_train_step(options: argparse.Namespace) -> None:
         overrides,
         active=options.active,
         profile=options.profile,
-        path=options.path,
         compiled=options.compile,
         largest=options.largest,
         energy=options.energy,
