@@ -344,8 +344,7 @@ def _train(options: argparse.Namespace) -> None:
     from twell.train import TrainConfig, train
 
     config = TrainConfig.load(options.config, options.overrides)
-    levels = config.l1_coefficient if isinstance(config.l1_coefficient, list) else [config.l1_coefficient]
-    name = f"{Path(options.config).stem}-l1-{'-'.join(f'{level:g}' for level in levels)}-seed-{config.seed}"
+    name = f"{Path(options.config).stem}-l1-{config.l1_coefficient:g}-seed-{config.seed}"
     train(config, options.out or RUNS / name, overwrite=options.overwrite, resume=options.resume)
     if distributed.is_initialized():
         # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
@@ -595,10 +594,9 @@ def _runs(options: argparse.Namespace) -> None:
     lines = ["| run | parameters | tokens | L1 | seed | validation (nats) | active | dead | tokens/s | device |"]
     lines.append("|---|" + "---:|" * 8 + "---|")
     for run in table.itertuples():
-        l1 = run.l1_coefficient
         cells = [f"`{run.run}`" + ("" if run.complete else " (not complete)")]
         cells += [f"{run.parameters / 1e6:.1f} M", f"{run.tokens / 1e6:.4g} M"]
-        cells += [", ".join(map(analysis.level_name, l1 if isinstance(l1, list) else [l1])), str(run.seed)]
+        cells += [analysis.level_name(run.l1_coefficient), str(run.seed)]
         numbers = (run.active, 3), (100 * run.active_fraction, 2), (100 * run.dead_fraction, 2)
         rounded = [(value, f"{value:.{digits}g}") for value, digits in numbers]
         # A number that rounds up to 100 is written like one that is 100, not as 1e+02.
