@@ -1316,7 +1316,7 @@ def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **ch
 
 
 def test_evaluations_say_what_is_near_chance():
-    record = evaluation(tasks=("arc_easy", "piqa"), l1=[1e-3, 3e-3])
+    record = evaluation(tasks=("arc_easy", "piqa"), l1=2e-3)
     scores = record["lm_eval"]["results"]
     scores["arc_easy"] |= {
         "acc,none": 0.2701,
@@ -1343,6 +1343,10 @@ def test_evaluations_say_what_is_near_chance():
     assert table["l1_coefficient"].tolist() == [2e-3] * 6 + [0]
     assert table["items"].tolist() == [100, 100, 100, 2, 2, 2, 100]
     assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][6])
+    with pytest.raises(
+        ValueError, match=r"the evaluation of x has l1_coefficient \[0\.1, 0\.2\]; it has to be one number"
+    ):
+        analysis.evaluations([evaluation("x", l1=[0.1, 0.2])])
 
 
 def test_training_tokens_are_those_of_the_same_weights():

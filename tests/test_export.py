@@ -47,6 +47,7 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     losses = [table.query("split == 'valid' and metric == 'cross_entropy'")["value"].iloc[-1] for table in (log, twin)]
     assert f"| cross-entropy, nats a token | {losses[0]:.4f} | {losses[1]:.4f} |" in card
     share, twin_share = (100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers))
+    assert "| L1 coefficient | 0.01 | 0 |" in card and "\n0.01 on the mean over tokens" in card
     assert f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card and f"so {share:.1f}% are" in card
     for layer in layers.itertuples():
         assert f"| {layer.layer} | {layer.mean:.3g} | {layer.p99:g} | {layer.max:g} |" in card
@@ -97,15 +98,6 @@ def test_a_card_without_a_twin_names_none(runs, tmp_path):
     card = (tmp_path / "alone" / "README.md").read_text()
     assert "The twin" not in card and "its twin" not in card
     assert re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
-
-
-def test_a_card_names_the_coefficient_of_each_layer(runs, tiny_config, tmp_path):
-    config = dataclasses.replace(tiny_config, tokens=8 * 512, l1_coefficient=[1e-2, 1e-3])
-    run = train(config, tmp_path / "run", quiet=True)
-    options = ["--text", "words", "--twin", str(runs / "dense"), "--out", str(tmp_path / "new")]
-    assert main(["export", str(run), *options]) == 0
-    card = (tmp_path / "new" / "README.md").read_text()
-    assert "| L1 coefficient | 0.01, 0.001 | 0 |" in card and "\n0.01, 0.001 on the mean over tokens" in card
 
 
 def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(tiny_config, tiny_text, tmp_path, capsys):

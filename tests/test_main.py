@@ -210,9 +210,9 @@ MISTAKES = {
     "no key=value": (lambda p: p.train("fast"), r"'fast' is no override; write key=value"),
     "heads do not divide": (lambda p: p.train("num_heads=5"), r"hidden_size 32 is no multiple of num_heads 5"),
     "batch does not divide": (lambda p: p.train("batch_tokens=500"), r"batch_tokens 500 is no multiple of context 32"),
-    "coefficients and layers": (
-        lambda p: p.train("l1_coefficient=[1,2,3]"),
-        r"l1_coefficient has 3 entries; there are 2 layers",
+    "a list of coefficients": (
+        lambda p: p.train("l1_coefficient=[1,2]"),
+        r"l1_coefficient is \[1, 2\]; give one number",
     ),
     "checkpoint interval": (
         lambda p: p.train("checkpoint_every=7"),

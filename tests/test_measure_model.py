@@ -527,6 +527,7 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
         assert list(table["path"][table["provider"] == name]) == 2 * paths
     assert table["relative_rms"].between(1e-4, 0.05).all() and table["layer_rms"].between(1e-4, 5e-3).all()
     assert (table["profile"] == "paper").all() and (table["hidden_size"] == 32).all()
+    assert all((rows["sdpa"] == "default").all() for rows in tables.values())
     layers = tables["model_layers"]
     assert list(layers["layer"]) == 4 * [0, 1, 2] and layers["level"].nunique() == 4
     timed = layers["batch"] == 2
@@ -626,7 +627,6 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"active": None}, ValueError, "active: the paper has no model 'quick'; say how many neurons"),
         ({"active": [96]}, ValueError, "each of 3 layers can have more than 0 and less than 96 active neurons"),
         ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
-        ({"attention": "eager"}, ValueError, "attention 'eager' is unknown; use one of default, cudnn, flash"),
         ({"shapes": [(4, 0)]}, ValueError, "shapes holds 0; it has to be at least 1"),
         ({"decode": [4, -1]}, ValueError, "decode holds -1; it has to be at least 1"),
         ({"shapes": [], "layers": True}, ValueError, "layers: measured on the first of the batches, and there is none"),
@@ -674,7 +674,7 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     monkeypatch.setattr(measure_model, "model", lambda *a, **o: seen.append((a, o)))
     words = (
         f"measure model --size 1.5b --tokens 4x64,1x128 --profile flat --active 2.5,9 --layers --parts --decode 1,8 \
-        --context 30 --no-compile --tuned --attention flash --calibration {choose.DEFAULT} --energy --out {tmp_path}"
+        --context 30 --no-compile --tuned --calibration {choose.DEFAULT} --energy --out {tmp_path}"
     )
     assert main(words.split()) == 0
     arguments, options = seen.pop()
@@ -690,7 +690,6 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
         "decode_context": 30,
         "compiled": False,
         "tuned": True,
-        "attention": "flash",
         "energy": True,
         "out": tmp_path,
     }

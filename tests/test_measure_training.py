@@ -368,7 +368,6 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         ({"overrides": ["activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
         ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
         ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
-        ({"path": "rowwise"}, ValueError, "path 'rowwise' is unknown; use one of union"),
         ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
         ({"out": tmp_path / "old"}, ValueError, r"train_step.csv has the columns"),
         ({"out": tmp_path / "file"}, NotADirectoryError, "out is a folder, for train_step.csv"),
@@ -389,7 +388,7 @@ def trainer(quick):
 
     def build(*overrides):
         config = measure_training._model_config("quick", [*TINY, *overrides])
-        return measure_training._Trainer(config, "union", 20.0, "flat", torch.device("cpu"))
+        return measure_training._Trainer(config, 20.0, "flat", torch.device("cpu"))
 
     return build
 
@@ -637,18 +636,16 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     words = (
         "measure train-step --model quick --layers 3 --hidden 64 --intermediate 128 --heads 4 --vocab 300 --context 16"
     )
-    words += (
-        " --micro-batch 5 --non-gated --active 9 --path hybrid --checkpoint-activations --no-compile --energy --out x"
-    )
+    words += " --micro-batch 5 --non-gated --active 9 --checkpoint-activations --no-compile --energy --out x"
     words += " --profile paper --largest"
     assert main(words.split()) == 0
     fields = "num_layers=3 hidden_size=64 intermediate_size=128 num_heads=4 vocab_size=300 context=16 micro_batch=5"
     overrides = [*fields.split(), "gated=false", "checkpoint_activations=true"]
-    options = {"active": 9.0, "path": "hybrid", "compiled": False, "energy": True, "out": Path("x")}
+    options = {"active": 9.0, "compiled": False, "energy": True, "out": Path("x")}
     options |= {"profile": "paper", "largest": True}
     assert seen.pop() == (("quick", overrides), options)
     assert main(["measure", "train-step"]) == 0
-    options = {"active": None, "path": "union", "compiled": None, "energy": False, "out": Path("build/bench")}
+    options = {"active": None, "compiled": None, "energy": False, "out": Path("build/bench")}
     options |= {"profile": "flat", "largest": False}
     assert seen.pop() == (("171m", []), options)
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 import shutil
 import warnings
 
@@ -498,9 +499,11 @@ def test_silence_of_single_neurons(backend, gated):
         assert all(ffn.muted is None for ffn in model.ffns)
 
 
-def test_negative_coefficient_is_refused():
-    with pytest.raises(ValueError, match=r"l1_coefficient is -1\.0"):
-        make(l1_coefficient=-1.0)
+@pytest.mark.parametrize("value", [-1.0, [0.1, 0.0, 0.3]])
+def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(value):
+    words = re.escape(f"l1_coefficient is {value}; it has to be a finite number, 0 or more")
+    with pytest.raises(ValueError, match=words):
+        make(l1_coefficient=value)
 
 
 # --- existing models and checkpoints
@@ -793,10 +796,30 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
 
 
 def test_own_checkpoints_keep_everything(tmp_path):
-    model = make(l1_coefficient=[0.1, 0.0, 0.3], gated_mlp=False)
+    model = make(l1_coefficient=0.1, gated_mlp=False)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)[0]
-    assert again.config.l1_coefficients == [0.1, 0.0, 0.3] and not again.config.gated_mlp
+    assert again.config.l1_coefficient == 0.1 and not again.config.gated_mlp
+
+
+@pytest.mark.parametrize("how", [lambda path: load(path)[0], AutoModelForCausalLM.from_pretrained])
+def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(tmp_path, how):
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    path, x = tmp_path / "config.json", tokens(2, 8)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"l1_coefficient": [0.1, 0.0, 0.3]}))
+    again = how(tmp_path)
+    assert torch.equal(again.eval()(input_ids=x, labels=x).logits, model(input_ids=x).logits)
+    with pytest.raises(
+        ValueError, match=r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number"
+    ):
+        again.train()(input_ids=x, labels=x)
+    again.config.l1_coefficient = 0.1
+    output = again(input_ids=x, labels=x)
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.1 * output.l1)
+    again.config.l1_coefficient = None
+    again.save_pretrained(tmp_path)
+    assert how(tmp_path).config.l1_coefficient is None
 
 
 def turn_down(tensors):
@@ -1078,15 +1101,12 @@ def test_a_weight_in_both_layouts_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_per_layer_coefficients_and_scale_weight_the_l1_term():
-    model = make(l1_coefficient=[0.1, 0.0, 0.3])
+def test_coefficient_and_scale_weight_the_l1_term():
+    model = make(l1_coefficient=0.3)
     x = tokens(2, 10)
     output = model(input_ids=x, labels=x, l1_scale=0.5)
-    layers = l1_by_layer(model)
-    torch.testing.assert_close(output.loss, output.cross_entropy + 0.5 * (0.1 * layers[0] + 0.3 * layers[2]) / 3)
-    torch.testing.assert_close(output.l1, layers.mean())
-    with pytest.raises(ValueError, match="l1_coefficient has 2 entries; the model has 3 layers"):
-        make(l1_coefficient=[0.1, 0.2])
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.5 * 0.3 * output.l1)
+    torch.testing.assert_close(output.l1, l1_by_layer(model).mean())
 
 
 def rounding(logits, exact):

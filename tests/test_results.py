@@ -78,6 +78,9 @@ def test_runs_are_read_back(tmp_path):
     runs, log = results.load_runs(tmp_path)
     assert runs.run.tolist() == ["a", "b"] and runs.l1_coefficient.tolist() == [1.5, 2.5] and runs.complete.all()
     assert log.value.tolist() == [1.5, 2, 2.5, 2] and log.layer.isna().tolist() == [True, False] * 2
+    (tmp_path / "a" / "config.yaml").write_text("l1_coefficient: [0.1, 0.2]")
+    with pytest.raises(ValueError, match=r"config\.yaml: l1_coefficient is \[0\.1, 0\.2\]; it has to be one number"):
+        results.load_runs(tmp_path)
 
 
 def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):

@@ -160,7 +160,6 @@ def parser() -> argparse.ArgumentParser:
         default="flat",
         help="how it is spread over layers: flat, or paper (as in its Fig. 6); default: flat",
     )
-    step.add_argument("--path", default="union", choices=["union", "hybrid"], help="the sparse path; default: union")
     step.add_argument(
         "--checkpoint-activations", action="store_true", help="compute decoder layers again in the backward pass"
     )
@@ -211,7 +210,6 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--tuned", action="store_true", help="also time decoding with layers that torch.compile tunes: a minute more"
     )
-    model.add_argument("--attention", default="default", help="its kernel: torch's choice (default), cudnn or flash")
     model.add_argument("--calibration", type=Path, help="the file that auto chooses by (see `twell measure calibrate`)")
     model.add_argument("--energy", action="store_true", help="also measure energy, over the same turns")
     model.add_argument("--out", type=Path, default=BENCH, metavar="DIR", help=f"default: {BENCH}")
@@ -346,8 +344,7 @@ def _train(options: argparse.Namespace) -> None:
     from twell.train import TrainConfig, train
 
     config = TrainConfig.load(options.config, options.overrides)
-    levels = config.l1_coefficient if isinstance(config.l1_coefficient, list) else [config.l1_coefficient]
-    name = f"{Path(options.config).stem}-l1-{'-'.join(f'{level:g}' for level in levels)}-seed-{config.seed}"
+    name = f"{Path(options.config).stem}-l1-{config.l1_coefficient:g}-seed-{config.seed}"
     train(config, options.out or RUNS / name, overwrite=options.overwrite, resume=options.resume)
     if distributed.is_initialized():
         # Every process has finished. Gloo's threads may abort a Python that takes itself apart (one FSDP2 run in four on
@@ -477,7 +474,6 @@ def _measure_train_step(options: argparse.Namespace) -> None:
         overrides,
         active=options.active,
         profile=options.profile,
-        path=options.path,
         compiled=options.compile,
         largest=options.largest,
         energy=options.energy,
@@ -509,7 +505,6 @@ def _measure_model(options: argparse.Namespace) -> None:
         decode_context=options.context,
         compiled=options.compile,
         tuned=options.tuned,
-        attention=options.attention,
         calibration=Calibration.load(options.calibration) if options.calibration else None,
         energy=options.energy,
         out=options.out,
@@ -599,10 +594,9 @@ def _runs(options: argparse.Namespace) -> None:
     lines = ["| run | parameters | tokens | L1 | seed | validation (nats) | active | dead | tokens/s | device |"]
     lines.append("|---|" + "---:|" * 8 + "---|")
     for run in table.itertuples():
-        l1 = run.l1_coefficient
         cells = [f"`{run.run}`" + ("" if run.complete else " (not complete)")]
         cells += [f"{run.parameters / 1e6:.1f} M", f"{run.tokens / 1e6:.4g} M"]
-        cells += [", ".join(map(analysis.level_name, l1 if isinstance(l1, list) else [l1])), str(run.seed)]
+        cells += [analysis.level_name(run.l1_coefficient), str(run.seed)]
         numbers = (run.active, 3), (100 * run.active_fraction, 2), (100 * run.dead_fraction, 2)
         rounded = [(value, f"{value:.{digits}g}") for value, digits in numbers]
         # A number that rounds up to 100 is written like one that is 100, not as 1e+02.

@@ -131,7 +131,7 @@ def _card(
     valid = [log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")]["value"].iloc[-1] for log in logs]
     silenced = [log[log["metric"] == "cross_entropy_silenced"]["value"].iloc[-1] for log in logs]
     lines = {
-        "L1 coefficient": [_levels(one) for one in rows],
+        "L1 coefficient": [f"{one['l1_coefficient']:g}" for one in rows],
         "cross-entropy, nats a token": [f"{value:.4f}" for value in valid],
         "the same from the stored weights, in bf16": [f"{stored:.4f}", ""][: len(rows)],
         "the same without feed-forward layers": [f"{value:.4f}" for value in silenced],
@@ -164,19 +164,13 @@ def _card(
         tokens=row["tokens"] / 1e6,
         layers_number=row["num_layers"],
         heads=row["num_heads"],
-        l1=_levels(row),
+        l1=f"{row['l1_coefficient']:g}",
         command=_portable(starts[0]["command"]),
         starts=_resumed(starts),
         **{name: starts[0][name] for name in ("device", "commit")},
         **{name: row[name] for name in ("context", "hidden_size", "intermediate_size")},
         **{name: row[name] for name in ("vocab_size", "batch_tokens", "learning_rate")},
     )
-
-
-def _levels(row: dict) -> str:
-    """Return the L1 coefficient of a run, or one for each layer."""
-    level = row["l1_coefficient"]
-    return ", ".join(f"{one:g}" for one in (level if isinstance(level, list) else [level]))
 
 
 def _portable(command: str) -> str:

@@ -34,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from twell import imposed, measure, results
@@ -43,10 +42,6 @@ from twell.ffn import SparseFFN
 from twell.model import SparseLlamaForCausalLM
 from twell.train import TrainConfig
 
-# Kernels of attention in the order in which they are tried; "default": torch's own.
-CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-ATTENTION = {"default": [], "cudnn": [CUDNN, FLASH, *OTHERS], "flash": [FLASH, *OTHERS]}
 ROUNDS, TURN = 9, 800  # each provider is timed in so many turns, of so many ms: clocks change within seconds
 SETTLE = 300  # ms before a turn that do not count: power takes a while to settle
 PROFILED = 8  # calls that are profiled
@@ -789,7 +784,6 @@ def model(
     decode_context: int = 512,
     compiled: bool | None = None,
     tuned: bool = False,
-    attention: str = "default",
     calibration: Calibration | None = None,
     energy: bool = False,
     out: str | Path | None = None,
@@ -809,7 +803,6 @@ def model(
         decode_context: the tokens that stand before these.
         compiled: True: only with compiled layers; False: only eager; None: both.
         tuned: also time decoding with layers that Inductor tunes (KINDS).
-        attention: torch's own choice ("default"), or the kernel to prefer, "cudnn" or "flash", on all sides.
         calibration: what "auto" goes by; it knows the activity. None: what is assumed without one.
         energy: also measure energy; the turns are the same.
         out: the folder of model.csv, model_layers.csv, model_parts.csv and decode.csv, to which rows are appended.
@@ -819,8 +812,6 @@ def model(
     ArithmeticError when a result is wrong, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     device = measure._gpu()
-    if attention not in ATTENTION:
-        raise ValueError(f"attention {attention!r} is unknown; use one of {', '.join(ATTENTION)}")
     for name, numbers in (("shapes", [n for shape in shapes for n in shape]), ("decode", [*decode, decode_context])):
         if numbers and min(numbers) < 1:
             raise ValueError(f"{name} holds {min(numbers)}; it has to be at least 1")
@@ -857,33 +848,33 @@ def model(
         append(file, rows)
         kept[file] += rows
 
-    about = _about(name, subject) | {"profile": profile, "sdpa": attention}
+    # Recorded files have the column sdpa, attention's kernel, which torch chooses.
+    about = _about(name, subject) | {"profile": profile, "sdpa": "default"}
     print(f"{name}: {about['parameters'] / 1e6:.0f} M parameters, {about['num_layers']} layers", flush=True)
     bench = Bench(Sides(subject, calibration), about, compiled, tuned, meter, idle)
-    with contextlib.nullcontext() if attention == "default" else sdpa_kernel(ATTENTION[attention], set_priority=True):
-        for wanted in heights:
-            bench.sides.become(DENSE)
-            if wanted is not None:
-                imposed.impose(subject, wanted, calibrating)
-                bench.sides.take_weights()
-            for place, (batch, context) in enumerate(shapes):
-                ids = draw(batch, context)
-                rows, activity = _measure_forward(bench, ids)
-                save("model", rows)
-                if parts and place == 0:
-                    save("model_parts", _measure_parts(bench, ids, activity))
-                times = _measure_layers(bench, ids) if layers and place == 0 else None
-                save("model_layers", _layer_rows(bench, ids, wanted, activity, times))
-                torch.cuda.empty_cache()
-            for batch in decode:
-                script = draw(batch, decode_context + GENERATION)
-                with joined_projections(subject):
-                    rows, decoder = _measure_decode(bench, script, decode_context)
-                    save("decode", rows)
-                    if parts:
-                        save("model_parts", _decode_parts(bench, decoder, rows[0]))
-                del decoder
-                torch.cuda.empty_cache()
+    for wanted in heights:
+        bench.sides.become(DENSE)
+        if wanted is not None:
+            imposed.impose(subject, wanted, calibrating)
+            bench.sides.take_weights()
+        for place, (batch, context) in enumerate(shapes):
+            ids = draw(batch, context)
+            rows, activity = _measure_forward(bench, ids)
+            save("model", rows)
+            if parts and place == 0:
+                save("model_parts", _measure_parts(bench, ids, activity))
+            times = _measure_layers(bench, ids) if layers and place == 0 else None
+            save("model_layers", _layer_rows(bench, ids, wanted, activity, times))
+            torch.cuda.empty_cache()
+        for batch in decode:
+            script = draw(batch, decode_context + GENERATION)
+            with joined_projections(subject):
+                rows, decoder = _measure_decode(bench, script, decode_context)
+                save("decode", rows)
+                if parts:
+                    save("model_parts", _decode_parts(bench, decoder, rows[0]))
+            del decoder
+            torch.cuda.empty_cache()
     return kept
 
 

@@ -460,8 +460,8 @@ class _Trainer:
     Statistics are not counted: the dense layers would need passes of their own for them.
     """
 
-    def __init__(self, config: TrainConfig, path: str, active: float, profile: str, device: torch.device):
-        self.config, self.path, self.device = config, path, device
+    def __init__(self, config: TrainConfig, active: float, profile: str, device: torch.device):
+        self.config, self.device = config, device
         with device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
@@ -480,7 +480,7 @@ class _Trainer:
             # Around a compiled layer: within it, it could not keep its L1 term.
             self.compiled.around = functools.partial(checkpoint, use_reentrant=False)
         self.losses = {False: _chunk_loss, True: torch.compile(_chunk_loss, fullgraph=True, dynamic=False)}
-        SparseTraining(self.model, path=path).allow_recompiling()
+        SparseTraining(self.model).allow_recompiling()
 
     def draw(self, sequences: int) -> None:
         """Take a batch of so many documents from now on; each predicts its own next tokens."""
@@ -508,7 +508,7 @@ class _Trainer:
                 parameter.data = self.start[name].to(self.device, copy=True)
         if provider.startswith("triton"):
             self.model.set_ffn_backend("triton")
-            self.sparse = SparseTraining(self.model, path=self.path)
+            self.sparse = SparseTraining(self.model)
             if self.sparse_state is not None:  # no need to find the room again
                 self.sparse.restore(self.sparse_state)
         self.model.train()
@@ -611,20 +611,18 @@ def train_step(
     *,
     active: float | None = None,
     profile: str = "flat",
-    path: str = "union",
     compiled: bool | None = None,
     largest: bool = False,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time one optimiser step of a language model on random tokens, dense and sparse, eager and with compiled layers.
+    """Time one optimiser step of a language model on random tokens, dense and by unions, eager and with compiled layers.
 
     Args:
         model: a configuration of the package or a YAML file (`TrainConfig.load`); its text is not read.
         overrides: fields of it to change, as key=value.
         active: mean active neurons per token over layers, imposed (`imposed.impose`); None: the paper's for this size, else 29.
         profile: how it is spread over layers, see `imposed.profile`.
-        path: the sparse path, "union" or "hybrid".
         compiled: True: only with each decoder layer compiled; False: only eager; None: both.
         largest: also find the largest micro-batch that fits into memory, and the speed with it.
         energy: also measure the energy of a step, more than a second for each row.
@@ -638,12 +636,8 @@ def train_step(
     Raises ValueError for arguments that do not fit, ArithmeticError when a provider learns something else, RuntimeError
     without a GPU. Ours.
     """
-    from twell.kernels import ops
-
     device = measure._gpu()
     config = _model_config(model, overrides)
-    if path not in ops.TRAIN_PATHS:
-        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(ops.TRAIN_PATHS)}")
     active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
     if not 0 < active < config.intermediate_size:
         raise ValueError(
@@ -654,10 +648,10 @@ def train_step(
     save = functools.partial(measure._append, out, results.provenance())
     meter = measure._meter() if energy else None
     kinds = {None: ("", " torch.compile"), True: (" torch.compile",), False: ("",)}[compiled]
-    providers = [f"{side}{kind}" for kind in kinds for side in ("dense", f"triton {path}")]
+    providers = [f"{side}{kind}" for kind in kinds for side in ("dense", "triton union")]
     providers = [DENSE if name == "dense" else name for name in providers]
 
-    trainer = _Trainer(config, path, active, profile, device)
+    trainer = _Trainer(config, active, profile, device)
     common = {"model": model, "parameters": sum(p.numel() for p in trainer.model.parameters())}
     common |= {size: getattr(config, size) for size in SIZES}
     common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
@@ -689,7 +683,7 @@ def train_step(
                 continue
             times = measure._quantiles(np.concatenate(taken[name]))
             loss, norm, _ = checked[name]
-            row = common | {"provider": name, "path": "dense" if trainer.sparse is None else path}
+            row = common | {"provider": name, "path": "dense" if trainer.sparse is None else "union"}
             row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
             row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
             row |= measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}

@@ -49,8 +49,8 @@ class SparseLlamaConfig(LlamaConfig):
     Args:
         hidden_act: "relu", or "silu" for comparison.
         gated_mlp: gated or non-gated feed-forward layers.
-        l1_coefficient: weight of the L1 term in the training loss, or a list with one for each layer
-            (SparseLlamaForCausalLM defines the term).
+        l1_coefficient: weight of the L1 term in the training loss (SparseLlamaForCausalLM defines the term). None where
+            `from_dict` read a list; a forward pass in training mode with labels then raises ValueError.
         ffn_backend: backend of every SparseFFN.
     """
 
@@ -66,25 +66,23 @@ class SparseLlamaConfig(LlamaConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     gated_mlp: bool = True
-    l1_coefficient: float | list[float] = 0.0
+    l1_coefficient: float | None = 0.0
     ffn_backend: str = "dense"
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         if not isinstance(self.gated_mlp, bool):
             raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
-        if len(self.l1_coefficients) != self.num_hidden_layers:
-            raise ValueError(
-                f"l1_coefficient has {len(self.l1_coefficients)} entries; the model has {self.num_hidden_layers} layers"
-            )
-        if not all(isinstance(number, Real) and 0 <= number < math.inf for number in self.l1_coefficients):
-            raise ValueError(f"l1_coefficient is {self.l1_coefficient!r}; it has to be a finite number, 0 or more")
+        number = self.l1_coefficient
+        if number is not None and not (isinstance(number, Real) and 0 <= number < math.inf):
+            raise ValueError(f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more")
 
-    @property
-    def l1_coefficients(self) -> list[float]:
-        """The coefficient of each layer."""
-        given = self.l1_coefficient
-        return list(given) if isinstance(given, list | tuple) else [given] * self.num_hidden_layers
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in transformers. Earlier versions stored a list of L1 coefficients; it is read as None."""
+        if isinstance(config_dict.get("l1_coefficient"), list):
+            config_dict = config_dict | {"l1_coefficient": None}
+        return super().from_dict(config_dict, **kwargs)
 
 
 @dataclass
@@ -103,10 +101,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     """Llama for causal language modelling with sparse feed-forward layers.
 
     With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training mode and cross_entropy in
-    evaluation mode; `l1_scale` is for schedules. With a coefficient for each layer, each layer's part of l1 is
-    weighted by its own. Where all labels are -100, cross_entropy and its gradients are 0; where all tokens are
-    padding, l1 and its gradients are. The L1 term is the mean over non-padding tokens and layers of the SUM over neurons of |h|: the
-    paper's formula also divides by N, but its recommended coefficient 2e-5 belongs to this definition.
+    evaluation mode; `l1_scale` is for schedules. Where all labels are -100, cross_entropy and its gradients are 0;
+    where all tokens are padding, l1 and its gradients are. The L1 term is the mean over non-padding tokens and layers
+    of the SUM over neurons of |h|: the paper's formula also divides by N, but its recommended coefficient 2e-5 belongs
+    to this definition.
 
     `attention_mask` says which tokens are padding. In a mask [B, keys] these are the zeros. In a mask
     [B or 1, heads or 1, S or 1, keys] a token is padding if no head lets it attend to itself. There a query
@@ -169,6 +167,11 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         **kwargs,
     ) -> SparseCausalLMOutput:
         """Run the model; see the class for `loss` and its parts, and LlamaForCausalLM for everything else."""
+        coefficient = self.config.l1_coefficient
+        if coefficient is None and labels is not None and self.training:
+            raise ValueError(
+                "the model was stored with a list of L1 coefficients; set config.l1_coefficient to a number"
+            )
         ffns = self.ffns
         mask = None
         if labels is not None or self.training or self.recording:  # otherwise nothing is counted
@@ -214,8 +217,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 layers = layers * items / num_items_in_batch
             l1 = layers.mean()
             if self.training:
-                weights = torch.tensor(self.config.l1_coefficients, dtype=layers.dtype, device=layers.device)
-                loss = cross_entropy + l1_scale * (weights * layers).mean()
+                loss = cross_entropy + l1_scale * coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
 
 

@@ -343,6 +343,8 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it") from None
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
+    if isinstance(level := config.get("l1_coefficient"), list):
+        raise ValueError(f"{folder / 'config.yaml'}: l1_coefficient is {level}; it has to be one number")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, log

@@ -101,7 +101,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile each decoder layer
     seed: int = 0
     # sparsity
-    l1_coefficient: float | list[float] = 0.0  # a list has one for each layer
+    l1_coefficient: float = 0.0
     l1_zero_steps: int = 0  # L1 warm-up: so many steps without the term ...
     l1_warmup_steps: int = 0  # ... then so many in which it grows linearly
     dead_window_tokens: int = 2**20
@@ -144,8 +144,7 @@ class TrainConfig:
         at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
         at_least_0.append("balance_every")
         for name in ("l1_coefficient", *at_least_0):
-            values = getattr(self, name) if isinstance(getattr(self, name), list) else [getattr(self, name)]
-            if not all(0 <= value < math.inf for value in values):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be a finite number, 0 or more")
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
@@ -158,10 +157,6 @@ class TrainConfig:
         if self.valid_tokens < self.context:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; it has to hold one context of {self.context} tokens"
-            )
-        if isinstance(self.l1_coefficient, list) and len(self.l1_coefficient) != self.num_layers:
-            raise ValueError(
-                f"l1_coefficient has {len(self.l1_coefficient)} entries; there are {self.num_layers} layers (num_layers)"
             )
         if not 0 <= self.reinit <= 1:
             raise ValueError(f"reinit is {self.reinit}; it is a share, from 0 to 1")
@@ -185,15 +180,11 @@ class TrainConfig:
                 f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning rate "
                 "of 0, so nothing would be trained; set warmup_steps to 0 or raise tokens"
             )
-        if self._has_l1 and self.l1_zero_steps >= self.steps:
+        if self.l1_coefficient and self.l1_zero_steps >= self.steps:
             raise ValueError(
                 f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient {self.l1_coefficient} "
                 "would never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
             )
-
-    @property
-    def _has_l1(self) -> bool:
-        return any(self.l1_coefficient) if isinstance(self.l1_coefficient, list) else self.l1_coefficient > 0
 
     def remarks(self) -> list[str]:
         """Return a line for each schedule that the run does not finish and each remedy that never acts."""
@@ -205,7 +196,7 @@ class TrainConfig:
                 f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
             )
         reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
-        if self._has_l1 and reached < 1:
+        if self.l1_coefficient and reached < 1:
             lines.append(
                 "the run ends within the warm-up of the L1 term "
                 f"(l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}, {steps} steps): "
@@ -297,11 +288,9 @@ _TYPES = typing.get_type_hints(TrainConfig)
 def _coerce(name: str, kind: type, value):
     """The value as the field's type; YAML reads 1e-3 as text, and 1e6 is a fine number of tokens."""
     if isinstance(kind, types.UnionType):
-        kind, other = typing.get_args(kind)
-        if other is types.NoneType and value is None:
+        kind, _ = typing.get_args(kind)  # the other is None
+        if value is None:
             return None
-        if other == list[float] and isinstance(value, list):
-            return [_coerce(name, float, entry) for entry in value]
     try:
         if isinstance(value, str) and kind in (int, float):
             value = float(value)
@@ -311,6 +300,8 @@ def _coerce(name: str, kind: type, value):
             value = float(value)
     except ValueError:
         pass
+    if isinstance(value, list) and kind in (int, float):
+        raise ValueError(f"{name} is {value!r}; give one number")
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value

@@ -29,11 +29,11 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     """Return the accuracies of `results.load_evaluations`, one a row, in the order of the records and their tasks.
 
     Columns: model, parameters, training_tokens (from another record with the same weights where a record does not say; NaN where
-    none does), l1_coefficient (of a list the mean), backend, dtype, task, metric (lm-eval's: acc; acc_norm, with
+    none does), l1_coefficient, backend, dtype, task, metric (lm-eval's: acc; acc_norm, with
     log-likelihoods by the characters of a choice; acc_mutual_info, less the choice's own log-likelihood), items, accuracy and stderr
     (as lm-eval gives them, shares of 1; stderr is NaN for a single item), chance, and verdict: "above chance", "below chance", or "near
     chance" within two standard errors, empty where an error or chance is not known. The task "paper7" is the mean of the
-    paper's seven.
+    paper's seven. Raises ValueError for a model whose l1_coefficient is no number.
     """
     records = list(records)
     known = {_weights(record): tokens for record in records if (tokens := record["model"]["training_tokens"])}
@@ -42,8 +42,10 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     for record in records:
         about = record["model"]
         tokens = about["training_tokens"] or known.get(_weights(record), np.nan)
-        level = float(np.mean(about["l1_coefficient"]))
-        origin = about["name"], about["parameters"], tokens, level, record["backend"], record["dtype"]
+        level = about["l1_coefficient"]
+        if not isinstance(level, int | float):
+            raise ValueError(f"the evaluation of {about['name']} has l1_coefficient {level}; it has to be one number")
+        origin = about["name"], about["parameters"], tokens, float(level), record["backend"], record["dtype"]
         for task, facts in record["tasks"].items():
             found = record["lm_eval"]["results"][task]
             for key, accuracy in found.items():
