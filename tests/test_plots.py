@@ -906,7 +906,7 @@ def test_overview():
             for n, model in enumerate("ab")
         ],
         columns=["quantity", "model", "change", "paper_change"],
-    )
+    ).assign(device="NVIDIA B1", paper_device="H1")
     figure = plots.overview(activity, 10, kernels, models)
     draw(figure)
     tokens, layer, gains = figure.axes
@@ -914,6 +914,8 @@ def test_overview():
     assert [label.get_text() for label in tokens.get_yticklabels()] == ["a", "b"] and "15.0%" in tokens.get_title()
     assert heights(layer) == [10, 3, 2, 1] and texts(layer) == ["10.0 ms", "6.0 ms"]
     assert [line.get_ydata().tolist() for line in gains.lines[:4]] == [[10, 11], [5, 5]] * 2
+    names = [text.get_text() for text in gains.get_legend().get_texts()]
+    assert names == ["forward pass", "training step", "ours, B1", "paper, H1"] and gains.get_ylim()[1] > 11
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -84,8 +84,7 @@ def read(path: Path) -> dict:
     """Read one checkpoint. Raises ValueError, naming the file, when it is damaged."""
     try:
         sealed = _is_sealed(path)
-        with zipfile.ZipFile(path) as file:
-            part = file.testzip()
+        part = None if sealed else _damaged_part(path)
         state = torch.load(path, map_location="cpu", weights_only=True) if part is None else None
     except (PermissionError, MemoryError):
         raise
@@ -102,12 +101,19 @@ def read(path: Path) -> dict:
     return state
 
 
-def _seal(digest) -> bytes:
+def _damaged_part(path: Path) -> str | None:
+    """Return the first part of a zip file whose CRC-32 differs, or None."""
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
+
+
+def _seal(digest: hashlib._Hash) -> bytes:
+    """Return what stands behind a checkpoint with this SHA-256."""
     return b"\nsha256 " + digest.hexdigest().encode()
 
 
 def _is_sealed(path: Path) -> bool:
-    """Whether a file ends with the SHA-256 of what stands before it."""
+    """Return whether a file ends with the SHA-256 of the bytes before it."""
     size = path.stat().st_size - len(_seal(hashlib.sha256()))
     digest = hashlib.sha256()
     with open(path, "rb") as file:

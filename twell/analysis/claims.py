@@ -282,7 +282,8 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
         joined = entry.get("joined", ", ".join(["{}"] * len(of)))
         sides = [[row[side] for row in of] for side in ("paper", "ours")]
         cells = ("–" if set(cells) == {"–"} else joined.format(*cells) for cells in sides)
-        row = entry["what"], entry["conditions"], *cells
+        names = paper_numbers() | recorded[of[0]["subject"]]
+        row = entry["what"], fill(entry["conditions"], names) or NOT_MEASURED, *cells
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
     counts = _counts(recorded)
     judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}

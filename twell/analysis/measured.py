@@ -64,8 +64,9 @@ def layer_speed(
     activity it gains.
 
     table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table`
-    count; rows: those of data/bench/ffn.csv, all calls. auto_shipped_times: the lowest of `table`. NAME_times: the fastest path's speed-up;
-    NAME_path: that path. A crossing is in active neurons.
+    count; rows: those of data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up;
+    NAME_path: that path. auto_shipped_times: the lowest of auto in `table`. A crossing is in active
+    neurons.
     """
     result = {}
     for name, (tokens, pattern, mode, active, gated) in CASES.items():

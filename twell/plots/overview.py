@@ -22,7 +22,7 @@ def overview(activity: pd.DataFrame, neurons: int, kernels: pd.DataFrame, scale:
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
     layer; neurons: the neurons of that layer. kernels: rows of kernels.csv of one case, with
-    provider "dense" and "triton union", ms. scale: `analysis.scale_table`.
+    provider "dense" and "triton union", ms. scale: `analysis.scale_table`, of one device of ours.
     """
     figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 1, 1.05))
     _tokens(row[0], activity, neurons)
@@ -65,6 +65,8 @@ def _layer(ax, kernels: pd.DataFrame) -> None:
 def _models(ax, scale: pd.DataFrame) -> None:
     kinds = (("forward speed", BLUE, "o", "forward pass"), ("training speed", ORANGE, "s", "training step"))
     models = list(dict.fromkeys(scale["model"]))
+    ours, paper = (scale[column].iloc[0].removeprefix("NVIDIA ").split()[0] for column in ("device", "paper_device"))
+    highest = scale[["change", "paper_change"]].max(axis=None)
     for quantity, colour, marker, _ in kinds:
         rows = scale[scale["quantity"] == quantity].set_index("model").loc[models]
         x = np.arange(len(models))
@@ -72,14 +74,15 @@ def _models(ax, scale: pd.DataFrame) -> None:
         ax.plot(x, rows["paper_change"], marker + ":", color=colour, mfc="white", markersize=4, linewidth=0.8)
     ax.axhline(0, color="0.4", linewidth=0.8)
     ax.set_xticks(range(len(models)), models)
-    ax.set(xlabel="model", ylabel="tokens/s over dense (%)", ylim=(-5, 62))
+    ax.set(xlabel="model", ylabel="tokens/s over dense (%)")
+    ax.set_ylim(top=1.6 * highest)  # room for the legend
     ax.set_title("Whole models are faster", fontsize=8)
     handles = [
         Line2D([], [], color=colour, marker=marker, markersize=4, label=label) for _, colour, marker, label in kinds
     ]
     handles += [
-        Line2D([], [], color="0.3", label="ours, H200"),
-        Line2D([], [], color="0.3", linestyle=":", marker="o", mfc="white", markersize=4, label="paper, H100"),
+        Line2D([], [], color="0.3", label=f"ours, {ours}"),
+        Line2D([], [], color="0.3", linestyle=":", marker="o", mfc="white", markersize=4, label=f"paper, {paper}"),
     ]
     ax.legend(handles=handles, loc="upper left", ncols=2, fontsize=6, columnspacing=0.8, borderaxespad=0.1)
     ax.grid(axis="x", visible=False)
