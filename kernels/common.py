@@ -127,8 +127,14 @@ CONFIGS: dict[str, dict[str, dict[str, int]]] = {
         "sm_90": {"BH": 128, "BN": 256, "BT": 64, "num_warps": 8, "num_stages": 3},
     },
     # SLOTS: entries of a list at a time (on a GPU registers limit them, the interpreter pays for steps).
-    "hybrid_rows": {"default": {"SLOTS": 1, "num_stages": 2}, "cpu": {"SLOTS": 32, "num_stages": 1}},
-    "hybrid_weights": {"default": {"SLOTS": 4, "num_stages": 2}, "cpu": {"SLOTS": 64, "num_stages": 1}},
+    "hybrid_rows": {
+        "default": {"SLOTS": 1, "num_stages": 2},
+        "cpu": {"SLOTS": 32, "num_stages": 1},
+    },
+    "hybrid_weights": {
+        "default": {"SLOTS": 4, "num_stages": 2},
+        "cpu": {"SLOTS": 64, "num_stages": 1},
+    },
     "hybrid_backup": {
         "default": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
         "sm_80": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
@@ -193,7 +199,11 @@ def launch_options(**options: int) -> dict[str, int]:
 @cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of the device: as many programs share the tiles of a matmul that stays resident."""
-    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    return (
+        3
+        if device.type == "cpu"
+        else torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 # Triton's own two take ten times as long, which every launch would pay.

@@ -23,7 +23,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, relu, round_up, wide
+from twell.kernels.common import (
+    cdiv,
+    config,
+    launch_options,
+    narrow,
+    next_power_of_2,
+    relu,
+    round_up,
+    wide,
+)
 
 MAX_TOKENS = 64
 # For h and the lists: more tokens than fit are taken in chunks (at least 64 at a time).
@@ -77,7 +86,9 @@ def few_up_kernel(
     if EVEN:
         w = tl.load(w_ptr + place).to(tl.float32)
     else:
-        w = tl.load(w_ptr + place, mask=(neurons < N)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + place, mask=(neurons < N)[:, None] & (k < K)[None, :], other=0.0).to(
+            tl.float32
+        )
     # g and u stay in registers: [BN, TOKENS], one column a token, filled one after the other.
     tokens = tl.arange(0, TOKENS)
     g = tl.zeros((BN, TOKENS), tl.float32)
@@ -91,19 +102,27 @@ def few_up_kernel(
     flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
     if ACTIVITY:
-        _count(activity_ptr, tl.program_id(0) == 0, M, tl.sum(active.to(tl.int32)), tl.sum(flags, 0))
+        _count(
+            activity_ptr, tl.program_id(0) == 0, M, tl.sum(active.to(tl.int32)), tl.sum(flags, 0)
+        )
     if GATED:
         if tl.max(flags, 0) != 0:
-            wu = tl.load(wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            wu = tl.load(
+                wu_ptr + place, mask=(flags != 0)[:, None] & (k < K)[None, :], other=0.0
+            ).to(tl.float32)
             u = tl.zeros((BN, TOKENS), tl.float32)
             for token in tl.static_range(M):
                 again = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-                u += tl.where((tokens == token)[None, :], tl.sum(wu * again[None, :], 1)[:, None], 0.0)
+                u += tl.where(
+                    (tokens == token)[None, :], tl.sum(wu * again[None, :], 1)[:, None], 0.0
+                )
             if BIAS_UP:
                 u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
             h *= u
     h_ptrs = h_ptr + neurons[:, None] * BM + tokens[None, :]
-    tl.store(h_ptrs, narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty), mask=(tokens < M)[None, :])
+    tl.store(
+        h_ptrs, narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty), mask=(tokens < M)[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -136,7 +155,9 @@ def up_kernel(
     neurons = first_neuron + tl.arange(0, BN)
     acc = tl.zeros((BN, BM), tl.float32)
     for start in range(0, K, BK):
-        acc = tl.dot(wide(w_desc.load([first_neuron, start])), wide(x_desc.load([first_row, start])).T, acc)
+        acc = tl.dot(
+            wide(w_desc.load([first_neuron, start])), wide(x_desc.load([first_row, start])).T, acc
+        )
     if BIAS:
         acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(acc), dtype).to(tl.float32)
@@ -157,7 +178,9 @@ def up_kernel(
         # Where nothing is active there is nothing to do. (Not tl.max(flags, 0): Triton 3.7 cannot compile the maximum of a
         # maximum over an accumulator in the tensor memory of sm_100.)
         for start in range(0, K * tl.max(active.to(tl.int32)), BK):
-            w = tl.load(w_ptrs + start, mask=(flags != 0)[:, None] & (start + k < K)[None, :], other=0.0)
+            w = tl.load(
+                w_ptrs + start, mask=(flags != 0)[:, None] & (start + k < K)[None, :], other=0.0
+            )
             u = tl.dot(wide(w), wide(x_desc.load([first_row, start])).T, u)
         if BIAS_UP:
             u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
@@ -210,14 +233,20 @@ def down_kernel(
             w = tl.load(w_ptrs)
         else:
             w = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0)
-        h = wide(tl.load(h_ptr + (block * width + neurons)[:, None] * BM + tl.arange(0, BM)[None, :]))
+        h = wide(
+            tl.load(h_ptr + (block * width + neurons)[:, None] * BM + tl.arange(0, BM)[None, :])
+        )
         h = tl.where((slots < total)[:, None], h, 0.0)
         acc = tl.dot(h.T, wide(w), acc)
     if BIAS:
         acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     rows = block * BM + tl.arange(0, BM)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
-    tl.store(y_ptr + rows[:, None] * K + columns[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptr + rows[:, None] * K + columns[None, :],
+        narrow(acc, y_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -260,7 +289,9 @@ def few_down_kernel(
         neurons = tl.reshape((word >> 8)[:, None] * 8 + eight[None, :], (BK * 8,))
         active = tl.reshape((word[:, None] >> eight[None, :]) & 1, (BK * 8,)) != 0
         mask = active[:, None] & (columns < K)[None, :]
-        w = tl.load(wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(
+            wd_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
         for token in tl.static_range(M):
             h = tl.load(h_ptr + neurons * BM + token, mask=active, other=0.0).to(tl.float32)
             acc += tl.where((tokens == token)[:, None], tl.sum(w * h[:, None], 0)[None, :], 0.0)
@@ -292,7 +323,12 @@ def _chunk(
     width = round_up(intermediate_size, 64)
     h = x.new_empty(num_blocks * width, block_m)
     flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
-    given = dict(ACTIVITY=activity is not None, GATED=gated, BIAS=b is not None, BIAS_UP=gated and b_up is not None)
+    given = dict(
+        ACTIVITY=activity is not None,
+        GATED=gated,
+        BIAS=b is not None,
+        BIAS_UP=gated and b_up is not None,
+    )
     if num_tokens <= FEW_TOKENS:
         block_k = next_power_of_2(hidden_size)
         neurons = 1 if num_tokens <= 2 else 2  # of a program

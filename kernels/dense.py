@@ -44,7 +44,9 @@ def plain(
 ) -> Tensor:
     """The dense layer in torch's operators, for torch.compile to fuse with what stands around it; w_down [K, N]."""
     u = F.linear(x, w_up, b_up)
-    return F.linear(F.relu(u) if w_gate is None else F.relu(F.linear(x, w_gate, b_gate)) * u, w_down, b_down)
+    return F.linear(
+        F.relu(u) if w_gate is None else F.relu(F.linear(x, w_gate, b_gate)) * u, w_down, b_down
+    )
 
 
 def ffn(

@@ -7,7 +7,7 @@ descriptors, which give zeros outside the matrices, so the product itself needs 
   gate_bits   stores g dense, by tokens or by neurons (transposed), and one bit an entry that says whether it is active.
               32 bits make a word by one sum in registers, so this costs a few percent of the product; the lists of both
               fast paths are made from these words.
-  gate_words  packs each row of a tile as TwELL (twell.format.PackedTwELL), as in the paper; a tile of the matmul is
+  gate_words  packs each row of a tile as TwELL (twell.sparse.formats.PackedTwELL), as in the paper; a tile of the matmul is
               one of the format too. The scan and the scattered stores cost more than half of the product.
 """
 
@@ -88,7 +88,9 @@ def gate_words_kernel(
     for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs):
         row_tile, column_tile = _tile_of(number, num_row_tiles, num_column_tiles)
         columns = column_tile * BN + tl.arange(0, BN)
-        acc = _gate_tile(x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS, False)
+        acc = _gate_tile(
+            x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS, False
+        )
         g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
         # Word 0 is the count, so the first non-zero of a row goes to word 1: its inclusive prefix sum.
@@ -97,7 +99,9 @@ def gate_words_kernel(
         rows = row_tile * BM + tl.arange(0, BM)
         inside = (rows < M)[:, None]
         tile_ptr = words_ptr + ((rows.to(tl.int64) * num_column_tiles + column_tile) * S)[:, None]
-        tl.store(tile_ptr + slot, words.to(tl.int32, bitcast=True), mask=active & (slot < S) & inside)
+        tl.store(
+            tile_ptr + slot, words.to(tl.int32, bitcast=True), mask=active & (slot < S) & inside
+        )
         count = tl.sum(active.to(tl.int32), 1)[:, None]
         slots = tl.arange(0, S)[None, :]
         rest = (slots == 0) | (slots > count)
@@ -131,7 +135,9 @@ def gate_bits_kernel(
     num_neuron_tiles = tl.cdiv(N, BN)
     ROWS: tl.constexpr = BN if BY_NEURON else BM
     WORDS: tl.constexpr = (BM if BY_NEURON else BN) // 32
-    for number in tl.range(tl.program_id(0), num_token_tiles * num_neuron_tiles, num_programs, flatten=True):
+    for number in tl.range(
+        tl.program_id(0), num_token_tiles * num_neuron_tiles, num_programs, flatten=True
+    ):
         token_tile, neuron_tile = _tile_of(number, num_token_tiles, num_neuron_tiles)
         token, neuron = token_tile * BM, neuron_tile * BN
         acc = _gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BIAS, BY_NEURON)
@@ -144,7 +150,9 @@ def gate_bits_kernel(
         # What is beyond the last column may hold relu(bias) or NaN, and is not active.
         words = column // 32 + tl.arange(0, WORDS)
         inside = (M if BY_NEURON else N) - words * 32
-        bits &= tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)[None, :]
+        bits &= tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)[
+            None, :
+        ]
         rows = row + tl.arange(0, ROWS)
         if BY_NEURON:
             tl.store(bits_ptr + words.to(tl.int64)[None, :] * bits_stride + rows[:, None], bits)
@@ -154,7 +162,9 @@ def gate_bits_kernel(
 
 def _check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
     if x.shape[1] != w.shape[1] or x.shape[1] % 16:
-        raise ValueError(f"x has {x.shape[1]} columns and w {w.shape[1]}; expected one multiple of 16")
+        raise ValueError(
+            f"x has {x.shape[1]} columns and w {w.shape[1]}; expected one multiple of 16"
+        )
     if b is not None and b.shape != w.shape[:1]:
         raise ValueError(f"the bias has shape {tuple(b.shape)}, expected {tuple(w.shape[:1])}")
 
@@ -174,9 +184,13 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
     options = config("gate_words", x.device)
     num_column_tiles = cdiv(intermediate_size, TILE_N)
-    words = torch.empty(num_tokens, num_column_tiles * (TILE_N // compression), dtype=torch.int32, device=x.device)
+    words = torch.empty(
+        num_tokens, num_column_tiles * (TILE_N // compression), dtype=torch.int32, device=x.device
+    )
     if num_tokens:
-        num_programs = min(num_processors(x.device), cdiv(num_tokens, options["BM"]) * num_column_tiles)
+        num_programs = min(
+            num_processors(x.device), cdiv(num_tokens, options["BM"]) * num_column_tiles
+        )
         gate_words_kernel[(num_programs,)](
             TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
             TensorDescriptor.from_tensor(w, [TILE_N, options["BK"]]),

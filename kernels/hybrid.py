@@ -41,7 +41,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, popcount, round_up, wide
+from twell.kernels.common import (
+    cdiv,
+    config,
+    launch_options,
+    narrow,
+    next_power_of_2,
+    popcount,
+    round_up,
+    wide,
+)
 from twell.kernels.gate import gate_bits
 
 ELL_WIDTH = tl.constexpr(128)  # the paper's
@@ -74,7 +83,16 @@ def transposed_rows(num_tokens: int, num_neurons: int, num_backup: int) -> int:
 
 
 @triton.jit(do_not_specialize=["M"])
-def needed_kernel(counts_ptr, used_ptr, needed_ptr, M, N, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def needed_kernel(
+    counts_ptr,
+    used_ptr,
+    needed_ptr,
+    M,
+    N,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The least capacity that has room for these counts: `backup_rows` and `transposed_rows`, inverted."""
     heavy = tl.load(used_ptr).to(tl.int64) * 0
     for start in range(0, N, BLOCK):
@@ -133,7 +151,9 @@ def saved_like(x: Tensor, num_neurons: int, capacity: int, gated: bool) -> Saved
 
 
 @triton.jit(do_not_specialize=["first"])
-def pack_kernel(g_ptr, bits_ptr, counts_ptr, lists, backup, dense_ptr, first, N, width, WORDS: tl.constexpr):
+def pack_kernel(
+    g_ptr, bits_ptr, counts_ptr, lists, backup, dense_ptr, first, N, width, WORDS: tl.constexpr
+):
     """Packs one token, number first + program: its count, its place, and its list or backup row. Moves bare bits."""
     place_ptr, indices_ptr, values_ptr = lists
     tokens_ptr, used_ptr, num_backup = backup
@@ -177,7 +197,9 @@ def count_kernel(bits_ptr, mask_ptr, all_ptr, counted_ptr, M, N, stride, TOKENS:
     for step in range(0, TOKENS, 32):
         rows = tl.program_id(1) * TOKENS + step + tl.arange(0, 32)
         inside = (rows < M)[:, None] & (words < tl.cdiv(N, 32))[None, :]
-        bits = tl.load(bits_ptr + rows.to(tl.int64)[:, None] * stride + words[None, :], mask=inside, other=0)
+        bits = tl.load(
+            bits_ptr + rows.to(tl.int64)[:, None] * stride + words[None, :], mask=inside, other=0
+        )
         active = (bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         all += tl.sum(active, 0)
         if mask_ptr is not None:
@@ -186,7 +208,9 @@ def count_kernel(bits_ptr, mask_ptr, all_ptr, counted_ptr, M, N, stride, TOKENS:
     neurons = words[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.atomic_add(all_ptr + neurons, all, mask=(neurons < N) & (all != 0), sem="relaxed")
     if mask_ptr is not None:
-        tl.atomic_add(counted_ptr + neurons, counted, mask=(neurons < N) & (counted != 0), sem="relaxed")
+        tl.atomic_add(
+            counted_ptr + neurons, counted, mask=(neurons < N) & (counted != 0), sem="relaxed"
+        )
 
 
 def _pack(
@@ -214,7 +238,14 @@ def _pack(
         )
         lists = (place[chunk], indices[chunk], values[chunk])
         pack_kernel[(len(g),)](
-            *(g.view(torch.int16), bits, token_counts[chunk], lists, (tokens, used, len(dense)), dense),
+            *(
+                g.view(torch.int16),
+                bits,
+                token_counts[chunk],
+                lists,
+                (tokens, used, len(dense)),
+                dense,
+            ),
             *(first, num_neurons, g.shape[1]),
             WORDS=next_power_of_2(cdiv(num_neurons, 32)),
             **launch_options(num_warps=1, num_stages=1),
@@ -233,12 +264,23 @@ def _rows(ptr, rows, k, wanted, K, EVEN: tl.constexpr):
     mask = wanted[:, None]
     if not EVEN:
         mask = mask & (k < K)[None, :]
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def row_forward_kernel(
-    x_ptr, lists, up, down, y_ptr, l1_ptr, K, EVEN: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr
+    x_ptr,
+    lists,
+    up,
+    down,
+    y_ptr,
+    l1_ptr,
+    K,
+    EVEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """y and l1 of one token; stores u. `down` and, gated, `up` are weights and a bias or None."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -341,9 +383,13 @@ def row_backward_kernel(
             dh = tl.sum(_rows(wd_ptr, neurons, k, listed, K, EVEN) * dy[None, :], 1)
             h, du, dg = _gradients(dh, g, u, dl1, listed, dtype, GATED)
             if dx_ptr is not None:
-                dx += tl.sum(du.to(tl.float32)[:, None] * _rows(wu_ptr, neurons, k, listed, K, EVEN), 0)
+                dx += tl.sum(
+                    du.to(tl.float32)[:, None] * _rows(wu_ptr, neurons, k, listed, K, EVEN), 0
+                )
             if GATED and dx_ptr is not None:
-                dx += tl.sum(dg.to(tl.float32)[:, None] * _rows(wg_ptr, neurons, k, listed, K, EVEN), 0)
+                dx += tl.sum(
+                    dg.to(tl.float32)[:, None] * _rows(wg_ptr, neurons, k, listed, K, EVEN), 0
+                )
             if transpose is not None:
                 tokens = tl.zeros((SLOTS,), tl.int32) + tl.program_id(0)
                 _transpose(transpose, tokens, neurons, listed, h, du, dg, M, N, GATED)
@@ -353,7 +399,9 @@ def row_backward_kernel(
 
 def _row_options(x: Tensor) -> dict[str, int]:
     block_k = next_power_of_2(x.shape[1])
-    options = dict(EVEN=block_k == x.shape[1], BK=block_k, num_warps=min(max(block_k // 1024, 1), 16))
+    options = dict(
+        EVEN=block_k == x.shape[1], BK=block_k, num_warps=min(max(block_k // 1024, 1), 16)
+    )
     return {**options, **config("hybrid_rows", x.device)}
 
 
@@ -366,7 +414,12 @@ def _backup_rows(backup, BM: tl.constexpr):
     owners_ptr, used_ptr, num_backup = backup
     used = tl.minimum(tl.load(used_ptr), num_backup)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    return rows, rows < used, tl.load(owners_ptr + rows, mask=rows < used, other=0), tl.program_id(0) * BM < used
+    return (
+        rows,
+        rows < used,
+        tl.load(owners_ptr + rows, mask=rows < used, other=0),
+        tl.program_id(0) * BM < used,
+    )
 
 
 @triton.jit
@@ -378,7 +431,9 @@ def _backup_tile(a_ptr, rows, valid, start, size, BK: tl.constexpr):
 
 
 @triton.jit
-def _sampled(a_ptr, tokens, valid, w_ptr, neurons, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _sampled(
+    a_ptr, tokens, valid, w_ptr, neurons, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """Rows `tokens` of a times rows `neurons` of w, in fp32."""
     acc = tl.zeros((BM, BN), tl.float32)
     a_ptrs = a_ptr + tokens.to(tl.int64)[:, None] * K
@@ -393,7 +448,18 @@ def _sampled(a_ptr, tokens, valid, w_ptr, neurons, N, K, BM: tl.constexpr, BN: t
 
 @triton.jit
 def backup_up_kernel(
-    x_ptr, wu_ptr, bu_ptr, g_ptr, u_ptr, h_ptr, backup, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    x_ptr,
+    wu_ptr,
+    bu_ptr,
+    g_ptr,
+    u_ptr,
+    h_ptr,
+    backup,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """u and h, 0 where g is."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -413,7 +479,17 @@ def backup_up_kernel(
 
 @triton.jit
 def backup_product_kernel(
-    first, second, b_ptr, out_ptr, l1_ptr, backup, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    first,
+    second,
+    b_ptr,
+    out_ptr,
+    l1_ptr,
+    backup,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """Rows of the output: the product of the first pair, plus that of the second if there is one, plus the bias.
 
@@ -435,7 +511,9 @@ def backup_product_kernel(
             acc = tl.dot(wide(a), wide(tl.load(w_ptr + w_place, mask=w_inside, other=0.0)), acc)
             if second[0] is not None:
                 a = tl.load(second[0] + a_place, mask=a_inside, other=0.0)
-                acc = tl.dot(wide(a), wide(tl.load(second[1] + w_place, mask=w_inside, other=0.0)), acc)
+                acc = tl.dot(
+                    wide(a), wide(tl.load(second[1] + w_place, mask=w_inside, other=0.0)), acc
+                )
         if b_ptr is not None:
             acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * K + columns[None, :]
@@ -445,7 +523,9 @@ def backup_product_kernel(
             if tl.program_id(1) == 0:
                 l1 = tl.zeros((BM,), tl.float32)
                 for start in range(0, N, BK):
-                    l1 += tl.sum(tl.abs(_backup_tile(a_ptr, rows, valid, start, N, BK).to(tl.float32)), 1)
+                    l1 += tl.sum(
+                        tl.abs(_backup_tile(a_ptr, rows, valid, start, N, BK).to(tl.float32)), 1
+                    )
                 tl.store(l1_ptr + tokens, l1, mask=valid)
 
 
@@ -498,9 +578,9 @@ def mark_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
     marks_ptr += (token // 32).to(tl.int64) * N
     if place >= 0:
         slots = tl.arange(0, ELL_WIDTH)
-        neurons = tl.load(indices_ptr + token.to(tl.int64) * ELL_WIDTH + slots, mask=slots < place, other=0).to(
-            tl.int32
-        )
+        neurons = tl.load(
+            indices_ptr + token.to(tl.int64) * ELL_WIDTH + slots, mask=slots < place, other=0
+        ).to(tl.int32)
         bits = tl.zeros((ELL_WIDTH,), tl.int32) + (1 << (token % 32))
         tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bits, mask=slots < place, sem="relaxed")
     else:
@@ -512,7 +592,9 @@ def mark_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def rank_kernel(transpose, neurons_ptr, used_ptr, num_backup, num_words, N, BN: tl.constexpr, STEP: tl.constexpr):
+def rank_kernel(
+    transpose, neurons_ptr, used_ptr, num_backup, num_words, N, BN: tl.constexpr, STEP: tl.constexpr
+):
     """`before` and `place` of BN neurons; those with a backup row are listed in their rows' order."""
     marks_ptr, before_ptr, place_ptr, _, _, _, _, T = transpose
     neurons = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -533,7 +615,9 @@ def rank_kernel(transpose, neurons_ptr, used_ptr, num_backup, num_words, N, BN: 
 
 
 @triton.jit
-def weights_kernel(x_ptr, dy_ptr, transpose, dw, db, K, EVEN: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr):
+def weights_kernel(
+    x_ptr, dy_ptr, transpose, dw, db, K, EVEN: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr
+):
     """BK columns of the weight gradients of one neuron with a list, and its gradients of biases; None: not asked for."""
     GATE: tl.constexpr = dw[2] is not None or db[2] is not None
     UP: tl.constexpr = dw[1] is not None or db[1] is not None
@@ -563,7 +647,9 @@ def weights_kernel(x_ptr, dy_ptr, transpose, dw, db, K, EVEN: tl.constexpr, SLOT
                 up += tl.sum(du[:, None] * x, 0)
                 up_bias += du
             if GATE:
-                dg = tl.load(values_ptr + 2 * size.to(tl.int64) + slots, mask=listed, other=0.0).to(tl.float32)
+                dg = tl.load(values_ptr + 2 * size.to(tl.int64) + slots, mask=listed, other=0.0).to(
+                    tl.float32
+                )
                 gate += tl.sum(dg[:, None] * x, 0)
                 gate_bias += dg
         place = neuron * K + k
@@ -641,7 +727,15 @@ def forward(
     y = torch.empty_like(x)
     l1 = torch.empty(len(x), dtype=torch.float32, device=x.device)
     row_forward_kernel[(len(x),)](
-        *(x, (place, indices, g, u), (w_up, b_up) if gated else (None, None), (w_down_t, b_down), y, l1, hidden_size),
+        *(
+            x,
+            (place, indices, g, u),
+            (w_up, b_up) if gated else (None, None),
+            (w_down_t, b_down),
+            y,
+            l1,
+            hidden_size,
+        ),
         **_row_options(x),
     )
     options = config("hybrid_backup", x.device)
@@ -654,7 +748,8 @@ def forward(
             *(x, w_up, b_up, dense_g, dense_u, dense_h, backup, num_neurons, hidden_size), **options
         )
     backup_product_kernel[(blocks, cdiv(hidden_size, options["BN"]))](
-        *((dense_h, w_down_t), (None, None), b_down, y, l1, backup, num_neurons, hidden_size), **options
+        *((dense_h, w_down_t), (None, None), b_down, y, l1, backup, num_neurons, hidden_size),
+        **options,
     )
     return y, l1, *counts, *saved
 
@@ -681,7 +776,9 @@ def backward(
     num_tokens, (num_neurons, hidden_size) = len(x), w_up.shape
     dy, dl1 = dy.contiguous(), dl1.contiguous()
     given = x, w_gate, w_up, w_down_t, b_gate, b_up
-    gradients = [torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)]
+    gradients = [
+        torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)
+    ]
     dx, dw_gate, dw_up, dw_down, db_gate, db_up = gradients
     place, indices, *_, dense, _ = saved
     g, u, dense_g, dense_u = (saved[i].view(x.dtype) for i in (2, 3, 6, 7))
@@ -706,13 +803,25 @@ def backward(
     )
     if dx is not None:
         backup_product_kernel[(blocks, columns)](
-            *((dense_du, w_up), (dense_dg, w_gate), None, dx, None, backup, num_neurons, hidden_size),
+            *(
+                (dense_du, w_up),
+                (dense_dg, w_gate),
+                None,
+                dx,
+                None,
+                backup,
+                num_neurons,
+                hidden_size,
+            ),
             **options,
         )
     if transpose is None:
         return tuple(gradients)
 
-    dw, db = (dw_down, dw_up, dw_gate), (None, db_up, db_gate)  # in the order of the transpose's values
+    dw, db = (
+        (dw_down, dw_up, dw_gate),
+        (None, db_up, db_gate),
+    )  # in the order of the transpose's values
     fits = max(COLUMN_BYTES // (2 * x.element_size() * num_tokens), 32)
     block_k = min(next_power_of_2(hidden_size), next_power_of_2(fits + 1) // 2)
     # The slow axis is that of columns: all neurons pass over the same part of x and dy before the next one comes.
@@ -726,13 +835,23 @@ def backward(
     for i in range(2 + gated):
         if dw[i] is not None or db[i] is not None:
             backup_weights_kernel[(cdiv(transposed_backup[2], options["BM"]), columns)](
-                *(dense_values[i], x if i else dy, dw[i], db[i], transposed_backup, num_tokens, hidden_size),
+                *(
+                    dense_values[i],
+                    x if i else dy,
+                    dw[i],
+                    db[i],
+                    transposed_backup,
+                    num_tokens,
+                    hidden_size,
+                ),
                 **options,
             )
     return tuple(gradients)
 
 
-def _transposed(saved: Saved, x: Tensor, gated: bool, num_neurons: int) -> tuple[tuple, tuple, Tensor]:
+def _transposed(
+    saved: Saved, x: Tensor, gated: bool, num_neurons: int
+) -> tuple[tuple, tuple, Tensor]:
     """The transpose with its places and without its values, its backup, and the backup rows of h, du and dg."""
     num_tokens, dense = len(x), saved.dense_g
     width, num_backup = list_width(num_tokens), transposed_rows(num_tokens, num_neurons, len(dense))
@@ -752,7 +871,8 @@ def _transposed(saved: Saved, x: Tensor, gated: bool, num_neurons: int) -> tuple
     )
     backup = (marks.new_empty(num_backup), marks.new_zeros(1), num_backup)
     mark_kernel[(num_tokens,)](
-        *(saved.place, saved.indices, dense, marks, num_neurons), **launch_options(num_warps=1, num_stages=1)
+        *(saved.place, saved.indices, dense, marks, num_neurons),
+        **launch_options(num_warps=1, num_stages=1),
     )
     rank_kernel[(cdiv(num_neurons, 32),)](
         *(transpose, *backup, num_words, num_neurons),

@@ -37,10 +37,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twell.format import MAX_COLUMNS, check_tensor
 from twell.kernels import decode, dense, hybrid, rowwise, training, union
 from twell.kernels.common import DTYPES, INTERPRETED
 from twell.kernels.gate import COMPRESSIONS
+from twell.sparse.formats import MAX_COLUMNS, check_tensor
 
 PLAIN = Tensor, nn.Parameter
 
@@ -51,16 +51,27 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None
     if x.dtype not in DTYPES:
         raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
     if w_up.dim() != 2:
-        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected [intermediate_size, hidden_size]")
+        raise ValueError(
+            f"w_up has shape {tuple(w_up.shape)}, expected [intermediate_size, hidden_size]"
+        )
     hidden_size, intermediate_size = x.shape[1], w_up.shape[0]
     if hidden_size % 16 or hidden_size == 0:
         raise ValueError(f"x has hidden_size={hidden_size}, expected a multiple of 16")
     if not 1 <= intermediate_size <= MAX_COLUMNS:
-        raise ValueError(f"w_up has intermediate_size={intermediate_size}, expected 1 to {MAX_COLUMNS}")
+        raise ValueError(
+            f"w_up has intermediate_size={intermediate_size}, expected 1 to {MAX_COLUMNS}"
+        )
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
     shape = intermediate_size, hidden_size
-    expected = dict(w_gate=shape, w_up=shape, w_down=shape[::-1], b_gate=shape[:1], b_up=shape[:1], b_down=shape[1:])
+    expected = dict(
+        w_gate=shape,
+        w_up=shape,
+        w_down=shape[::-1],
+        b_gate=shape[:1],
+        b_up=shape[:1],
+        b_down=shape[1:],
+    )
     given = dict(w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
     for name, tensor in given.items():
         if tensor is None:
@@ -71,20 +82,28 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None
                 f"{name} is a {type(tensor).__name__}, expected a plain tensor, such as full_tensor() gives"
             )
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; expected one device")
+            raise ValueError(
+                f"{name} is on {tensor.device} and x on {x.device}; expected one device"
+            )
         if not (tensor.t() if name == "w_down" else tensor).is_contiguous():
             wanted = "(1, hidden_size)" if name == "w_down" else "those of a contiguous tensor"
             raise ValueError(f"{name} has strides {tensor.stride()}, expected {wanted}")
     if activity is not None and (activity.dtype, tuple(activity.shape)) != (torch.int64, (4,)):
-        raise ValueError(f"activity is {activity.dtype} {tuple(activity.shape)}, expected torch.int64 (4,)")
+        raise ValueError(
+            f"activity is {activity.dtype} {tuple(activity.shape)}, expected torch.int64 (4,)"
+        )
     if activity is not None and activity.device != x.device:
-        raise ValueError(f"activity is on {activity.device} and x on {x.device}; expected one device")
+        raise ValueError(
+            f"activity is on {activity.device} and x on {x.device}; expected one device"
+        )
 
 
 def _prepare(x: Tensor) -> Tensor:
     """x contiguous and aligned. Raises ValueError where there is no GPU for it."""
     if x.device.type == "cpu" and not INTERPRETED:
-        raise ValueError("x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)")
+        raise ValueError(
+            "x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)"
+        )
     return _aligned(x.contiguous())
 
 
@@ -214,7 +233,9 @@ def choose(num_tokens: int) -> str:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-MAX_ENTRIES = 2**31 - 2**12  # places are 32-bit integers, and kernels step past the last one by up to 256
+MAX_ENTRIES = (
+    2**31 - 2**12
+)  # places are 32-bit integers, and kernels step past the last one by up to 256
 
 
 class Trained(NamedTuple):
@@ -267,7 +288,9 @@ def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capa
             f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below {MAX_ENTRIES} entries in all"
         )
     if token_mask is not None and token_mask.numel() != x.shape[0]:
-        raise ValueError(f"token_mask has shape {tuple(token_mask.shape)}, expected {x.shape[0]} entries, one a token")
+        raise ValueError(
+            f"token_mask has shape {tuple(token_mask.shape)}, expected {x.shape[0]} entries, one a token"
+        )
 
 
 def _register(name: str, path) -> torch.library.CustomOpDef:
@@ -283,7 +306,9 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
-            return path.forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, token_mask, capacity)
+            return path.forward(
+                x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, token_mask, capacity
+            )
 
     def backward(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
         *saved, dy, dl1, needs = rest
@@ -294,7 +319,9 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         # something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            gradients = path.backward(x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1, needs)
+            gradients = path.backward(
+                x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1, needs
+            )
         return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     forward_op = torch.library.custom_op(
@@ -327,7 +354,10 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
     @backward_op.register_fake
     def _(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
         given = (x, w_gate, w_up, w_down.t(), b_gate, b_up)
-        return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for t, need in zip(given, rest[-1], strict=True))
+        return tuple(
+            t.new_empty(t.shape) if need else x.new_empty(0)
+            for t, need in zip(given, rest[-1], strict=True)
+        )
 
     def keep(ctx, inputs, output):
         x, w_gate, w_up, w_down, b_gate, b_up, *_ = inputs
@@ -339,14 +369,21 @@ def _register(name: str, path) -> torch.library.CustomOpDef:
         dy = torch.zeros_like(tensors[0]) if dy is None else dy
         dl1 = dy.new_zeros(len(dy), dtype=torch.float32) if dl1 is None else dl1
         # Of x, the weights and the first two biases: only what is asked for is computed.
-        needs = [t is not None and need for t, need in zip(tensors, ctx.needs_input_grad[:6], strict=False)]
+        needs = [
+            t is not None and need
+            for t, need in zip(tensors, ctx.needs_input_grad[:6], strict=False)
+        ]
         gradients = [None] * 6
         if any(needs):
             gradients = backward_op(*tensors, dy, dl1, needs)
-        gradients = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+        gradients = [
+            gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
+        ]
         if needs[3]:
             gradients[3] = gradients[3].t()
-        d_b_down = dy.sum(0, dtype=torch.float32).to(tensors[0].dtype) if ctx.needs_input_grad[6] else None
+        d_b_down = (
+            dy.sum(0, dtype=torch.float32).to(tensors[0].dtype) if ctx.needs_input_grad[6] else None
+        )
         return *gradients, d_b_down, None, None
 
     forward_op.register_autograd(differentiate, setup_context=keep)

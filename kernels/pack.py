@@ -1,4 +1,4 @@
-"""Between dense matrices and every format of twell.format, bit for bit what the format's own pack gives.
+"""Between dense matrices and every format of twell.sparse.formats, bit for bit what the format's own pack gives.
 
 Values are moved as bare bits and tested as such (a non-zero is one with a bit set beside the sign), so NaN
 payloads survive and -0.0 becomes +0.0. One kernel packs all that stands at the front of slots: a *segment* of
@@ -15,8 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.format import ELL, MAX_COLUMNS, BufferOverflow, Hybrid, PackedTwELL, SparseRows, TileUnion, TwELL
 from twell.kernels.common import cdiv, launch_options
+from twell.sparse.formats import (
+    ELL,
+    MAX_COLUMNS,
+    BufferOverflow,
+    Hybrid,
+    PackedTwELL,
+    SparseRows,
+    TileUnion,
+    TwELL,
+)
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SEGMENTS = 16  # segments or rows that a program works on at once
@@ -103,7 +112,16 @@ def unpack_kernel(
 
 
 @triton.jit
-def flags_kernel(dense_ptr, flags_ptr, M, N, block_m, MAGNITUDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def flags_kernel(
+    dense_ptr,
+    flags_ptr,
+    M,
+    N,
+    block_m,
+    MAGNITUDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Whether any token of a block has a column active."""
     block = tl.program_id(0)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -112,7 +130,9 @@ def flags_kernel(dense_ptr, flags_ptr, M, N, block_m, MAGNITUDE: tl.constexpr, R
     for start in range(block * block_m, end, ROWS):
         rows = start + tl.arange(0, ROWS)
         inside = (rows < end)[:, None] & (columns < N)[None, :]
-        bits = tl.load(dense_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0)
+        bits = tl.load(
+            dense_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0
+        )
         found |= tl.max(((bits & MAGNITUDE) != 0).to(tl.int32), 0)
     tl.store(flags_ptr + block.to(tl.int64) * N + columns, found.to(tl.int8), mask=columns < N)
 
@@ -154,7 +174,9 @@ def union_kernel(
 
 def _check_dense(dense: Tensor) -> Tensor:
     if dense.dim() != 2 or not 1 <= dense.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"dense has shape {tuple(dense.shape)}, expected [tokens, 1 to {MAX_COLUMNS}]")
+        raise ValueError(
+            f"dense has shape {tuple(dense.shape)}, expected [tokens, 1 to {MAX_COLUMNS}]"
+        )
     if dense.dtype not in BITS:
         raise TypeError(f"dense has dtype {dense.dtype}, expected {' or '.join(map(str, BITS))}")
     return dense.contiguous()
@@ -173,7 +195,9 @@ def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
     num_tokens, n_cols = dense.shape
     num_tiles = cdiv(n_cols, tile_n)
     shape = num_tokens, num_tiles, capacity + words
-    values = torch.zeros(shape, dtype=torch.int32 if words else BITS[dense.dtype], device=dense.device)
+    values = torch.zeros(
+        shape, dtype=torch.int32 if words else BITS[dense.dtype], device=dense.device
+    )
     indices = counts = values
     if not words:
         indices = torch.zeros(shape, dtype=torch.int16, device=dense.device)
@@ -215,7 +239,15 @@ def to_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
     dense = _check_dense(dense)
     capacity = TwELL._capacity(tile_n, compression)
     values, indices, counts = _pack(dense, tile_n, capacity)
-    return TwELL(values, indices, counts, *_overflow(dense, counts, capacity), dense.shape[1], tile_n, compression)
+    return TwELL(
+        values,
+        indices,
+        counts,
+        *_overflow(dense, counts, capacity),
+        dense.shape[1],
+        tile_n,
+        compression,
+    )
 
 
 def to_packed_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
@@ -237,7 +269,9 @@ def to_ell(dense: Tensor, width: int | None = None) -> ELL:
     longest = int(counts.max()) if num_tokens else 0
     width = longest if width is None else width
     if longest > width:
-        raise ValueError(f"a row has {longest} non-zeros, more than width={width}; a width of {longest} is needed")
+        raise ValueError(
+            f"a row has {longest} non-zeros, more than width={width}; a width of {longest} is needed"
+        )
     values, indices, counts = _pack(dense, n_cols, width)
     return ELL(values[:, 0], indices[:, 0], counts[:, 0], n_cols)
 
@@ -314,7 +348,9 @@ def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
         )
 
 
-def _scatter(values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num_tiles: int, capacity: int) -> None:
+def _scatter(
+    values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num_tiles: int, capacity: int
+) -> None:
     """Write the slots of all segments into `dense`, which is 0; words are values, indices, counts at once."""
     words = values is indices
     num_segments = dense.shape[0] * num_tiles

@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, config, launch_options, narrow, next_power_of_2, popcount, relu, round_up
+from twell.kernels.common import (
+    cdiv,
+    config,
+    launch_options,
+    narrow,
+    next_power_of_2,
+    popcount,
+    relu,
+    round_up,
+)
 from twell.kernels.gate import TILE_N, gate_bits, gate_words
 
 # For g and the lists: tokens are taken in chunks that keep them within it (or 256 at a time).
@@ -35,7 +44,9 @@ def lists_kernel(g_ptr, bits_ptr, words_ptr, N, width, stride, WORDS: tl.constex
     row = tl.program_id(0).to(tl.int64)
     place_in_row = tl.arange(0, WORDS)
     num_words = tl.cdiv(N, 32)
-    bits = tl.load(bits_ptr + row * (width // 32) + place_in_row, mask=place_in_row < num_words, other=0)
+    bits = tl.load(
+        bits_ptr + row * (width // 32) + place_in_row, mask=place_in_row < num_words, other=0
+    )
     count = popcount(bits)
     place = 1 + tl.cumsum(count, 0) - count
     words_ptr += row * stride
@@ -72,14 +83,18 @@ def count_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _dots(x_ptr, w_ptr, b_ptr, neurons, wanted, K, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _dots(
+    x_ptr, w_ptr, b_ptr, neurons, wanted, K, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """The products [BN] in fp32 of one token with these neurons' weight rows, 0 for those not wanted."""
     acc = tl.zeros((BN,), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         place = neurons.to(tl.int64)[:, None] * K + k[None, :]
-        w = tl.load(w_ptr + place, mask=wanted[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + place, mask=wanted[:, None] & (k < K)[None, :], other=0.0).to(
+            tl.float32
+        )
         acc += tl.sum(w * x[None, :], 1)
     if BIAS:
         acc += tl.load(b_ptr + neurons, mask=wanted, other=0.0).to(tl.float32)
@@ -154,9 +169,13 @@ def up_down_kernel(
                 active = h != 0
                 if tl.max(active.to(tl.int32), 0) != 0:
                     if GATED:
-                        h *= _dots(x_ptr, wu_ptr, bu_ptr, neurons, active, K, BIAS_UP, AGAIN_N, AGAIN_K)
+                        h *= _dots(
+                            x_ptr, wu_ptr, bu_ptr, neurons, active, K, BIAS_UP, AGAIN_N, AGAIN_K
+                        )
                     weights = neurons.to(tl.int64)[:, None] * K + k[None, :]
-                    down = tl.load(wd_ptr + weights, mask=active[:, None] & inside[None, :], other=0.0)
+                    down = tl.load(
+                        wd_ptr + weights, mask=active[:, None] & inside[None, :], other=0.0
+                    )
                     acc += tl.sum(h[:, None] * down.to(tl.float32), 0)
     if BIAS_DOWN:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -224,7 +243,9 @@ def make_lists(g: Tensor, bits: Tensor, intermediate_size: int) -> Tensor:
     follow: the value's 16 bits above those of the neuron's number, neurons ascending. The rest is not written.
     """
     num_tokens, width = g.shape
-    words = torch.empty(num_tokens, round_up(intermediate_size + 1, 8), dtype=torch.int32, device=g.device)
+    words = torch.empty(
+        num_tokens, round_up(intermediate_size + 1, 8), dtype=torch.int32, device=g.device
+    )
     lists_kernel[(num_tokens,)](
         g,
         bits,

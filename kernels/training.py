@@ -21,7 +21,7 @@ token in DENSE_FROM. A more active one goes to a dense backup of h, du and dg, w
 of the unions stood, and where these do not hold all of them the rest follows in a second round.
 
 Room. How many entries there are is not known when their buffer is made. It holds `capacity` entries per token; what does
-not fit is not stored anywhere, and `needed` tells the caller, who has to do the step again (twell/sparse_training.py).
+not fit is not stored anywhere, and `needed` tells the caller, who has to do the step again (twell/sparse/training.py).
 
 Paper: training with the hybrid format (App. B.2); unions and entries are ours.
 """
@@ -88,12 +88,16 @@ def index_kernel(
     for first in range(0, num_words, WORDS):
         words = first + tl.arange(0, WORDS)
         real = (words < num_words)[:, None] & inside[None, :]
-        bits = tl.load(bits_ptr + words.to(tl.int64)[:, None] * width + neurons[None, :], mask=real, other=0)
+        bits = tl.load(
+            bits_ptr + words.to(tl.int64)[:, None] * width + neurons[None, :], mask=real, other=0
+        )
         total += tl.sum(popcount(bits), 0)
         if MASK:
             tokens = words[:, None] * 32 + tl.arange(0, 32)[None, :]
             keep = tl.load(mask_ptr + tokens, mask=tokens < M, other=0).to(tl.int32)
-            kept += tl.sum(popcount(bits & tl.sum(keep << tl.arange(0, 32)[None, :], 1)[:, None]), 0)
+            kept += tl.sum(
+                popcount(bits & tl.sum(keep << tl.arange(0, 32)[None, :], 1)[:, None]), 0
+            )
     tl.store(counts_ptr + neurons, kept if MASK else total, mask=inside)
     begin = tl.atomic_add(totals_ptr, tl.sum(total.to(tl.int64), 0), sem="relaxed")
     begin += tl.cumsum(total.to(tl.int64), 0) - total
@@ -175,9 +179,13 @@ def multiply_kernel(
         places = first + tl.arange(0, BN)
         rows = block.to(tl.int64) * width + places
         neurons = tl.load(lists_ptr + rows).to(tl.int64)
-        index = tl.load(index_ptr + word.to(tl.int64) * width + neurons, mask=places < count, other=0)
+        index = tl.load(
+            index_ptr + word.to(tl.int64) * width + neurons, mask=places < count, other=0
+        )
         active, entry, kept = _entries_of(index, lane, capacity)
-        g = tl.load(g_ptr + neurons[:, None] * tokens_of_g + tokens[None, :], mask=active, other=0.0)
+        g = tl.load(
+            g_ptr + neurons[:, None] * tokens_of_g + tokens[None, :], mask=active, other=0.0
+        )
         h_ptrs = h_ptr + rows[:, None] * BM + (tokens % BM)[None, :]
         kept_word = (tokens.to(tl.int64) << 32)[None, :] | (_bits(g).to(tl.int64) << 16)
         if GATED:
@@ -227,7 +235,9 @@ def gradient_kernel(
         places = first + tl.arange(0, BN)
         rows = block.to(tl.int64) * width + places
         neurons = tl.load(lists_ptr + rows).to(tl.int64)
-        index = tl.load(index_ptr + word.to(tl.int64) * width + neurons, mask=places < count, other=0)
+        index = tl.load(
+            index_ptr + word.to(tl.int64) * width + neurons, mask=places < count, other=0
+        )
         active, entry, kept = _entries_of(index, lane, capacity)
         column = rows[:, None] * BM + (tokens % BM)[None, :]
         dh = tl.load(dh_ptr + column, mask=active, other=0.0).to(tl.float32)
@@ -380,7 +390,14 @@ def lists_gradient_kernel(
 
 @triton.jit
 def bias_gradient_kernel(
-    gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr
+    gradients_ptr,
+    spans_ptr,
+    dbg_ptr,
+    dbu_ptr,
+    N,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The sums of one neuron's dg and du."""
     dtype: tl.constexpr = dbu_ptr.dtype.element_ty if UP else dbg_ptr.dtype.element_ty
@@ -441,14 +458,18 @@ def backup_kernel(
             found = tl.load(gradients_ptr + entry, mask=kept, other=0)
             place += backup_rows * size
             if UP:
-                tl.store(dense_ptr + place, narrow(_value(found >> 16, dtype), dtype), mask=real[:, None])
+                tl.store(
+                    dense_ptr + place, narrow(_value(found >> 16, dtype), dtype), mask=real[:, None]
+                )
             if GATE:
                 place += backup_rows * size
                 tl.store(dense_ptr + place, narrow(_value(found, dtype), dtype), mask=real[:, None])
 
 
 @triton.jit
-def _dense_product(dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
+def _dense_product(
+    dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
+):
     """BH rows of the backup times BN columns of x [M, K]."""
     acc = tl.zeros((BH, BN), tl.float32)
     for token in range(0, M, BT):
@@ -565,7 +586,9 @@ def forward(
     gated = w_gate is not None
     saved = saved_like(x, intermediate_size, capacity, gated)
     unions = lists, counts, tiles = saved.lists, saved.counts, saved.tiles
-    g, bits = gate_bits(x, *((w_gate, b_gate) if gated else (w_up, b_up)), by_neuron=True, zero=tiles)
+    g, bits = gate_bits(
+        x, *((w_gate, b_gate) if gated else (w_up, b_up)), by_neuron=True, zero=tiles
+    )
     union.make_lists(bits, tiles, num_tokens, intermediate_size, BLOCK, out=(lists, counts))
     saved.totals.zero_()
     neuron_counts = torch.empty(intermediate_size, dtype=torch.int32, device=x.device)
@@ -638,7 +661,9 @@ def backward(
     sums are in fp32.
     """
     given = x, w_gate, w_up, w_down_t, b_gate, b_up
-    gradients = [torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)]
+    gradients = [
+        torch.empty_like(t) if need else None for t, need in zip(given, needs, strict=True)
+    ]
     dx, d_gate, d_up, d_down, d_b_gate, d_b_up = gradients
     by_weight = d_gate is not None or d_up is not None or d_down is not None
     gated, num_tokens = w_gate is not None, len(x)

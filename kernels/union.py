@@ -29,7 +29,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, config, launch_options, narrow, num_processors, popcount, round_up, wide
+from twell.kernels.common import (
+    cdiv,
+    config,
+    launch_options,
+    narrow,
+    num_processors,
+    popcount,
+    round_up,
+    wide,
+)
 from twell.kernels.gate import gate_bits
 
 # Less than a dense layer keeps at 131,072 tokens for one of g, u and h with N = 5632.
@@ -74,7 +83,11 @@ def lists_kernel(
     in_unions = 0
     for start in range(0, N, CHUNK):
         neurons = start + tl.arange(0, CHUNK)
-        bits = tl.load(bits_ptr + words[:, None] * width + neurons[None, :], mask=(neurons < N)[None, :], other=0)
+        bits = tl.load(
+            bits_ptr + words[:, None] * width + neurons[None, :],
+            mask=(neurons < N)[None, :],
+            other=0,
+        )
         some = (bits != 0).to(tl.int32)
         active = tl.max(some, 0)
         place = total + tl.cumsum(active, 0) - active
@@ -152,7 +165,9 @@ def up_kernel(
             if ADD:
                 h += tl.load(add_ptr + block * BM + columns)[None, :]
         else:
-            h = tl.load(g_ptr + neurons[:, None] * tokens + (block * BM + columns)[None, :]).to(tl.float32)
+            h = tl.load(g_ptr + neurons[:, None] * tokens + (block * BM + columns)[None, :]).to(
+                tl.float32
+            )
             active = (h != 0) & (places < count)[:, None]
             if GATED:
                 h *= u
@@ -370,7 +385,9 @@ def chunk_tokens(intermediate_size: int) -> int:
     """Tokens that are processed at a time, a multiple of 256: what WORKSPACE_BYTES has room for."""
     width = round_up(intermediate_size, 256)
     # g and h; one word of bits for 32 tokens; list and count, and at most one tile of the queue for 64 neurons.
-    bytes_per_256_tokens = 256 * 2 * 2 * width + 256 // 32 * 4 * width + 256 // 64 * 4 * (width + 1 + width // 64 + 1)
+    bytes_per_256_tokens = (
+        256 * 2 * 2 * width + 256 // 32 * 4 * width + 256 // 64 * 4 * (width + 1 + width // 64 + 1)
+    )
     return 256 * max(1, WORKSPACE_BYTES // bytes_per_256_tokens)
 
 

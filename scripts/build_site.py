@@ -73,7 +73,11 @@ class Pages:
         self.titles = contents((root / "docs" / "index.md").read_text(encoding="utf-8"))
         listed = [page for _, entries in self.titles for _, page in entries]
         self.waiting = dict.fromkeys(["README.md", *listed])
-        pages = [f"docs/{path.name}" for path in sorted((root / "docs").glob("*.md")) if path.name != "index.md"]
+        pages = [
+            f"docs/{path.name}"
+            for path in sorted((root / "docs").glob("*.md"))
+            if path.name != "index.md"
+        ]
         notebooks = [f"notebooks/{path.name}" for path in sorted((root / EXECUTED).glob("*.ipynb"))]
         self.waiting |= dict.fromkeys(pages + notebooks)
         self.listed = set(self.waiting)
@@ -91,7 +95,9 @@ class Pages:
         place = self.source / self.place(page)
         place.parent.mkdir(parents=True, exist_ok=True)
         if page.endswith(".ipynb"):
-            notebook = json.loads((self.root / EXECUTED / Path(page).name).read_text(encoding="utf-8"))
+            notebook = json.loads(
+                (self.root / EXECUTED / Path(page).name).read_text(encoding="utf-8")
+            )
             self._make_static(notebook, page)
             place.write_text(json.dumps(notebook, ensure_ascii=False, indent=1), encoding="utf-8")
             return
@@ -99,7 +105,9 @@ class Pages:
         if page == "README.md":
             text = f"{text}\n{toctrees(self.titles)}"
         elif page not in self.listed:
-            text = text.split("\n---\n", 1)[-1] if text.startswith("---\n") else text  # of a model card
+            text = (
+                text.split("\n---\n", 1)[-1] if text.startswith("---\n") else text
+            )  # of a model card
             text = f"---\norphan: true\n---\n\n{text}"
         place.write_text(text, encoding="utf-8")
 
@@ -115,9 +123,18 @@ class Pages:
                 continue
             path, anchor = resolve(page, target)
             if (self.root / path).is_dir():
-                readme = next((name for name in ("README.md", "index.md") if (self.root / path / name).is_file()), None)
+                readme = next(
+                    (
+                        name
+                        for name in ("README.md", "index.md")
+                        if (self.root / path / name).is_file()
+                    ),
+                    None,
+                )
                 if readme is None and match["inline"]:
-                    changes.append((match.start(), match.end(), text[match.start("text") : match.end("text")]))
+                    changes.append(
+                        (match.start(), match.end(), text[match.start("text") : match.end("text")])
+                    )
                     continue
                 path = posixpath.normpath(posixpath.join(path, readme or ""))
             if path.endswith(".md") and (self.root / path).is_file():
@@ -162,7 +179,9 @@ def keep_own_parameters(notebook: dict) -> None:
         tags = cell["metadata"].get("tags", [])
         statements = ast.parse("".join(cell["source"])).body if "parameters" in str(tags) else []
         if "parameters" in tags:
-            values |= {name.id: ast.unparse(node.value) for node in statements for name in _names(node)}
+            values |= {
+                name.id: ast.unparse(node.value) for node in statements for name in _names(node)
+            }
         elif "injected-parameters" in tags:
             lines = [ast.unparse(node) for node in statements if _differs(node, values)]
             cell["source"] = "\n".join(["# As executed for this page", *lines])
@@ -175,14 +194,19 @@ def _names(node: ast.stmt) -> list[ast.Name]:
 
 
 def _differs(node: ast.stmt, values: dict[str, str]) -> bool:
-    return any(name.id in values and values[name.id] != ast.unparse(node.value) for name in _names(node))
+    return any(
+        name.id in values and values[name.id] != ast.unparse(node.value) for name in _names(node)
+    )
 
 
 def contents(index: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the sections of docs/index.md, each with the titles and paths of the pages that it lists."""
     sections = []
     for part in re.split(r"^## +", index, flags=re.M)[1:]:
-        links = [(match["text"], resolve("docs/index.md", target)[0]) for match, _, _, target in targets(part)]
+        links = [
+            (match["text"], resolve("docs/index.md", target)[0])
+            for match, _, _, target in targets(part)
+        ]
         sections.append((part.partition("\n")[0].strip(), links))
     return sections
 
@@ -192,15 +216,23 @@ def toctrees(sections: list[tuple[str, list[tuple[str, str]]]]) -> str:
     trees = []
     for caption, entries in sections:
         lines = [f"{title} </{path.rpartition('.')[0]}>" for title, path in entries]
-        trees.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *lines, "```", ""]))
+        trees.append(
+            "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *lines, "```", ""])
+        )
     return "\n".join(trees)
 
 
 def loaded_from_elsewhere(site: Path) -> list[str]:
     """Return what pages of the site load over a network: scripts, styles and images. It should be nothing."""
-    pattern = re.compile(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]+)"')
+    pattern = re.compile(
+        r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]+)"'
+    )
     pages = [path for path in sorted(site.rglob("*.html")) if path.parent.name != "_static"]
-    return [f"{path}: {found}" for path in pages for found in pattern.findall(path.read_text(encoding="utf-8"))]
+    return [
+        f"{path}: {found}"
+        for path in pages
+        for found in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
 
 
 def main() -> int:
@@ -228,7 +260,9 @@ def main() -> int:
         print("The site would need a network:", *outside, sep="\n", file=sys.stderr)
         return 1
     size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
-    print(f"{os.path.relpath(site / 'index.html')}: {len(list(site.rglob('*.html')))} pages, {size / 1e6:.1f} MB")
+    print(
+        f"{os.path.relpath(site / 'index.html')}: {len(list(site.rglob('*.html')))} pages, {size / 1e6:.1f} MB"
+    )
     return 0
 
 

@@ -31,7 +31,10 @@ CASES = [
     *(("layer forward", provider, 131072) for provider in ("dense torch.compile", "triton")),
     *(("layer forward", provider, 1) for provider in ("dense torch.compile", "triton")),
     *(("layer step", provider, 16384) for provider in ("dense torch.compile", "triton")),
-    *(("0.5b forward", provider, 4096) for provider in ("dense torch.compile", "triton", "triton torch.compile")),
+    *(
+        ("0.5b forward", provider, 4096)
+        for provider in ("dense torch.compile", "triton", "triton torch.compile")
+    ),
 ]
 
 
@@ -134,12 +137,17 @@ def main() -> None:
             caches = {name: f"{folder}/{name}" for name in names}
             for state in ("empty", "filled"):
                 command = [sys.executable, __file__, "--case", what, provider, str(tokens)]
-                done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)
+                done = subprocess.run(
+                    command, env=os.environ | caches, capture_output=True, text=True
+                )
                 if done.returncode:
                     raise RuntimeError(f"{what}, {provider}: {done.stderr}")
                 measured = json.loads(done.stdout.splitlines()[-1])
                 row = {"what": what, "tokens": tokens, "provider": provider, "caches": state}
-                row |= {"seconds": round(measured["seconds"], 2), "workspace": measured["workspace"]}
+                row |= {
+                    "seconds": round(measured["seconds"], 2),
+                    "workspace": measured["workspace"],
+                }
                 print(row, flush=True)
                 rows.append(row)
         results.append_rows(options.out / "first_call.csv", rows, origin)

@@ -40,14 +40,18 @@ def chromium() -> Iterator:
     program = next(filter(None, map(shutil.which, NAMES)))
     with sync_playwright() as playwright:
         # As root, as which CI runs, there is no sandbox; without a GPU there is little shared memory in a container.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield browser
         browser.close()
 
 
 def main(model: str) -> None:
     shown = inspector.sides(model, PASSAGE)
-    preset = {found["name"]: found["view"] for found in inspector.presets(shown[0])}["Busiest token"]
+    preset = {found["name"]: found["view"] for found in inspector.presets(shown[0])}[
+        "Busiest token"
+    ]
     layer = shown[0].shape[0] - 1
     strongest = inspector.entries(shown, inspector.VIEW | preset | {"layer": layer})["neuron"][0]
     view = preset | {"layer": layer, "neuron": int(strongest)}

@@ -59,4 +59,6 @@ def tiny_config(tiny_text, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_run(tiny_config, tmp_path_factory):
     """A finished run of it."""
-    return train(dataclasses.replace(tiny_config), tmp_path_factory.mktemp("runs") / "tiny", quiet=True)
+    return train(
+        dataclasses.replace(tiny_config), tmp_path_factory.mktemp("runs") / "tiny", quiet=True
+    )

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from twell import reference
+from twell.sparse import reference
 
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
 PATTERNS = "even", "skewed", "empty", "full", "edges", "heavy", "tile"
@@ -62,7 +62,9 @@ def draw(seed: int, *, large: bool) -> Case:
     path = r.choice(["rowwise", "union", "decode"])
     if large:
         num_tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
-        intermediate_size = r.choice([1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)])
+        intermediate_size = r.choice(
+            [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
+        )
         hidden_size = 16 * r.choice([1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, r.randint(1, 80)])
     else:
         # The row-wise path takes a program for each token, which the interpreter runs one after the other.
@@ -178,7 +180,9 @@ def relative_rms(y: Tensor, expected: Tensor) -> float:
     y = y.double()
     finite = expected.isfinite()
     assert torch.equal(y.isnan(), expected.isnan()), "NaN in other places than expected"
-    assert torch.equal(y[expected.isinf()], expected[expected.isinf()]), "inf in other places than expected"
+    assert torch.equal(y[expected.isinf()], expected[expected.isinf()]), (
+        "inf in other places than expected"
+    )
     norm = expected[finite].norm()
     error = (y[finite] - expected[finite]).norm()
     return float(error / norm) if norm > 0 else float(error)
@@ -198,23 +202,31 @@ def check(case: Case, device: torch.device | str) -> float:
     y = run(case, tensors)
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
     if y.is_cuda:  # the interpreter runs programs one after the other
-        assert torch.equal(y.view(torch.int16), run(case, tensors).view(torch.int16)), "two calls, two results"
+        assert torch.equal(y.view(torch.int16), run(case, tensors).view(torch.int16)), (
+            "two calls, two results"
+        )
     g, expected = exact(tensors, None, None)
     num_active = int(((g > 0) & expected.isfinite().all(1, keepdim=True)).sum())
     if case.values == "integer" or num_active < FEW:
         # fp32 sums of normal values are not exact: a last bit of g may differ, hence one unit of y.
-        slack = 0 if case.values == "integer" else 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
+        slack = (
+            0 if case.values == "integer" else 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
+        )
         _, expected = exact(tensors, case.dtype, None if case.path == "rowwise" else case.dtype)
         expected = expected.to(case.dtype).double()
         error = relative_rms(y, expected)
         assert error <= slack, f"{error} from the rounded result, expected at most {slack}"
         return 0.0
     error = relative_rms(y, expected)
-    assert error <= TOLERANCE[case.dtype], f"relative RMS {error:.2e} is above {TOLERANCE[case.dtype]}"
+    assert error <= TOLERANCE[case.dtype], (
+        f"relative RMS {error:.2e} is above {TOLERANCE[case.dtype]}"
+    )
     if expected.isfinite().sum() < MANY:
         return error
     dense = relative_rms_of_dense(tensors, expected)
-    assert error <= 1.25 * dense, f"relative RMS {error:.2e} is above 1.25 times that of the dense layer, {dense:.2e}"
+    assert error <= 1.25 * dense, (
+        f"relative RMS {error:.2e} is above 1.25 times that of the dense layer, {dense:.2e}"
+    )
     return error
 
 
@@ -257,14 +269,22 @@ def exact_training(
     h = torch.where(active, rounded(g * u), zero) if gated else g
     dy, dl1 = dy.double(), dl1.double()
     dh = dy @ t["w_down"]
-    dh = torch.where(active, (rounded(dh) if round_dh and gated else dh) + h.sign() * dl1[:, None], zero)
+    dh = torch.where(
+        active, (rounded(dh) if round_dh and gated else dh) + h.sign() * dl1[:, None], zero
+    )
     du = torch.where(active, rounded(dh * g), zero) if gated else rounded(dh)
     dg = torch.where(active, rounded(dh * u), zero)
 
-    def product(*pairs: tuple[Tensor, Tensor], add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def product(
+        *pairs: tuple[Tensor, Tensor], add: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         value = sum(a @ b for a, b in pairs)
         squares = sum((a * a) @ (b * b) for a, b in pairs)
-        return value if add is None else value + add, sum(a.abs() @ b.abs() for a, b in pairs), squares.sqrt()
+        return (
+            value if add is None else value + add,
+            sum(a.abs() @ b.abs() for a, b in pairs),
+            squares.sqrt(),
+        )
 
     found = {
         "y": product((h, t["w_down"].t()), add=t["b_down"]),
@@ -281,16 +301,22 @@ def exact_training(
     return found
 
 
-def check_training(case: Case, device: torch.device | str, path: str, capacity: int | None = None) -> float:
+def check_training(
+    case: Case, device: torch.device | str, path: str, capacity: int | None = None
+) -> float:
     """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0); AssertionError if one is wrong."""
     from twell.kernels import ops
 
     tensors = layer(case, device)
-    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    leaves = {
+        name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()
+    }
     given = {name: t for name, t in leaves.items() if t is not None}
     g = torch.Generator(device).manual_seed(case.seed + 1)
     dy = torch.randn(case.num_tokens, case.hidden_size, generator=g, device=device)
-    dl1 = 0.1 * torch.randn(case.num_tokens, generator=g, device=device)  # more would cancel in sums over tokens
+    dl1 = 0.1 * torch.randn(
+        case.num_tokens, generator=g, device=device
+    )  # more would cancel in sums over tokens
     if case.values == "integer":
         dy, dl1 = dy.round(), (10 * dl1).round()
     dy = dy.to(case.dtype)
@@ -298,15 +324,23 @@ def check_training(case: Case, device: torch.device | str, path: str, capacity: 
 
     def step(capacity: int) -> tuple[ops.Trained, tuple[Tensor, ...]]:
         trained = ops.train(path, capacity, **leaves, token_mask=mask)
-        return trained, torch.autograd.grad([trained.y, trained.l1], list(given.values()), [dy, dl1])
+        return trained, torch.autograd.grad(
+            [trained.y, trained.l1], list(given.values()), [dy, dl1]
+        )
 
     found, gradients = step(capacity or case.intermediate_size)
     if dy.is_cuda:  # the interpreter runs programs one after the other
         again, gradients_again = step(max(int(found.needed), 1))
         for a, b in zip((*found, *gradients), (*again, *gradients_again), strict=True):
             bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-            assert torch.equal(a.view(bits), b.view(bits)), "two calls with different capacities, two results"
-    got = {"y": found.y.detach(), "l1": found.l1.detach(), **dict(zip(given, gradients, strict=True))}
+            assert torch.equal(a.view(bits), b.view(bits)), (
+                "two calls with different capacities, two results"
+            )
+    got = {
+        "y": found.y.detach(),
+        "l1": found.l1.detach(),
+        **dict(zip(given, gradients, strict=True)),
+    }
     for name, gradient in zip(given, gradients, strict=True):
         assert gradient.shape == given[name].shape and gradient.dtype == case.dtype, name
     expected = exact_training(tensors, dy, dl1)
@@ -322,9 +356,7 @@ def check_training(case: Case, device: torch.device | str, path: str, capacity: 
         assert torch.equal(found.neuron_counts, (active & mask[:, None]).sum(0).int())
     assert int(found.token_counts.sum()) <= int(found.needed) * case.num_tokens or path != "union"
     finite_rows = tensors["x"].isfinite().all(1)
-    if (
-        case.nonfinite
-    ):  # as in a dense layer it may reach all weights' gradients; y and dx it reaches in its own row only
+    if case.nonfinite:  # as in a dense layer it may reach all weights' gradients; y and dx it reaches in its own row only
         assert torch.equal(got["y"].isnan().any(1), expected["y"][0].isnan().any(1))
         got = {name: got[name][finite_rows] for name in ("y", "x")}
     num_active = int(active[finite_rows].sum())
@@ -336,7 +368,9 @@ def check_training(case: Case, device: torch.device | str, path: str, capacity: 
         wanted = wanted if name == "l1" else wanted.to(case.dtype).double()
         if case.values == "integer":
             known = bound <= LARGEST
-            assert torch.equal(value.double()[known], wanted[known]), f"{name} differs from the rounded result"
+            assert torch.equal(value.double()[known], wanted[known]), (
+                f"{name} differs from the rounded result"
+            )
             continue
         limit = TOLERANCE[case.dtype]
         few = num_active < FEW or int((wanted != 0).sum()) < FEW
@@ -345,7 +379,9 @@ def check_training(case: Case, device: torch.device | str, path: str, capacity: 
         else:
             wanted = expected[name][0][rows]
         fits = wanted.to(value.dtype).isfinite()  # fp16 overflows
-        scale = max(float(part[rows][fits].norm()) for part in (expected[name][0], expected[name][2]))
+        scale = max(
+            float(part[rows][fits].norm()) for part in (expected[name][0], expected[name][2])
+        )
         slack = float((most[name][0] - fewest[name][0])[rows][fits].norm())
         error = max(float((value.double() - wanted)[fits].norm()) - slack, 0.0) / (scale or 1.0)
         assert error <= limit, f"{name}: relative RMS {error:.2e} is above {limit:.2e}"  # so is NaN
@@ -366,8 +402,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
-    parser.add_argument("--training", action="store_true", help="gradients too, on the paths of training")
+    parser.add_argument(
+        "--small", action="store_true", help="the small sizes of the interpreter on a GPU too"
+    )
+    parser.add_argument(
+        "--training", action="store_true", help="gradients too, on the paths of training"
+    )
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     worst: dict[tuple[str, torch.dtype], float] = {}
@@ -377,9 +417,13 @@ def main() -> None:
         case = draw(seed, large=device == "cuda" and not options.small)
         if options.training:
             case = replace(case, path=random.Random(seed).choice(sorted(ops.TRAIN_PATHS)))
-            training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])  # else few tokens would hardly leave any list
+            training.DENSE_FROM = random.Random(seed).choice(
+                [1, 16, 64]
+            )  # else few tokens would hardly leave any list
         try:
-            error = check_training(case, device, case.path) if options.training else check(case, device)
+            error = (
+                check_training(case, device, case.path) if options.training else check(case, device)
+            )
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
             print(f"FAILED {asdict(case)}: {type(problem).__name__}: {problem}", flush=True)
@@ -387,7 +431,9 @@ def main() -> None:
         key = case.path, case.dtype
         worst[key] = max(worst.get(key, 0.0), error)
     seconds = time.monotonic() - begin
-    print(f"{options.cases} cases from {options.seed} on {device}: {failed} failed, {seconds:.0f} s")
+    print(
+        f"{options.cases} cases from {options.seed} on {device}: {failed} failed, {seconds:.0f} s"
+    )
     for (path, dtype), error in sorted(worst.items(), key=str):
         print(f"worst relative RMS  {path:8} {dtype!s:15} {error:.2e}")
     raise SystemExit(failed > 0)

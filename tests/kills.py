@@ -30,7 +30,9 @@ def start(config: TrainConfig, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(1)  # the threads of a pool are not forked, and would be waited for
+            torch.set_num_threads(
+                1
+            )  # the threads of a pool are not forked, and would be waited for
             train(config, folder, resume=results.run_state(folder) != "nothing", quiet=True)
             os._exit(0)
         except BaseException as error:  # a forked process must never return into the test runner
@@ -51,11 +53,17 @@ def differences(folder: Path, expected: Path) -> list[str]:
     found = []
     ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
     found += [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    logs = [results.load_run(path)[1].query("metric != 'tokens_per_second'") for path in (folder, expected)]
+    logs = [
+        results.load_run(path)[1].query("metric != 'tokens_per_second'")
+        for path in (folder, expected)
+    ]
     if not logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
         found.append("log.csv")
     names = {path.name for path in folder.iterdir()}
-    if names != {"config.yaml", "provenance.json", "log.csv", "model"} or not results.load_run(folder)[0]["complete"]:
+    if (
+        names != {"config.yaml", "provenance.json", "log.csv", "model"}
+        or not results.load_run(folder)[0]["complete"]
+    ):
         found.append("left-over files or an incomplete run")
     return found
 
@@ -77,7 +85,9 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
         if not os.WIFSIGNALED(status):
             if status:
                 raise AssertionError(f"the training in {run} ended with status {status}")
-            for path in sorted(run.rglob("*"), reverse=True):  # it was faster than the kill: once more
+            for path in sorted(
+                run.rglob("*"), reverse=True
+            ):  # it was faster than the kill: once more
                 path.unlink() if path.is_file() else path.rmdir()
             duration *= 0.95
             continue
@@ -98,7 +108,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = TrainConfig.load("quick", ["hidden_size=32", "intermediate_size=96", "num_layers=2", "num_heads=2"])
+    config = TrainConfig.load(
+        "quick", ["hidden_size=32", "intermediate_size=96", "num_layers=2", "num_heads=2"]
+    )
     config = TrainConfig(
         **vars(config)
         | {
@@ -109,12 +121,20 @@ def main() -> int:
             "valid_tokens": 1024,
             "valid_every": 16,
         }
-        | {"log_every": 2, "checkpoint_every": 2, "l1_coefficient": 1e-2, "l1_warmup_steps": 20, "reinit": 0.1}
+        | {
+            "log_every": 2,
+            "checkpoint_every": 2,
+            "l1_coefficient": 1e-2,
+            "l1_warmup_steps": 20,
+            "reinit": 0.1,
+        }
         | {"dead_window_tokens": 2048}
     )
     config.prepare_text()
     with tempfile.TemporaryDirectory() as folder:
-        for number, (delay, step) in enumerate(kill_rounds(config, Path(folder), options.kills, options.seed), 1):
+        for number, (delay, step) in enumerate(
+            kill_rounds(config, Path(folder), options.kills, options.seed), 1
+        ):
             print(
                 f"kill {number}/{options.kills} after {delay:.2f} s, checkpoint of step {step}: resumed exactly",
                 flush=True,

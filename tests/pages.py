@@ -28,7 +28,9 @@ ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
 LANGUAGES = ("bash", "python")
 OTHER_NAMES = ("sh", "shell", "console", "zsh", "py", "python3", "pycon")
-BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.M | re.S)
+BLOCK = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.M | re.S
+)
 MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
 # A page runs in a folder with links to the checkout: code as linked folders, data as folders of links, where new files
 # do not reach the checkout.
@@ -93,9 +95,13 @@ def blocks(page: str, text: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         needs = markers.pop(line - 1, None)
         if needs is not None and needs not in NEEDS:
-            raise ValueError(f"{page}:{line - 1}: a block needs {needs!r}; use one of {', '.join(NEEDS)}")
+            raise ValueError(
+                f"{page}:{line - 1}: a block needs {needs!r}; use one of {', '.join(NEEDS)}"
+            )
         if match["language"] in OTHER_NAMES:
-            raise ValueError(f"{page}:{line}: a block of {match['language']}; write bash or python, or text")
+            raise ValueError(
+                f"{page}:{line}: a block of {match['language']}; write bash or python, or text"
+            )
         if match["language"] in LANGUAGES:
             code = textwrap.dedent(match["code"])
             every.append(Block(page, line, len(every) + 1, match["language"], code, needs))
@@ -120,15 +126,32 @@ def run(every: list[Block], folder: Path, seconds: float = SECONDS_A_PAGE) -> st
     """Run blocks of one page in a folder; return None, or which one failed and what it printed."""
     if not every:
         return None
-    env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TRITON_INTERPRET", "PYTHONPATH")
+    }
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "Agg",
+    }
     # Several pages may run at once: threads that wait for each other's cores are twenty times slower.
     env = {"OMP_NUM_THREADS": "1", "TWELL_CACHE": str(folder / ".cache")} | env
-    given = json.dumps([every[0].page, [(block.language, block.line, block.code) for block in every]])
+    given = json.dumps(
+        [every[0].page, [(block.language, block.line, block.code) for block in every]]
+    )
     with open(folder / ".output", "w+b") as output:
         try:
             command = [sys.executable, "-c", DRIVER, given]
-            end = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=seconds)
+            end = subprocess.run(
+                command,
+                cwd=folder,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+            )
             status = "failed" if end.returncode else None
         except subprocess.TimeoutExpired:
             status = f"did not end within the {seconds:.0f} seconds of a page"
@@ -150,7 +173,8 @@ def commands(code: str) -> Iterator[list[str]]:
         for word in [*words, ";"]:
             if word and set(word) <= set(";&|()"):
                 while command and (
-                    re.match(r"\w+=", command[0]) or command[0] in ("do", "then", "else", "if", "!", "time")
+                    re.match(r"\w+=", command[0])
+                    or command[0] in ("do", "then", "else", "if", "!", "time")
                 ):
                     command.pop(0)
                 if command:
@@ -162,7 +186,9 @@ def commands(code: str) -> Iterator[list[str]]:
 
 def parse(block: Block) -> str | None:
     """Check a block that does not run here; return None, or what is wrong with it."""
-    wrong = mistakes_in_bash(block.code) if block.language == "bash" else mistakes_in_python(block.code)
+    wrong = (
+        mistakes_in_bash(block.code) if block.language == "bash" else mistakes_in_python(block.code)
+    )
     return "\n".join([f"{block} (parsed only)", *wrong]) if wrong else None
 
 
@@ -171,7 +197,11 @@ def mistakes_in_bash(code: str) -> list[str]:
     done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
     if done.returncode:
         return [done.stderr.strip()]
-    return [f"{shlex.join(words)}: {wrong}" for words in commands(code) if (wrong := mistake_in_command(words))]
+    return [
+        f"{shlex.join(words)}: {wrong}"
+        for words in commands(code)
+        if (wrong := mistake_in_command(words))
+    ]
 
 
 def mistake_in_command(words: list[str]) -> str | None:
@@ -190,7 +220,11 @@ def mistake_in_command(words: list[str]) -> str | None:
         program, arguments = "python", ["-m", program, *arguments]
     if program in ("python", "python3") and arguments[:1] == ["-m"] and len(arguments) > 1:
         return mistake_in_module(arguments[1], arguments[2:])
-    if program in ("python", "python3", "bash", "sh") and arguments and arguments[0].endswith((".py", ".sh")):
+    if (
+        program in ("python", "python3", "bash", "sh")
+        and arguments
+        and arguments[0].endswith((".py", ".sh"))
+    ):
         return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
     if program == "twell":
         return mistake_in_module("twell", arguments)
@@ -198,7 +232,9 @@ def mistake_in_command(words: list[str]) -> str | None:
         return mistake_in_module("pytest", arguments)
     if program == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        missing = [word for word in arguments if re.fullmatch(r"[a-z_]+", word) and word not in targets]
+        missing = [
+            word for word in arguments if re.fullmatch(r"[a-z_]+", word) and word not in targets
+        ]
         return f"no target {', '.join(missing)} in the Makefile" if missing else None
     return None
 
@@ -210,17 +246,25 @@ def mistake_in_module(module: str, arguments: list[str]) -> str | None:
             return wrong
         return mistake_in_fields(options.config, options.overrides)
     if module == "pytest":
-        paths = [word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)]
+        paths = [
+            word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)
+        ]
         for path, _, name in paths:
             if not (ROOT / path).exists():
                 return f"there is no {path}"
-            if name and not re.search(rf"(def|class) {re.escape(name.split('[')[0].split('::')[-1])}\b", _read(path)):
+            if name and not re.search(
+                rf"(def|class) {re.escape(name.split('[')[0].split('::')[-1])}\b", _read(path)
+            ):
                 return f"there is no {name} in {path}"
     if module.partition(".")[0] in ("tests", "scripts"):
         path = module.replace(".", "/") + ".py"
         if not (ROOT / path).is_file():
             return f"there is no {path}"
-        unknown = [word for word in arguments if word.startswith("--") and f'"{word.split("=")[0]}"' not in _read(path)]
+        unknown = [
+            word
+            for word in arguments
+            if word.startswith("--") and f'"{word.split("=")[0]}"' not in _read(path)
+        ]
         return f"{path} has no option {', '.join(unknown)}" if unknown else None
     return None
 
@@ -231,10 +275,15 @@ def mistake_in_fields(config: str, overrides: list[str]) -> str | None:
 
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     of_shell = [override for override in overrides if "$" in override]
-    if unknown := [word for word in of_shell if "=" in word and word.partition("=")[0] not in known]:
+    if unknown := [
+        word for word in of_shell if "=" in word and word.partition("=")[0] not in known
+    ]:
         return f"unknown field in {', '.join(unknown)}"
     try:
-        TrainConfig.load("quick" if "$" in config else config, [word for word in overrides if word not in of_shell])
+        TrainConfig.load(
+            "quick" if "$" in config else config,
+            [word for word in overrides if word not in of_shell],
+        )
     except (ValueError, TypeError, FileNotFoundError) as error:
         return str(error)
     return None
@@ -248,7 +297,9 @@ def parsed(argparser, arguments: list[str]) -> tuple:
             return argparser.parse_args(arguments), None
     except SystemExit as end:
         wrong = errors.getvalue().strip().splitlines()[-1] if end.code else None
-        return None, None if wrong and re.search(r"invalid .*'\$", wrong) else wrong  # a variable of the shell
+        return None, None if wrong and re.search(
+            r"invalid .*'\$", wrong
+        ) else wrong  # a variable of the shell
 
 
 def mistakes_in_python(code: str) -> list[str]:
@@ -265,7 +316,11 @@ def mistakes_in_python(code: str) -> list[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return [f"there is no {name}" for name in sorted(names) if re.match(r"twell\.[\w.]+$", name) and not exists(name)]
+    return [
+        f"there is no {name}"
+        for name in sorted(names)
+        if re.match(r"twell\.[\w.]+$", name) and not exists(name)
+    ]
 
 
 def exists(name: str) -> bool:
@@ -309,7 +364,11 @@ def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
         line = text.count("\n", 0, begin) + 1
         if not (root / path).exists():
             wrong.append(f"{page}:{line}: there is no {path}")
-        elif anchor and path.endswith(".md") and anchor not in anchors((root / path).read_text(encoding="utf-8")):
+        elif (
+            anchor
+            and path.endswith(".md")
+            and anchor not in anchors((root / path).read_text(encoding="utf-8"))
+        ):
             wrong.append(f"{page}:{line}: {path} has no heading #{anchor}")
     return wrong
 
@@ -319,12 +378,16 @@ def unexplained(text: str, terms: dict[str, str]) -> list[str]:
 
     terms: anchors of the glossary, each with a regular expression of the words for it.
     """
-    prose = re.sub(r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), builder().prose(text), flags=re.M)
+    prose = re.sub(
+        r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), builder().prose(text), flags=re.M
+    )
     linked = {}
     for match, begin, end, target in builder().targets(text):
         if "glossary.md#" in target:
             linked.setdefault(target.partition("#")[2], match.start())
-        prose = prose[:begin] + " " * (end - begin) + prose[end:]  # the addresses of links are no prose
+        prose = (
+            prose[:begin] + " " * (end - begin) + prose[end:]
+        )  # the addresses of links are no prose
     missing = []
     for anchor, pattern in terms.items():
         first = re.search(rf"(?<![\w-])(?:{pattern})", prose, re.I)

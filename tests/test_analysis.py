@@ -82,7 +82,9 @@ def test_per_token_leaves_rare_ones_out():
     trace, _ = make_trace(secrets.randbits(32))
     every = analysis.per_token(trace, min_count=1)
     half = int(every["count"].median())
-    assert set(analysis.per_token(trace, min_count=half)["count"]) == {n for n in every["count"] if n >= half}
+    assert set(analysis.per_token(trace, min_count=half)["count"]) == {
+        n for n in every["count"] if n >= half
+    }
     frequent = analysis.per_token(trace, min_frequency=half / 60, min_count=1)
     assert frequent["count"].min() == min(n for n in every["count"] if n >= half)
     assert analysis.per_token(trace, min_count=61).empty
@@ -95,7 +97,9 @@ def test_by_position(traced):
     for row in table.itertuples():
         places = [at for at in range(trace.num_tokens) if trace.position[at] == row.position]
         assert row.n == len(places)
-        assert row.mean_active == pytest.approx(mask[:, places].sum() / (3 * len(places)), rel=1e-12)
+        assert row.mean_active == pytest.approx(
+            mask[:, places].sum() / (3 * len(places)), rel=1e-12
+        )
 
 
 def test_by_neuron_counts_stored_zeros_as_active(traced):
@@ -159,16 +163,21 @@ def test_tile_overflow(traced):
     for row in table.itertuples():
         assert row.capacity == 64 // row.compression - 1
         over = [
-            [token[start : start + 64].sum() > row.capacity for start in range(0, 300, 64)] for token in mask[row.layer]
+            [token[start : start + 64].sum() > row.capacity for start in range(0, 300, 64)]
+            for token in mask[row.layer]
         ]
-        assert row.overflow_rows == pytest.approx(sum(any(token) for token in over) / len(over), abs=1e-12)
+        assert row.overflow_rows == pytest.approx(
+            sum(any(token) for token in over) / len(over), abs=1e-12
+        )
         assert row.overflow_tiles == pytest.approx(np.mean(over), abs=1e-12)
     with pytest.raises(ValueError, match="compression 7 does not divide tile_n 64"):
         analysis.tile_overflow(trace, tile_n=64, compressions=(7,))
 
 
 def test_an_aggregate_has_the_tables_of_its_trace(traced):
-    longer = make_trace(secrets.randbits(32), num_tokens=1100)  # more than four of the largest blocks
+    longer = make_trace(
+        secrets.randbits(32), num_tokens=1100
+    )  # more than four of the largest blocks
     for trace, _ in (traced, longer):
         counted = aggregate_of(trace)
         for table in (
@@ -190,16 +199,20 @@ def test_an_aggregate_has_the_tables_of_its_trace(traced):
 
 def test_an_aggregate_says_what_it_did_not_count():
     counted = aggregate_of(make_trace(secrets.randbits(32))[0])
-    with pytest.raises(ValueError, match="block 48 was not counted; the aggregate has 16, 32, 64, 128, 256"):
+    with pytest.raises(
+        ValueError, match="block 48 was not counted; the aggregate has 16, 32, 64, 128, 256"
+    ):
         analysis.union_sizes(counted, blocks=(16, 48))
     with pytest.raises(ValueError, match="tile_n 64 was not counted; the aggregate has 256"):
         analysis.tile_overflow(counted, tile_n=64)
-    with pytest.raises(ValueError, match="compression 32 was not counted; the aggregate has 2, 4, 8, 16"):
+    with pytest.raises(
+        ValueError, match="compression 32 was not counted; the aggregate has 2, 4, 8, 16"
+    ):
         analysis.tile_overflow(counted, compressions=(32,))
 
 
 def test_tile_overflow_is_that_of_the_format():
-    from twell.format import PackedTwELL
+    from twell.sparse.formats import PackedTwELL
 
     trace, mask = make_trace(secrets.randbits(32))
     dense = torch.from_numpy(mask[1]).bfloat16()
@@ -229,7 +242,11 @@ def test_specific(traced, to):
     expected = {}
     for layer, neuron in np.ndindex(3, 300):
         fires = mask[layer, kept, neuron]
-        known = [v for v in set(label.tolist()) if (label == v).sum() >= 2 and (fires & (label == v)).any()]
+        known = [
+            v
+            for v in set(label.tolist())
+            if (label == v).sum() >= 2 and (fires & (label == v)).any()
+        ]
         if fires.sum() >= 2 and known:
             expected[layer, neuron] = {v: correlation(fires, label == v) for v in known}
     found = table.set_index(["layer", "neuron"])
@@ -240,7 +257,11 @@ def test_specific(traced, to):
         fires, here = mask[layer, kept, neuron], label == chosen
         assert row["phi"] == pytest.approx(max(expected[layer, neuron].values()), abs=1e-9)
         assert row["phi"] == pytest.approx(expected[layer, neuron][chosen], abs=1e-9)
-        assert (row["fires"], row["count"], row["both"]) == (fires.sum(), here.sum(), (fires & here).sum())
+        assert (row["fires"], row["count"], row["both"]) == (
+            fires.sum(),
+            here.sum(),
+            (fires & here).sum(),
+        )
         assert row["share"] == pytest.approx((fires & here).sum() / fires.sum())
         assert row["coverage"] == pytest.approx((fires & here).sum() / here.sum())
         assert row["lift"] == pytest.approx(row["share"] / here.mean())
@@ -262,8 +283,12 @@ def test_together(traced, other):
     enough = (first.sum(0) >= 2)[:, None] & (second.sum(0) >= 2) & (both > 0)
     if other is None:
         enough &= np.triu(np.ones_like(both, bool), 1)
-    assert sorted(zip(table["neuron"], table["other"], strict=True)) == sorted(map(tuple, np.argwhere(enough).tolist()))
-    assert set(table["layer"]) <= {1} and set(table["other_layer"]) <= {1 if other is None else other}
+    assert sorted(zip(table["neuron"], table["other"], strict=True)) == sorted(
+        map(tuple, np.argwhere(enough).tolist())
+    )
+    assert set(table["layer"]) <= {1} and set(table["other_layer"]) <= {
+        1 if other is None else other
+    }
     for row in table.sample(min(len(table), 40)).itertuples():
         a, b = first[:, row.neuron], second[:, row.other]
         assert (row.fires, row.other_fires, row.both) == (a.sum(), b.sum(), (a & b).sum())
@@ -285,7 +310,11 @@ def test_surprise(traced):
         first = trace.position[token] == 0
         assert math.isnan(row["surprise"]) if first else row["surprise"] == -trace.logprob[token]
         last = token + 1 == trace.num_tokens or trace.sequence[token + 1] != trace.sequence[token]
-        assert math.isnan(row["next_surprise"]) if last else row["next_surprise"] == -trace.logprob[token + 1]
+        assert (
+            math.isnan(row["next_surprise"])
+            if last
+            else row["next_surprise"] == -trace.logprob[token + 1]
+        )
 
 
 def test_surprise_correlation_has_the_interval_of_blocks():
@@ -302,12 +331,16 @@ def test_surprise_correlation_has_the_interval_of_blocks():
         active = mask.sum(-1).mean(0) if layer < 0 else mask[layer].sum(-1)
         pairs = pd.DataFrame({"x": active[kept.index], "y": kept[of]}).dropna()
         assert row["n"] == len(pairs)
-        assert row["spearman"] == pytest.approx(pairs["x"].corr(pairs["y"], method="spearman"), abs=1e-9)
+        assert row["spearman"] == pytest.approx(
+            pairs["x"].corr(pairs["y"], method="spearman"), abs=1e-9
+        )
         assert row["low"] < row["spearman"] < row["high"]
         if layer in (1, -1):
             continue
         # 200 blocks of 7 and 8 tokens that do not depend on each other: nearly the interval of single tokens.
-        assert (row["high"] - row["low"]) / (2 * 1.96 / math.sqrt(row["n"])) == pytest.approx(1, abs=0.5)
+        assert (row["high"] - row["low"]) / (2 * 1.96 / math.sqrt(row["n"])) == pytest.approx(
+            1, abs=0.5
+        )
     assert table.loc[("surprise", 1), "low"] > 0.3
     few = analysis.surprise_correlation(make_trace(seed, num_tokens=60)[0], block=64)
     assert few[["low", "high"]].isna().all(axis=None)
@@ -331,9 +364,14 @@ def test_repeated_tokens_are_no_more_witnesses():
         values=np.ones(counts.sum(), np.float32),
         intermediate_size=300,
     )
-    one, four = (analysis.surprise_correlation(t, block=128).query("of == 'surprise'") for t in (trace, copied))
+    one, four = (
+        analysis.surprise_correlation(t, block=128).query("of == 'surprise'")
+        for t in (trace, copied)
+    )
     ratio = (four["high"] - four["low"]) / (one["high"] - one["low"])
-    np.testing.assert_allclose(ratio, 1, rtol=1e-6)  # of tokens that count one by one it would be half
+    np.testing.assert_allclose(
+        ratio, 1, rtol=1e-6
+    )  # of tokens that count one by one it would be half
 
 
 def test_by_surprise(traced):
@@ -353,12 +391,23 @@ def test_by_surprise(traced):
 def make_run(name, l1, loss, silenced, active, dead=(0.0, 0.0), window=(), complete=True, **config):
     """One run with a first and a last validation; active and dead for each layer, window the dead fractions seen."""
     rows = [(0, "valid", None, "cross_entropy", 9.0), (10, "valid", None, "cross_entropy", loss)]
-    rows += [(5, "valid", None, "cross_entropy", 99.0), (10, "valid", None, "cross_entropy_silenced", silenced)]
+    rows += [
+        (5, "valid", None, "cross_entropy", 99.0),
+        (10, "valid", None, "cross_entropy_silenced", silenced),
+    ]
     for layer in range(2):
-        rows += [(0, "valid", layer, "active_mean", 50.0 + layer), (5, "valid", layer, "active_mean", 77.0)]
-        rows += [(10, "valid", layer, "active_mean", active[layer]), (0, "valid", layer, "dead_fraction", 0.9)]
+        rows += [
+            (0, "valid", layer, "active_mean", 50.0 + layer),
+            (5, "valid", layer, "active_mean", 77.0),
+        ]
+        rows += [
+            (10, "valid", layer, "active_mean", active[layer]),
+            (0, "valid", layer, "dead_fraction", 0.9),
+        ]
         rows += [(10, "valid", layer, "dead_fraction", dead[layer])]
-        rows += [(step, "train", layer, "dead_fraction", value) for step, value in enumerate(window)]
+        rows += [
+            (step, "train", layer, "dead_fraction", value) for step, value in enumerate(window)
+        ]
         rows += [(step, "train", layer, "active_mean", 10.0 * step + layer) for step in (4, 2, 10)]
     log = pd.DataFrame(rows, columns=["step", "split", "layer", "metric", "value"])
     log = log.assign(run=name, tokens=log["step"] * 100, layer=log["layer"].astype("Int64"))
@@ -432,9 +481,9 @@ def test_sweep_refuses_what_cannot_be_compared():
 def test_levels_are_means_over_seeds_with_their_noise():
     again = make_run("good-again", 1e-3, 4.08, 5.0, (1, 7))
     worse = make_run("worse", 1e-2, 4.5, 5.0, (1, 2))
-    table = analysis.levels(analysis.sweep(*tables(DENSE, GOOD, again, UNUSED, worse, DEAD))).set_index(
-        "l1_coefficient"
-    )
+    table = analysis.levels(
+        analysis.sweep(*tables(DENSE, GOOD, again, UNUSED, worse, DEAD))
+    ).set_index("l1_coefficient")
     good, noisy = table.loc[1e-3], table.loc[1e-2]
     assert (good["runs"], good["status"], good["run"], good["tokens"]) == (2, "alive", "good", 1000)
     assert good["cross_entropy"] == pytest.approx(4.06) and good["active"] == 3
@@ -464,7 +513,9 @@ def test_recommended_is_the_sparsest_that_is_alive_and_cheap():
 
 
 def test_the_line_through_the_levels():
-    table = pd.DataFrame({"active_fraction": [0.4, 0.1, 0.025, 0.001], "cross_entropy_change": [0.0, 1.0, 5.0, 0.1]})
+    table = pd.DataFrame(
+        {"active_fraction": [0.4, 0.1, 0.025, 0.001], "cross_entropy_change": [0.0, 1.0, 5.0, 0.1]}
+    )
     table["status"] = ["alive", "alive", "alive", "unused"]
     assert analysis.price_at(table, 0.1) == pytest.approx(1.0)
     assert analysis.price_at(table, 0.05) == pytest.approx(3.0)  # half way in logarithms
@@ -474,7 +525,9 @@ def test_the_line_through_the_levels():
     assert analysis.activity_at(table, 1.0) == pytest.approx(0.1)
     assert analysis.activity_at(table, 9.0) == pytest.approx(0.025)
     assert math.isnan(analysis.activity_at(table, -1.0))
-    assert math.isnan(analysis.price_at(table[:0], 0.1)) and math.isnan(analysis.activity_at(table[:0]))
+    assert math.isnan(analysis.price_at(table[:0], 0.1)) and math.isnan(
+        analysis.activity_at(table[:0])
+    )
     # A dip: the sparsest place that is cheap enough counts, not what lies between.
     dip = table.assign(cross_entropy_change=[0.0, 3.0, 1.0, 0.0])
     assert analysis.activity_at(dip, 2.0) == pytest.approx(0.025)
@@ -493,23 +546,38 @@ def test_training_curves():
     only = analysis.training_curves(runs[runs["run"] == "good"], log, "dead_fraction")
     assert only["value"].tolist() == [0.1, 0.3, 0.5]
     assert analysis.training_curves(*tables(DENSE), "dead_fraction").empty
-    with pytest.raises(ValueError, match="no run logged 'actve'; the log has active_mean, cross_entropy"):
+    with pytest.raises(
+        ValueError, match="no run logged 'actve'; the log has active_mean, cross_entropy"
+    ):
         analysis.training_curves(runs, log, "actve")
 
 
 def test_runs_in_a_list():
     runs, log = tables(GOOD, UNFINISHED, DENSE)
     runs = runs.assign(parameters=[10, 20, 30], seed=[1, 2, 3], device="here")
-    speed = pd.DataFrame({"run": "good", "step": [1, 2, 3], "split": "train", "metric": "tokens_per_second"})
+    speed = pd.DataFrame(
+        {"run": "good", "step": [1, 2, 3], "split": "train", "metric": "tokens_per_second"}
+    )
     log = pd.concat([log, speed.assign(value=[5.0, 1.0, 7.0])], ignore_index=True)
     table = analysis.list_runs(runs, log).set_index("run")
     assert list(table.index) == ["dense", "good", "unfinished"]
     good = table.loc["good"]
-    assert (good["parameters"], good["tokens"], good["l1_coefficient"], good["seed"]) == (10, 1000, 1e-3, 1)
+    assert (good["parameters"], good["tokens"], good["l1_coefficient"], good["seed"]) == (
+        10,
+        1000,
+        1e-3,
+        1,
+    )
     assert (good["cross_entropy"], good["active"], good["active_fraction"]) == (4.04, 2, 0.02)
     assert good["dead_fraction"] == pytest.approx(0.3) and good["tokens_per_second"] == 5
-    assert math.isnan(table.loc["dense", "tokens_per_second"]) and not table.loc["unfinished", "complete"]
-    with pytest.raises(ValueError, match="unfinished has no parameters in config.yaml and provenance.json; put back"):
+    assert (
+        math.isnan(table.loc["dense", "tokens_per_second"])
+        and not table.loc["unfinished", "complete"]
+    )
+    with pytest.raises(
+        ValueError,
+        match="unfinished has no parameters in config.yaml and provenance.json; put back",
+    ):
         analysis.list_runs(runs.assign(parameters=[10, None, 30]), log)
 
 
@@ -524,14 +592,26 @@ def test_layers_as_a_log_has_them():
     _, log = tables(GOOD)
     more = {"run": "good", "tokens": 1000, "split": "valid"}
     rows = [
-        (10, layer, metric, value) for layer in (0, 1) for metric, value in (("active_p99", 7.0), ("active_max", 9.0))
+        (10, layer, metric, value)
+        for layer in (0, 1)
+        for metric, value in (("active_p99", 7.0), ("active_max", 9.0))
     ]
     rows += [(5, 0, "active_p99", 70.0), (5, 0, "active_max", 90.0)]
-    more = pd.DataFrame(rows, columns=["step", "layer", "metric", "value"]).assign(**more).astype({"layer": "Int64"})
+    more = (
+        pd.DataFrame(rows, columns=["step", "layer", "metric", "value"])
+        .assign(**more)
+        .astype({"layer": "Int64"})
+    )
     table = analysis.logged_layers(pd.concat([log, more], ignore_index=True), 100)
-    assert table["layer"].tolist() == [0, 1] and table["mean"].tolist() == [3, 1] and table["max"].tolist() == [9, 9]
+    assert (
+        table["layer"].tolist() == [0, 1]
+        and table["mean"].tolist() == [3, 1]
+        and table["max"].tolist() == [9, 9]
+    )
     assert table["p99"].tolist() == [7, 7] and table["dead"].tolist() == [0.2, 0.4]
-    assert table["active_fraction"].tolist() == [0.03, 0.01] and table["max_over_mean"].tolist() == [3, 9]
+    assert table["active_fraction"].tolist() == [0.03, 0.01] and table[
+        "max_over_mean"
+    ].tolist() == [3, 9]
     with pytest.raises(ValueError, match="no validation"):
         analysis.logged_layers(log[log["split"] == "train"], 100)
 
@@ -550,9 +630,13 @@ def family(reinit=0.0, warm_active=8.0, silu=-1.0, without=40.0):
     wide = {"gated": False, "intermediate_size": 150}
     runs = [made(f"l1-0-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.2, 0.2))]
     runs += [
-        made(f"l1-a-{seed}", 1e-3, price, active, without) for seed, price, active in ((0, 1.0, 1.98), (1, 1.0, 2.02))
+        made(f"l1-a-{seed}", 1e-3, price, active, without)
+        for seed, price, active in ((0, 1.0, 1.98), (1, 1.0, 2.02))
     ]
-    runs += [made("l1-b-0", 3e-3, 3.0, 1.0, 60.0), made("l1-c-0", 1e-4, 0.2, 10.0, 2.0, complete=False)]
+    runs += [
+        made("l1-b-0", 3e-3, 3.0, 1.0, 60.0),
+        made("l1-c-0", 1e-4, 0.2, 10.0, 2.0, complete=False),
+    ]
     remedies = {"l1_zero_steps": 3, "l1_warmup_steps": 5}
     runs += [made(f"reinit-{seed}", 1e-3, 1.0 + reinit, 2, 0.5, reinit=0.1) for seed in (0, 1)]
     runs += [made(f"warm-{seed}", 1e-3, 0.9, warm_active, 0.0, **remedies) for seed in (0, 1)]
@@ -571,29 +655,56 @@ def test_a_choice_is_read_from_the_configuration():
         {"l1_warmup_steps": 5},
         {"balance_every": 1},
         {"gated": False, "reinit": 0.2, "balance_every": 0},
-        {"activation": "relu", "gated": True, "reinit": 0.0, "l1_zero_steps": 0, "l1_warmup_steps": 0, "seed": 3},
+        {
+            "activation": "relu",
+            "gated": True,
+            "reinit": 0.0,
+            "l1_zero_steps": 0,
+            "l1_warmup_steps": 0,
+            "seed": 3,
+        },
     ]
-    names = ["recipe", "SiLU", "non-gated", "re-initialisation", "L1 warm-up", "L1 warm-up", "balanced columns"]
+    names = [
+        "recipe",
+        "SiLU",
+        "non-gated",
+        "re-initialisation",
+        "L1 warm-up",
+        "L1 warm-up",
+        "balanced columns",
+    ]
     names += ["non-gated + re-initialisation", "recipe"]
-    assert analysis.choice(pd.DataFrame(fields)).tolist() == names  # fields that others have are NaN here
+    assert (
+        analysis.choice(pd.DataFrame(fields)).tolist() == names
+    )  # fields that others have are NaN here
     assert [analysis.choice(pd.DataFrame([field], [7]))[7] for field in fields] == names
 
 
 def test_a_sweep_refuses_other_choices_and_settings():
     reinit = make_run("reinit", 1e-3, 4.0, 5.0, (3, 1), reinit=0.1)
     with pytest.raises(
-        ValueError, match=r"one choice; .* several: recipe \(dense\), re-initialisation \(reinit\); see"
+        ValueError,
+        match=r"one choice; .* several: recipe \(dense\), re-initialisation \(reinit\); see",
     ):
         analysis.sweep(*tables(DENSE, reinit))
-    both = tables(make_run("a", 1e-3, 4.0, 5.0, (3, 1), learning_rate=1e-3), make_run("b", 0.0, 4.0, 5.0, (3, 1)))
+    both = tables(
+        make_run("a", 1e-3, 4.0, 5.0, (3, 1), learning_rate=1e-3),
+        make_run("b", 0.0, 4.0, 5.0, (3, 1)),
+    )
     assert len(analysis.sweep(*both)) == 2  # the second is older than the field
     runs, log = tables(
-        *(make_run(name, 0.0, 4.0, 5.0, (3, 1), learning_rate=rate) for name, rate in (("a", 1), ("b", 2)))
+        *(
+            make_run(name, 0.0, 4.0, 5.0, (3, 1), learning_rate=rate)
+            for name, rate in (("a", 1), ("b", 2))
+        )
     )
     with pytest.raises(ValueError, match=r"these differ in learning_rate: 1 \(a\), 2 \(b\)"):
         analysis.sweep(runs, log)
     analysis.sweep(runs.assign(learning_rate=1, seed=[0, 1], backend=["dense", "triton"]), log)
-    twice = [make_run(name, 1e-3, 4.0, 5.0, (3, 1), reinit=share) for name, share in (("a", 0.1), ("b", 0.2))]
+    twice = [
+        make_run(name, 1e-3, 4.0, 5.0, (3, 1), reinit=share)
+        for name, share in (("a", 0.1), ("b", 0.2))
+    ]
     with pytest.raises(ValueError, match="these differ in reinit"):
         analysis.sweep(*tables(*twice))
 
@@ -601,14 +712,29 @@ def test_a_sweep_refuses_other_choices_and_settings():
 def test_choices_are_beside_the_recipe():
     table = analysis.choices(*tables(*family())).set_index("run")
     assert table["choice"].unique().tolist()[0] == "recipe" and "l1-c-0" not in table.index
-    assert table.loc["silu-0", "cross_entropy_change"] == pytest.approx(-1)  # over the recipe at L1 = 0
+    assert table.loc["silu-0", "cross_entropy_change"] == pytest.approx(
+        -1
+    )  # over the recipe at L1 = 0
     assert table.loc["wide-a", "cross_entropy_change"] == pytest.approx(1.1)
-    assert table.loc["wide-a", "active_fraction"] == 0.02 and table.loc["ours", "active_fraction"] == 0.02
-    levels = analysis.levels(analysis.choices(*tables(*family()))).set_index(["choice", "l1_coefficient"])
-    assert levels.loc[("recipe", 1e-3), "runs"] == 2 and levels.loc[("re-initialisation", 1e-3), "runs"] == 2
-    assert levels.loc[("recipe", 1e-3), "active"] == pytest.approx(2) and levels.loc[("SiLU", 0.0), "active"] == 100
+    assert (
+        table.loc["wide-a", "active_fraction"] == 0.02
+        and table.loc["ours", "active_fraction"] == 0.02
+    )
+    levels = analysis.levels(analysis.choices(*tables(*family()))).set_index(
+        ["choice", "l1_coefficient"]
+    )
+    assert (
+        levels.loc[("recipe", 1e-3), "runs"] == 2
+        and levels.loc[("re-initialisation", 1e-3), "runs"] == 2
+    )
+    assert (
+        levels.loc[("recipe", 1e-3), "active"] == pytest.approx(2)
+        and levels.loc[("SiLU", 0.0), "active"] == 100
+    )
     longer = make_run("longer", 0.0, 4.0, 5.0, (1, 1), activation="silu", tokens=2000)
-    with pytest.raises(ValueError, match="one size and token budget; these differ in tokens: 1000 .*, 2000"):
+    with pytest.raises(
+        ValueError, match="one size and token budget; these differ in tokens: 1000 .*, 2000"
+    ):
         analysis.choices(*tables(*family(), longer))
     assert analysis.choices(*tables(UNFINISHED)).empty
     assert analysis.choices(pd.DataFrame(), pd.DataFrame()).empty
@@ -616,7 +742,9 @@ def test_choices_are_beside_the_recipe():
 
 def test_the_level_of_most_runs_is_compared():
     assert analysis.compared_level(analysis.choices(*tables(*family()))) == 1e-3
-    assert analysis.compared_level(analysis.choices(*tables(DENSE, UNUSED, GOOD))) == 1e-3  # the lowest of equals
+    assert (
+        analysis.compared_level(analysis.choices(*tables(DENSE, UNUSED, GOOD))) == 1e-3
+    )  # the lowest of equals
     assert math.isnan(analysis.compared_level(analysis.choices(*tables(DENSE))))
 
 
@@ -629,7 +757,9 @@ def test_noise_is_pooled_over_settings():
     deviation, freedom = analysis.seed_noise(table, "cross_entropy_change")
     assert freedom == 4 and deviation == pytest.approx(math.sqrt((2 * 1 + 1 * 2 + 1 * 8) / 4))
     deviation, freedom = analysis.seed_noise(table, "active_fraction")
-    assert freedom == 2 and deviation == pytest.approx(math.log(2))  # neither SiLU nor runs that are all equal
+    assert freedom == 2 and deviation == pytest.approx(
+        math.log(2)
+    )  # neither SiLU nor runs that are all equal
     deviation, freedom = analysis.seed_noise(table, "dead_fraction_train")
     assert freedom == 1 and deviation == pytest.approx(0.5 / math.sqrt(2))
     # Student's t: 2.776445 at 97.5% with four degrees of freedom.
@@ -647,11 +777,17 @@ def test_a_difference_is_one_only_above_the_noise():
     # One setting with two seeds that differ: 0.4 / sqrt(2); the others are equal and left out.
     limit = 12.7062047 * 0.4 / math.sqrt(2)
     found = analysis.contrast(table, price, ("SiLU", 0.0), recipe)
-    assert (found["runs"], found["other_runs"]) == (2, 2) and found["difference"] == pytest.approx(-1)
+    assert (found["runs"], found["other_runs"]) == (2, 2) and found["difference"] == pytest.approx(
+        -1
+    )
     assert found["limit"] == pytest.approx(limit) and found["verdict"] == "within noise"
-    assert analysis.contrast(table, price, ("recipe", 3e-3), recipe)["limit"] == pytest.approx(limit * math.sqrt(1.5))
+    assert analysis.contrast(table, price, ("recipe", 3e-3), recipe)["limit"] == pytest.approx(
+        limit * math.sqrt(1.5)
+    )
     for change, verdict in ((3.7, "more"), (-3.7, "less"), (3.5, "within noise")):
-        other = table.assign(cross_entropy_change=table[price].where(table["choice"] != "SiLU", change))
+        other = table.assign(
+            cross_entropy_change=table[price].where(table["choice"] != "SiLU", change)
+        )
         assert analysis.contrast(other, price, ("SiLU", 0.0), recipe)["verdict"] == verdict
     assert analysis.contrast(table, price, ("SiLU", 1e-3), recipe)["verdict"] == ""
     single = table.drop_duplicates(["choice", "l1_coefficient"])
@@ -669,28 +805,40 @@ def test_a_difference_is_one_only_above_the_noise():
 
 
 def test_choices_beside_the_line_of_the_recipe():
-    rows = analysis.against_frontier(analysis.choices(*tables(*family(warm_active=math.sqrt(2 * 20))))).set_index(
-        "choice"
-    )
+    rows = analysis.against_frontier(
+        analysis.choices(*tables(*family(warm_active=math.sqrt(2 * 20))))
+    ).set_index("choice")
     assert set(rows.index) == {"L1 warm-up", "re-initialisation", "balanced columns"}
     limit = 12.7062047 * 0.4 / math.sqrt(2)
     warm, ours = rows.loc["L1 warm-up"], rows.loc["balanced columns"]
     assert warm["line_price"] == pytest.approx(0.5) and warm["difference"] == pytest.approx(
         0.4
     )  # half way in logarithms
-    assert warm["line_dead"] == pytest.approx(0.2) and warm["dead"] == 0 and warm["verdict"] == "within noise"
-    assert warm["limit"] == pytest.approx(limit * math.sqrt(1 / 2 + 2 * 0.5**2 / 2))  # two seeds at both ends
+    assert (
+        warm["line_dead"] == pytest.approx(0.2)
+        and warm["dead"] == 0
+        and warm["verdict"] == "within noise"
+    )
+    assert warm["limit"] == pytest.approx(
+        limit * math.sqrt(1 / 2 + 2 * 0.5**2 / 2)
+    )  # two seeds at both ends
     assert ours["line_active_fraction"] == pytest.approx(0.2 * 0.1**0.25)
     dense = made("dense too", 0.0, 0.0, 40.0, 0.0, balance_every=1)
     outside = (
-        analysis.against_frontier(analysis.choices(*tables(*family(), dense))).query("l1_coefficient == 0").iloc[0]
+        analysis.against_frontier(analysis.choices(*tables(*family(), dense)))
+        .query("l1_coefficient == 0")
+        .iloc[0]
     )
     assert math.isnan(outside["line_price"]) and outside["verdict"] == ""
     sparser = made("sparser", 3e-3, 2.0, math.sqrt(2), 10.0, balance_every=1)
     row = (
-        analysis.against_frontier(analysis.choices(*tables(*family(), sparser))).query("l1_coefficient == 3e-3").iloc[0]
+        analysis.against_frontier(analysis.choices(*tables(*family(), sparser)))
+        .query("l1_coefficient == 3e-3")
+        .iloc[0]
     )
-    assert row["limit"] == pytest.approx(limit * math.sqrt(1 + 0.5**2 / 1 + 0.5**2 / 2))  # between one run and two
+    assert row["limit"] == pytest.approx(
+        limit * math.sqrt(1 + 0.5**2 / 1 + 0.5**2 / 2)
+    )  # between one run and two
     # A level whose feed-forward layers are unused is no end of the line.
     sparser = made("sparser", 3e-3, 2.0, 0.5, 10.0, balance_every=1)
     unused = make_run("unused", 1e-2, 4.4, 4.41, (0.1, 0.1), window=(0.9,))
@@ -704,17 +852,32 @@ def test_choices_beside_the_line_of_the_recipe():
 def test_tables_of_choices_beside_the_papers():
     paper, table = results.paper(), analysis.choices(*tables(*family()))
     third = analysis.choice_table(paper, table, "Table 3").set_index(["choice", "paper_l1"])
-    assert third["paper_cross_entropy"].tolist() == [2.255, 2.24, 2.297] and third["l1"].tolist() == [0, 0, 1e-3]
-    assert third.loc[("SiLU", 0), ["paper_accuracy", "paper_active", "runs", "active"]].tolist() == [47.1, 5632, 2, 100]
-    assert third.loc[("recipe", 2e-5), ["change", "active", "dead"]].tolist() == pytest.approx([1.0, 2.0, 40.0])
+    assert third["paper_cross_entropy"].tolist() == [2.255, 2.24, 2.297] and third[
+        "l1"
+    ].tolist() == [0, 0, 1e-3]
+    assert third.loc[
+        ("SiLU", 0), ["paper_accuracy", "paper_active", "runs", "active"]
+    ].tolist() == [47.1, 5632, 2, 100]
+    assert third.loc[("recipe", 2e-5), ["change", "active", "dead"]].tolist() == pytest.approx(
+        [1.0, 2.0, 40.0]
+    )
     assert third.loc[("recipe", 0), "cross_entropy_std"] == pytest.approx(4 * 0.004 / math.sqrt(2))
     fourth = analysis.choice_table(paper, table, "Table 4").set_index(["choice", "paper_l1"])
     assert fourth["paper_accuracy"].tolist() == [46.36, 46.2, 44.83, 46.57, 46.46, 44.71]
     assert fourth["change"].tolist() == pytest.approx([0, 1, np.nan, 0.1, 1.1, np.nan], nan_ok=True)
     fifth = analysis.choice_table(paper, table, "Table 5").set_index("choice")
-    assert fifth.loc["L1 warm-up", ["paper_l1", "paper_active", "l1", "active"]].tolist() == [3e-4, 108, 1e-3, 8]
-    assert fifth.loc["re-initialisation", ["paper_cross_entropy", "dead"]].tolist() == pytest.approx([2.298, 0.5])
-    nothing = analysis.choice_table(paper, analysis.choices(pd.DataFrame(), pd.DataFrame()), "Table 5")
+    assert fifth.loc["L1 warm-up", ["paper_l1", "paper_active", "l1", "active"]].tolist() == [
+        3e-4,
+        108,
+        1e-3,
+        8,
+    ]
+    assert fifth.loc[
+        "re-initialisation", ["paper_cross_entropy", "dead"]
+    ].tolist() == pytest.approx([2.298, 0.5])
+    nothing = analysis.choice_table(
+        paper, analysis.choices(pd.DataFrame(), pd.DataFrame()), "Table 5"
+    )
     assert nothing["l1"].isna().all() and nothing["paper_active"].tolist() == [911, 29, 29, 108]
     with pytest.raises(ValueError, match="'Table 6' is no table of choices"):
         analysis.choice_table(paper, table, "Table 6")
@@ -735,17 +898,37 @@ def scaled(name, parameters, l1, price, active, width=100, **config):
 
 
 def test_sizes():
-    runs = [scaled("a", 10, 0, 0, 20), scaled("b", 10, 1e-3, 1.0, 5), scaled("c", 40, 0, 0, 20, width=200)]
+    runs = [
+        scaled("a", 10, 0, 0, 20),
+        scaled("b", 10, 1e-3, 1.0, 5),
+        scaled("c", 40, 0, 0, 20, width=200),
+    ]
     runs += [scaled("d", 40, 1e-3, 1.5, 6, width=200), scaled("e", 40, 3e-3, 9, 1, width=200)]
-    runs += [scaled("f", 90, 1e-3, 1, 4, width=400), scaled("g", 99, 0, 0, 20), scaled("h", 10, 1e-3, 1, 2, reinit=0.1)]
+    runs += [
+        scaled("f", 90, 1e-3, 1, 4, width=400),
+        scaled("g", 99, 0, 0, 20),
+        scaled("h", 10, 1e-3, 1, 2, reinit=0.1),
+    ]
     runs += [scaled("i", 90, 0, 0, 50, width=400, complete=False)]
     table = analysis.sizes(*tables(*runs))
-    assert table["parameters"].tolist() == [10, 40, 90] and table["l1_coefficient"].tolist() == [1e-3] * 3
-    assert table["active"].tolist() == [5, 6, 4] and table["active_fraction"].tolist() == [0.05, 0.03, 0.01]
+    assert (
+        table["parameters"].tolist() == [10, 40, 90]
+        and table["l1_coefficient"].tolist() == [1e-3] * 3
+    )
+    assert table["active"].tolist() == [5, 6, 4] and table["active_fraction"].tolist() == [
+        0.05,
+        0.03,
+        0.01,
+    ]
     assert table["change"].tolist() == pytest.approx([1.0, 1.5, np.nan], nan_ok=True)
     assert table["tokens"].tolist() == [200, 800, 1800] and table["runs"].tolist() == [1, 1, 1]
-    assert analysis.sizes(*tables(runs[3], runs[4]))["active"].tolist() == [6]  # of levels as frequent the lowest
-    assert analysis.sizes(pd.DataFrame(), pd.DataFrame()).empty and analysis.sizes(*tables(runs[0], runs[-1])).empty
+    assert analysis.sizes(*tables(runs[3], runs[4]))["active"].tolist() == [
+        6
+    ]  # of levels as frequent the lowest
+    assert (
+        analysis.sizes(pd.DataFrame(), pd.DataFrame()).empty
+        and analysis.sizes(*tables(runs[0], runs[-1])).empty
+    )
 
 
 def test_the_papers_sizes():
@@ -761,48 +944,129 @@ def test_the_papers_sizes():
     assert (table["accuracy"] - table["accuracy_dense"]).round(1).tolist() == [0.0, 0.1, -0.2, -0.3]
 
 
-def trained(name, losses, speeds, memory=None, backend="dense", devices=1, every=1, complete=True, last=4.0, **config):
+def trained(
+    name,
+    losses,
+    speeds,
+    memory=None,
+    backend="dense",
+    devices=1,
+    every=1,
+    complete=True,
+    last=4.0,
+    **config,
+):
     """A run with a row of the log every so many steps of 100 tokens; the last validation's cross-entropy, 5 of 100 active."""
     rows = [(every * (n + 1), "train", "cross_entropy", loss) for n, loss in enumerate(losses)]
-    rows += [(every * (n + 1), "train", "tokens_per_second", speed) for n, speed in enumerate(speeds)]
+    rows += [
+        (every * (n + 1), "train", "tokens_per_second", speed) for n, speed in enumerate(speeds)
+    ]
     rows += [(every * (n + 1), "train", "peak_memory", peak) for n, peak in enumerate(memory or [])]
-    rows += [(step, "valid", "cross_entropy", value) for step, value in ((0, 9.0), (every * len(losses), last))]
+    rows += [
+        (step, "valid", "cross_entropy", value)
+        for step, value in ((0, 9.0), (every * len(losses), last))
+    ]
     log = pd.DataFrame(rows, columns=["step", "split", "metric", "value"]).assign(layer=None)
-    active = pd.DataFrame({"step": every * len(losses), "split": "valid", "metric": "active_mean", "value": [4.0, 6.0]})
-    log = pd.concat([log, active.assign(layer=[0, 1])], ignore_index=True).astype({"layer": "Int64"})
+    active = pd.DataFrame(
+        {
+            "step": every * len(losses),
+            "split": "valid",
+            "metric": "active_mean",
+            "value": [4.0, 6.0],
+        }
+    )
+    log = pd.concat([log, active.assign(layer=[0, 1])], ignore_index=True).astype(
+        {"layer": "Int64"}
+    )
     log = log.assign(run=name, tokens=100 * log["step"])
-    launched = "accelerate launch --num_processes {} -m twell train" if devices > 1 else "python -m twell train"
-    row = SHAPE | {"run": name, "complete": complete, "backend": backend, "command": launched.format(devices)}
-    row |= {"tokens": int(100 * every * len(losses)), "parameters": 7e6, "batch_tokens": 100, "vocab_size": 16_384}
+    launched = (
+        "accelerate launch --num_processes {} -m twell train"
+        if devices > 1
+        else "python -m twell train"
+    )
+    row = SHAPE | {
+        "run": name,
+        "complete": complete,
+        "backend": backend,
+        "command": launched.format(devices),
+    }
+    row |= {
+        "tokens": int(100 * every * len(losses)),
+        "parameters": 7e6,
+        "batch_tokens": 100,
+        "vocab_size": 16_384,
+    }
     return row | {"l1_coefficient": 1e-3, "seed": 0, "device": "a GPU"} | config, log
 
 
-SPARSELY = trained("a-sparse", [8, 6.5, 5, 4], [10, 20, 60, 40], [900, 700, 300, 400], "triton", last=4.1)
+SPARSELY = trained(
+    "a-sparse", [8, 6.5, 5, 4], [10, 20, 60, 40], [900, 700, 300, 400], "triton", last=4.1
+)
 DENSELY = trained("dense", [8, 6, 5, 4.5], [30, 30, 20, 20], [800, 500, 500, 500])
-BY_TWO = trained("b-two", [8, 6.5, 5, 4.25], [1, 1, 90, 100], [600, 1, 1, 200], "triton", devices=2, last=4.2)
+BY_TWO = trained(
+    "b-two", [8, 6.5, 5, 4.25], [1, 1, 90, 100], [600, 1, 1, 200], "triton", devices=2, last=4.2
+)
 
 
 def test_one_training_computed_in_several_ways():
     unfinished = trained("c-unfinished", [1, 1], [1, 1], [1, 1], "auto", complete=False, tokens=400)
-    table = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO, unfinished, DENSELY)).set_index("run")
-    assert table.index.tolist() == ["dense", "a-sparse", "b-two"]  # fewest devices first, then dense
-    assert table["way"].tolist() == ["dense, 1 device", "sparse kernels, 1 device", "sparse kernels, 2 devices"]
-    assert table["devices"].tolist() == [1, 1, 2] and table["backend"].tolist() == ["dense", "triton", "triton"]
-    assert table["cross_entropy"].tolist() == [4, 4.1, 4.2] and table["active"].tolist() == [5, 5, 5]
-    assert table["apart"].tolist() == [0, 0.5, 0.5] and table["apart_mean"].tolist() == [0, 0.25, 0.1875]
+    table = analysis.computed_otherwise(*tables(SPARSELY, BY_TWO, unfinished, DENSELY)).set_index(
+        "run"
+    )
+    assert table.index.tolist() == [
+        "dense",
+        "a-sparse",
+        "b-two",
+    ]  # fewest devices first, then dense
+    assert table["way"].tolist() == [
+        "dense, 1 device",
+        "sparse kernels, 1 device",
+        "sparse kernels, 2 devices",
+    ]
+    assert table["devices"].tolist() == [1, 1, 2] and table["backend"].tolist() == [
+        "dense",
+        "triton",
+        "triton",
+    ]
+    assert table["cross_entropy"].tolist() == [4, 4.1, 4.2] and table["active"].tolist() == [
+        5,
+        5,
+        5,
+    ]
+    assert table["apart"].tolist() == [0, 0.5, 0.5] and table["apart_mean"].tolist() == [
+        0,
+        0.25,
+        0.1875,
+    ]
     # Of four rows the last two are the second half.
-    assert table["tokens_per_second"].tolist() == [20, 50, 95] and table["peak_memory"].tolist() == [500, 400, 200]
-    assert table["peak_memory_whole"].tolist() == [800, 900, 600] and table["vocab_size"].tolist() == [16_384] * 3
+    assert table["tokens_per_second"].tolist() == [20, 50, 95] and table[
+        "peak_memory"
+    ].tolist() == [500, 400, 200]
+    assert (
+        table["peak_memory_whole"].tolist() == [800, 900, 600]
+        and table["vocab_size"].tolist() == [16_384] * 3
+    )
     pair = analysis.computed_otherwise(*tables(SPARSELY, DENSELY))
     assert pair["way"].tolist() == ["dense", "sparse kernels"]
     alone = analysis.computed_otherwise(*tables(BY_TWO))
     assert alone["way"].tolist() == ["sparse kernels, 2 devices"] and alone["apart"].tolist() == [0]
     sharded = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 -m twell train"
-    assert analysis.computed_otherwise(*tables(trained("s", [8], [1], command=sharded)))["devices"].tolist() == [4]
+    assert analysis.computed_otherwise(*tables(trained("s", [8], [1], command=sharded)))[
+        "devices"
+    ].tolist() == [4]
     curves = analysis.computed_curves(*tables(SPARSELY, unfinished))
-    assert set(curves["run"]) == {"a-sparse"} and curves["metric"].value_counts().tolist() == [4, 4, 4]
+    assert set(curves["run"]) == {"a-sparse"} and curves["metric"].value_counts().tolist() == [
+        4,
+        4,
+        4,
+    ]
     speeds = curves[curves["metric"] == "tokens_per_second"]
-    assert speeds["value"].tolist() == [10, 20, 60, 40] and speeds["tokens"].tolist() == [100, 200, 300, 400]
+    assert speeds["value"].tolist() == [10, 20, 60, 40] and speeds["tokens"].tolist() == [
+        100,
+        200,
+        300,
+        400,
+    ]
 
 
 def test_a_training_on_a_cpu_has_no_memory_and_none_has_no_rows():
@@ -815,12 +1079,21 @@ def test_a_training_on_a_cpu_has_no_memory_and_none_has_no_rows():
     half = analysis.computed_otherwise(*tables(runs[0], trained("b", [8, 4], [30, 40], [5, 6])))
     assert half["peak_memory"].tolist() == pytest.approx([6, np.nan], nan_ok=True)
     columns = analysis.computed_otherwise(*tables(*runs)).columns.tolist()
-    nothing = (pd.DataFrame(columns=["run", "complete"]), pd.DataFrame(columns=["run", *results.LOG_COLUMNS]))
+    nothing = (
+        pd.DataFrame(columns=["run", "complete"]),
+        pd.DataFrame(columns=["run", *results.LOG_COLUMNS]),
+    )
     unfinished = tables(trained("c", [8, 4], [1, 1], complete=False))
     for none in (nothing, unfinished, (pd.DataFrame(), pd.DataFrame())):
         table, curves = analysis.computed_otherwise(*none), analysis.computed_curves(*none)
         assert table.empty and table.columns.tolist() == columns
-        assert curves.empty and curves.columns.tolist() == ["run", "metric", "step", "tokens", "value"]
+        assert curves.empty and curves.columns.tolist() == [
+            "run",
+            "metric",
+            "step",
+            "tokens",
+            "value",
+        ]
 
 
 def test_only_rows_of_the_same_steps_are_compared():
@@ -828,34 +1101,63 @@ def test_only_rows_of_the_same_steps_are_compared():
     fine = trained("fine", [8, 7, 6, 5], [1, 1, 2, 4])
     coarse = trained("sparse", [7.5, 5.25], [2, 8], backend="triton", every=2)
     table = analysis.computed_otherwise(*tables(fine, coarse))
-    assert table[["apart", "apart_mean"]].iloc[1].isna().all() and table["tokens_per_second"].tolist() == [3, 8]
+    assert table[["apart", "apart_mean"]].iloc[1].isna().all() and table[
+        "tokens_per_second"
+    ].tolist() == [3, 8]
     config, log = trained("sparse", [8.5, 7, 5.5, 5.25], [1, 1, 1, 1], backend="triton")
-    table = analysis.computed_otherwise(*tables(fine, (config, log[log["step"] != 2])))  # row 3 is now of steps 2 and 3
+    table = analysis.computed_otherwise(
+        *tables(fine, (config, log[log["step"] != 2]))
+    )  # row 3 is now of steps 2 and 3
     assert table["apart"].tolist() == [0, 0.5] and table["apart_mean"].tolist() == [0, 0.375]
 
 
 def test_what_sets_computed_runs_apart_is_said_or_refused():
     shared = {"micro_batch": 8, "compile": True, "log_every": 1}
     other = shared | {"micro_batch": None, "log_every": 2, "commit": "abc"}
-    runs = [trained("a", [8, 4], [1, 1], **shared), trained("b", [8, 4], [1, 1], backend="auto", **other)]
+    runs = [
+        trained("a", [8, 4], [1, 1], **shared),
+        trained("b", [8, 4], [1, 1], backend="auto", **other),
+    ]
     assert analysis.computed_otherwise(*tables(*runs))["way"].tolist() == [
         "dense, micro_batch 8",
         "auto, micro_batch none",
     ]
     runs[1] = trained("b", [8, 4], [1, 1], **(shared | {"compile": False}))
-    assert analysis.computed_otherwise(*tables(*runs))["way"].tolist() == ["dense, compile 1", "dense, compile 0"]
-    for field, value in {"seed": 1, "l1_coefficient": 2e-3, "batch_tokens": 200, "device": "another GPU"}.items():
+    assert analysis.computed_otherwise(*tables(*runs))["way"].tolist() == [
+        "dense, compile 1",
+        "dense, compile 0",
+    ]
+    for field, value in {
+        "seed": 1,
+        "l1_coefficient": 2e-3,
+        "batch_tokens": 200,
+        "device": "another GPU",
+    }.items():
         runs[1] = trained("b", [8, 4], [1, 1], **{field: value})
-        with pytest.raises(ValueError, match=rf"has one configuration.*; these differ in {field}: .*{value} \(b\)"):
+        with pytest.raises(
+            ValueError, match=rf"has one configuration.*; these differ in {field}: .*{value} \(b\)"
+        ):
             analysis.computed_otherwise(*tables(trained("a", [8, 4], [1, 1]), runs[1]))
 
 
 def test_tables_to_be_read():
-    table = pd.DataFrame({"l1_coefficient": [6e-4, np.nan], "paper_l1": [np.nan, 2e-5], "value": [123.456, -1e-12]})
+    table = pd.DataFrame(
+        {"l1_coefficient": [6e-4, np.nan], "paper_l1": [np.nan, 2e-5], "value": [123.456, -1e-12]}
+    )
     table = table.assign(nothing=np.nan, name=["a", "b"], half=[np.nan, 0.5], number=[1, 2])
     found = analysis.readable(table)
-    assert found.columns.tolist() == ["l1_coefficient", "paper_l1", "value", "name", "half", "number"]
-    assert found.to_numpy().tolist() == [["6e-4", "–", "123.5", "a", "–", 1], ["–", "2e-5", "0", "b", "0.5", 2]]
+    assert found.columns.tolist() == [
+        "l1_coefficient",
+        "paper_l1",
+        "value",
+        "name",
+        "half",
+        "number",
+    ]
+    assert found.to_numpy().tolist() == [
+        ["6e-4", "–", "123.5", "a", "–", 1],
+        ["–", "2e-5", "0", "b", "0.5", 2],
+    ]
     assert table["value"].tolist() == [123.456, -1e-12] and analysis.readable(table[:0]).empty
 
 
@@ -864,7 +1166,9 @@ def test_tables_to_be_read():
 
 def test_format_cells_show_what_is_packed():
     random = np.random.default_rng(secrets.randbits(32))
-    dense = (random.random((7, 20)) < 0.2).astype(np.float32)  # the last of three tiles is a partial one
+    dense = (random.random((7, 20)) < 0.2).astype(
+        np.float32
+    )  # the last of three tiles is a partial one
     dense[2], dense[5], dense[3] = 0, 1, 0
     dense[3, 19] = 1
     cells = analysis.format_cells(dense, tile_n=8, compression=2, ell_width=6)
@@ -881,7 +1185,9 @@ def test_format_cells_show_what_is_packed():
     for (token, slot), cell in tiles[tiles["kind"] == "count"].groupby(["token", "slot"]):
         start = slot // 4 * 8
         assert cell["label"].item() == dense[token, start : start + 8].sum()
-    over = [t for t, row in enumerate(dense) if max(row[:8].sum(), row[8:16].sum(), row[16:].sum()) > 3]
+    over = [
+        t for t, row in enumerate(dense) if max(row[:8].sum(), row[8:16].sum(), row[16:].sum()) > 3
+    ]
     assert cells.loc[cells["part"] == "overflow rows", "token"].unique().tolist() == over
     assert set(tiles.groupby("token").size()) == {12}
     long = [t for t in active if len(active[t]) > 6]
@@ -893,7 +1199,9 @@ def test_format_bytes_are_those_of_the_formats():
     sparse, full = (rows.set_index("format") for _, rows in table.groupby("active"))
     assert table["nbytes"].eq((table["relative"] * 64 * 512 * 2).round()).all()
     assert sparse.loc["TwELL, C = 8", "nbytes"] == 64 * 512 // 8 * 4
-    assert sparse.loc["Hybrid, width 16", "nbytes"] == 64 * 16 * 4 + 64 * 4 * 2  # slots, counts and the vector
+    assert (
+        sparse.loc["Hybrid, width 16", "nbytes"] == 64 * 16 * 4 + 64 * 4 * 2
+    )  # slots, counts and the vector
     assert sparse.loc["ELL", "nbytes"] < sparse.loc["Hybrid, width 16", "nbytes"]
     assert (full["active_share"] == 1).all()
     assert full.loc["ELL", "nbytes"] == 64 * 512 * 4 + 64 * 4
@@ -907,7 +1215,9 @@ def test_format_bytes_draws_uneven_rows_of_the_mean_asked_for():
     ell_width = table.set_index("format").loc["ELL", "nbytes"] / 2000 / 4 - 1
     assert ell_width > 5 * 20
     assert table.equals(analysis.format_bytes(2000, 1000, [20.0], seed=1)) is False
-    pd.testing.assert_frame_equal(analysis.format_bytes(9, 50, [3.0]), analysis.format_bytes(9, 50, [3.0]))
+    pd.testing.assert_frame_equal(
+        analysis.format_bytes(9, 50, [3.0]), analysis.format_bytes(9, 50, [3.0])
+    )
 
 
 # --- speed of the layer -------------------------------------------------------------------------
@@ -915,35 +1225,104 @@ def test_format_bytes_draws_uneven_rows_of_the_mean_asked_for():
 
 def speed_rows(tokens, active, times, **columns):
     """Rows of ffn.csv, as one call leaves them for one case; times: provider -> ms."""
-    case = {"tokens": tokens, "hidden_size": 2048, "intermediate_size": 5632, "gated": True, "dtype": "bfloat16"}
-    case |= {"pattern": "skewed", "active": active, "active_max": 99, "union": 200.0, "mode": "stream"}
-    case |= {"weight_sets": 1, "relative_rms": 0.003, "energy": np.nan, "device": "NVIDIA H200", "commit": "a" * 40}
-    case |= {"command": "python -m twell measure ffn", "date": "2026-11-22T10:00:00+00:00"} | columns
+    case = {
+        "tokens": tokens,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "gated": True,
+        "dtype": "bfloat16",
+    }
+    case |= {
+        "pattern": "skewed",
+        "active": active,
+        "active_max": 99,
+        "union": 200.0,
+        "mode": "stream",
+    }
+    case |= {
+        "weight_sets": 1,
+        "relative_rms": 0.003,
+        "energy": np.nan,
+        "device": "NVIDIA H200",
+        "commit": "a" * 40,
+    }
+    case |= {
+        "command": "python -m twell measure ffn",
+        "date": "2026-11-22T10:00:00+00:00",
+    } | columns
     paths = [name.removeprefix("triton ") for name in times]
-    return pd.DataFrame(case | {"provider": list(times), "path": paths, "p50": list(times.values())})
+    return pd.DataFrame(
+        case | {"provider": list(times), "path": paths, "p50": list(times.values())}
+    )
 
 
 def training_rows(tokens, active, times, **columns):
     """Rows of training.csv, as one call leaves them for one case; times: provider -> ms."""
     rows = speed_rows(tokens, active, times).drop(columns=["mode", "weight_sets"])
-    more = {"forward": rows["p50"] / 4, "held": 600, "peak": 1000, "capacity": np.nan, "worst": "dx"}
+    more = {
+        "forward": rows["p50"] / 4,
+        "held": 600,
+        "peak": 1000,
+        "capacity": np.nan,
+        "worst": "dx",
+    }
     return rows.assign(command="python -m twell measure ffn --backward", **more | columns)
 
 
 def step_rows(times, **columns):
     """Rows of train_step.csv, as one call leaves them; times: provider -> ms."""
-    case = {"model": "1.5b", "num_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32}
-    case |= {"vocab_size": 49152, "gated": True, "context": 2048, "micro_batch": 4, "precision": "bf16"}
-    case |= {"checkpoint_activations": False, "active": 29.0, "active_max": 31.0, "peak": 50, "energy": np.nan}
+    case = {
+        "model": "1.5b",
+        "num_layers": 28,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_heads": 32,
+    }
+    case |= {
+        "vocab_size": 49152,
+        "gated": True,
+        "context": 2048,
+        "micro_batch": 4,
+        "precision": "bf16",
+    }
+    case |= {
+        "checkpoint_activations": False,
+        "active": 29.0,
+        "active_max": 31.0,
+        "peak": 50,
+        "energy": np.nan,
+    }
     case |= {"profile": "paper", "largest": np.nan, "largest_tokens_per_second": np.nan}
-    case |= {"device": "NVIDIA H200", "commit": "a" * 40, "command": "python -m twell measure train-step"}
+    case |= {
+        "device": "NVIDIA H200",
+        "commit": "a" * 40,
+        "command": "python -m twell measure train-step",
+    }
     case |= {"date": "2026-11-22T10:00:00+00:00"} | columns
     return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
 
 
-MODEL = {"model": "1.5b", "num_layers": 28, "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32}
-MODEL |= {"vocab_size": 49152, "gated": True, "dtype": "bfloat16", "profile": "paper", "sdpa": "default"}
-MODEL |= {"batch": 64, "context": 2048, "tokens": 131072, "device": "NVIDIA H200", "commit": "a" * 40}
+MODEL = {
+    "model": "1.5b",
+    "num_layers": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_heads": 32,
+}
+MODEL |= {
+    "vocab_size": 49152,
+    "gated": True,
+    "dtype": "bfloat16",
+    "profile": "paper",
+    "sdpa": "default",
+}
+MODEL |= {
+    "batch": 64,
+    "context": 2048,
+    "tokens": 131072,
+    "device": "NVIDIA H200",
+    "commit": "a" * 40,
+}
 MODEL |= {"command": "python -m twell measure model", "date": "2026-11-22T10:00:00+00:00"}
 COMPILED = ["dense torch.compile", "triton torch.compile", "auto torch.compile"]
 
@@ -951,7 +1330,13 @@ COMPILED = ["dense torch.compile", "triton torch.compile", "auto torch.compile"]
 def model_rows(times, active=29.0, **columns):
     """Rows of model.csv, as one call leaves them for one case; times: ms of COMPILED, or provider -> ms."""
     times = times if isinstance(times, dict) else dict(zip(COMPILED, times, strict=True))
-    case = MODEL | {"active": active, "active_max": 700, "union": 800.0, "mode": "stream", "path": "union 28"}
+    case = MODEL | {
+        "active": active,
+        "active_max": 700,
+        "union": 800.0,
+        "mode": "stream",
+        "path": "union 28",
+    }
     case |= {"relative_rms": 0.01, "peak": 100, "energy": np.nan, "idle": np.nan} | columns
     rows = pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
     return rows.assign(tokens_per_ms=rows["tokens"] / rows["p50"])
@@ -959,22 +1344,38 @@ def model_rows(times, active=29.0, **columns):
 
 def decode_rows(times, batch=1, **columns):
     """Rows of decode.csv for one case; times as in `model_rows`."""
-    rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns).drop(columns="tokens_per_ms")
+    rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns).drop(
+        columns="tokens_per_ms"
+    )
     return rows.drop(columns=["mode", "peak"]).assign(tokens_per_second=1e3 * batch / rows["p50"])
 
 
 def model_layer_rows(dense, sparse, active, level=29.0, auto=None, **columns):
     """Rows of model_layers.csv, a layer an entry of the lists."""
-    case = MODEL | {"level": level, "active_max": [50 * a for a in active], "union": 800.0} | columns
-    numbers = {"layer": range(len(active)), "active": active, "dense": dense, "sparse": sparse, "auto": auto or sparse}
+    case = (
+        MODEL | {"level": level, "active_max": [50 * a for a in active], "union": 800.0} | columns
+    )
+    numbers = {
+        "layer": range(len(active)),
+        "active": active,
+        "dense": dense,
+        "sparse": sparse,
+        "auto": auto or sparse,
+    }
     return pd.DataFrame(case | numbers)
 
 
 def part_rows(dense, sparse, **columns):
     """Rows of model_parts.csv for one layer; dense, sparse: part -> ms."""
     both = zip(COMPILED, (dense, sparse), strict=False)
-    rows = [{"provider": name, "part": part, "ms": ms} for name, parts in both for part, ms in parts.items()]
-    return pd.DataFrame(MODEL | {"active": 24.0} | columns, index=range(len(rows))).join(pd.DataFrame(rows))
+    rows = [
+        {"provider": name, "part": part, "ms": ms}
+        for name, parts in both
+        for part, ms in parts.items()
+    ]
+    return pd.DataFrame(MODEL | {"active": 24.0} | columns, index=range(len(rows))).join(
+        pd.DataFrame(rows)
+    )
 
 
 def together(*frames):
@@ -1002,12 +1403,16 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     assert sorted(union["speedup"]) == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]
     assert (union["speedup"] == union["p50_dense"] / 2).all()
     assert (table.loc[table["provider"] == base, "speedup"] == 1).all() and len(table) == 14
-    assert set(rows.columns) | {"p50_dense", "speedup", "energy_per_token", "energy_change"} == set(table.columns)
+    assert set(rows.columns) | {"p50_dense", "speedup", "energy_per_token", "energy_change"} == set(
+        table.columns
+    )
 
 
 def test_speedups_give_the_energy_of_a_token():
     times = {"dense torch.compile": 2.0, "triton union": 1.0, "auto": 1.0}
-    table = analysis.speedups(speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan])).set_index("provider")
+    table = analysis.speedups(
+        speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan])
+    ).set_index("provider")
     assert table["energy_per_token"].round(6).tolist()[:2] == [2.0, 1.2]
     assert table["energy_change"].round(6).tolist()[:2] == [0.0, -40.0]
     assert table.loc["auto", ["energy_per_token", "energy_change"]].isna().all()
@@ -1017,16 +1422,22 @@ def test_speedups_take_the_newest_call_of_a_case():
     base, later = "dense torch.compile", {"date": "2026-11-23T10:00:00+00:00", "commit": "b" * 40}
     rows = together(
         speed_rows(64, 29.28, {base: 4.0, "triton union": 1.0, "triton rowwise": 1.0}),
-        speed_rows(64, 29.27, {base: 4.0, "triton union": 2.0}, **later),  # the same level: rounded otherwise
+        speed_rows(
+            64, 29.27, {base: 4.0, "triton union": 2.0}, **later
+        ),  # the same level: rounded otherwise
         speed_rows(64, 98.0, {base: 4.0, "triton union": 8.0}),  # only measured earlier
-        speed_rows(64, 29.28, {base: 4.0, "triton union": 0.5}, device="other"),  # another device's newest
+        speed_rows(
+            64, 29.28, {base: 4.0, "triton union": 0.5}, device="other"
+        ),  # another device's newest
     )
     table = analysis.speedups(rows)
     paths = table[table["provider"] != base]
     expected = [(29.27, "NVIDIA H200", 2.0), (29.28, "other", 8.0), (98.0, "NVIDIA H200", 0.5)]
     assert found(paths, "active", "device", "speedup") == expected
     # A path timed again within one call counts once, as timed last.
-    again = pd.concat([speed_rows(64, 29.0, {base: 4.0, "auto": 1.0}), speed_rows(64, 29.0, {"auto": 2.0})])
+    again = pd.concat(
+        [speed_rows(64, 29.0, {base: 4.0, "auto": 1.0}), speed_rows(64, 29.0, {"auto": 2.0})]
+    )
     assert analysis.speedups(again)["speedup"].tolist() == [1.0, 2.0]
 
 
@@ -1035,7 +1446,8 @@ def test_speedups_leave_out_rows_without_a_partner_and_say_so():
     whole = speed_rows(64, 29.0, {base: 4.0, "triton union": 1.0})
     alone = speed_rows(64, 29.0, {"triton union": 3.0}, **later)
     with pytest.warns(
-        UserWarning, match=r"left out: 1 of 3 rows have no dense torch.compile .* 64 tokens on 2026-11-23"
+        UserWarning,
+        match=r"left out: 1 of 3 rows have no dense torch.compile .* 64 tokens on 2026-11-23",
     ):
         table = analysis.speedups(together(whole, alone))
     assert found(table, "provider", "speedup") == [(base, 1.0), ("triton union", 4.0)]
@@ -1045,19 +1457,26 @@ def test_speedups_leave_out_rows_without_a_partner_and_say_so():
 
 def test_speedups_refuse_rows_that_are_not_whole():
     rows = speed_rows(64, 29.0, {"dense torch.compile": 4.0, "auto": 1.0})
-    with pytest.raises(ValueError, match="rows of ffn.csv need the columns mode, energy; `twell measure ffn` writes"):
+    with pytest.raises(
+        ValueError,
+        match="rows of ffn.csv need the columns mode, energy; `twell measure ffn` writes",
+    ):
         analysis.speedups(rows.drop(columns=["mode", "energy"]))
     with pytest.raises(ValueError, match="ffn.csv has no row"):
         analysis.speedups(rows[:0])
     with pytest.raises(ValueError, match="ffn.csv has empty cells in commit, p50"):
         analysis.speedups(rows.assign(p50=[4.0, np.nan], commit=[None, "a"]))
-    with pytest.raises(ValueError, match="p50 of auto is 0 ms on 2026-11-22T10:00:00.00:00; a time is above 0"):
+    with pytest.raises(
+        ValueError, match="p50 of auto is 0 ms on 2026-11-22T10:00:00.00:00; a time is above 0"
+    ):
         analysis.speedups(rows.assign(p50=[4.0, 0.0]))
 
 
 def speed_line(provider, points, **columns):
     """A line of `speedups`: points of (active, speed-up)."""
-    calls = [speed_rows(64, active, {provider: 1.0}, speedup=gain, **columns) for active, gain in points]
+    calls = [
+        speed_rows(64, active, {provider: 1.0}, speedup=gain, **columns) for active, gain in points
+    ]
     return pd.concat(calls, ignore_index=True)
 
 
@@ -1080,7 +1499,9 @@ def test_crossovers(points, crossover, verdict):
     table = analysis.crossovers(table).set_index("provider")
     assert set(table.index) == {"triton union", "triton rowwise"}
     row = table.loc["triton union"]
-    assert row["crossover"] == pytest.approx(crossover) if crossover else math.isnan(row["crossover"])
+    assert (
+        row["crossover"] == pytest.approx(crossover) if crossover else math.isnan(row["crossover"])
+    )
     assert row["verdict"] == verdict
     measured = [(active, gain) for active, gain in points if active]
     assert (row["lowest"], row["highest"]) == (measured[0][0], measured[-1][0])
@@ -1114,7 +1535,11 @@ def test_at_level_takes_the_nearest_of_each_case():
     ]
     assert found(analysis.at_level(table, 1), "active", "speedup")[:2] == [(0.0, 6.0), (9.7, 1.0)]
     kernels = table.drop(columns=["mode", "weight_sets"])
-    assert found(analysis.at_level(kernels, 29), "active", "speedup") == [(29.3, 2.0), (29.3, 4.0), (178.0, 5.0)]
+    assert found(analysis.at_level(kernels, 29), "active", "speedup") == [
+        (29.3, 2.0),
+        (29.3, 4.0),
+        (178.0, 5.0),
+    ]
     assert analysis.at_level(table[:0], 29).empty
 
 
@@ -1122,7 +1547,13 @@ def test_by_case_has_a_row_a_case_and_a_column_a_provider():
     dirty = {"commit": "0123456789abcdef-dirty", "pattern": "even"}
     rows = together(
         speed_rows(64, 29.0, {"dense torch.compile": 4.0, "triton union": 2.0, "auto": 1.0}),
-        speed_rows(64, 10.0, {"dense torch.compile": 4.0, "triton union": 1.0}, energy=[8.0, np.nan], **dirty),
+        speed_rows(
+            64,
+            10.0,
+            {"dense torch.compile": 4.0, "triton union": 1.0},
+            energy=[8.0, np.nan],
+            **dirty,
+        ),
     )
     table = analysis.speedups(rows)
     gains = analysis.by_case(table)
@@ -1131,15 +1562,22 @@ def test_by_case_has_a_row_a_case_and_a_column_a_provider():
     assert gains.index.get_level_values("commit").tolist() == ["0123456-dirty", "a" * 7]
     assert set(gains.index.get_level_values("date")) == {"2026-11-22"}
     energy = analysis.by_case(table, "energy_per_token")
-    assert list(energy.columns) == ["dense torch.compile"] and energy.to_numpy().tolist() == [[0.125]]
+    assert list(energy.columns) == ["dense torch.compile"] and energy.to_numpy().tolist() == [
+        [0.125]
+    ]
     assert analysis.by_case(table.assign(energy_change=np.nan), "energy_change").empty
 
 
 def test_short_says_where_rows_are_from_apart():
     base = {"dense torch.compile": 4.0, "triton union": 2.0}
-    rows = together(speed_rows(64, 29.0, base), speed_rows(64, 98.0, base, commit="b" * 40, device="other"))
+    rows = together(
+        speed_rows(64, 29.0, base), speed_rows(64, 98.0, base, commit="b" * 40, device="other")
+    )
     where, table = analysis.short(analysis.by_case(analysis.speedups(rows)))
-    assert set(where.split("; ")) == {f"NVIDIA H200 2026-11-22 {'a' * 7}", f"other 2026-11-22 {'b' * 7}"}
+    assert set(where.split("; ")) == {
+        f"NVIDIA H200 2026-11-22 {'a' * 7}",
+        f"other 2026-11-22 {'b' * 7}",
+    }
     assert list(table.index.names) == [
         *("pattern", "hidden_size", "intermediate_size", "gated"),
         *("tokens", "active", "mode"),
@@ -1149,7 +1587,9 @@ def test_short_says_where_rows_are_from_apart():
         analysis.by_case(analysis.speedups(rows).assign(energy_change=np.nan), "energy_change")
     )
     assert where == "" and empty.empty
-    trained = analysis.by_case(analysis.training_speedups(training_rows(64, 29.0, base)), "held_share")
+    trained = analysis.by_case(
+        analysis.training_speedups(training_rows(64, 29.0, base)), "held_share"
+    )
     assert analysis.short(trained)[1].to_numpy().tolist() == [[100, 100]]
     assert analysis.short(pd.DataFrame())[0] == ""
 
@@ -1160,10 +1600,16 @@ def test_short_says_where_rows_are_from_apart():
 def test_training_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     base, later = "dense torch.compile", {"date": "2026-11-23T10:00:00+00:00"}
     rows = together(
-        training_rows(64, 29.0, {base: 8.0, "triton union": 4.0}, held=[800, 200], peak=[1000, 900]),
-        training_rows(64, 60.0, {base: 8.0, "triton union": 4.0}, forward=[3.0, 1.0], energy=[64.0, 16.0]),
+        training_rows(
+            64, 29.0, {base: 8.0, "triton union": 4.0}, held=[800, 200], peak=[1000, 900]
+        ),
+        training_rows(
+            64, 60.0, {base: 8.0, "triton union": 4.0}, forward=[3.0, 1.0], energy=[64.0, 16.0]
+        ),
         training_rows(128, 29.0, {base: 6.0, "triton union": 4.0}, pattern="even"),
-        training_rows(128, 29.1, {base: 9.0, "triton union": 3.0}, pattern="even", **later),  # the same level, later
+        training_rows(
+            128, 29.1, {base: 9.0, "triton union": 3.0}, pattern="even", **later
+        ),  # the same level, later
     )
     table = analysis.training_speedups(rows)
     union = table[table["provider"] == "triton union"]
@@ -1172,18 +1618,31 @@ def test_training_speedups_are_over_compiled_dense_of_the_same_case_and_call():
         (64, 60.0, 2.0, 3.0, 100.0, 100.0),
         (128, 29.1, 3.0, 3.0, 100.0, 100.0),
     ]
-    assert found(union, "tokens", "active", "speedup", "forward_speedup", "held_share", "peak_share") == expected
-    assert union.loc[union["active"] == 60, ["energy_per_token", "energy_change"]].to_numpy().tolist() == [[0.25, -75]]
-    assert (table.loc[table["provider"] == base, ["speedup", "held_share", "forward_speedup"]] == [1, 100, 1]).all(
-        axis=None
+    assert (
+        found(union, "tokens", "active", "speedup", "forward_speedup", "held_share", "peak_share")
+        == expected
     )
+    assert union.loc[
+        union["active"] == 60, ["energy_per_token", "energy_change"]
+    ].to_numpy().tolist() == [[0.25, -75]]
+    assert (
+        table.loc[table["provider"] == base, ["speedup", "held_share", "forward_speedup"]]
+        == [1, 100, 1]
+    ).all(axis=None)
     added = {"p50_dense", "speedup", "energy_per_token", "energy_change"}
-    assert set(table.columns) == set(rows.columns) | added | {"forward_speedup", "held_share", "peak_share"}
+    assert set(table.columns) == set(rows.columns) | added | {
+        "forward_speedup",
+        "held_share",
+        "peak_share",
+    }
 
 
 def test_training_speedups_refuse_rows_that_are_not_whole():
     rows = training_rows(64, 29.0, {"dense torch.compile": 4.0, "triton union": 1.0})
-    with pytest.raises(ValueError, match="training.csv need the columns held; `twell measure ffn --backward` writes"):
+    with pytest.raises(
+        ValueError,
+        match="training.csv need the columns held; `twell measure ffn --backward` writes",
+    ):
         analysis.training_speedups(rows.drop(columns="held"))
     with pytest.raises(ValueError, match="training.csv has empty cells in p50"):
         analysis.training_speedups(rows.assign(p50=[4.0, np.nan]))
@@ -1196,20 +1655,27 @@ def test_training_speedups_refuse_rows_that_are_not_whole():
 
 def training_line(points, **columns):
     base = "dense torch.compile"
-    return pd.concat([training_rows(64, a, {base: gain, "triton union": 1.0}, **columns) for a, gain in points])
+    return pd.concat(
+        [training_rows(64, a, {base: gain, "triton union": 1.0}, **columns) for a, gain in points]
+    )
 
 
 def test_the_training_crossover_is_the_least_of_all_cases():
     falls = training_line([(10, 2.0), (1000, 0.5)])  # at 100
     for other, least in (
         (training_line([(10, 2.0), (250, 0.4)], pattern="even"), 40),
-        (training_line([(10, 3.0), (60, 2.0)], pattern="even"), 60),  # faster as far as was measured
+        (
+            training_line([(10, 3.0), (60, 2.0)], pattern="even"),
+            60,
+        ),  # faster as far as was measured
         (training_line([(10, 9.0), (600, 2.0)], pattern="even"), 100),
         (training_line([(10, 0.9), (60, 0.5)], pattern="even"), 0),  # never faster
     ):
         table = analysis.training_speedups(together(falls, other))
         assert analysis.training_crossover(table) == pytest.approx(least, abs=0.1)
-    with pytest.raises(ValueError, match="the table has no row of 'triton hybrid' with active neurons"):
+    with pytest.raises(
+        ValueError, match="the table has no row of 'triton hybrid' with active neurons"
+    ):
         analysis.training_crossover(table, "triton hybrid")
 
 
@@ -1220,7 +1686,14 @@ def test_step_speedups():
         step_rows({"dense torch.compile": 6.0, "triton union": 4.0}, checkpoint_activations=True),
     )
     table = analysis.step_speedups(rows)
-    columns = ("provider", "checkpoint_activations", "tokens", "speedup", "peak_change", "energy_change")
+    columns = (
+        "provider",
+        "checkpoint_activations",
+        "tokens",
+        "speedup",
+        "peak_change",
+        "energy_change",
+    )
     expected = [
         ("dense eager", False, 8192, 0.8, 25.0, 0.0),
         ("triton union torch.compile", False, 8192, 2.0, -50.0, -50.0),
@@ -1229,14 +1702,17 @@ def test_step_speedups():
     assert table.loc[table["provider"] == "triton union", "speedup"].tolist() == [1.5]
     assert table.loc[table["energy"] == 4096, "energy_per_token"].tolist() == [0.5]
     with pytest.raises(
-        ValueError, match="rows of train_step.csv need the columns peak; `twell measure train-step` writes"
+        ValueError,
+        match="rows of train_step.csv need the columns peak; `twell measure train-step` writes",
     ):
         analysis.step_speedups(rows.drop(columns="peak"))
 
 
 def kernel_rows(*kernels, provider="triton union", **columns):
     """Rows of kernels.csv; kernels: (name, ms, flops, bytes)."""
-    case = speed_rows(64, 29.0, {provider: 1.0}, **columns).drop(columns=["mode", "weight_sets", "p50", "relative_rms"])
+    case = speed_rows(64, 29.0, {provider: 1.0}, **columns).drop(
+        columns=["mode", "weight_sets", "p50", "relative_rms"]
+    )
     names = ["kernel", "ms", "flops", "bytes"]
     return case.merge(pd.DataFrame(kernels, columns=names), how="cross")
 
@@ -1281,10 +1757,14 @@ def test_roofline_refuses_what_it_cannot_use():
         analysis.roofline(kernels.drop(columns=["ms", "bytes"]), ceiling_rows())
     with pytest.raises(ValueError, match="rows of ceilings.csv need the columns unit"):
         analysis.roofline(kernels, ceiling_rows().drop(columns="unit"))
-    with pytest.raises(ValueError, match="the ceiling 'copy bandwidth' is in 'TB/s'; it has to be in GB/s"):
+    with pytest.raises(
+        ValueError, match="the ceiling 'copy bandwidth' is in 'TB/s'; it has to be in GB/s"
+    ):
         analysis.roofline(kernels, ceiling_rows().replace("GB/s", "TB/s"))
     for ceilings in (ceiling_rows(device="other"), ceiling_rows()[:1]):
-        with pytest.raises(ValueError, match="ceilings.csv lacks matmul or copy bandwidth of NVIDIA H200"):
+        with pytest.raises(
+            ValueError, match="ceilings.csv lacks matmul or copy bandwidth of NVIDIA H200"
+        ):
             analysis.roofline(kernels, ceilings)
 
 
@@ -1301,18 +1781,33 @@ CHANCE = {task: 0.25 for task in analysis.TASKS} | {
 def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **changes):
     """What `twell evaluate` writes, as far as tables read it: each accuracy is chance and `gain`, with an error of 0.01."""
     scores = {
-        task: {"sample_len": 700 if task == "paper7" else 100, "acc,none": CHANCE[task] + gain, "acc_stderr,none": 0.01}
+        task: {
+            "sample_len": 700 if task == "paper7" else 100,
+            "acc,none": CHANCE[task] + gain,
+            "acc_stderr,none": 0.01,
+        }
         for task in tasks
     }
     record = {
-        "model": {"name": name, "parameters": 2_000_000, "training_tokens": 10**6, "l1_coefficient": l1},
+        "model": {
+            "name": name,
+            "parameters": 2_000_000,
+            "training_tokens": 10**6,
+            "l1_coefficient": l1,
+        },
         "backend": "dense",
         "dtype": "float32",
         "tasks": {task: {"chance": CHANCE[task]} for task in tasks},
         "lm_eval": {"results": scores, "lm_eval_version": "0.4.13"},
     }
-    record["model"] |= {field: changes.pop(field) for field in list(changes) if field in record["model"]}
-    return record | {"device": "a CPU", "versions": {"python": "3"}, "commit": "abc", "command": "make"} | changes
+    record["model"] |= {
+        field: changes.pop(field) for field in list(changes) if field in record["model"]
+    }
+    return (
+        record
+        | {"device": "a CPU", "versions": {"python": "3"}, "commit": "abc", "command": "make"}
+        | changes
+    )
 
 
 def test_evaluations_say_what_is_near_chance():
@@ -1327,9 +1822,15 @@ def test_evaluations_say_what_is_near_chance():
     scores["piqa"] |= {"acc,none": 0.4799, "perplexity,none": 7.0, "perplexity_stderr,none": 0.1}
     scores["paper7"] = {"sample_len": 2, "acc,none": 0.9, "acc_stderr,none": "N/A"}
     scores["own"] = {"sample_len": 2, "acc,strict": 0.9, "acc_stderr,strict": 0.1}
-    scores["two"] = {"sample_len": 2, "acc,none": 0.0, "acc_stderr,none": 0.0}  # two wrong answers say nothing
+    scores["two"] = {
+        "sample_len": 2,
+        "acc,none": 0.0,
+        "acc_stderr,none": 0.0,
+    }  # two wrong answers say nothing
     record["tasks"] |= {"paper7": {"chance": 0.5}, "own": {"chance": None}, "two": {"chance": 0.5}}
-    table = analysis.evaluations([record, evaluation("other", training_tokens=None, tasks=("piqa",))])
+    table = analysis.evaluations(
+        [record, evaluation("other", training_tokens=None, tasks=("piqa",))]
+    )
     columns = ["task", "metric", "accuracy", "verdict"]
     assert table[columns].to_numpy().tolist() == [
         ["arc_easy", "acc", 0.2701, "above chance"],
@@ -1342,9 +1843,14 @@ def test_evaluations_say_what_is_near_chance():
     ]
     assert table["l1_coefficient"].tolist() == [2e-3] * 6 + [0]
     assert table["items"].tolist() == [100, 100, 100, 2, 2, 2, 100]
-    assert np.isnan(table["stderr"][3]) and np.isnan(table["chance"][4]) and np.isnan(table["training_tokens"][6])
+    assert (
+        np.isnan(table["stderr"][3])
+        and np.isnan(table["chance"][4])
+        and np.isnan(table["training_tokens"][6])
+    )
     with pytest.raises(
-        ValueError, match=r"the evaluation of x has l1_coefficient \[0\.1, 0\.2\]; it has to be one number"
+        ValueError,
+        match=r"the evaluation of x has l1_coefficient \[0\.1, 0\.2\]; it has to be one number",
     ):
         analysis.evaluations([evaluation("x", l1=[0.1, 0.2])])
 
@@ -1352,23 +1858,42 @@ def test_evaluations_say_what_is_near_chance():
 def test_training_tokens_are_those_of_the_same_weights():
     records = [evaluation(name, training_tokens=None, tasks=("piqa",)) for name in "abcdef"]
     for record, weights in zip(records, ("1", "1", "2", "3", "", ""), strict=True):
-        record["model"]["sha256"] = {f"{record['model']['name']}.safetensors": weights} if weights else {}
+        record["model"]["sha256"] = (
+            {f"{record['model']['name']}.safetensors": weights} if weights else {}
+        )
     del records[4]["model"]["sha256"]
     for record in records[1::2]:
         record["model"]["training_tokens"] = 7
-    known = [7, 7, np.nan, 7, np.nan, 7]  # the third's weights are nobody else's, the fifth's are not known
+    known = [
+        7,
+        7,
+        np.nan,
+        7,
+        np.nan,
+        7,
+    ]  # the third's weights are nobody else's, the fifth's are not known
     for given, expected in ((records, known), (reversed(records), known[::-1])):
         np.testing.assert_array_equal(analysis.evaluations(given)["training_tokens"], expected)
     records[2]["model"] |= {"training_tokens": 9, "sha256": records[0]["model"]["sha256"]}
-    assert analysis.evaluations(records[1:3])["training_tokens"].tolist() == [7, 9]  # what a record says, it keeps
+    assert analysis.evaluations(records[1:3])["training_tokens"].tolist() == [
+        7,
+        9,
+    ]  # what a record says, it keeps
 
 
 def test_seven_tasks_are_of_the_fullest_evaluation():
     few = evaluation("twice", gain=0.5)
     for scores in few["lm_eval"]["results"].values():
         scores["sample_len"] //= 10
-    records = [few, evaluation("twice", gain=0.1), evaluation("twice", gain=0.2, backend="reference")]
-    records += [evaluation("part", tasks=("piqa", "winogrande")), evaluation("other", l1=1e-3, training_tokens=None)]
+    records = [
+        few,
+        evaluation("twice", gain=0.1),
+        evaluation("twice", gain=0.2, backend="reference"),
+    ]
+    records += [
+        evaluation("part", tasks=("piqa", "winogrande")),
+        evaluation("other", l1=1e-3, training_tokens=None),
+    ]
     records[1]["tasks"]["held_out_continuation"] = {"chance": 0.25}
     held_out = {
         "sample_len": 9,
@@ -1379,9 +1904,14 @@ def test_seven_tasks_are_of_the_fullest_evaluation():
     }
     records[1]["lm_eval"]["results"]["held_out_continuation"] = held_out
     table = analysis.seven_tasks(analysis.evaluations(records))
-    assert table["model"].tolist() == ["twice"] * 8 + ["other"] * 8 and set(table["backend"]) == {"dense"}
+    assert table["model"].tolist() == ["twice"] * 8 + ["other"] * 8 and set(table["backend"]) == {
+        "dense"
+    }
     assert [*table["task"][:8]] == [*analysis.TASKS] and table["accuracy"][0] == 0.35
-    rounded = [evaluation("twice", gain=0.3, dtype="bfloat16"), evaluation("twice", gain=0.4, backend="triton")]
+    rounded = [
+        evaluation("twice", gain=0.3, dtype="bfloat16"),
+        evaluation("twice", gain=0.4, backend="triton"),
+    ]
     again = analysis.seven_tasks(analysis.evaluations([*rounded, *records]))
     assert again["accuracy"].tolist() == table["accuracy"].tolist()
     assert set(analysis.seven_tasks(analysis.evaluations(rounded))["backend"]) == {"triton"}
@@ -1394,19 +1924,35 @@ def levels_of(*records):
 
 
 def test_seeds_are_one_model():
-    records = [evaluation("b", gain=0.03), evaluation("a", gain=0.06), evaluation("c", l1=1e-3, gain=0.018)]
+    records = [
+        evaluation("b", gain=0.03),
+        evaluation("a", gain=0.06),
+        evaluation("c", l1=1e-3, gain=0.018),
+    ]
     records[1]["lm_eval"]["results"]["paper7"]["acc_stderr,none"] = 0.02
     levels = levels_of(*records)
     assert len(levels) == 16
     mean = levels[levels["task"] == "paper7"]
-    assert found(mean, "l1_coefficient", "models", "verdict") == [(0, 2, "above chance"), (1e-3, 1, "near chance")]
-    np.testing.assert_allclose(mean[["accuracy", "stderr"]], [[0.3143 + 0.045, 0.015], [0.3143 + 0.018, 0.01]])
+    assert found(mean, "l1_coefficient", "models", "verdict") == [
+        (0, 2, "above chance"),
+        (1e-3, 1, "near chance"),
+    ]
+    np.testing.assert_allclose(
+        mean[["accuracy", "stderr"]], [[0.3143 + 0.045, 0.015], [0.3143 + 0.018, 0.01]]
+    )
     assert analysis.by_level(analysis.seven_tasks(analysis.evaluations([]))).empty
 
 
 def test_levels_are_compared_within_a_size_and_budget():
-    records = [evaluation("a"), evaluation("b", l1=1e-3), evaluation("c", l1=1e-2, training_tokens=5)]
-    records += [evaluation("d", training_tokens=None), evaluation("e", l1=2e-3, training_tokens=None)]
+    records = [
+        evaluation("a"),
+        evaluation("b", l1=1e-3),
+        evaluation("c", l1=1e-2, training_tokens=5),
+    ]
+    records += [
+        evaluation("d", training_tokens=None),
+        evaluation("e", l1=2e-3, training_tokens=None),
+    ]
     records += [evaluation("f", parameters=7)]
     levels = levels_of(*records)
     several = analysis.several_levels(levels)
@@ -1424,7 +1970,10 @@ def test_levels_are_compared_within_a_size_and_budget():
 
 def test_sizes_are_compared_at_one_level():
     def shown(*models):
-        records = [evaluation(str(n), l1=l1, parameters=p, training_tokens=t) for n, (p, t, l1) in enumerate(models)]
+        records = [
+            evaluation(str(n), l1=l1, parameters=p, training_tokens=t)
+            for n, (p, t, l1) in enumerate(models)
+        ]
         levels = analysis.across_sizes(levels_of(*records))
         rows = levels[levels["task"] == "piqa"]
         assert len(levels) == 8 * len(rows)
@@ -1448,7 +1997,11 @@ def test_the_papers_table_6():
     assert (change["l1_coefficient"] == 2e-5).all()
     np.testing.assert_allclose(change["difference"], [0, 0.001, -0.002, -0.003], atol=1e-9)
     levels = analysis.paper_levels(results.paper())
-    assert found(levels, "l1_coefficient", "accuracy") == [(0.0, 0.4636), (2e-5, 0.462), (3e-5, 0.4483)]
+    assert found(levels, "l1_coefficient", "accuracy") == [
+        (0.0, 0.4636),
+        (2e-5, 0.462),
+        (3e-5, 0.4483),
+    ]
 
 
 def test_backends_are_compared_on_the_same_items():
@@ -1491,7 +2044,9 @@ def test_accuracies_to_be_read():
 
 def test_model_speedups_are_over_dense_of_the_same_case_and_call():
     rows = together(
-        model_rows([10.0, 8.0, 5.0], energy=[6000.0, 4000.0, 3000.0], idle=100.0, peak=[100, 80, 90]),
+        model_rows(
+            [10.0, 8.0, 5.0], energy=[6000.0, 4000.0, 3000.0], idle=100.0, peak=[100, 80, 90]
+        ),
         model_rows([10.0, 4.0, 2.0], active=911.0),
         model_rows([30.0, 10.0, 5.0], batch=16, tokens=32768, mode="graph"),
         model_rows([10.0, 1.0, 1.0], profile="flat"),
@@ -1500,35 +2055,58 @@ def test_model_speedups_are_over_dense_of_the_same_case_and_call():
     table = analysis.model_speedups(rows)
     first = table.query("active == 29 and batch == 64 and profile == 'paper'").set_index("provider")
     assert first["speedup"].to_dict() == dict(zip(COMPILED, (1.0, 1.25, 2.0), strict=True))
-    assert first["energy_per_token"].tolist() == pytest.approx([e / 131072 for e in first["energy"]])
+    assert first["energy_per_token"].tolist() == pytest.approx(
+        [e / 131072 for e in first["energy"]]
+    )
     dense, sparse, auto = (first.loc[name] for name in COMPILED)
-    assert sparse["energy_change"] == pytest.approx(-100 / 3) and auto["peak_change"] == pytest.approx(-10)
+    assert sparse["energy_change"] == pytest.approx(-100 / 3) and auto[
+        "peak_change"
+    ] == pytest.approx(-10)
     # 100 W of idle power are 1 J in 10 ms: 5, 3.2 and 2.5 J are left.
     assert dense["energy_net"] == pytest.approx(5000 / 131072)
-    assert sparse["energy_net_change"] == pytest.approx(-36) and auto["energy_net_change"] == pytest.approx(-50)
+    assert sparse["energy_net_change"] == pytest.approx(-36) and auto[
+        "energy_net_change"
+    ] == pytest.approx(-50)
     assert table.query("active == 911")["energy_net_change"].isna().all()
-    assert found(table[table["provider"] == COMPILED[2]], "batch", "active", "profile", "speedup") == [
+    assert found(
+        table[table["provider"] == COMPILED[2]], "batch", "active", "profile", "speedup"
+    ) == [
         (16, 29.0, "paper", 6.0),
         (64, 29.0, "flat", 10.0),
         (64, 29.0, "paper", 2.0),
         (64, 911.0, "paper", 5.0),
     ]
-    with pytest.raises(ValueError, match="rows of model.csv need the columns profile; `twell measure model` writes"):
+    with pytest.raises(
+        ValueError, match="rows of model.csv need the columns profile; `twell measure model` writes"
+    ):
         analysis.model_speedups(rows.drop(columns="profile"))
 
 
 def test_tables_of_models_are_in_order():
     times = [10.0, 9.0, 8.0]
     large, dense = model_rows(times, model="2b", num_layers=38), model_rows(times, active=911.0)
-    table = analysis.model_speedups(together(large, dense, model_rows(times), model_rows(times, batch=1, tokens=2048)))
+    table = analysis.model_speedups(
+        together(large, dense, model_rows(times), model_rows(times, batch=1, tokens=2048))
+    )
     order = list(zip(table["model"], table["tokens"], table["active"], strict=True))[::3]
-    assert order == [("1.5b", 2048, 29), ("1.5b", 131072, 29), ("1.5b", 131072, 911), ("2b", 131072, 29)]
-    steps = together(step_rows({"dense torch.compile": 2.0}, active=900.0), step_rows({"dense torch.compile": 2.0}))
+    assert order == [
+        ("1.5b", 2048, 29),
+        ("1.5b", 131072, 29),
+        ("1.5b", 131072, 911),
+        ("2b", 131072, 29),
+    ]
+    steps = together(
+        step_rows({"dense torch.compile": 2.0}, active=900.0),
+        step_rows({"dense torch.compile": 2.0}),
+    )
     assert analysis.step_speedups(steps)["active"].tolist() == [29, 900]
 
 
 def test_decode_speedups_keep_numbers_of_documents_apart():
-    rows = together(decode_rows([4.0, 2.0, 1.0]), decode_rows([8.0, 6.0, 5.0], batch=32, energy=[10.0, 5.0, 4.0]))
+    rows = together(
+        decode_rows([4.0, 2.0, 1.0]),
+        decode_rows([8.0, 6.0, 5.0], batch=32, energy=[10.0, 5.0, 4.0]),
+    )
     table = analysis.decode_speedups(rows)
     assert found(table, "batch", "provider", "speedup") == [
         (1, "auto torch.compile", 4.0),
@@ -1538,13 +2116,19 @@ def test_decode_speedups_keep_numbers_of_documents_apart():
         (32, "dense torch.compile", 1.0),
         (32, "triton torch.compile", pytest.approx(4 / 3)),
     ]
-    assert table.query("batch == 32 and provider == 'triton torch.compile'")["energy_per_token"].item() == 5 / 32
+    assert (
+        table.query("batch == 32 and provider == 'triton torch.compile'")["energy_per_token"].item()
+        == 5 / 32
+    )
     assert not table["tuned"].any() and table["batch"].is_monotonic_increasing
 
 
 def test_tuned_decoding_is_beside_tuned_dense():
     times = dict(zip(COMPILED, [4.0, 2.0, 1.0], strict=True))
-    rows = decode_rows(times | {f"{name} tuned": 0.6 * ms for name, ms in zip(COMPILED, [5.0, 4.0, 4.0], strict=True)})
+    rows = decode_rows(
+        times
+        | {f"{name} tuned": 0.6 * ms for name, ms in zip(COMPILED, [5.0, 4.0, 4.0], strict=True)}
+    )
     table = analysis.decode_speedups(together(rows))
     assert found(table[table["tuned"]], "provider", "p50", "speedup") == [
         ("auto torch.compile", pytest.approx(2.4), 1.25),
@@ -1562,7 +2146,10 @@ def test_tuned_decoding_is_beside_tuned_dense():
 def test_of_tuned_decoding_the_fastest_call_counts_on_each_side():
     times = {"2026-11-21": [5.0, 4.0, 4.5], "2026-11-22": [6.0, 3.0, 4.6]}
     names = [f"{name} tuned" for name in COMPILED]
-    calls = [decode_rows(dict(zip(names, taken, strict=True)), date=date) for date, taken in times.items()]
+    calls = [
+        decode_rows(dict(zip(names, taken, strict=True)), date=date)
+        for date, taken in times.items()
+    ]
     for rows in (calls, calls[::-1]):
         table = analysis.decode_speedups(
             pd.concat([*rows, decode_rows(dict(zip(COMPILED, [9.0, 8.0, 8.0], strict=True)))])
@@ -1573,22 +2160,32 @@ def test_of_tuned_decoding_the_fastest_call_counts_on_each_side():
 
 
 def test_gains_by_level():
-    times = {"dense eager": 12.0, "triton": 4.0} | dict(zip(COMPILED, (10.0, 8.0, 5.0), strict=True))
+    times = {"dense eager": 12.0, "triton": 4.0} | dict(
+        zip(COMPILED, (10.0, 8.0, 5.0), strict=True)
+    )
     energy = [9.0, 9.0, 8.0, 6.0, 4.0]
     rows = together(model_rows(times, energy=energy), model_rows([10.0, 20.0, 10.0], active=911.0))
     table = analysis.level_gains(analysis.model_speedups(rows))
-    shown = [tuple(row) for row in table[["active", "provider", "faster", "saved"]].fillna(-1).to_numpy()]
+    shown = [
+        tuple(row) for row in table[["active", "provider", "faster", "saved"]].fillna(-1).to_numpy()
+    ]
     assert shown == [
         (911.0, "auto torch.compile", 0.0, -1),
         (911.0, "triton torch.compile", -50.0, -1),
         (29.0, "auto torch.compile", 100.0, 50.0),
         (29.0, "triton torch.compile", 25.0, 25.0),
     ]
-    steps = step_rows({"dense torch.compile": 6.0, "triton union torch.compile": 4.0}, peak=[100, 70])
+    steps = step_rows(
+        {"dense torch.compile": 6.0, "triton union torch.compile": 4.0}, peak=[100, 70]
+    )
     gains = analysis.level_gains(analysis.step_speedups(steps), by="peak_change")
-    assert found(gains, "provider", "faster", "saved") == [("triton union torch.compile", 50.0, pytest.approx(30))]
+    assert found(gains, "provider", "faster", "saved") == [
+        ("triton union torch.compile", 50.0, pytest.approx(30))
+    ]
     two = pd.concat([model_rows([2.0, 1.0, 1.0]), model_rows([2.0, 1.0, 1.0], model="2b")])
-    with pytest.raises(ValueError, match="levels are compared of one model and batch; this table has 2"):
+    with pytest.raises(
+        ValueError, match="levels are compared of one model and batch; this table has 2"
+    ):
         analysis.level_gains(analysis.model_speedups(two))
 
 
@@ -1596,19 +2193,33 @@ def test_what_layers_contribute():
     timed = model_layer_rows(10.0, [9.0, 7.0, 12.0], [50.0, 10.0, 200.0], auto=[9.0, 7.0, 10.0])
     rows = together(
         timed,
-        model_layer_rows(10.0, [9.9, 9.9, 9.9], [5.0, 1.0, 2.0], date="2026-11-21T10:00:00+00:00"),  # an older call
-        model_layer_rows(np.nan, [np.nan] * 3, [1.0, 1.0, 1.0], date="2026-11-23T10:00:00+00:00"),  # no times
+        model_layer_rows(
+            10.0, [9.9, 9.9, 9.9], [5.0, 1.0, 2.0], date="2026-11-21T10:00:00+00:00"
+        ),  # an older call
+        model_layer_rows(
+            np.nan, [np.nan] * 3, [1.0, 1.0, 1.0], date="2026-11-23T10:00:00+00:00"
+        ),  # no times
         model_layer_rows(10.0, [15.0, 16.0, 17.0], [900.0, 910.0, 920.0], level=911.0),
         model_layer_rows(10.0, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], level=1.0, model="2b"),
     )
     table = analysis.layer_contributions(rows)
-    assert found(table.query("level == 29"), "layer", "saved", "auto_saved") == [(0, 1, 1), (1, 3, 3), (2, -2, 0)]
-    assert found(table.query("level == 911"), "layer", "saved") == [(0, -5), (1, -6), (2, -7)] and len(table) == 9
+    assert found(table.query("level == 29"), "layer", "saved", "auto_saved") == [
+        (0, 1, 1),
+        (1, 3, 3),
+        (2, -2, 0),
+    ]
+    assert (
+        found(table.query("level == 911"), "layer", "saved") == [(0, -5), (1, -6), (2, -7)]
+        and len(table) == 9
+    )
     near = analysis.layers_at(table[table["model"] == "1.5b"], 32)
     assert set(near["level"]) == {29.0}
     assert analysis.correlation(near) == pytest.approx(np.corrcoef([50, 10, 200], [1, 3, -2])[0, 1])
     assert analysis.layers_at(table, 100).empty  # nothing within a factor of two
-    with pytest.raises(ValueError, match="model_layers.csv has no times; `twell measure model --layers` measures them"):
+    with pytest.raises(
+        ValueError,
+        match="model_layers.csv has no times; `twell measure model --layers` measures them",
+    ):
         analysis.layer_contributions(rows[rows["dense"].isna()])
 
 
@@ -1616,7 +2227,9 @@ def test_correlation():
     line = pd.DataFrame({"active": [1.0, 2.0, 4.0], "saved": [7.0, 5.0, 1.0], "same": 3.0})
     assert analysis.correlation(line) == pytest.approx(-1)
     assert analysis.correlation(line.assign(saved=[0.0, 1.0, -1.0])) == pytest.approx(-6 / 84**0.5)
-    assert np.isnan(analysis.correlation(line, y="same")) and np.isnan(analysis.correlation(line[:1]))
+    assert np.isnan(analysis.correlation(line, y="same")) and np.isnan(
+        analysis.correlation(line[:1])
+    )
 
 
 def test_where_the_time_of_a_layer_goes():
@@ -1656,21 +2269,39 @@ def test_the_scale_of_the_paper_beside_ours():
     )
     times = {"dense torch.compile": 6.0, "triton union torch.compile": 4.0}
     steps = step_rows(times, model="2b", active=24.0, peak=[100e9, 70e9])
-    table = analysis.scale_table(results.paper(), analysis.model_speedups(forward), analysis.step_speedups(steps))
-    assert list(table["quantity"].unique()) == [name for name, _ in analysis.SCALE.values()] and len(table) == 16
+    table = analysis.scale_table(
+        results.paper(), analysis.model_speedups(forward), analysis.step_speedups(steps)
+    )
+    assert (
+        list(table["quantity"].unique()) == [name for name, _ in analysis.SCALE.values()]
+        and len(table) == 16
+    )
     row = table.set_index(["quantity", "model"]).loc
     speed = row["forward speed", "2B"]
     assert (speed["paper_dense"], speed["paper_sparse"], speed["paper_change"]) == (87.8, 106, 20.5)
     assert (speed["dense"], speed["sparse"]) == (10, 12.5) and speed["change"] == pytest.approx(25)
     assert (speed["paper_device"], speed["device"]) == ("H100 PCIe", "NVIDIA H200")
     assert row["forward energy", "2B"]["change"] == pytest.approx(-40)
-    assert row["training memory", "2B"][["paper_change", "dense", "sparse"]].tolist() == [22.3, 100, 70]
+    assert row["training memory", "2B"][["paper_change", "dense", "sparse"]].tolist() == [
+        22.3,
+        100,
+        70,
+    ]
     assert row["training speed", "2B"]["dense"] == pytest.approx(8192 / 6)
     assert row["forward speed", "0.5B"]["change"] == pytest.approx(150)  # the only level there is
-    assert table.query("model == '1B'")["dense"].isna().all() and (table.query("model == '1B'")["device"] == "").all()
-    assert analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame())["dense"].isna().all()
+    assert (
+        table.query("model == '1B'")["dense"].isna().all()
+        and (table.query("model == '1B'")["device"] == "").all()
+    )
+    assert (
+        analysis.scale_table(results.paper(), pd.DataFrame(), pd.DataFrame())["dense"].isna().all()
+    )
     mixed = analysis.step_speedups(pd.concat([steps, steps.assign(checkpoint_activations=True)]))
-    with pytest.raises(ValueError, match="steps are with and without checkpointed activations; choose one of them"):
+    with pytest.raises(
+        ValueError, match="steps are with and without checkpointed activations; choose one of them"
+    ):
         analysis.scale_table(results.paper(), pd.DataFrame(), mixed)
-    with pytest.raises(ValueError, match="steps are with and without checkpointed activations; choose one of them"):
+    with pytest.raises(
+        ValueError, match="steps are with and without checkpointed activations; choose one of them"
+    ):
         analysis.level_gains(mixed, by="peak_change")

@@ -48,7 +48,19 @@ HARD = [
         "\r",
         "\x00",
     ),
-    *("\u202e", "\u200b", "\u00a0", "<0xF0><0x9F>", "<0x91>", "<0xA9>", " ", "", "\u4e2d\u6587", "<|end|>", "\n  x"),
+    *(
+        "\u202e",
+        "\u200b",
+        "\u00a0",
+        "<0xF0><0x9F>",
+        "<0x91>",
+        "<0xA9>",
+        " ",
+        "",
+        "\u4e2d\u6587",
+        "<|end|>",
+        "\n  x",
+    ),
 ]
 
 
@@ -65,13 +77,22 @@ def open_page(browser, tmp_path):
 
     def go(sides, view=None, width=1400, theme="light", wait=".tw-bar"):
         path = tmp_path / f"page{len(contexts)}.html"
-        path.write_text(sides if isinstance(sides, str) else inspector.page(sides, view), encoding="utf-8")
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme))
+        path.write_text(
+            sides if isinstance(sides, str) else inspector.page(sides, view), encoding="utf-8"
+        )
+        contexts.append(
+            browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        )
         page = contexts[-1].new_page()
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: request.url == path.as_uri() or wrong.append(f"request: {request.url}"))
+        page.on(
+            "dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss())
+        )
+        page.on(
+            "request",
+            lambda request: request.url == path.as_uri() or wrong.append(f"request: {request.url}"),
+        )
         page.goto(path.as_uri())
         page.wait_for_selector(wait, state="attached")
         return page
@@ -144,7 +165,9 @@ def test_a_page_shows_the_trace(open_page, seed):
     found, mask = hard_trace(seed)
     counted = aggregate_of(found)
     page = open_page([Side("random", found, counted)])
-    assert texts(page, ".tw-name")[0].startswith(f"random{len(HARD)} tokens \u00b7 3 layers of 300 neurons")
+    assert texts(page, ".tw-name")[0].startswith(
+        f"random{len(HARD)} tokens \u00b7 3 layers of 300 neurons"
+    )
     random = np.random.default_rng(seed)
     # What the browser has: 24 bits of each value.
     found.values = (inspector.leading(found.values, 24) << np.uint32(8)).view(np.float32)
@@ -152,7 +175,9 @@ def test_a_page_shows_the_trace(open_page, seed):
     tokens = random.choice(np.flatnonzero(sizes.min(0) > 0), 3, replace=False)
     for token in tokens.tolist():
         click(page, ".tw-t", token)
-        assert [value(text) for text in texts(page, ".tw-count b")] == mask[:, token].sum(-1).tolist()
+        assert [value(text) for text in texts(page, ".tw-count b")] == mask[:, token].sum(
+            -1
+        ).tolist()
         layer = int(random.integers(3))
         if page.get_attribute(f"[data-focus='0-layer-{layer}']", "aria-expanded") == "false":
             click(page, ".tw-layer-name", layer)
@@ -160,7 +185,9 @@ def test_a_page_shows_the_trace(open_page, seed):
             click(page, ".tw-under .tw-link")
         h = found.layer(layer)[[token]]
         order = sorted(zip(-np.abs(h.data), h.indices, h.data, strict=True))
-        assert texts(page, "button.tw-entry > span:first-child") == [str(neuron) for _, neuron, _ in order]
+        assert texts(page, "button.tw-entry > span:first-child") == [
+            str(neuron) for _, neuron, _ in order
+        ]
         shown = [value(text) for text in texts(page, "button.tw-entry > b")]
         np.testing.assert_allclose(shown, [v for _, _, v in order], rtol=6e-3, atol=1e-12)
         share = value(texts(page, "button.tw-entry > b + span")[0].rstrip("%"))
@@ -178,17 +205,23 @@ def test_a_page_shows_the_trace(open_page, seed):
         assert f"{len(fires)} of {len(HARD)}" in texts(page, ".tw-neuron .tw-fact b")[0]
         page.wait_for_selector(".tw-histogram text:has-text('tokens (n = ')", state="attached")
         assert f"h, over {len(HARD)} tokens (n = {len(fires)})" in texts(page, ".tw-axis-name")
-        bars = page.eval_on_selector_all(".tw-histogram rect title", "(nodes) => nodes.map((node) => node.textContent)")
+        bars = page.eval_on_selector_all(
+            ".tw-histogram rect title", "(nodes) => nodes.map((node) => node.textContent)"
+        )
         assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
         places = [value(text) for text in texts(page, ".tw-place b")]
-        np.testing.assert_allclose(np.abs(places), np.sort(np.abs(column[fires]))[::-1][:8], rtol=6e-3, atol=1e-12)
+        np.testing.assert_allclose(
+            np.abs(places), np.sort(np.abs(column[fires]))[::-1][:8], rtol=6e-3, atol=1e-12
+        )
         if len(fires) > 8:
             assert texts(page, ".tw-more") == [f"show all {len(fires)}"]
             click(page, ".tw-more")
             assert page.locator(".tw-place").count() == len(fires)
         click(page, ".tw-tabs button", 1)
         top = inspector.cards(Side("", found, counted), [(layer, int(neuron))])[0]["top"]
-        np.testing.assert_allclose([value(text) for text in texts(page, ".tw-place b")], [t[0] for t in top], rtol=6e-3)
+        np.testing.assert_allclose(
+            [value(text) for text in texts(page, ".tw-place b")], [t[0] for t in top], rtol=6e-3
+        )
         click(page, ".tw-tabs button", 0)
     keep(page, "page")
 
@@ -198,18 +231,35 @@ def test_hard_texts_are_shown_as_text(open_page, seed):
     page = open_page([Side("hard", found)])
     shown = dict(enumerate(texts(page, ".tw-t")))
     plain = {
-        token: text for token, text in enumerate(HARD) if re.fullmatch(r" ?[^\s\x00-\x1f\u00a0\u200b\u202e]+", text)
+        token: text
+        for token, text in enumerate(HARD)
+        if re.fullmatch(r" ?[^\s\x00-\x1f\u00a0\u200b\u202e]+", text)
     }
     assert len(plain) == 17 and all(shown[token] == text for token, text in plain.items())
-    marks = {"\n": "\u23ce", "\n\n": "\u23ce\u23ce", "\t": "\u21e5\u00a0\u00a0", "\r": "U+000D", "\x00": "U+0000"}
-    marks |= {"\u202e": "U+202E", "\u200b": "U+200B", "\u00a0": "U+00A0", "": "empty", " ": " ", "    if": "    if"}
+    marks = {
+        "\n": "\u23ce",
+        "\n\n": "\u23ce\u23ce",
+        "\t": "\u21e5\u00a0\u00a0",
+        "\r": "U+000D",
+        "\x00": "U+0000",
+    }
+    marks |= {
+        "\u202e": "U+202E",
+        "\u200b": "U+200B",
+        "\u00a0": "U+00A0",
+        "": "empty",
+        " ": " ",
+        "    if": "    if",
+    }
     for text, mark in marks.items():
         assert shown[HARD.index(text)] == mark
     assert page.locator(".tw-text img, .tw-text b, .tw-text script").count() == 0
     assert texts(page, ".tw-t.tw-special") == ["<|end|>"]
     framed = [text for text in texts(page, ".tw-t .tw-bytes") if text.startswith("<")]
     assert framed == ["<0xF0><0x9F>", "<0x91>", "<0xA9>"]
-    rows = page.eval_on_selector_all(".tw-line", "(lines) => lines.map((line) => [line.dir, line.textContent])")
+    rows = page.eval_on_selector_all(
+        ".tw-line", "(lines) => lines.map((line) => [line.dir, line.textContent])"
+    )
     assert [text.replace("\u23ce", "\n") for way, text in rows if way == "rtl"] == ["".join(HEBREW)]
     # In a line from right to left the tokens follow each other to the left.
     left = [page.locator(".tw-t").nth(HARD.index(word)).bounding_box()["x"] for word in HEBREW[:2]]
@@ -220,7 +270,11 @@ def test_hard_texts_are_shown_as_text(open_page, seed):
             assert texts(page, ".tw-fact .tw-pill") == ["\U0001f469"]
     keep(page, "hard")
     nothing = Trace(
-        *(np.zeros(0, np.int32), []), *[np.zeros(0, np.int32)] * 3, np.zeros(1, np.int64), *[np.zeros(0)] * 2, 9
+        *(np.zeros(0, np.int32), []),
+        *[np.zeros(0, np.int32)] * 3,
+        np.zeros(1, np.int64),
+        *[np.zeros(0)] * 2,
+        9,
     )
     page = open_page([Side("nothing", nothing)], wait=".tw-empty")
     assert texts(page, ".tw-empty") == ["The text is empty: there is no token to show."]
@@ -231,7 +285,9 @@ def test_keys_and_pointer(open_page, seed):
     page = open_page([Side("random", found)])
 
     def state():
-        return dict(part.split("=") for part in page.evaluate("location.hash").lstrip("#").split("&"))
+        return dict(
+            part.split("=") for part in page.evaluate("location.hash").lstrip("#").split("&")
+        )
 
     page.locator(".tw-t").nth(5).click()
     assert state() == {"side": "0", "token": "5", "colour": "count"}
@@ -248,7 +304,9 @@ def test_keys_and_pointer(open_page, seed):
         page.locator(".tw-text").press(key)
         assert state() == {"side": "0", "colour": "count"} | expected, key
     settle(page)
-    assert texts(page, ".tw-said")[0].startswith(f"token 0: {found.strings[0]}, layer 0, {mask[0, 0].sum()} active")
+    assert texts(page, ".tw-said")[0].startswith(
+        f"token 0: {found.strings[0]}, layer 0, {mask[0, 0].sum()} active"
+    )
     layer, token = np.argwhere(mask.sum(-1) > 1)[-1].tolist()
     page.evaluate(f"location.hash = '#side=0&token={token}&layer={layer}&colour=count'")
     page.reload()
@@ -265,7 +323,9 @@ def test_keys_and_pointer(open_page, seed):
     assert "token 7" in texts(page, ".tw-tip")[0] and set(state()) == {"side", "colour"}
     box = page.locator(".tw-canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 10.5 / 40, box["y"] + 1.5 * (box["height"] - 13) / 3)
-    page.wait_for_function("() => document.querySelector('.tw-tip').textContent.includes('token 10')")
+    page.wait_for_function(
+        "() => document.querySelector('.tw-tip').textContent.includes('token 10')"
+    )
     assert f"active in layer 1{mask[1, 10].sum()}" in texts(page, ".tw-tip")[0]
     page.mouse.down()
     page.mouse.up()
@@ -290,7 +350,10 @@ def test_two_models_beside_each_other(open_page, seed):
         setattr(second, name, getattr(first, name))
     page = open_page([Side("dense", first), Side("sparse", second)])
     click(page, ".tw-t", 30 + 4)  # of the second side
-    assert page.locator(".tw-t.tw-pinned").count() == 2 and texts(page, ".tw-of") == ["dense", "sparse"]
+    assert page.locator(".tw-t.tw-pinned").count() == 2 and texts(page, ".tw-of") == [
+        "dense",
+        "sparse",
+    ]
     counts = [value(text) for text in texts(page, ".tw-count b")]
     assert counts == [*mask[:, 4].sum(-1), *other[:, 4].sum(-1)]
     page.locator("label", has_text="difference").locator("input").check()
@@ -300,7 +363,9 @@ def test_two_models_beside_each_other(open_page, seed):
     expected = {t: np.sign(change[t]) for t in range(30) if later[t] and change[t]}
     assert coloured(page, 1) == expected
     for theme, width in (("light", 1400), ("dark", 700)):
-        page = open_page([Side("dense", first), Side("sparse", second)], {"token": 4, "layer": 1}, width, theme)
+        page = open_page(
+            [Side("dense", first), Side("sparse", second)], {"token": 4, "layer": 1}, width, theme
+        )
         assert ("tw-dark" in page.get_attribute(".twell", "class")) == (theme == "dark")
         keep(page, f"compare-{width}-{theme}")
         wide = page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
@@ -310,22 +375,33 @@ def test_two_models_beside_each_other(open_page, seed):
 def test_words_and_choices(open_page, tiny_run):
     model, tokenizer = twell.load(tiny_run)
     counted = trace.aggregate_run(tiny_run, tokens=256)
-    shown = [inspector.Side("tiny", trace.trace_text(model, tokenizer, "ba de fun " * 20), counted, model, tokenizer)]
+    shown = [
+        inspector.Side(
+            "tiny", trace.trace_text(model, tokenizer, "ba de fun " * 20), counted, model, tokenizer
+        )
+    ]
     found = shown[0].trace
     layer, neuron = 1, int(found.layer(1).indices[0])
     page = open_page(shown, {"layer": layer, "neuron": neuron, "colour": "neuron"}, wait=".tw-word")
     card = inspector.cards(shown[0], [(layer, neuron)])[0]
     words = texts(page, ".tw-word .tw-pill")
     visible = ["".join(w) for w, _ in card["promotes"] + card["suppresses"]]
-    assert [w for w, v in zip(words, visible, strict=True) if v.isalpha()] == [v for v in visible if v.isalpha()]
+    assert [w for w, v in zip(words, visible, strict=True) if v.isalpha()] == [
+        v for v in visible if v.isalpha()
+    ]
     page.get_by_label("first layer").select_option("1")
     settle(page)
     click(page, ".tw-option", 0)
     counts = found.counts()
-    assert "layer 1" in texts(page, ".tw-legend .tw-label")[0] and texts(page, ".tw-labels button") == ["1"]
+    assert "layer 1" in texts(page, ".tw-legend .tw-label")[0] and texts(
+        page, ".tw-labels button"
+    ) == ["1"]
     later = found.position > 0
     ticks = [value(text) for text in texts(page, ".tw-legend:first-child .tw-ticks span")]
-    assert (ticks[0], ticks[-1]) == (counts[1][later & (counts[1] > 0)].min(), counts[1][later].max())
+    assert (ticks[0], ticks[-1]) == (
+        counts[1][later & (counts[1] > 0)].min(),
+        counts[1][later].max(),
+    )
     page.get_by_label("without first tokens").uncheck()
     settle(page)
     assert value(texts(page, ".tw-legend:first-child .tw-ticks span")[-1]) == counts[1].max()
@@ -340,7 +416,9 @@ def test_words_and_choices(open_page, tiny_run):
     page.get_by_label("go to").select_option("Busiest token")
     settle(page)
     busiest = counts[:, later].mean(0).argmax()
-    pinned = page.evaluate("() => [...document.querySelectorAll('.tw-t')].findIndex((t) => t.matches('.tw-pinned'))")
+    pinned = page.evaluate(
+        "() => [...document.querySelectorAll('.tw-t')].findIndex((t) => t.matches('.tw-pinned'))"
+    )
     assert counts[:, pinned].mean() == counts[:, np.flatnonzero(later)[busiest]].mean()
 
 
@@ -351,7 +429,10 @@ def random_trace(seed, tokens, layers, neurons, active):
     random = np.random.default_rng(seed)
     counts = random.poisson(active, layers * tokens)
     indices = np.concatenate([np.sort(random.choice(neurons, n, replace=False)) for n in counts])
-    words = [f" {word}" for word in "the of and to in that is was for it with as his on be at by had not are".split()]
+    words = [
+        f" {word}"
+        for word in "the of and to in that is was for it with as his on be at by had not are".split()
+    ]
     ids = random.integers(0, len(words), tokens).astype(np.int32)
     return Trace(
         token_ids=ids,
@@ -361,7 +442,9 @@ def random_trace(seed, tokens, layers, neurons, active):
         position=np.arange(tokens, dtype=np.int32),
         indptr=np.concatenate([[0], counts.cumsum()]),
         indices=indices.astype(np.uint16),
-        values=(random.lognormal(-1, 1, len(indices)) * random.choice([-1, 1], len(indices))).astype(np.float32),
+        values=(
+            random.lognormal(-1, 1, len(indices)) * random.choice([-1, 1], len(indices))
+        ).astype(np.float32),
         intermediate_size=neurons,
     )
 
@@ -375,14 +458,18 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, seed):
     painted, clicks, neurons = [], [], []
     for _ in range(3):
         page = open_page(whole)
-        painted.append(page.evaluate("() => performance.getEntriesByName('twell-painted')[0].startTime"))
+        painted.append(
+            page.evaluate("() => performance.getEntriesByName('twell-painted')[0].startTime")
+        )
         clicks += [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
         click(page, ".tw-layer-name", 5)
         neurons += [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
     print(f"painted {painted}, tokens {clicks}, neurons {neurons}")
     assert statistics.median(painted) < 1000
     assert statistics.median(clicks) < 100 and statistics.median(neurons) < 100
-    assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]  # and nothing is left out
+    assert texts(page, ".tw-note") == [
+        "Values are rounded to bf16, within 0.4%."
+    ]  # and nothing is left out
     click(page, ".tw-link")
     shown = {int(n) for n in texts(page, "button.tw-entry > span:first-child")}
     assert shown == set(found.layer(5)[[1500]].indices.tolist())
@@ -393,7 +480,9 @@ def test_of_a_dense_page_the_strongest_are_kept(open_page, seed):
     found = random_trace(seed, 512, 6, 2816, 500)
     page = open_page([Side("dense", found)])
     (note,) = texts(page, ".tw-note")
-    kept = int(re.match(r"Of each token and layer the (\d+) strongest neurons are kept here", note)[1])
+    kept = int(
+        re.match(r"Of each token and layer the (\d+) strongest neurons are kept here", note)[1]
+    )
     assert 250 <= kept <= 270 and "rounded to bf16" in note
     click(page, ".tw-t", 300)
     assert [value(text) for text in texts(page, ".tw-count b")] == found.counts()[:, 300].tolist()
@@ -418,7 +507,11 @@ def lab(tmp_path, tiny_run):
     ]
     trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     (tmp_path / "notebooks").mkdir()
     nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
     settings = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
@@ -428,12 +521,33 @@ def lab(tmp_path, tiny_run):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": tmp_path / "notebooks"}
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--IdentityProvider.token="]
+    options = {
+        "ip": "127.0.0.1",
+        "port": port,
+        "port_retries": 0,
+        "root_dir": tmp_path / "notebooks",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        "--no-browser",
+        "--allow-root",
+        "--IdentityProvider.token=",
+    ]
     command += [f"--ServerApp.{name}={value}" for name, value in options.items()]
-    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
-    folders |= {"JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"), "IPYTHONDIR": str(tmp_path / "ipython")}
-    folders |= {"JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    folders = {
+        f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")
+    }
+    folders |= {
+        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+    }
+    folders |= {
+        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, env=os.environ | folders, stdout=log, stderr=log)
         try:
@@ -467,7 +581,9 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     def output(start):
         return page.locator(".jp-OutputArea-output pre", has_text=start).last.inner_text()
 
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # a cell that is run before is run by nothing
+    page.get_by_text(
+        "Python 3 (ipykernel) | Idle"
+    ).wait_for()  # a cell that is run before is run by nothing
     run(0)
     page.locator(".tw-t").first.wait_for()
     assert "tw-dark" in page.get_attribute(".twell", "class")
@@ -488,13 +604,17 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     keep(page, "lab")
     run(1)
     page.locator("pre", has_text="state").wait_for()
-    assert output("state").strip() == f"state {token} {layer} {neuron} neuron ['{'ba de fun ' * 9}']"
+    assert (
+        output("state").strip() == f"state {token} {layer} {neuron} neuron ['{'ba de fun ' * 9}']"
+    )
     # Typed text is run, the cursor stays; what Python sets is shown.
     page.locator(".tw-type").fill("")
     page.locator(".tw-empty").wait_for()
     page.keyboard.type("de fun ba de fun", delay=20)
     expected = trace.trace_text(model, tokenizer, "de fun ba de fun")
-    page.wait_for_function("(n) => document.querySelectorAll('.tw-t').length === n", arg=expected.num_tokens)
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.tw-t').length === n", arg=expected.num_tokens
+    )
     assert page.locator(".tw-type").input_value() == "de fun ba de fun"
     assert page.evaluate("() => document.activeElement.className") == "tw-type"
     run(2)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from twell import choose
-from twell.choose import BLOCK, CLASSES, POWERS, Calibration, Chooser, Point, default
+from twell.sparse import plan as choose
+from twell.sparse.plan import BLOCK, CLASSES, POWERS, Calibration, Chooser, Point, default
 
 ABOUT = {
     "device": "a device",
@@ -41,7 +41,9 @@ def random_rows(tokens=(1, 8, 64, 4096)):
 
 def from_grid(grid, **changes):
     rows = [
-        (m, active, union, path, time) for (m, active), (union, times) in grid.items() for path, time in times.items()
+        (m, active, union, path, time)
+        for (m, active), (union, times) in grid.items()
+        for path, time in times.items()
     ]
     random.shuffle(rows)
     return calibration(rows, **changes)
@@ -53,7 +55,11 @@ def threshold(crossing=100.0, **changes):
     for m in (1, 32, 33, 4096):
         sparse = "decode" if m <= 32 else "union"
         rows += [(m, 1000, 1000, "dense", 1.0), (m, 0, 0, sparse, 0.5)]
-        rows += [(m, 1, crossing, sparse, 0.96), (m, 1, crossing + 1e-6, sparse, 1.5), (m, 1000, 1000, sparse, 9.0)]
+        rows += [
+            (m, 1, crossing, sparse, 0.96),
+            (m, 1, crossing + 1e-6, sparse, 1.5),
+            (m, 1000, 1000, sparse, 9.0),
+        ]
     return calibration(rows, **changes)
 
 
@@ -66,11 +72,15 @@ def test_choice_is_the_fastest_that_beats_dense_by_the_margin(repeat):
     margin = random.choice([0, 0.03, 0.2])
     made = from_grid(grid, margin=margin)
     for (m, active), (union, times) in grid.items():
-        dense = float(np.median([other["dense"] for (at, _), (_, other) in grid.items() if at == m]))
+        dense = float(
+            np.median([other["dense"] for (at, _), (_, other) in grid.items() if at == m])
+        )
         # several levels may have the same union: their median counts
         same = [other for (at, _), (u, other) in grid.items() if at == m and u == union]
         expected = {"dense": dense, "rowwise": times["rowwise"]}
-        expected |= {path: float(np.median([other[path] for other in same])) for path in ("union", "decode")}
+        expected |= {
+            path: float(np.median([other[path] for other in same])) for path in ("union", "decode")
+        }
         assert made.predict(m, active, union) == pytest.approx(expected)
         best = min(expected, key=expected.get)
         chosen = made.choose(m, active, union)
@@ -83,7 +93,11 @@ def test_prediction_between_the_points_is_that_of_numpy(repeat):
     made = from_grid(grid)
     sizes = sorted({m for m, _ in grid})
     for _ in range(20):
-        m, active, union = math.exp(random.uniform(0, math.log(4096))), random.uniform(0, 1000), random.uniform(0, 1000)
+        m, active, union = (
+            math.exp(random.uniform(0, math.log(4096))),
+            random.uniform(0, 1000),
+            random.uniform(0, 1000),
+        )
         found = made.predict(m, active, union)
         assert set(found) == set(PATHS)
         for path, x in (("rowwise", active), ("union", union), ("decode", union), ("dense", 0)):
@@ -138,8 +152,21 @@ def test_what_was_not_measured_is_never_chosen():
 
 def test_fit_takes_the_median_and_leaves_other_providers_out():
     rows = [
-        {"tokens": "8", "active": "3.5", "union": "9", "path": "dense", "p50": ms, "provider": provider}
-        for ms, provider in [("1", "dense"), ("5", "dense"), ("2", "dense"), ("0.1", "auto"), ("9", "dense eager")]
+        {
+            "tokens": "8",
+            "active": "3.5",
+            "union": "9",
+            "path": "dense",
+            "p50": ms,
+            "provider": provider,
+        }
+        for ms, provider in [
+            ("1", "dense"),
+            ("5", "dense"),
+            ("2", "dense"),
+            ("0.1", "auto"),
+            ("9", "dense eager"),
+        ]
     ]
     rows += [dict(rows[0], provider="dense torch.compile", p50=7)]
     assert Calibration.fit(rows, **ABOUT).times == (Point(8, 3.5, 9.0, {"dense": 2.0}),)
@@ -156,7 +183,11 @@ def test_files_keep_everything(tmp_path, expected, training):
     for field in Calibration.__dataclass_fields__:
         assert getattr(again, field) == getattr(made, field), field
     text = (tmp_path / "c.json").read_text()
-    assert text.count('{"tokens"') == len(made.times) == sum('{"tokens"' in line for line in text.splitlines())
+    assert (
+        text.count('{"tokens"')
+        == len(made.times)
+        == sum('{"tokens"' in line for line in text.splitlines())
+    )
     assert copy.deepcopy(made) is made
 
 
@@ -169,15 +200,27 @@ def test_files_keep_everything(tmp_path, expected, training):
         (lambda f: f.update(speed=3), "the file has an unknown field 'speed'"),
         (lambda f: f["times"][0].pop("union"), "times has no field 'union'"),
         (lambda f: f["times"].append(7), "times holds 7; expected an object"),
-        (lambda f: f["times"][0]["ms"].update(dense=-0.5), r"the time of 'dense' is -0\.5; expected a number above 0"),
+        (
+            lambda f: f["times"][0]["ms"].update(dense=-0.5),
+            r"the time of 'dense' is -0\.5; expected a number above 0",
+        ),
         (lambda f: f["times"][0]["ms"].update(dense=float("nan")), "the time of 'dense' is nan"),
         (lambda f: f["times"][0]["ms"].update(dense="1"), "the time of 'dense' is '1'"),
-        (lambda f: f["times"][0]["ms"].update(fast=1), "a path is 'fast'; expected one of dense, rowwise, union"),
+        (
+            lambda f: f["times"][0]["ms"].update(fast=1),
+            "a path is 'fast'; expected one of dense, rowwise, union",
+        ),
         (lambda f: f["times"][0].update(ms=3), "ms is 3; expected times by path"),
         (lambda f: f["times"][0].update(tokens=0), "tokens is 0; expected a number above 0"),
-        (lambda f: f["times"][0].update(active=1001), "active is 1001; expected a number from 0 to 1000"),
+        (
+            lambda f: f["times"][0].update(active=1001),
+            "active is 1001; expected a number from 0 to 1000",
+        ),
         (lambda f: f["times"][0].update(union=-1), "union is -1"),
-        (lambda f: f.update(intermediate_size=0), "intermediate_size is 0; expected an integer from 1"),
+        (
+            lambda f: f.update(intermediate_size=0),
+            "intermediate_size is 0; expected an integer from 1",
+        ),
         (lambda f: f.update(gated="yes"), "gated is 'yes'; expected true or false"),
         (lambda f: f.update(margin=1), "margin is 1; expected 0 or more and below 1"),
         (lambda f: f.update(expected=[1]), "expected is"),
@@ -201,7 +244,9 @@ def test_wrong_files_are_refused_by_name(tmp_path, change, words):
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[1]", b"null"])
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "c.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"c\.json is no calibration: it (is not JSON|has no list)|can't decode"):
+    with pytest.raises(
+        ValueError, match=r"c\.json is no calibration: it (is not JSON|has no list)|can't decode"
+    ):
         Calibration.load(tmp_path / "c.json")
     with pytest.raises(FileNotFoundError):
         Calibration.load(tmp_path / "d.json")
@@ -218,7 +263,8 @@ def test_files_from_before_training_was_measured_still_load(tmp_path):
 def test_calibrations_of_other_layers_are_refused():
     chooser = Chooser(32, 500, True)
     with pytest.raises(
-        ValueError, match=r"for hidden_size=32, intermediate_size=1000, gated=True; this layer has .*=500"
+        ValueError,
+        match=r"for hidden_size=32, intermediate_size=1000, gated=True; this layer has .*=500",
     ):
         chooser.calibration = threshold()
     assert chooser.calibration is None
@@ -227,7 +273,9 @@ def test_calibrations_of_other_layers_are_refused():
 # --- without a file
 
 
-@pytest.mark.parametrize("shape", [(2048, 5632, True), (1024, 2816, True), (2048, 8192, False), (4096, 14336, True)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 5632, True), (1024, 2816, True), (2048, 8192, False), (4096, 14336, True)]
+)
 def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
     made = default(*shape)
     n = shape[1] / 5632
@@ -241,8 +289,14 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
 @pytest.mark.parametrize("intermediate_size", [1, 3, 100, 127, 2827, 14336])
 def test_all_neurons_stay_all_neurons(intermediate_size):
     made = default(64, intermediate_size, True)
-    assert max(point.active for point in made.times) == max(point.union for point in made.times) == intermediate_size
-    assert threshold(training=1000).scaled(64, intermediate_size, True).training == intermediate_size
+    assert (
+        max(point.active for point in made.times)
+        == max(point.union for point in made.times)
+        == intermediate_size
+    )
+    assert (
+        threshold(training=1000).scaled(64, intermediate_size, True).training == intermediate_size
+    )
 
 
 def test_scaling_keeps_the_time_of_equal_work():
@@ -286,7 +340,11 @@ def test_the_plan_is_the_calibrations_choice_at_every_power(repeat):
     chooser.observe(active, union)
     for power in POWERS:
         block = min(power, BLOCK)
-        between = union if block == BLOCK else active * (union / active) ** (math.log(block) / math.log(BLOCK))
+        between = (
+            union
+            if block == BLOCK
+            else active * (union / active) ** (math.log(block) / math.log(BLOCK))
+        )
         expected = made.choose(power, active, between)
         assert chooser.path(power) == expected
         assert chooser.path(power // 2 + 1) == expected or power == 1
@@ -328,7 +386,9 @@ def call(chooser, num_tokens, active, union):
     chooser.update(num_tokens)
     path = chooser.path(num_tokens)
     blocks = -(-num_tokens // BLOCK)
-    chooser.counters(num_tokens, CPU).add_(torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union]))
+    chooser.counters(num_tokens, CPU).add_(
+        torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union])
+    )
     return path
 
 
@@ -424,7 +484,11 @@ def test_counters_outlive_inference_mode_and_change_device():
         counters += 1
     counters += 1
     assert counters.tolist() == [2] * 4 and counters.dtype == torch.int64
-    assert chooser.counters(65, CPU).data_ptr() == counters.data_ptr() != chooser.counters(1, CPU).data_ptr()
+    assert (
+        chooser.counters(65, CPU).data_ptr()
+        == counters.data_ptr()
+        != chooser.counters(1, CPU).data_ptr()
+    )
     assert chooser.counters(70, torch.device("meta")).device.type == "meta"
     assert chooser.counters(70, CPU).tolist() == [0] * 4
 
@@ -450,7 +514,10 @@ def test_copies_keep_the_plan_and_count_for_themselves(monkeypatch):
 def test_sampled_blocks_are_consecutive_tokens_from_everywhere(num_tokens):
     x = torch.arange(num_tokens)[:, None].expand(-1, 3)
     blocks = choose.sampled_blocks(x)
-    assert len(blocks) == min(max(num_tokens // 64, 1), 16) and blocks.shape[1:] == (min(num_tokens, 64), 3)
+    assert len(blocks) == min(max(num_tokens // 64, 1), 16) and blocks.shape[1:] == (
+        min(num_tokens, 64),
+        3,
+    )
     starts = blocks[:, 0, 0]
     assert torch.equal(blocks[..., 0], starts[:, None] + torch.arange(blocks.shape[1]))
     assert torch.equal(starts, starts.unique()) and starts[0] == 0
@@ -465,7 +532,10 @@ def test_activity_is_counted_as_a_loop_counts():
     counters = torch.tensor([1, 2, 3, 4])
     choose.count_activity(x, weight, bias, counters)
     active = [
-        [[bool((w @ token + b).relu() != 0) for w, b in zip(weight, bias, strict=True)] for token in block]
+        [
+            [bool((w @ token + b).relu() != 0) for w, b in zip(weight, bias, strict=True)]
+            for token in block
+        ]
         for block in x
     ]
     assert sum(active[2][3]) == 40

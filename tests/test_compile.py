@@ -140,7 +140,11 @@ def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
 @pytest.mark.parametrize("older", [False, True], ids=["installed", "older"])
 def test_checks_find_what_they_should(older, tmp_path):
     buffers, indices, again = in_subprocess(tmp_path, "samples", "sm_90", older=older)
-    assert {mode: len(found) for mode, found in again.items()} == {"once": 0, "again": 1, "barrier": 0}
+    assert {mode: len(found) for mode, found in again.items()} == {
+        "once": 0,
+        "again": 1,
+        "barrier": 0,
+    }
     # The load feeds the product and registers, directly or transposed.
     for mode in ("x", "w"):
         assert len(buffers[mode]) == 2
@@ -308,8 +312,8 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
     """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels."""
     import torch
 
-    from twell.format import ELL, PackedTwELL
     from twell.kernels import decode, dense, hybrid, pack, rowwise, training, union
+    from twell.sparse.formats import ELL, PackedTwELL
 
     shared: dict[str, int] = {}
     problems = []

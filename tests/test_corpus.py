@@ -55,7 +55,10 @@ def test_prepared_tokens_are_the_documents_in_order(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", documents)
     text = corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
     held_out = documents[19::20]
-    for tokens, expected in ((text.valid, held_out), (text.train, [d for d in documents if d not in held_out])):
+    for tokens, expected in (
+        (text.valid, held_out),
+        (text.train, [d for d in documents if d not in held_out]),
+    ):
         assert tokens.dtype == np.uint16
         assert text.tokenizer.decode(tokens) == "".join(d + corpus.END_OF_TEXT for d in expected)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
@@ -64,7 +67,8 @@ def test_prepared_tokens_are_the_documents_in_order(tmp_path, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == before
     write_jsonl(tmp_path / "a.jsonl", texts(40))  # other contents under the same name are no hit
     assert not np.array_equal(
-        corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache").train, text.train
+        corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache").train,
+        text.train,
     )
 
 
@@ -74,7 +78,10 @@ def test_separate_validation_text_and_given_tokenizer(tmp_path):
     corpus.train_tokenizer(texts(30), 280).save_pretrained(tmp_path / "tokenizer")
     options = {"cache": tmp_path / "cache", "tokenizer": str(tmp_path / "tokenizer")}
     text = corpus.prepare(
-        str(tmp_path / "train.jsonl"), valid_source=str(tmp_path / "valid.jsonl"), vocab_size=70000, **options
+        str(tmp_path / "train.jsonl"),
+        valid_source=str(tmp_path / "valid.jsonl"),
+        vocab_size=70000,
+        **options,
     )
     assert text.tokenizer.decode(text.valid) == "".join(d + corpus.END_OF_TEXT for d in valid)
     assert text.train.dtype == np.uint32
@@ -88,10 +95,14 @@ def test_blocks_are_a_permutation_of_the_text_in_every_epoch():
     assert len(blocks) == 33
     epochs = [blocks.draw(range(33 * e, 33 * (e + 1))) for e in range(3)]
     for drawn in epochs:
-        assert drawn.dtype == torch.int64 and torch.equal(drawn.flatten().sort().values, torch.arange(990))
+        assert drawn.dtype == torch.int64 and torch.equal(
+            drawn.flatten().sort().values, torch.arange(990)
+        )
     assert not torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[1], epochs[2])
     fresh = corpus.Blocks(tokens, 30, seed=5)
-    numbers = np.random.default_rng().integers(0, 99, 20)  # any number at any time: no hidden position
+    numbers = np.random.default_rng().integers(
+        0, 99, 20
+    )  # any number at any time: no hidden position
     assert torch.equal(fresh.draw(numbers), torch.cat(epochs)[numbers])
     assert torch.equal(corpus.Blocks(tokens, 30).draw([0, 1]).flatten(), torch.arange(60))
     assert not torch.equal(corpus.Blocks(tokens, 30, seed=6).draw(range(33)), epochs[0])
@@ -140,7 +151,11 @@ def test_only_files_of_a_folder_are_read(tmp_path):
 
 def test_another_tokenizer_in_the_same_place_is_another_corpus(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(40))
-    settings = {"vocab_size": 300, "cache": tmp_path / "cache", "tokenizer": str(tmp_path / "tokenizer")}
+    settings = {
+        "vocab_size": 300,
+        "cache": tmp_path / "cache",
+        "tokenizer": str(tmp_path / "tokenizer"),
+    }
     for size in (280, 300):
         corpus.train_tokenizer(texts(20), size).save_pretrained(tmp_path / "tokenizer")
         assert len(corpus.prepare(str(tmp_path / "a.jsonl"), **settings).tokenizer) == size
@@ -153,7 +168,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(corpus.np, "save", full)
-    with pytest.raises(OSError, match=r"cache/\w+ could not be written: No space left on device; TWELL_CACHE names"):
+    with pytest.raises(
+        OSError, match=r"cache/\w+ could not be written: No space left on device; TWELL_CACHE names"
+    ):
         corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
     assert not any((tmp_path / "cache").iterdir())
 
@@ -162,7 +179,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 def test_a_damaged_cache_is_named_and_can_be_made_again(tmp_path, name):
     write_jsonl(tmp_path / "a.jsonl", texts(41, seed=3))
     options = {"vocab_size": 300, "cache": tmp_path / "cache"}
-    whole = np.array(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train)  # mapped files must not shrink
+    whole = np.array(
+        corpus.prepare(str(tmp_path / "a.jsonl"), **options).train
+    )  # mapped files must not shrink
     (folder,) = (tmp_path / "cache").iterdir()
     path = folder / name
     data = path.read_bytes()
@@ -170,7 +189,10 @@ def test_a_damaged_cache_is_named_and_can_be_made_again(tmp_path, name):
     for damaged in (flipped, data[: len(data) // 2], b"", None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
         if name != "sha256.json" or damaged in (b"", data[: len(data) // 2]):
-            with pytest.raises(ValueError, match=rf"{name} is damaged .*: delete the folder {folder}, and the text is"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{name} is damaged .*: delete the folder {folder}, and the text is",
+            ):
                 corpus.prepare(str(tmp_path / "a.jsonl"), **options)
     for path in folder.iterdir():
         path.unlink()
@@ -181,7 +203,9 @@ def test_a_damaged_cache_is_named_and_can_be_made_again(tmp_path, name):
 def test_a_cache_of_an_older_version_is_read(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(41))
     options = {"vocab_size": 300, "cache": tmp_path / "cache"}
-    whole = np.array(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train)  # mapped files must not shrink
+    whole = np.array(
+        corpus.prepare(str(tmp_path / "a.jsonl"), **options).train
+    )  # mapped files must not shrink
     (folder,) = (tmp_path / "cache").iterdir()
     (folder / "sha256.json").unlink()
     assert np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train, whole)
@@ -219,12 +243,19 @@ def streamed(tmp_path):
 
 def test_a_stream_holds_out_its_first_documents_and_repeats(streamed):
     source, documents, tokenizer = streamed
-    coded = [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in documents]
+    coded = [
+        [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        for text in documents
+    ]
     stream = corpus.Stream(source, tokenizer, 16, valid_tokens=200)
     held_out = next(n for n in range(120) if sum(map(len, coded[:n])) >= 200)
     assert stream.valid.tolist() == sum(coded[:held_out], [])[:200]
     training = sum(coded[held_out:], [])
-    drawn = torch.cat([stream.draw(range(30)), stream.draw(range(len(training) // 8))]).flatten().tolist()
+    drawn = (
+        torch.cat([stream.draw(range(30)), stream.draw(range(len(training) // 8))])
+        .flatten()
+        .tolist()
+    )
     assert len(drawn) > 2 * len(training) and drawn == (training * 3)[: len(drawn)]
 
 
@@ -245,8 +276,12 @@ def test_processes_share_a_stream_without_overlap(streamed):
     whole = "".join(documents)
     seen = []
     for process in range(2):
-        stream = corpus.Stream(source, tokenizer, 16, valid_tokens=64, process=process, num_processes=2)
-        texts_of = tokenizer.decode(stream.draw(range(40)).flatten()).split(corpus.END_OF_TEXT)[1:-1]
+        stream = corpus.Stream(
+            source, tokenizer, 16, valid_tokens=64, process=process, num_processes=2
+        )
+        texts_of = tokenizer.decode(stream.draw(range(40)).flatten()).split(corpus.END_OF_TEXT)[
+            1:-1
+        ]
         assert all(text in whole for text in texts_of)
         seen.append(set(texts_of))
     assert seen[0] and seen[1] and not seen[0] & seen[1]

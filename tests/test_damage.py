@@ -20,7 +20,9 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
     """A folder with a run that was stopped, a finished one, its text, trace and statistics."""
     folder = tmp_path_factory.mktemp("whole")
     shutil.copy(tiny_text, folder / "text.jsonl")
-    config = dataclasses.replace(tiny_config, source="text.jsonl", checkpoint_every=4, log_every=2, tokens=16 * 512)
+    config = dataclasses.replace(
+        tiny_config, source="text.jsonl", checkpoint_every=4, log_every=2, tokens=16 * 512
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TWELL_CACHE", "cache")
@@ -29,8 +31,12 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
             stop_after(patch, 12)
             train.train(config, folder / "stopped", quiet=True)
     make_trace(0, num_layers=2, intermediate_size=96)[0].save(folder / "trace.npz")
-    aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(folder / "aggregate.npz")
-    (folder / "piqa.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")
+    aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(
+        folder / "aggregate.npz"
+    )
+    (folder / "piqa.jsonl").write_text(
+        json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n"
+    )
     return folder
 
 
@@ -93,7 +99,11 @@ DAMAGES = [
     ("cache/*/tokenizer.json", flipped, VALID),
     ("cache/*/sha256.json", half, TRAIN),
     ("text.jsonl", half, TRAIN),
-    ("text.jsonl", lambda data: data.replace(b'"ba', b'"\\ud800', 1) + b'{"text": "\\ud800"}\n', TRAIN),
+    (
+        "text.jsonl",
+        lambda data: data.replace(b'"ba', b'"\\ud800', 1) + b'{"text": "\\ud800"}\n',
+        TRAIN,
+    ),
     ("aggregate.npz", half, INSPECT),
     ("aggregate.npz", empty, INSPECT),
     ("trace.npz", flipped, MASKS),
@@ -101,8 +111,12 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "command"), DAMAGES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_damaged_file_is_named_with_what_to_do(whole, tmp_path, monkeypatch, capsys, name, damage, command):
+@pytest.mark.parametrize(
+    ("name", "damage", "command"), DAMAGES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_damaged_file_is_named_with_what_to_do(
+    whole, tmp_path, monkeypatch, capsys, name, damage, command
+):
     shutil.copytree(whole, tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")
     monkeypatch.setenv("TWELL_CACHE", "cache")
@@ -115,7 +129,9 @@ def test_a_damaged_file_is_named_with_what_to_do(whole, tmp_path, monkeypatch, c
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and paths[0].name in error and re.search(REMEDY, error), error
-    assert {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()
+    } == before
 
 
 def test_one_damaged_checkpoint_loses_nothing(whole, tmp_path, monkeypatch, capsys):
@@ -127,5 +143,8 @@ def test_one_damaged_checkpoint_loses_nothing(whole, tmp_path, monkeypatch, caps
     capsys.readouterr()
     assert main(RESUME) == 0
     assert "checkpoint.pt is damaged" in capsys.readouterr().out
-    logs = [results.load_run(name)[1].query("metric != 'tokens_per_second'") for name in ("run", "stopped")]
+    logs = [
+        results.load_run(name)[1].query("metric != 'tokens_per_second'")
+        for name in ("run", "stopped")
+    ]
     assert logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True))

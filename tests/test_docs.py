@@ -8,11 +8,26 @@ import subprocess
 import pytest
 
 from tests import pages
-from tests.pages import ROOT, anchors, blocks, broken_links, builder, commands, parse, run, unexplained, workplace
+from tests.pages import (
+    ROOT,
+    anchors,
+    blocks,
+    broken_links,
+    builder,
+    commands,
+    parse,
+    run,
+    unexplained,
+    workplace,
+)
 from twell.train import TrainConfig
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, "data/README.md", *(["kernels/README.md"] if (ROOT / "kernels" / "README.md").is_file() else [])]
+LINKED = [
+    *PAGES,
+    "data/README.md",
+    *(["kernels/README.md"] if (ROOT / "kernels" / "README.md").is_file() else []),
+]
 # Terms that a reader of README cannot know, by their anchors in the glossary: linked at or before the first use, or bold
 # where README explains them itself.
 TERMS = {
@@ -51,7 +66,11 @@ def test_blocks_run(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_that_do_not_run_here_parse(page):
-    failures = [failure for block in blocks(page, text_of(page)) if block.needs and (failure := parse(block))]
+    failures = [
+        failure
+        for block in blocks(page, text_of(page))
+        if block.needs and (failure := parse(block))
+    ]
     assert not failures, "\n\n".join(failures)
 
 
@@ -63,7 +82,9 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", LINKED)
 def test_targets_of_make_exist(page):
     commands = re.findall(r"`(make [a-z]+[^`\n]*)`", text_of(page))
-    assert [wrong for command in commands if (wrong := pages.mistake_in_command(command.split()))] == []
+    assert [
+        wrong for command in commands if (wrong := pages.mistake_in_command(command.split()))
+    ] == []
 
 
 def test_readme_is_short():
@@ -79,7 +100,9 @@ def test_readme_explains_its_terms():
 
 
 def test_index_lists_every_page_and_notebook():
-    listed = [page for _, entries in builder().contents(text_of("docs/index.md")) for _, page in entries]
+    listed = [
+        page for _, entries in builder().contents(text_of("docs/index.md")) for _, page in entries
+    ]
     expected = {page for page in PAGES if page not in ("README.md", "docs/index.md")}
     expected |= {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert expected <= set(listed) and len(listed) == len(set(listed))
@@ -124,7 +147,10 @@ def test_blocks_of_a_page_run_in_order_and_share_one_interpreter(tmp_path):
 
 @pytest.mark.parametrize(
     ("last", "output"),
-    [("echo before; false; echo after", "before\nexit status 1"), ("echo $unset", "unbound variable")],
+    [
+        ("echo before; false; echo after", "before\nexit status 1"),
+        ("echo $unset", "unbound variable"),
+    ],
 )
 def test_a_block_that_fails_is_named(tmp_path, last, output):
     failure = run(blocks("docs/a.md", PAGE.format(last=last)), tmp_path)
@@ -145,7 +171,10 @@ def test_a_python_block_that_fails_names_the_line_of_the_page(tmp_path):
     ("text", "message"),
     [
         ("<!-- needs: moonlight -->\n```bash\ntrue\n```\n", "a.md:1: a block needs 'moonlight'"),
-        ("<!-- needs: gpu -->\n\n```bash\ntrue\n```\n", "a.md:1: this marker does not stand directly above a block"),
+        (
+            "<!-- needs: gpu -->\n\n```bash\ntrue\n```\n",
+            "a.md:1: this marker does not stand directly above a block",
+        ),
         ("```sh\ntrue\n```\n", "a.md:1: a block of sh; write bash or python"),
     ],
 )
@@ -158,7 +187,9 @@ def test_what_blocks_write_stays_out_of_the_checkout(tmp_path):
     folder = workplace(tmp_path)
     (folder / "data" / "bench" / "new.csv").write_text("x")
     (folder / "runs").mkdir()
-    assert (folder / "data" / "paper.yaml").is_file() and (folder / "twell" / "kernels" / "union.py").is_file()
+    assert (folder / "data" / "paper.yaml").is_file() and (
+        folder / "twell" / "kernels" / "union.py"
+    ).is_file()
     assert not (ROOT / "data" / "bench" / "new.csv").exists()
 
 
@@ -167,10 +198,19 @@ def test_what_blocks_write_stays_out_of_the_checkout(tmp_path):
     [
         ("python -m twell train 20m source=texts/ tokens=1e8 --out runs/a", None),
         ("FEW=1 twell train my.yaml any=1 && python -m twell runs | head", None),
-        ("accelerate launch --multi_gpu --num_processes 8 -m twell train 1b \\\n  tokens=1e9 --resume", None),
+        (
+            "accelerate launch --multi_gpu --num_processes 8 -m twell train 1b \\\n  tokens=1e9 --resume",
+            None,
+        ),
         ("python -m twell train --help  # all fields", None),
-        ("for l1 in 0 1e-3; do\n  twell train quick l1_coefficient=$l1 --out runs/l1-$l1\ndone", None),
-        ("python -m pytest tests/test_docs.py::test_readme_is_short -q\nmake test JOBS=2\npip install -e .", None),
+        (
+            "for l1 in 0 1e-3; do\n  twell train quick l1_coefficient=$l1 --out runs/l1-$l1\ndone",
+            None,
+        ),
+        (
+            "python -m pytest tests/test_docs.py::test_readme_is_short -q\nmake test JOBS=2\npip install -e .",
+            None,
+        ),
         ("python -m tests.fuzz --cases 100 --training", None),
         ("if true; then", "syntax error"),
         ("python -m twell train 20m --output runs/a", "unrecognized arguments: --output"),
@@ -185,7 +225,10 @@ def test_what_blocks_write_stays_out_of_the_checkout(tmp_path):
         ("python -m tests.fuss", "there is no tests/fuss.py"),
         ("python -m tests.fuzz --case 100", "has no option --case"),
         ("python -m pytest tests/test_doc.py", "there is no tests/test_doc.py"),
-        ("python -m pytest tests/test_docs.py::test_nothing", "there is no test_nothing in tests/test_docs.py"),
+        (
+            "python -m pytest tests/test_docs.py::test_nothing",
+            "there is no test_nothing in tests/test_docs.py",
+        ),
         ("bash scripts/receipt.sh laptop", "there is no scripts/receipt.sh"),
     ],
 )
@@ -229,7 +272,10 @@ def test_names_in_python_are_checked(code, wrong):
 def test_anchors_are_githubs():
     text = "# Speed (2B): `auto`, and *dense*\n\n## The [paper](x.md)\n\n## The paper\n\n```bash\n# no heading\n```\n"
     assert anchors(text) == {"speed-2b-auto-and-dense", "the-paper", "the-paper-1"}
-    assert anchors("## re-initialisation, L1 warm-up\n### Über_x\n") == {"re-initialisation-l1-warm-up", "über_x"}
+    assert anchors("## re-initialisation, L1 warm-up\n### Über_x\n") == {
+        "re-initialisation-l1-warm-up",
+        "über_x",
+    }
 
 
 def test_broken_links_are_found(tmp_path):
@@ -283,7 +329,12 @@ def small_repository(folder):
         "live/view.html": "<p>view</p>",
     }
     cells = [
-        {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": "a = 1\nb = 2", "outputs": []},
+        {
+            "cell_type": "code",
+            "metadata": {"tags": ["parameters"]},
+            "source": "a = 1\nb = 2",
+            "outputs": [],
+        },
         {
             "cell_type": "code",
             "metadata": {"tags": ["injected-parameters"]},
@@ -296,8 +347,14 @@ def small_repository(folder):
             "metadata": {},
             "source": "widget",
             "outputs": [
-                {"output_type": "display_data", "data": {"text/markdown": ["Written to `live/view.html`."]}},
-                {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}}},
+                {
+                    "output_type": "display_data",
+                    "data": {"text/markdown": ["Written to `live/view.html`."]},
+                },
+                {
+                    "output_type": "display_data",
+                    "data": {"application/vnd.jupyter.widget-view+json": {}},
+                },
             ],
         },
     ]
@@ -314,7 +371,10 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
     builder().Pages(small_repository(tmp_path), source).write()
     start = (source / "index.md").read_text()
     assert "[a](docs/a.md#part) [code](src/x.py) folder ![p](pic.png)" in start
-    assert ":caption: First\n\nThe page </docs/a>\nData </data/README>\n01 </notebooks/n>\n```" in start
+    assert (
+        ":caption: First\n\nThe page </docs/a>\nData </data/README>\n01 </notebooks/n>\n```"
+        in start
+    )
     assert (source / "src" / "x.py").is_file() and (source / "pic.png").is_file()
     page = (source / "docs" / "a.md").read_text()
     assert "[up](../index.md) [data](../data/README.md) [card](../data/card.md) `[no](x)`" in page
@@ -323,13 +383,18 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
     assert "widgets" not in notebook["metadata"]
     assert notebook["cells"][1]["source"] == "# As executed for this page\nb = 3"
     assert notebook["cells"][2]["source"] == "# N\n[a](../docs/a.md)"
-    assert '<iframe class="inspector" src="view.html"' in notebook["cells"][3]["outputs"][1]["data"]["text/html"]
+    assert (
+        '<iframe class="inspector" src="view.html"'
+        in notebook["cells"][3]["outputs"][1]["data"]["text/html"]
+    )
     assert (source / "extra" / "notebooks" / "view.html").read_text() == "<p>view</p>"
 
 
 def test_a_site_that_needs_a_network_is_refused(tmp_path):
     page = tmp_path / "a.html"
-    page.write_text('<script src="a.js"></script><a href="https://x.org">x</a><link href="style.css">')
+    page.write_text(
+        '<script src="a.js"></script><a href="https://x.org">x</a><link href="style.css">'
+    )
     assert builder().loaded_from_elsewhere(tmp_path) == []
     page.write_text('<script async src="https://cdn.org/a.js"></script>')
     assert builder().loaded_from_elsewhere(tmp_path) == [f"{page}: https://cdn.org/a.js"]
@@ -356,23 +421,37 @@ def test_the_recipe_gives_commands_that_exist(scale, launcher, steps, tmp_path):
     for _ in range(2):
         done = subprocess.run(["bash", recipe, scale, "texts/"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        calls.append([line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()])
+        calls.append(
+            [line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()]
+        )
         (tmp_path / "commands").unlink()
     first, again = calls
     assert [wrong for words in first + again if (wrong := pages.mistake_in_command(words))] == []
     trainings = [words for words in first if "train" in words]
-    assert [words[0] for words in trainings] == [launcher] * 2 and "--resume" not in sum(trainings, [])
+    assert [words[0] for words in trainings] == [launcher] * 2 and "--resume" not in sum(
+        trainings, []
+    )
     # What is there is not made again, and trainings resume.
-    assert [words[words.index("twell") + 1] for words in again] == ["info", "train", "train", "runs"]
+    assert [words[words.index("twell") + 1] for words in again] == [
+        "info",
+        "train",
+        "train",
+        "runs",
+    ]
     assert all("--resume" in words for words in again if "train" in words)
     dense, sparse = ([word for word in words if "=" in word] for words in trainings)
     differences = {word.partition("=")[0] for word in set(dense) ^ set(sparse)}
     assert differences == {"l1_coefficient", "backend"}
     name = trainings[0][trainings[0].index("train") + 1]
-    assert TrainConfig.load(name, [word for word in dense if not word.startswith("source=")]).steps == steps
+    assert (
+        TrainConfig.load(name, [word for word in dense if not word.startswith("source=")]).steps
+        == steps
+    )
 
 
 def test_the_recipe_says_what_is_missing():
     for arguments, message in ((["moon"], "usage: "), (["gpu"], "needs a folder of texts")):
-        done = subprocess.run(["bash", ROOT / "scripts" / "recipe.sh", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", ROOT / "scripts" / "recipe.sh", *arguments], capture_output=True, text=True
+        )
         assert done.returncode == 2 and message in done.stderr

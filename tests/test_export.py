@@ -23,48 +23,77 @@ from twell.train import TrainConfig, evaluate, train
 def runs(tiny_config, tmp_path_factory):
     """A sparse run and its dense twin, which was looked at at other steps."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, changes in (("sparse", {"l1_coefficient": 1e-2}), ("dense", {"l1_coefficient": 0.0, "valid_every": 5})):
-        train(dataclasses.replace(tiny_config, tokens=8 * 512, **changes), folder / name, quiet=True)
+    for name, changes in (
+        ("sparse", {"l1_coefficient": 1e-2}),
+        ("dense", {"l1_coefficient": 0.0, "valid_every": 5}),
+    ):
+        train(
+            dataclasses.replace(tiny_config, tokens=8 * 512, **changes), folder / name, quiet=True
+        )
     return folder
 
 
 def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     out = tmp_path / "checkpoint"
     options = ["--text", "nonsense words", "--twin", str(runs / "dense"), "--out", str(out)]
-    assert main(["export", str(runs / "sparse"), *options]) == 0 and str(out) in capsys.readouterr().out
+    assert (
+        main(["export", str(runs / "sparse"), *options]) == 0
+        and str(out) in capsys.readouterr().out
+    )
     model, tokenizer = load(out)
     trained, _ = load(runs / "sparse")
-    told = [_describe(path, model)["training_tokens"] for path in (out, runs / "sparse", runs / "sparse" / "model")]
+    told = [
+        _describe(path, model)["training_tokens"]
+        for path in (out, runs / "sparse", runs / "sparse" / "model")
+    ]
     assert told == [8 * 512, 8 * 512, None]  # a model that was not exported leaves it to its run
-    assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
+    assert (
+        model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
+    )
     for name, weight in trained.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.bfloat16()), name
 
     card = (out / "README.md").read_text()
     row, log = results.load_run(runs / "sparse")
     _, twin = results.load_run(runs / "dense")
-    layers, twin_layers = (analysis.logged_layers(table, row["intermediate_size"]) for table in (log, twin))
-    losses = [table.query("split == 'valid' and metric == 'cross_entropy'")["value"].iloc[-1] for table in (log, twin)]
+    layers, twin_layers = (
+        analysis.logged_layers(table, row["intermediate_size"]) for table in (log, twin)
+    )
+    losses = [
+        table.query("split == 'valid' and metric == 'cross_entropy'")["value"].iloc[-1]
+        for table in (log, twin)
+    ]
     assert f"| cross-entropy, nats a token | {losses[0]:.4f} | {losses[1]:.4f} |" in card
-    share, twin_share = (100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers))
+    share, twin_share = (
+        100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers)
+    )
     assert "| L1 coefficient | 0.01 | 0 |" in card and "\n0.01 on the mean over tokens" in card
-    assert f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card and f"so {share:.1f}% are" in card
+    assert (
+        f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card
+        and f"so {share:.1f}% are" in card
+    )
     for layer in layers.itertuples():
         assert f"| {layer.layer} | {layer.mean:.3g} | {layer.p99:g} | {layer.max:g} |" in card
     _, _, blocks = TrainConfig.load(runs / "sparse" / "config.yaml").prepare_text()
     stored = evaluate(model, blocks)["cross_entropy"]
     assert f"| the same from the stored weights, in bf16 | {stored:.4f} |  |" in card
     assert f"{len(blocks) * row['context']:,} tokens of held-out text" in card
-    price, twin_commit = 100 * (losses[0] / losses[1] - 1), results.load_run(runs / "dense")[0]["commit"]
+    price, twin_commit = (
+        100 * (losses[0] / losses[1] - 1),
+        results.load_run(runs / "dense")[0]["commit"],
+    )
     last, empty, said = card.partition("| inactive |")[2].splitlines()[:3]
     assert (
         not empty
-        and said == f"The twin is the run `dense` of commit {twin_commit}; the price is {price:+.2f}% cross-entropy."
+        and said
+        == f"The twin is the run `dense` of commit {twin_commit}; the price is {price:+.2f}% cross-entropy."
     )
     assert "Text: nonsense words" in card and row["command"] in card and row["commit"] in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
 
-    assert 'twell.load("checkpoint")' in card and str(tmp_path) not in card and str(runs) not in card
+    assert (
+        'twell.load("checkpoint")' in card and str(tmp_path) not in card and str(runs) not in card
+    )
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
     counted = Aggregate.load(out / "aggregate.npz")
     assert counted.num_tokens == len(blocks) * row["context"] and counted.meta["run"] == "sparse"
@@ -79,7 +108,11 @@ def test_a_card_names_every_start_and_no_path_of_this_machine(runs, tmp_path, mo
     path = run / "provenance.json"
     command = f"python -m twell train quick source={tmp_path / 'texts'} tokenizer=/elsewhere/words --out {run}"
     first = results.load_provenance(run)["starts"][0] | {"command": command, "commit": "one"}
-    starts = [first, first | {"commit": "two", "device": "a GPU", "step": 4}, first | {"commit": "three", "step": 6}]
+    starts = [
+        first,
+        first | {"commit": "two", "device": "a GPU", "step": 4},
+        first | {"commit": "three", "step": 6},
+    ]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"starts": starts}))
     monkeypatch.chdir(tmp_path)
     assert main(["export", "run", "--text", "words", "--out", str(tmp_path / "given")]) == 0
@@ -89,7 +122,9 @@ def test_a_card_names_every_start_and_no_path_of_this_machine(runs, tmp_path, mo
         f"commit one, resumed from step 4 on a GPU, commit two and from step 6 on {first['device']}, commit three"
         in card
     )
-    assert (tmp_path / "given" / "aggregate.npz").read_bytes() == (run / "aggregate.npz").read_bytes()
+    assert (tmp_path / "given" / "aggregate.npz").read_bytes() == (
+        run / "aggregate.npz"
+    ).read_bytes()
 
 
 def test_a_card_without_a_twin_names_none(runs, tmp_path):
@@ -100,7 +135,9 @@ def test_a_card_without_a_twin_names_none(runs, tmp_path):
     assert re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
 
 
-def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(tiny_config, tiny_text, tmp_path, capsys):
+def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(
+    tiny_config, tiny_text, tmp_path, capsys
+):
     text = shutil.copy(tiny_text, tmp_path / "text.jsonl")
     config = dataclasses.replace(tiny_config, source=str(text), tokens=512, warmup_steps=0)
     run = train(config, tmp_path / "run", quiet=True)
@@ -113,7 +150,10 @@ def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(tiny_config, ti
         ["export", str(run), "--text", "a", "--out", str(tmp_path / "new")],
     ):
         assert main(command) == 2
-        assert "run has changed since the run started: its validation and training tokens" in capsys.readouterr().err
+        assert (
+            "run has changed since the run started: its validation and training tokens"
+            in capsys.readouterr().err
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -121,9 +161,15 @@ def test_what_cannot_be_exported_leaves_nothing(runs, tmp_path, capsys, tiny_con
     origin = runs / "sparse" / "provenance.json"
     whole = origin.read_text()
     options = ["--text", "words", "--out", str(tmp_path / "new")]
-    other = train(dataclasses.replace(tiny_config, seed=5, tokens=512, warmup_steps=0), tmp_path / "other", quiet=True)
+    other = train(
+        dataclasses.replace(tiny_config, seed=5, tokens=512, warmup_steps=0),
+        tmp_path / "other",
+        quiet=True,
+    )
     assert main(["export", str(runs / "sparse"), "--twin", str(other), *options]) == 2
-    assert "is no twin of" in (said := capsys.readouterr().err) and "tokens is 512, not 4096" in said
+    assert (
+        "is no twin of" in (said := capsys.readouterr().err) and "tokens is 512, not 4096" in said
+    )
     try:
         origin.write_text(json.dumps(json.loads(whole) | {"complete": False}))
         assert main(["export", str(runs / "sparse"), *options]) == 2

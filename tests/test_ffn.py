@@ -7,14 +7,19 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrize, prune
 
-from twell import choose, reference
-from twell.choose import Calibration, Point
-from twell.ffn import ActivityStats, SparseFFN, backend_status, summarize_activity
+from twell.sparse import plan as choose
+from twell.sparse import reference
+from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
+from twell.sparse.plan import Calibration, Point
 
 
-def make(gated=True, bias=False, activation="relu", backend="dense", dtype=torch.float64, sizes=(24, 70)):
+def make(
+    gated=True, bias=False, activation="relu", backend="dense", dtype=torch.float64, sizes=(24, 70)
+):
     torch.manual_seed(torch.seed() % 2**31)
-    ffn = SparseFFN(*sizes, gated=gated, bias=bias, activation=activation, backend=backend, dtype=dtype)
+    ffn = SparseFFN(
+        *sizes, gated=gated, bias=bias, activation=activation, backend=backend, dtype=dtype
+    )
     with torch.no_grad():
         for parameter in ffn.parameters():
             parameter.normal_()
@@ -71,7 +76,9 @@ def test_gradients_flow_in_evaluation_mode_too():
 def test_reference_accumulates_in_fp32_under_autocast():
     ffn = make(backend="reference", dtype=torch.float32, sizes=(256, 512))
     x = torch.randn(6, 256)
-    exact = reference.ffn(x.double(), *(p.weight.double() for p in (ffn.gate_proj, ffn.up_proj, ffn.down_proj)))
+    exact = reference.ffn(
+        x.double(), *(p.weight.double() for p in (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ffn.eval()
         with torch.no_grad():
@@ -102,7 +109,9 @@ def test_statistics_count_what_a_loop_counts(backend, gated):
         mask = torch.rand(2, size) < 0.6
         ffn.token_mask = mask.to(torch.int64)
         ffn(x)
-        for row, keep in zip((ffn.activations(x)[0] != 0).reshape(-1, 70), mask.reshape(-1), strict=True):
+        for row, keep in zip(
+            (ffn.activations(x)[0] != 0).reshape(-1, 70), mask.reshape(-1), strict=True
+        ):
             if keep:
                 neurons += row
                 histogram[int(row.sum())] += 1
@@ -160,7 +169,9 @@ def test_errors_name_the_value():
 # --- the Triton backend, in Triton's interpreter where there is no GPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-triton_here = pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+triton_here = pytest.mark.skipif(
+    backend_status()["triton"] is not None, reason=str(backend_status()["triton"])
+)
 
 
 @triton_here
@@ -202,7 +213,10 @@ def test_triton_trains_and_counts_by_the_dense_path():
 @triton_here
 def test_the_down_weight_keeps_the_strides_of_the_kernels(tmp_path):
     ffn = make(dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
-    state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in ffn.state_dict().items()}
+    state = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in ffn.state_dict().items()
+    }
     x = torch.randn(4, 32, dtype=torch.float16, device=DEVICE)
     ffn.backend = "triton"
     for load in (
@@ -221,7 +235,10 @@ def test_the_down_weight_keeps_the_strides_of_the_kernels(tmp_path):
 def test_triton_refuses_other_types():
     ffn = make(dtype=torch.float32, backend="triton", sizes=(32, 70)).to(DEVICE).eval()
     with (
-        pytest.raises(TypeError, match=r"x has dtype torch\.float32, expected torch\.bfloat16 or torch\.float16"),
+        pytest.raises(
+            TypeError,
+            match=r"x has dtype torch\.float32, expected torch\.bfloat16 or torch\.float16",
+        ),
         torch.no_grad(),
     ):
         ffn(torch.randn(4, 32, device=DEVICE))
@@ -235,7 +252,9 @@ def test_backends_say_why_they_are_off(monkeypatch):
         "triton": "the package triton is not installed",
         "auto": None,
     }
-    with pytest.raises(RuntimeError, match="backend 'triton' cannot be used: the package triton is not installed"):
+    with pytest.raises(
+        RuntimeError, match="backend 'triton' cannot be used: the package triton is not installed"
+    ):
         SparseFFN(16, 32, backend="triton")
 
 
@@ -247,20 +266,28 @@ def calibration(gated=True, hidden_size=32, **changes):
     times = [Point(m, 70, 70, {"dense": 1.0}) for m in (1, 8, 9, 100)]
     for m in (1, 8, 9, 100):
         sparse = "decode" if m <= 8 else "union"
-        times += [Point(m, 1, 35, {sparse: 0.5}), Point(m, 1, 35.01, {sparse: 2.0}), Point(m, 70, 70, {sparse: 3.0})]
+        times += [
+            Point(m, 1, 35, {sparse: 0.5}),
+            Point(m, 1, 35.01, {sparse: 2.0}),
+            Point(m, 70, 70, {sparse: 3.0}),
+        ]
     about = {"device": "", "intermediate_size": 70, "dtype": "float16", "versions": "", "date": ""}
     about |= {"hidden_size": hidden_size, "gated": gated, "times": tuple(times)}
     return Calibration(**about | changes)
 
 
 MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
-MUTED += [pytest.param("triton union", True, marks=triton_here)]  # all its paths take their weights from one place
+MUTED += [
+    pytest.param("triton union", True, marks=triton_here)
+]  # all its paths take their weights from one place
 
 
 @pytest.mark.parametrize(("backend", "gated"), MUTED)
 def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
     name, _, path = backend.partition(" ")
-    ffn = make(gated, bias=True, dtype=torch.float16 if path else torch.float64, sizes=(16, 40)).to(DEVICE)
+    ffn = make(gated, bias=True, dtype=torch.float16 if path else torch.float64, sizes=(16, 40)).to(
+        DEVICE
+    )
     ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 40
     muted = torch.arange(40) % 3 == 0
     without = copy.deepcopy(ffn)
@@ -445,7 +472,9 @@ def test_auto_works_where_the_kernels_do_not(case, monkeypatch):
     if case == "no triton":
         monkeypatch.setitem(sys.modules, "triton", None)
     width, dtype = (
-        (24, torch.float16) if case == "odd width" else (32, torch.float64 if case == "float64" else torch.float16)
+        (24, torch.float16)
+        if case == "odd width"
+        else (32, torch.float64 if case == "float64" else torch.float16)
     )
     ffn = make(dtype=dtype, sizes=(width, 70), backend="auto").to(DEVICE).eval()
     ffn.calibration = calibration(hidden_size=width)
@@ -479,13 +508,19 @@ def test_copies_of_an_auto_layer_plan_alike():
     for again in (copy.deepcopy(ffn), pickle.loads(pickle.dumps(ffn))):
         assert again.plan == ffn.plan != ((2**20, "dense"),)
         assert torch.equal(call(again, x), call(ffn, x))
-    assert list(ffn.state_dict()) == names == [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    assert (
+        list(ffn.state_dict())
+        == names
+        == [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    )
     assert not list(ffn.buffers())
 
 
 def test_calibrations_of_other_layers_are_refused():
     ffn = SparseFFN(32, 71, backend="auto")
-    with pytest.raises(ValueError, match="intermediate_size=70, gated=True; this layer has .*intermediate_size=71"):
+    with pytest.raises(
+        ValueError, match="intermediate_size=70, gated=True; this layer has .*intermediate_size=71"
+    ):
         ffn.calibration = calibration()
 
 
@@ -495,7 +530,9 @@ def test_layers_around_others_keep_the_strides_of_the_kernels(backend):
     mlp = torch.nn.Module()
     mlp.hidden_size, mlp.intermediate_size = 32, 70
     for name, sizes in (("gate_proj", (32, 70)), ("up_proj", (32, 70)), ("down_proj", (70, 32))):
-        mlp.add_module(name, torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE))
+        mlp.add_module(
+            name, torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE)
+        )
     ffn = SparseFFN.around(mlp, backend=backend).eval().requires_grad_(False)
     assert ffn.down_proj is mlp.down_proj and ffn.down_proj.weight.stride() == (1, 32)
     call(ffn, torch.randn(4, 32, dtype=torch.float16, device=DEVICE))
@@ -537,9 +574,13 @@ class Int8(torch.nn.Linear):
     """Weights in eight bits, read with a scale."""
 
     def __init__(self, base):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype)
+        super().__init__(
+            base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype
+        )
         scale = base.weight.detach().abs().max() / 127
-        self.weight = torch.nn.Parameter((base.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.weight = torch.nn.Parameter(
+            (base.weight.detach() / scale).round().to(torch.int8), requires_grad=False
+        )
         self.register_buffer("scale", 1.5 * scale)
         self.bias = base.bias
 
@@ -548,7 +589,9 @@ class Int8(torch.nn.Linear):
 
 
 def scaled(base):
-    changed = Scaled(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype)
+    changed = Scaled(
+        base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype
+    )
     changed.load_state_dict(base.state_dict())
     return changed.to(base.weight.device)
 
@@ -577,7 +620,9 @@ def own_forward(base):
 def pruned(base):
     prune.random_unstructured(base, "weight", 0.5)
     with torch.no_grad():
-        base.weight_orig.mul_(1.5)  # as an optimiser would; `weight` is stale until the module is called
+        base.weight_orig.mul_(
+            1.5
+        )  # as an optimiser would; `weight` is stale until the module is called
     return base
 
 
@@ -610,7 +655,11 @@ CHANGES = {
     "weight_norm": normed,
     "parametrisation": parametrised,
 }
-BACKENDS = ["reference", pytest.param("triton", marks=triton_here), pytest.param("auto", marks=triton_here)]
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=triton_here),
+    pytest.param("auto", marks=triton_here),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -633,7 +682,13 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
         y = ffn(leaf)
         (y.float().square().sum() / 100 + ffn.l1.sum()).backward()
         results.append(
-            [y, ffn.l1, leaf.grad, *ffn.stats.take(), *(p.grad for p in ffn.parameters() if p.requires_grad)]
+            [
+                y,
+                ffn.l1,
+                leaf.grad,
+                *ffn.stats.take(),
+                *(p.grad for p in ffn.parameters() if p.requires_grad),
+            ]
         )
         ffn.eval().record = False
         with torch.no_grad():
@@ -642,7 +697,11 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
         assert torch.equal(found, expected)
     if change != "backward hook":
         assert relative(results[0][0], before) > 0.01
-    assert sparse.path == "dense" and not sparse.readable and f"path=dense ({part} is a" in repr(sparse)
+    assert (
+        sparse.path == "dense"
+        and not sparse.readable
+        and f"path=dense ({part} is a" in repr(sparse)
+    )
     assert sparse.plan == ((2**20, "dense"),) and "path=dense" not in repr(dense)
 
 
@@ -674,7 +733,10 @@ def test_a_device_map_of_accelerate_does_not_make_it_dense(taken):
             add_hook_to_module(part, AlignDevicesHook(execution_device=device))
         assert torch.equal(ffn(x), expected) and len(taken) == 2
         weights = {name: tensor.clone() for name, tensor in ffn.up_proj.state_dict().items()}
-        add_hook_to_module(ffn.up_proj, AlignDevicesHook(execution_device=device, offload=True, weights_map=weights))
+        add_hook_to_module(
+            ffn.up_proj,
+            AlignDevicesHook(execution_device=device, offload=True, weights_map=weights),
+        )
         assert ffn.up_proj.weight.is_meta and ffn.path == "dense"
         assert relative(ffn(x), expected) < 2e-3 and len(taken) == 2
 
@@ -683,7 +745,9 @@ def test_tensor_parallel_shards_are_refused_where_they_would_be_miscounted():
     ffn = make()
     ffn.up_proj, ffn.gate_proj = torch.nn.Linear(24, 35).double(), torch.nn.Linear(24, 35).double()
     ffn.down_proj = torch.nn.Linear(35, 24).double()
-    with pytest.raises(ValueError, match="returns 35 neurons, and the layer has 70: of tensor-parallel shards"):
+    with pytest.raises(
+        ValueError, match="returns 35 neurons, and the layer has 70: of tensor-parallel shards"
+    ):
         ffn(torch.randn(2, 24).double())
 
 
@@ -725,7 +789,9 @@ def test_the_reference_notices_a_weight_that_changed_before_backward():
 
 
 def test_paths_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="path 'unions' is unknown; use one of dense, rowwise, union, decode"):
+    with pytest.raises(
+        ValueError, match="path 'unions' is unknown; use one of dense, rowwise, union, decode"
+    ):
         make().path = "unions"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell.format import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
+from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
 
 BITS = {
     torch.bfloat16: torch.int16,
@@ -65,7 +65,9 @@ def active_of(dense: torch.Tensor) -> list[list[tuple[int, int]]]:
     """For each row the (column, value bits) of its non-zeros."""
     minus_zero = torch.iinfo(BITS[dense.dtype]).min
     rows = bits_of(dense)
-    return [[(n, bits) for n, bits in enumerate(row) if bits not in (0, minus_zero)] for row in rows]
+    return [
+        [(n, bits) for n, bits in enumerate(row) if bits not in (0, minus_zero)] for row in rows
+    ]
 
 
 def filled(numbers: list[int], width: int) -> list[int]:
@@ -114,7 +116,9 @@ def test_ell(shape, case, dtype, generator):
         assert packed.values.shape == packed.indices.shape == (shape[0], slots)
         assert packed.indices.dtype == torch.uint16 and packed.counts.dtype == torch.int32
         assert packed.counts.tolist() == [len(row) for row in active]
-        assert bits_of(packed.values) == [filled([bits for _, bits in row], slots) for row in active]
+        assert bits_of(packed.values) == [
+            filled([bits for _, bits in row], slots) for row in active
+        ]
         assert packed.indices.tolist() == [filled([n for n, _ in row], slots) for row in active]
         assert packed.nbytes == shape[0] * slots * (dtype.itemsize + 2) + 4 * shape[0]
         assert_unpacks(packed, dense)
@@ -198,11 +202,17 @@ def test_hybrid(ell_width, spare, shape, case, dtype, generator):
     slot = [short.index(m) if m in short else ~long.index(m) for m in range(shape[0])]
     assert packed.slot.dtype == torch.int32 and packed.slot.tolist() == slot
     assert packed.ell.counts.tolist() == [len(active[m]) for m in short]
-    assert bits_of(packed.ell.values) == [filled([b for _, b in active[m]], ell_width) for m in short]
-    assert packed.ell.indices.tolist() == [filled([n for n, _ in active[m]], ell_width) for m in short]
+    assert bits_of(packed.ell.values) == [
+        filled([b for _, b in active[m]], ell_width) for m in short
+    ]
+    assert packed.ell.indices.tolist() == [
+        filled([n for n, _ in active[m]], ell_width) for m in short
+    ]
     backup = [[dict(active[m]).get(n, 0) for n in range(shape[1])] for m in long]
     assert bits_of(packed.backup) == backup + [[0] * shape[1]] * (spare or 0)
-    assert packed.nbytes == 4 * shape[0] + packed.ell.nbytes + dtype.itemsize * packed.backup.numel()
+    assert (
+        packed.nbytes == 4 * shape[0] + packed.ell.nbytes + dtype.itemsize * packed.backup.numel()
+    )
     assert_unpacks(packed, dense)
 
 
@@ -225,7 +235,9 @@ def test_hybrid_transpose(sizes, shape, case, generator):
     assert_unpacks(transposed, dense.t().contiguous())
     width = sizes[0] if sizes else -(-2 * int(packed.nnz) // shape[1])
     assert transposed.ell.values.shape[1] == width
-    assert len(transposed.backup) == (sizes[1] if len(sizes) == 2 else int((dense != 0).sum(0).gt(width).sum()))
+    assert len(transposed.backup) == (
+        sizes[1] if len(sizes) == 2 else int((dense != 0).sum(0).gt(width).sum())
+    )
     assert_unpacks(transposed.transpose(), dense)
 
 
@@ -239,7 +251,11 @@ def test_hybrid_keeps_the_pattern_where_values_are_zero(shape, case, generator):
     u = g.with_entries(values)
     expected = torch.zeros(shape)
     expected[rows, columns] = values
-    assert [part.tolist() for part in u.entries()] == [rows.tolist(), columns.tolist(), values.tolist()]
+    assert [part.tolist() for part in u.entries()] == [
+        rows.tolist(),
+        columns.tolist(),
+        values.tolist(),
+    ]
     assert u.unpack().equal(expected)
     assert u.nnz == g.nnz
     assert u.pattern is g.backup and u.slot is g.slot and u.ell.indices is g.ell.indices
@@ -251,7 +267,10 @@ def test_hybrid_keeps_the_pattern_where_values_are_zero(shape, case, generator):
     transposed = u.transpose(ell_width=3)
     assert transposed.nnz == g.nnz and transposed.unpack().equal(expected.t())
     order = sorted(zip(columns.tolist(), rows.tolist(), strict=True))
-    assert list(zip(transposed.entries()[0].tolist(), transposed.entries()[1].tolist(), strict=True)) == order
+    assert (
+        list(zip(transposed.entries()[0].tolist(), transposed.entries()[1].tolist(), strict=True))
+        == order
+    )
     assert nothing.transpose(ell_width=3).transpose(ell_width=5).nnz == g.nnz
 
 
@@ -405,7 +424,11 @@ def test_parts_that_do_not_fit_are_refused_by_name(pack, name, change, error):
     type(packed)(**parts)
     parts[name] = change(parts[name])
     # A number or a row list that does not fit shows in the tensor beside it.
-    blamed = {"n_cols": "n_cols|overflow_values", "overflow_rows": "overflow_", "compression": "tile_n"}.get(name, name)
+    blamed = {
+        "n_cols": "n_cols|overflow_values",
+        "overflow_rows": "overflow_",
+        "compression": "tile_n",
+    }.get(name, name)
     with pytest.raises(error, match=f"({blamed}).*(expected|must be)"):
         type(packed)(**parts)
 
@@ -416,6 +439,12 @@ def test_to_moves_every_tensor(pack, generator):
     if isinstance(packed, Hybrid):
         packed = packed.with_values(packed.ell.values, packed.backup)
     moved = packed.to("meta")
-    assert type(moved) is type(packed) and moved.shape == packed.shape and moved.nbytes == packed.nbytes
-    for part in list(parts_of(moved).values()) + list(parts_of(getattr(moved, "ell", moved)).values()):
+    assert (
+        type(moved) is type(packed)
+        and moved.shape == packed.shape
+        and moved.nbytes == packed.nbytes
+    )
+    for part in list(parts_of(moved).values()) + list(
+        parts_of(getattr(moved, "ell", moved)).values()
+    ):
         assert not isinstance(part, torch.Tensor) or part.device.type == "meta"

@@ -14,18 +14,49 @@ pytest.importorskip("triton")
 
 from tests import fuzz
 from tests.test_kernels import DEVICE, SEED, pytestmark, unwritten_memory_is_nan  # noqa: F401
-from twell import reference
 from twell.kernels import common, hybrid
+from twell.sparse import reference
 
-NAMES = "y", "l1", "token_counts", "neuron_counts", "dx", "dw_gate", "dw_up", "dw_down_t", "db_gate", "db_up"
+NAMES = (
+    "y",
+    "l1",
+    "token_counts",
+    "neuron_counts",
+    "dx",
+    "dw_gate",
+    "dw_up",
+    "dw_down_t",
+    "db_gate",
+    "db_up",
+)
 
 
-def integer_step(num_tokens, num_neurons, hidden_size=48, *, pattern="even", values="integer", seed=SEED, **changes):
+def integer_step(
+    num_tokens,
+    num_neurons,
+    hidden_size=48,
+    *,
+    pattern="even",
+    values="integer",
+    seed=SEED,
+    **changes,
+):
     """Tensors of a layer, dy, dl1 and a token mask."""
-    case = fuzz.Case("", num_tokens, num_neurons, hidden_size, pattern=pattern, values=values, seed=seed, **changes)
+    case = fuzz.Case(
+        "",
+        num_tokens,
+        num_neurons,
+        hidden_size,
+        pattern=pattern,
+        values=values,
+        seed=seed,
+        **changes,
+    )
     t = fuzz.layer(case, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    dy = torch.randint(-2, 3, (num_tokens, hidden_size), generator=generator, device=DEVICE).to(case.dtype)
+    dy = torch.randint(-2, 3, (num_tokens, hidden_size), generator=generator, device=DEVICE).to(
+        case.dtype
+    )
     dl1 = torch.randint(-3, 4, (num_tokens,), generator=generator, device=DEVICE).float()
     mask = torch.rand(num_tokens, generator=generator, device=DEVICE) < 0.7
     return t, dy, dl1, mask
@@ -33,13 +64,23 @@ def integer_step(num_tokens, num_neurons, hidden_size=48, *, pattern="even", val
 
 def forward(t, mask, capacity):
     return hybrid.forward(
-        t["x"], t["w_gate"], t["w_up"], t["w_down"].t(), t["b_gate"], t["b_up"], t["b_down"], mask, capacity
+        t["x"],
+        t["w_gate"],
+        t["w_up"],
+        t["w_down"].t(),
+        t["b_gate"],
+        t["b_up"],
+        t["b_down"],
+        mask,
+        capacity,
     )
 
 
 def backward(t, saved, dy, dl1):
     given = t["x"], t["w_gate"], t["w_up"], t["w_down"].t(), t["b_gate"], t["b_up"]
-    return hybrid.backward(*given, hybrid.Saved(*saved), dy, dl1, [tensor is not None for tensor in given])
+    return hybrid.backward(
+        *given, hybrid.Saved(*saved), dy, dl1, [tensor is not None for tensor in given]
+    )
 
 
 def step(t, dy, dl1, mask, capacity):
@@ -62,9 +103,15 @@ def exact_step(t, dy, dl1, mask):
 
     d = {name: None if tensor is None else tensor.double() for name, tensor in t.items()}
     dy, dl1 = dy.double(), dl1.double()[:, None]
-    first = torch.nn.functional.linear(d["x"], *((d["w_gate"], d["b_gate"]) if gated else (d["w_up"], d["b_up"])))
+    first = torch.nn.functional.linear(
+        d["x"], *((d["w_gate"], d["b_gate"]) if gated else (d["w_up"], d["b_up"]))
+    )
     g = rounded(first.relu())
-    u = rounded(torch.nn.functional.linear(d["x"], d["w_up"], d["b_up"])) if gated else torch.ones_like(g)
+    u = (
+        rounded(torch.nn.functional.linear(d["x"], d["w_up"], d["b_up"]))
+        if gated
+        else torch.ones_like(g)
+    )
     h = rounded(g * u)
     dh = dy @ d["w_down"] + h.sign() * dl1
     du = rounded(dh * g if gated else dh * (g != 0))
@@ -93,7 +140,12 @@ def assert_equal(results, expected, names=NAMES):
             assert results[name] is None, name
         else:
             torch.testing.assert_close(
-                results[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+                results[name],
+                expected[name],
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+                msg=lambda text, n=name: f"{n}: {text}",
             )
 
 
@@ -106,7 +158,10 @@ def heavy_neurons(counts, num_tokens, capacity):
 
 def fits(counts, heavy_tokens, num_tokens, capacity):
     heavy, transposed_backup = heavy_neurons(counts, num_tokens, capacity)
-    return heavy_tokens <= hybrid.backup_rows(num_tokens, len(counts), capacity) and heavy <= transposed_backup
+    return (
+        heavy_tokens <= hybrid.backup_rows(num_tokens, len(counts), capacity)
+        and heavy <= transposed_backup
+    )
 
 
 def test_the_compared_sums_are_exact():
@@ -143,7 +198,9 @@ def test_exact_with_the_least_capacity(num_tokens, num_neurons, hidden_size, pat
     t, dy, dl1, mask = integer_step(num_tokens, num_neurons, hidden_size, **options)
     mask = None if hidden_size == 16 else mask
     expected = exact_step(t, dy, dl1, mask)
-    counts = expected["neuron_counts"] if mask is None else exact_step(t, dy, dl1, None)["neuron_counts"]
+    counts = (
+        expected["neuron_counts"] if mask is None else exact_step(t, dy, dl1, None)["neuron_counts"]
+    )
     heavy_tokens = int((expected["token_counts"] > 128).sum())
     capacity = next(c for c in itertools.count() if fits(counts, heavy_tokens, num_tokens, c))
     needed, results = step(t, dy, dl1, mask, capacity)
@@ -162,7 +219,10 @@ def test_close_to_autograd_in_fp64(gated, dtype):
     def grid(*shape, step):
         return torch.randn(shape, device=DEVICE).div(step).round().mul(step)
 
-    x, first = grid(num_tokens, hidden_size, step=0.25), grid(num_neurons, hidden_size, step=0.25) / 8
+    x, first = (
+        grid(num_tokens, hidden_size, step=0.25),
+        grid(num_neurons, hidden_size, step=0.25) / 8,
+    )
     x[:, 0], first[:, 0] = 1, -2
     x[:, 1], first[:, 1] = 0, 16
     x[::13, 1] = 1  # heavy tokens
@@ -174,15 +234,21 @@ def test_close_to_autograd_in_fp64(gated, dtype):
         "w_up": second if gated else first,
         "w_down": (torch.randn(num_neurons, hidden_size, device=DEVICE) / 16).t(),
         "b_gate": grid(num_neurons, step=0.25) / 4 if gated else None,
-        "b_up": (torch.randn(num_neurons, device=DEVICE) if gated else grid(num_neurons, step=0.25)) / 4,
+        "b_up": (torch.randn(num_neurons, device=DEVICE) if gated else grid(num_neurons, step=0.25))
+        / 4,
         "b_down": torch.randn(hidden_size, device=DEVICE),
     }
     t = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
     t["w_down"] = t["w_down"].t().contiguous().t()
     dy = torch.randn(num_tokens, hidden_size, device=DEVICE).to(dtype)
     dl1 = torch.randn(num_tokens, device=DEVICE)
-    d = {name: None if tensor is None else tensor.double().requires_grad_() for name, tensor in t.items()}
-    g = torch.nn.functional.linear(d["x"], *((d["w_gate"], d["b_gate"]) if gated else (d["w_up"], d["b_up"]))).relu()
+    d = {
+        name: None if tensor is None else tensor.double().requires_grad_()
+        for name, tensor in t.items()
+    }
+    g = torch.nn.functional.linear(
+        d["x"], *((d["w_gate"], d["b_gate"]) if gated else (d["w_up"], d["b_up"]))
+    ).relu()
     h = g * torch.nn.functional.linear(d["x"], d["w_up"], d["b_up"]) if gated else g
     y, l1 = torch.nn.functional.linear(h, d["w_down"], d["b_down"]), h.abs().sum(1)
     ((y * dy.double()).sum() + (l1 * dl1.double()).sum()).backward()
@@ -194,7 +260,9 @@ def test_close_to_autograd_in_fp64(gated, dtype):
     assert torch.equal(counts, (g != 0).sum(1).int())
     assert (counts > 128).any() and ((counts > 0) & (counts < 64)).any()
     assert heavy_neurons(results["neuron_counts"], num_tokens, capacity)[0] == 5
-    expected = dict(y=y, l1=l1, dx=d["x"].grad, dw_up=d["w_up"].grad, dw_down_t=d["w_down"].grad.t())
+    expected = dict(
+        y=y, l1=l1, dx=d["x"].grad, dw_up=d["w_up"].grad, dw_down_t=d["w_down"].grad.t()
+    )
     expected["db_up"] = d["b_up"].grad
     if gated:
         expected |= dict(dw_gate=d["w_gate"].grad, db_gate=d["b_gate"].grad)
@@ -282,7 +350,9 @@ def test_order_of_backup_rows_does_not_matter():
     rows = torch.cat([order, rest])
     moved = place.clone()
     moved[tokens[order].long()] = ~torch.arange(int(used), dtype=torch.int32, device=DEVICE)
-    after = backward(t, [moved, indices, g, u, tokens[rows], used, dense_g[rows], dense_u[rows]], dy, dl1)
+    after = backward(
+        t, [moved, indices, g, u, tokens[rows], used, dense_g[rows], dense_u[rows]], dy, dl1
+    )
     for a, b in zip(after, before, strict=True):
         assert a is b is None or torch.equal(a, b)
 
@@ -292,7 +362,10 @@ def test_two_calls_give_the_same_bits():
     t["x"][:, 1] = 0
     t["x"][::9, 1], t["w_gate"][::50, 0] = 1, 20  # some of every kind
     needed, results = step(t, dy, dl1, mask, 20)
-    assert needed <= 20 and heavy_neurons(exact_step(t, dy, dl1, None)["neuron_counts"], 70, 20)[0] == 3
+    assert (
+        needed <= 20
+        and heavy_neurons(exact_step(t, dy, dl1, None)["neuron_counts"], 70, 20)[0] == 3
+    )
     assert_equal(step(t, dy, dl1, mask, 20)[1], results)
 
 
@@ -316,7 +389,9 @@ def test_parts_of_columns_give_the_same_bits(monkeypatch):
     assert_equal(step(t, dy, dl1, mask, 40)[1], whole)
 
 
-@pytest.mark.parametrize("architecture", ["default", "sm_80", "sm_89", "sm_90"])  # the others have one of these
+@pytest.mark.parametrize(
+    "architecture", ["default", "sm_80", "sm_89", "sm_90"]
+)  # the others have one of these
 def test_every_configuration(architecture, monkeypatch):
     if DEVICE == "cuda":
         pytest.skip("a GPU runs its own configuration")
@@ -347,7 +422,11 @@ def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
     y, l1, l0, saved = reference.ffn_forward(**t)
     d = reference.ffn_backward(saved, dy, dl1)
     expected = (y, l1, l0, None, d.x, d.w_gate, d.w_up, d.w_down.t(), d.b_gate, d.b_up)
-    assert_equal(results, dict(zip(NAMES, expected, strict=True)), [name for name in NAMES if name != "neuron_counts"])
+    assert_equal(
+        results,
+        dict(zip(NAMES, expected, strict=True)),
+        [name for name in NAMES if name != "neuron_counts"],
+    )
     others = torch.arange(9, device=DEVICE) != 4
     assert results["y"][others].isfinite().all() and not results["y"][4].isfinite().all()
 
@@ -365,7 +444,9 @@ def test_a_nan_in_a_backup_row_reaches_its_own_row():
 
 
 def test_weights_of_inactive_neurons_do_not_matter():
-    t, dy, dl1, mask = integer_step(9, 140, 48, pattern="edges")  # the first and the last neuron alone are active
+    t, dy, dl1, mask = integer_step(
+        9, 140, 48, pattern="edges"
+    )  # the first and the last neuron alone are active
     _, before = step(t, dy, dl1, mask, 1)
     t["w_up"][1:-1] = float("nan")
     t["w_down"][:, 1:-1] = float("inf")
@@ -401,7 +482,9 @@ def test_saved_tensors_are_those_announced(gated, capacity):
     assert len(tokens) == len(dense_g) == max(1, -(-20 * capacity // 300))
     with FakeTensorMode() as mode:
         fake = hybrid.saved_like(mode.from_tensor(t["x"]), 300, capacity, gated)
-    assert [(f.shape, f.dtype, f.device) for f in fake] == [(s.shape, s.dtype, s.device) for s in saved]
+    assert [(f.shape, f.dtype, f.device) for f in fake] == [
+        (s.shape, s.dtype, s.device) for s in saved
+    ]
 
 
 def test_sizes_at_full_scale():

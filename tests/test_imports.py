@@ -36,7 +36,14 @@ MAY_IMPORT = {
     "analysis.counted": {"analysis.runs", "analysis.tasks"},
     "analysis.measured": {"analysis.speed"},
     "analysis.quantities": {
-        *("format", "results", "trace", "analysis.trained", "analysis.counted", "analysis.measured"),
+        *(
+            "format",
+            "results",
+            "trace",
+            "analysis.trained",
+            "analysis.counted",
+            "analysis.measured",
+        ),
         *(f"analysis.{name}" for name in "runs variants activity speed tasks".split()),
     },
     "analysis.claims": {"results"},
@@ -51,17 +58,45 @@ MAY_IMPORT = {
     "plots.speed": {"analysis", "plots.base"},
     "plots.models": {"analysis", "plots.base"},
     "plots.overview": {"plots.base"},
-    "plots": {f"plots.{name}" for name in "base formats training activity speed models overview".split()},
+    "plots": {
+        f"plots.{name}" for name in "base formats training activity speed models overview".split()
+    },
     "export": {"analysis", "model", "results", "trace", "train"},
     "inspector": {"analysis", "model", "plots", "trace"},
     "widget": {"inspector", "plots", "results", "trace"},
     "__init__": set(),
     "measure": {"choose", "ffn", "kernels", "results"},
     "imposed": {"ffn", "measure", "model"},
-    "measure_training": {"imposed", "kernels", "measure", "model", "results", "sparse_training", "train"},
-    "measure_model": {"choose", "ffn", "imposed", "kernels", "measure", "model", "results", "train"},
+    "measure_training": {
+        "imposed",
+        "kernels",
+        "measure",
+        "model",
+        "results",
+        "sparse_training",
+        "train",
+    },
+    "measure_model": {
+        "choose",
+        "ffn",
+        "imposed",
+        "kernels",
+        "measure",
+        "model",
+        "results",
+        "train",
+    },
     "__main__": {
-        *("analysis", "choose", "evaluate", "export", "ffn", "inspector", "measure", "measure_model"),
+        *(
+            "analysis",
+            "choose",
+            "evaluate",
+            "export",
+            "ffn",
+            "inspector",
+            "measure",
+            "measure_model",
+        ),
         *("measure_training", "model", "results", "trace", "train"),
     },
 }
@@ -96,7 +131,10 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_imports_go_one_way(name):
-    assert set(imported(SOURCES[name])) <= MAY_IMPORT["kernels" if name.startswith("kernels.") else name]
+    assert (
+        set(imported(SOURCES[name]))
+        <= MAY_IMPORT["kernels" if name.startswith("kernels.") else name]
+    )
 
 
 @pytest.mark.parametrize("package", ["analysis", "plots"])
@@ -109,7 +147,11 @@ def test_a_package_hands_on_the_public_names_of_its_modules(package):
     for part in parts:
         of = importlib.import_module(f"twell.{part}")
         for name, value in vars(of).items():
-            defined = getattr(value, "__module__", None) == of.__name__ or name.isupper() and name != "TYPE_CHECKING"
+            defined = (
+                getattr(value, "__module__", None) == of.__name__
+                or name.isupper()
+                and name != "TYPE_CHECKING"
+            )
             # Loading a module puts it into the package under its own name, in place of what else may have it.
             if defined and not name.startswith("_"):
                 assert getattr(whole, name) is value, f"{part}.{name}"

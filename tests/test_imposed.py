@@ -30,7 +30,9 @@ def build(dtype=torch.bfloat16, seed=0, **changes):
 def active_rows(model, tokens):
     """[T, N] bool of each layer."""
     found = []
-    with imposed.before_ffn(model, lambda _, ffn, x: found.append(ffn.activations(x.flatten(0, 1))[0] != 0)):
+    with imposed.before_ffn(
+        model, lambda _, ffn, x: found.append(ffn.activations(x.flatten(0, 1))[0] != 0)
+    ):
         model.model(input_ids=tokens, use_cache=False)
     return found
 
@@ -83,7 +85,9 @@ def test_nothing_is_added_to_the_model(gated, tied):
     assert [(name, weight.shape) for name, weight in model.named_parameters()] == shapes
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert all(bool(weight.float().std()) for name, weight in model.named_parameters() if "proj" in name)
+    assert all(
+        bool(weight.float().std()) for name, weight in model.named_parameters() if "proj" in name
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -92,7 +96,10 @@ def test_layers_are_as_active_as_wanted_and_channels_stay_untouched(gated, dtype
     model = build(dtype, seed, gated_mlp=gated)
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     streams = []
-    hooks = [layer.register_forward_hook(lambda _, __, y: streams.append(y)) for layer in model.model.layers]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, y: streams.append(y))
+        for layer in model.model.layers
+    ]
     for wanted in ([3.0, 40.0, 12.0, 1.0], [100.0, 5.0, 30.0, 150.0]):  # the same model again
         imposed.impose(model, wanted, tokens, seed)
         streams.clear()
@@ -100,7 +107,9 @@ def test_layers_are_as_active_as_wanted_and_channels_stay_untouched(gated, dtype
         # In fp32 only ties are off; in bf16 each neuron's threshold is rounded by up to 2^-8 of it.
         assert np.allclose(means, wanted, rtol=0.01 if dtype == torch.float32 else 0.15, atol=0.05)
         given = model.model.embed_tokens(tokens)
-        assert (given[..., imposed.CONSTANT] == 1).all() and given[..., imposed.DRAW].float().std() > 0.5
+        assert (given[..., imposed.CONSTANT] == 1).all() and given[
+            ..., imposed.DRAW
+        ].float().std() > 0.5
         for stream in streams:
             assert torch.equal(stream[..., :2], given[..., :2])
             assert not torch.equal(stream[..., 2:], given[..., 2:])
@@ -112,7 +121,10 @@ def test_under_autocast_the_means_are_those_of_the_computation(seed):
     model = build(torch.float32, seed)
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     with torch.autocast("cpu", torch.bfloat16):
-        for wanted in ([30.0] * 4, [5.0, 10.0, 20.0, 40.0]):  # again: casts of the first weights are of no use
+        for wanted in (
+            [30.0] * 4,
+            [5.0, 10.0, 20.0, 40.0],
+        ):  # again: casts of the first weights are of no use
             imposed.impose(model, wanted, tokens, seed)
             found = [layer["mean"] for layer in imposed.activity_of(model, tokens)]
             assert np.allclose(found, wanted, rtol=0.15)
@@ -123,7 +135,9 @@ def test_what_layers_add_is_small_and_the_same_at_any_activity(seed):
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     added = []
     for ffn in model.ffns:
-        ffn.register_forward_hook(lambda _, __, y: added.append(float(y.detach().square().mean().sqrt())))
+        ffn.register_forward_hook(
+            lambda _, __, y: added.append(float(y.detach().square().mean().sqrt()))
+        )
     for wanted in ([2.0] * 4, [90.0] * 4):
         imposed.impose(model, wanted, tokens, seed)
         added.clear()
@@ -137,7 +151,13 @@ def test_unions_and_heavy_tokens_are_as_recorded():
     """A layer with the mean activity of a recorded one: neurons of 64 tokens, and the busiest tokens."""
     mask = torch.from_numpy(measure.recorded_masks()["sparser_8"])
     recorded = mask.view(-1, 64, 2816).any(1).sum(1).double().mean()
-    model = build(torch.float32, hidden_size=128, intermediate_size=2816, num_hidden_layers=1, vocab_size=49152)
+    model = build(
+        torch.float32,
+        hidden_size=128,
+        intermediate_size=2816,
+        num_hidden_layers=1,
+        vocab_size=49152,
+    )
     mean = float(mask.sum(1).double().mean())
     imposed.impose(model, [mean], imposed.draw_tokens(49152, 64, 64, seed=1))
     (found,) = imposed.activity_of(model, imposed.draw_tokens(49152, 16, 256))
@@ -150,7 +170,10 @@ def test_unions_and_heavy_tokens_are_as_recorded():
 def test_activity_that_no_layer_has_is_refused():
     model = build()
     for wanted in ([5.0] * 3, [5.0, 5.0, 5.0, 0.0], [5.0, 192.0, 5.0, 5.0]):
-        with pytest.raises(ValueError, match="each of 4 layers can have more than 0 and less than 192 active neurons"):
+        with pytest.raises(
+            ValueError,
+            match="each of 4 layers can have more than 0 and less than 192 active neurons",
+        ):
             imposed.impose(model, wanted, imposed.draw_tokens(640, 2, 8))
 
 

@@ -40,12 +40,23 @@ def unpacked(data):
     header, arrays = inspector.unpack(data)
     sides = []
     for number, about in enumerate(header["sides"]):
-        found = {name.split(".")[1]: array for name, array in arrays.items() if name.startswith(f"{number}.")}
+        found = {
+            name.split(".")[1]: array
+            for name, array in arrays.items()
+            if name.startswith(f"{number}.")
+        }
         most = about["strongest"] or 65536
         ends = np.minimum(found["counts"].astype(int), most).cumsum()
         gap = found["gap_low"] + 256 * found["gap_high"].astype(int)
-        bits = sum(found[f"value_{n}"].astype(np.uint32) << (24 - 8 * n) for n in range(3 if about["precise"] else 2))
-        parts = zip(np.split(gap, ends[:-1]), np.split(bits.astype(np.uint32).view(np.float32), ends[:-1]), strict=True)
+        bits = sum(
+            found[f"value_{n}"].astype(np.uint32) << (24 - 8 * n)
+            for n in range(3 if about["precise"] else 2)
+        )
+        parts = zip(
+            np.split(gap, ends[:-1]),
+            np.split(bits.astype(np.uint32).view(np.float32), ends[:-1]),
+            strict=True,
+        )
         found["rows"] = [(gaps.cumsum(), values) for gaps, values in parts]
         sides.append((about, found))
     return header, sides
@@ -91,7 +102,9 @@ def test_a_passage_is_packed_as_it_is(seed, neurons):
     assert [about["ids"][n] for n in packed["token"]] == found.token_ids.tolist()
     assert [about["ids"][n] for n in about["special"]] == ([3] if 3 in found.token_ids else [])
     assert np.array_equal(packed["logprob"], found.logprob, equal_nan=True)
-    assert packed["starts"].tolist() == [0, 16, 32, 40] and np.array_equal(packed["position"], found.position)
+    assert packed["starts"].tolist() == [0, 16, 32, 40] and np.array_equal(
+        packed["position"], found.position
+    )
     assert "fires" not in packed and "rate" not in packed
 
 
@@ -117,7 +130,9 @@ def test_of_many_entries_the_strongest_are_packed(seed, share):
 def test_sides_are_packed_together(seed):
     first, second = (make_trace(seed + n, num_tokens=30)[0] for n in range(2))
     counted = aggregate_of(second)
-    header, [_, (about, packed)] = unpacked(inspector.pack([Side("a", first), Side("b", second, counted)]))
+    header, [_, (about, packed)] = unpacked(
+        inspector.pack([Side("a", first), Side("b", second, counted)])
+    )
     assert not header["aligned"] and about["name"] == "b" and about["aggregate"] == 30
     rate = (packed["rate"].astype(np.uint32) << 16).view(np.float32).reshape(3, 300)
     np.testing.assert_allclose(rate, second.neurons()[0] / 30, rtol=2**-8)
@@ -130,7 +145,11 @@ def test_what_does_not_fit_together_is_refused(seed, model):
     other = aggregate_of(make_trace(seed, num_layers=2)[0])
     pair = twell.load(model)
     for arguments, options, words in [
-        ((found,), {"aggregate": other}, "run: the aggregate has 2 layers of 300 neurons, the trace 3 of 300"),
+        (
+            (found,),
+            {"aggregate": other},
+            "run: the aggregate has 2 layers of 300 neurons, the trace 3 of 300",
+        ),
         ((found,), {"model": pair}, "the model has 2 layers of 96 neurons, the trace 3 of 300"),
         ((found, "a text"), {}, "a trace has its own text"),
         ((found,), {"start": 60}, "start is 60; the trace has tokens 0 to 59"),
@@ -171,19 +190,33 @@ def test_to_frame_has_the_entries_that_match(seed, token, layer, neuron, layers)
     found, mask = make_trace(seed, num_tokens=30)
     dense = np.stack([found.layer(n).toarray() for n in range(3)])
     counted = aggregate_of(found)
-    widget = twell.inspect(found, aggregate=counted, token=token, layer=layer, neuron=neuron, layers=layers)
+    widget = twell.inspect(
+        found, aggregate=counted, token=token, layer=layer, neuron=neuron, layers=layers
+    )
     table = widget.to_frame()
     chosen = mask.copy()
     outside = np.ones_like(mask)
-    of_layer = [layer] if layer is not None else range(3) if layers is None else range(layers[0], layers[1] + 1)
-    outside[np.ix_(of_layer, range(30) if token is None else [token], range(300) if neuron is None else [neuron])] = (
-        False
+    of_layer = (
+        [layer]
+        if layer is not None
+        else range(3)
+        if layers is None
+        else range(layers[0], layers[1] + 1)
     )
+    outside[
+        np.ix_(
+            of_layer,
+            range(30) if token is None else [token],
+            range(300) if neuron is None else [neuron],
+        )
+    ] = False
     chosen[outside] = False
     assert sorted(zip(table["layer"], table["token"], table["neuron"], strict=True)) == sorted(
         map(tuple, np.argwhere(chosen).tolist())
     )
-    order = table.assign(size=-table["value"].abs()).sort_values(["token", "layer", "size"], kind="stable")
+    order = table.assign(size=-table["value"].abs()).sort_values(
+        ["token", "layer", "size"], kind="stable"
+    )
     assert order.index.tolist() == list(range(len(table)))
     for row in table.sample(min(len(table), 50)).itertuples():
         h = dense[row.layer, row.token]
@@ -230,16 +263,25 @@ def test_presets_are_what_they_say(seed):
         widget.preset(name)
         assert widget.limit == 7.0
         if name == "Busiest token":
-            assert later[widget.token] and counts[:, widget.token].sum() == counts[:, later].sum(0).max()
+            assert (
+                later[widget.token]
+                and counts[:, widget.token].sum() == counts[:, later].sum(0).max()
+            )
         elif name == "Most surprising token":
-            assert -found.logprob[widget.token] == np.nanmax(-found.logprob) and widget.colour == "surprise"
+            assert (
+                -found.logprob[widget.token] == np.nanmax(-found.logprob)
+                and widget.colour == "surprise"
+            )
         elif name == "Strongest neuron":
             assert abs(found.layer(widget.layer)[widget.token, widget.neuron]) == pytest.approx(
                 max(np.abs(found.layer(n)[later].data).max(initial=0) for n in range(3))
             )
         elif name == "Most specific neuron":
             first = analysis.specific(found, min_fires=3, min_count=3).iloc[0]
-            assert (widget.layer, widget.neuron) == (first["layer"], first["neuron"]) and widget.token is None
+            assert (widget.layer, widget.neuron) == (
+                first["layer"],
+                first["neuron"],
+            ) and widget.token is None
         elif name == "Busiest layer":
             assert widget.layers == [counts[:, later].sum(1).argmax()] * 2 and widget.neuron is None
     assert len(widget.presets) == 6
@@ -255,12 +297,20 @@ def test_cards_have_what_the_aggregate_and_the_weights_say(model):
     neurons = [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]
     unembedding = (network.get_output_embeddings().weight * network.model.norm.weight).double()
     strings = trace.token_strings(tokenizer, range(320))
-    for card, (layer, neuron) in zip(inspector.cards(widget.sides[0], neurons), neurons, strict=True):
+    for card, (layer, neuron) in zip(
+        inspector.cards(widget.sides[0], neurons), neurons, strict=True
+    ):
         table = analysis.value_histogram(counted, layer, neuron)
-        assert card["histogram"] == table["count"].tolist() and card["edges"] == [*table["low"], table["high"].iloc[-1]]
+        assert card["histogram"] == table["count"].tolist() and card["edges"] == [
+            *table["low"],
+            table["high"].iloc[-1],
+        ]
         rates = analysis.by_neuron(counted).set_index(["layer", "neuron"]).loc[layer, neuron]
         assert (card["tokens"], card["fires"]) == (512, table["count"].sum())
-        assert card["fires"] == pytest.approx(512 * rates["rate"]) and card["largest"] == rates["max_abs"]
+        assert (
+            card["fires"] == pytest.approx(512 * rates["rate"])
+            and card["largest"] == rates["max_abs"]
+        )
         if card["fires"]:
             assert card["mean"] == pytest.approx(rates["mean_value"], rel=1e-5)
         for kind, name in (("top", "top"), ("quantile", "quantiles")):
@@ -274,9 +324,13 @@ def test_cards_have_what_the_aggregate_and_the_weights_say(model):
         change = (change - change.mean()).detach().numpy()
         for name, sign in (("promotes", 1), ("suppresses", -1)):
             expected = np.sort(sign * change)[::-1][:10]
-            np.testing.assert_allclose([sign * value for _, value in card[name]], expected, rtol=2e-3, atol=1e-6)
+            np.testing.assert_allclose(
+                [sign * value for _, value in card[name]], expected, rtol=2e-3, atol=1e-6
+            )
             assert [word for word, _ in card[name]][0] == strings[int((sign * change).argmax())]
-    with pytest.raises(IndexError, match="layer 2, neuron 0 does not exist: there are 2 layers of 96"):
+    with pytest.raises(
+        IndexError, match="layer 2, neuron 0 does not exist: there are 2 layers of 96"
+    ):
         inspector.cards(widget.sides[0], [(2, 0)])
 
 
@@ -302,11 +356,21 @@ def test_typed_text_is_run(model):
     before = widget.data
     widget.texts = ["de"]
     expected = trace.trace_text(network, tokenizer, "de")
-    assert np.array_equal(widget.trace.values, expected.values) and widget.trace.strings == expected.strings
+    assert (
+        np.array_equal(widget.trace.values, expected.values)
+        and widget.trace.strings == expected.strings
+    )
     assert widget.data != before and (widget.busy, widget.error) == (False, "")
-    assert widget.token is None and (widget.layer, widget.neuron) == (1, 5)  # the neuron stays, the token is gone
+    assert widget.token is None and (widget.layer, widget.neuron) == (
+        1,
+        5,
+    )  # the neuron stays, the token is gone
     widget.texts = [""]
-    assert widget.trace.num_tokens == 0 and widget.to_frame().empty and "The text is empty" not in widget.error
+    assert (
+        widget.trace.num_tokens == 0
+        and widget.to_frame().empty
+        and "The text is empty" not in widget.error
+    )
     assert list(widget.to_frame().columns[:3]) == ["model", "token", "text"]
     with pytest.raises(traitlets.TraitError, match="token 0 does not exist: the passage is empty"):
         widget.token = 0
@@ -315,7 +379,10 @@ def test_typed_text_is_run(model):
     widget.texts = []
     assert widget.error == "texts is empty; give one text, or one for each side" and not widget.busy
     widget.texts = ["ba " * 5000]
-    assert widget.trace.num_tokens == inspector.MAX_TOKENS and widget.sides[0].of[1] > inspector.MAX_TOKENS
+    assert (
+        widget.trace.num_tokens == inspector.MAX_TOKENS
+        and widget.sides[0].of[1] > inspector.MAX_TOKENS
+    )
     assert widget.error == ""
 
 
@@ -339,11 +406,16 @@ def test_two_models_and_two_texts(model):
     both = twell.inspect(model, "ba de fun", compare=pair)
     header = inspector.unpack(both.data)[0]
     assert header["aligned"] and not header["same"] and both.texts == ["ba de fun"]
-    assert [side["aggregate"] for side in header["sides"]] == [512, None]  # the one beside the model was found
+    assert [side["aggregate"] for side in header["sides"]] == [
+        512,
+        None,
+    ]  # the one beside the model was found
     both.side, both.token = 1, 2
     assert both.to_frame()["model"].unique().tolist() == ["model"]
     both.texts = ["de"]
-    assert [side.trace.num_tokens for side in both.sides] == [len(trace.trace_text(*pair, "de").token_ids)] * 2
+    assert [side.trace.num_tokens for side in both.sides] == [
+        len(trace.trace_text(*pair, "de").token_ids)
+    ] * 2
     texts = twell.inspect(pair, ("ba de fun", "de"))
     header = inspector.unpack(texts.data)[0]
     assert header["same"] and not header["aligned"] and texts.texts == ["ba de fun", "de"]
@@ -367,7 +439,9 @@ def test_a_page_needs_nothing_else(seed, model, tmp_path):
     assert '"colour": "surprise"' in page and '"token": 1' in page
     header, arrays = inspector.unpack(page_data(page))
     cards = json.loads(arrays["cards"].tobytes())
-    fires = {f"0:{layer}:{n}" for layer in range(2) for n in np.unique(widget.trace.layer(layer).indices)}
+    fires = {
+        f"0:{layer}:{n}" for layer in range(2) for n in np.unique(widget.trace.layer(layer).indices)
+    }
     assert set(cards) == fires  # a small passage has room for all
     key = next(iter(cards))
     assert cards[key] == json.loads(
@@ -378,7 +452,9 @@ def test_a_page_needs_nothing_else(seed, model, tmp_path):
 def test_a_page_stays_under_its_limit(seed, model, monkeypatch):
     widget = twell.inspect(model, "ba de fun " * 60)
     whole = len(inspector.page(widget.sides).encode())
-    every = json.loads(inspector.unpack(page_data(inspector.page(widget.sides)))[1]["cards"].tobytes())
+    every = json.loads(
+        inspector.unpack(page_data(inspector.page(widget.sides)))[1]["cards"].tobytes()
+    )
     bare = len(inspector.page([Side("a", widget.trace)]).encode())
     middle = (whole + bare) // 2
     monkeypatch.setattr(inspector, "PAGE_BYTES", middle)
@@ -392,7 +468,11 @@ def test_a_page_stays_under_its_limit(seed, model, monkeypatch):
         h = abs(widget.trace.layer(layer).toarray())
         share = h / np.maximum(h.sum(1, keepdims=True), 1e-30)
         weight |= {f"0:{layer}:{n}": share[:, n].sum() for n in range(96)}
-    begin = {f"0:{view['layer']}:{view['neuron']}" for view in widget.presets.values() if "neuron" in view}
+    begin = {
+        f"0:{view['layer']}:{view['neuron']}"
+        for view in widget.presets.values()
+        if "neuron" in view
+    }
     assert begin and begin <= set(cards)
     least = min(weight[key] for key in set(cards) - begin)
     assert least >= max(weight[key] for key in set(every) - set(cards)) - 1e-6
@@ -413,7 +493,9 @@ def test_a_page_stays_under_its_limit(seed, model, monkeypatch):
 def test_a_figure_has_the_values_of_the_view(seed, colour, scale):
     found, mask = make_trace(seed, num_tokens=40)
     layer, neuron = 1, int(found.layer(1).indices[0])
-    widget = twell.inspect(found, colour=colour, scale=scale, layer=layer, neuron=neuron, layers=[1, 2], compression=16)
+    widget = twell.inspect(
+        found, colour=colour, scale=scale, layer=layer, neuron=neuron, layers=[1, 2], compression=16
+    )
     drawn = inspector.drawn(widget.sides, widget.view)
     first = found.position == 0
     values = {
@@ -425,13 +507,17 @@ def test_a_figure_has_the_values_of_the_view(seed, colour, scale):
     seen = drawn["passage"]["value"].to_numpy()
     assert np.isnan(seen[first]).all()
     low, high = drawn["ends"]
-    np.testing.assert_allclose(seen[~first], np.where((values == 0) & (colour == "count"), low, values)[~first])
+    np.testing.assert_allclose(
+        seen[~first], np.where((values == 0) & (colour == "count"), low, values)[~first]
+    )
     if colour == "neuron":
         column = {"all": found.values, "layer": found.layer(1).data, "neuron": values}[scale]
         assert -low == high == pytest.approx(np.abs(column).max())
     counts = mask[1:3].sum(-1).astype(float)
     counts[:, first] = np.nan
-    pd.testing.assert_frame_equal(drawn["counts"], pd.DataFrame(counts, [1, 2], range(40)), check_index_type=False)
+    pd.testing.assert_frame_equal(
+        drawn["counts"], pd.DataFrame(counts, [1, 2], range(40)), check_index_type=False
+    )
     tiles = np.stack([mask[1:3, :, at : at + 256].sum(-1) for at in (0, 256)])
     assert np.array_equal(drawn["over"], (tiles > 15).any(0) & ~first)
     assert isinstance(widget.figure(), Figure)
@@ -442,4 +528,8 @@ def test_a_figure_of_a_long_passage_is_around_the_token(seed):
     for token, start in ((None, 0), (3, 0), (200, 72), (399, 144)):
         widget = twell.inspect(found, token=token)
         drawn = inspector.drawn(widget.sides, widget.view)
-        assert drawn["counts"].columns.tolist() == list(range(start, start + 256)) == drawn["passage"].index.tolist()
+        assert (
+            drawn["counts"].columns.tolist()
+            == list(range(start, start + 256))
+            == drawn["passage"].index.tolist()
+        )

@@ -14,8 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from twell import format, reference
 from twell.kernels import common, decode, dense, gate, ops, pack, rowwise, union
+from twell.sparse import formats as format
+from twell.sparse import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One for all workers of pytest-xdist; it is part of every case that a failure prints.
@@ -49,7 +50,9 @@ def bits(tensor):
 
 
 def integer_case(path="union", seed=SEED, **changes):
-    return replace(fuzz.Case(path, 70, 300, 48, values="integer", pattern="heavy", seed=seed), **changes)
+    return replace(
+        fuzz.Case(path, 70, 300, 48, values="integer", pattern="heavy", seed=seed), **changes
+    )
 
 
 # The layer
@@ -65,7 +68,9 @@ def test_random_case(seed):
 @pytest.mark.parametrize("hidden_size", [16, 48, 80, 128])
 @pytest.mark.parametrize("path", PATHS)
 def test_every_width(path, hidden_size, intermediate_size):
-    fuzz.check(fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED), DEVICE)
+    fuzz.check(
+        fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED), DEVICE
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 17, 70, 130, 300])
@@ -97,10 +102,19 @@ def test_every_configuration(path, architecture, monkeypatch):
     if DEVICE == "cuda":
         pytest.skip("a GPU runs its own configuration")
     monkeypatch.setattr(common, "architecture", lambda device: architecture)
-    assert fuzz.check(integer_case(path, num_tokens=2 if path == "rowwise" else 130, hidden_size=80), DEVICE) == 0
-    if path == "decode":  # other kernels; all neurons active are more words of flags than one step takes
+    assert (
+        fuzz.check(
+            integer_case(path, num_tokens=2 if path == "rowwise" else 130, hidden_size=80), DEVICE
+        )
+        == 0
+    )
+    if (
+        path == "decode"
+    ):  # other kernels; all neurons active are more words of flags than one step takes
         for num_tokens in (1, 2):
-            case = integer_case(path, num_tokens=num_tokens, hidden_size=80, intermediate_size=600, pattern="full")
+            case = integer_case(
+                path, num_tokens=num_tokens, hidden_size=80, intermediate_size=600, pattern="full"
+            )
             assert fuzz.check(case, DEVICE) == 0
 
 
@@ -136,7 +150,9 @@ def test_nan_reaches_its_own_row_only(path, num_tokens, gated):
 @pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in PATHS), *FEW])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, value):
-    case = integer_case(path, num_tokens=num_tokens, pattern="edges")  # only the first and the last neuron are active
+    case = integer_case(
+        path, num_tokens=num_tokens, pattern="edges"
+    )  # only the first and the last neuron are active
     tensors = fuzz.layer(case, DEVICE)
     before = fuzz.run(case, tensors)
     tensors["w_up"][1:-1] = value
@@ -165,7 +181,9 @@ def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
     tensors = fuzz.layer(case, DEVICE)
     tensors["x"][:, 1] = 0
     tensors["x"][5, 1] = 1
-    tensors["w_gate"][7, 1] = 80  # neuron 7 becomes active for token 5 only, for all the threshold of -212
+    tensors["w_gate"][7, 1] = (
+        80  # neuron 7 becomes active for token 5 only, for all the threshold of -212
+    )
     tensors["w_gate"][7, 0] = 0
     tensors["w_gate"][7, 2:] = 0
     before = fuzz.run(case, tensors)
@@ -220,7 +238,9 @@ def test_union_workspace_stays_below_its_bound(intermediate_size):
 @pytest.mark.parametrize("compression", gate.COMPRESSIONS)
 @pytest.mark.parametrize("pattern", ["even", "heavy"])
 def test_gate_words_are_those_of_the_format(num_tokens, intermediate_size, compression, pattern):
-    case = integer_case(num_tokens=130, intermediate_size=intermediate_size, pattern=pattern, biases=True)
+    case = integer_case(
+        num_tokens=130, intermediate_size=intermediate_size, pattern=pattern, biases=True
+    )
     t = fuzz.layer(case, DEVICE)
     x = t["x"][:num_tokens]
     g = torch.relu(x.double() @ t["w_gate"].double().t() + t["b_gate"].double()).to(x.dtype)
@@ -231,9 +251,13 @@ def test_gate_words_are_those_of_the_format(num_tokens, intermediate_size, compr
 def test_gate_words_of_a_nan_row():
     t = fuzz.layer(integer_case(nonfinite="nan"), DEVICE)
     tiles = gate.gate_words(t["x"], t["w_gate"])[35].view(2, 32)
-    assert tiles[:, 0].tolist() == [256, 300 - 256]  # neurons beyond the last are not active, not even here
+    assert tiles[:, 0].tolist() == [
+        256,
+        300 - 256,
+    ]  # neurons beyond the last are not active, not even here
     assert torch.equal(
-        tiles[:, 1:] & 0xFFFF, torch.arange(31, device=DEVICE) + torch.tensor([[0], [256]], device=DEVICE)
+        tiles[:, 1:] & 0xFFFF,
+        torch.arange(31, device=DEVICE) + torch.tensor([[0], [256]], device=DEVICE),
     )
     assert (tiles[:, 1:] >> 16).to(torch.int16).view(torch.bfloat16).isnan().all()
 
@@ -243,7 +267,10 @@ def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
     tiny = torch.finfo(dtype).smallest_normal
     x = torch.zeros(2, 16, dtype=dtype, device=DEVICE)
     w = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
-    x[:, 0], w[:, 0] = tiny, 2.0**-30  # the product is above 0 in fp32 for fp16, and far below any bf16
+    x[:, 0], w[:, 0] = (
+        tiny,
+        2.0**-30,
+    )  # the product is above 0 in fp32 for fp16, and far below any bf16
     for by_neuron in (True, False):
         g, words = gate.gate_bits(x, w, None, by_neuron=by_neuron)
         g = g.t() if by_neuron else g
@@ -282,7 +309,9 @@ def test_gate_bits(by_neuron, intermediate_size, num_tokens, biases, nonfinite):
         active = active[:num_tokens, : -(-intermediate_size // 32) * 32]
         assert not active[:, intermediate_size:].any()
     g, active = g[:num_tokens, :intermediate_size], active[:num_tokens, :intermediate_size]
-    torch.testing.assert_close(g.double(), exact.to(case.dtype).double(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        g.double(), exact.to(case.dtype).double(), rtol=0, atol=0, equal_nan=True
+    )
     assert torch.equal(active, exact != 0)
 
 
@@ -296,7 +325,12 @@ def test_lists_are_sorted_complete_and_filled_up(block_m, intermediate_size, lik
     active[1] = False
     active[1, block_m - 1, intermediate_size - 1] = True
     place = torch.arange(32, device=DEVICE)[:, None]
-    words = (active.view(3, block_m // 32, 32, width).long() << place).sum(2).to(torch.int32).view(-1, width)
+    words = (
+        (active.view(3, block_m // 32, 32, width).long() << place)
+        .sum(2)
+        .to(torch.int32)
+        .view(-1, width)
+    )
     activity = torch.tensor([1, 2, 3, 4], device=DEVICE)
     num_tokens = 3 * block_m - 1
     tiles = union.queue(num_tokens, intermediate_size, block_m, torch.device(DEVICE)).zero_()
@@ -320,7 +354,11 @@ def test_lists_are_sorted_complete_and_filled_up(block_m, intermediate_size, lik
 @pytest.mark.parametrize("intermediate_size", [1, 31, 300])
 @pytest.mark.parametrize("likely", [0.0, 0.05, 1.0])
 def test_lists_of_rows(intermediate_size, likely):
-    g = torch.randn(5, common.round_up(intermediate_size, 256), device=DEVICE).abs().to(torch.bfloat16)
+    g = (
+        torch.randn(5, common.round_up(intermediate_size, 256), device=DEVICE)
+        .abs()
+        .to(torch.bfloat16)
+    )
     active = torch.rand(5, g.shape[1], device=DEVICE) < likely
     active[:, intermediate_size:] = False
     active[2], active[3, intermediate_size - 1] = False, True
@@ -349,7 +387,9 @@ def dense_matrix(pattern, dtype, num_tokens=37, n_cols=300):
         dense[num_tokens // 2] = 1.5
         dense[-1] = 0
         dense[-1, 0], dense[-1, -1] = float("nan"), float("-inf")
-        bits(dense)[-1, n_cols // 2] = torch.iinfo(bits(dense).dtype).max - 5  # a NaN with a payload
+        bits(dense)[-1, n_cols // 2] = (
+            torch.iinfo(bits(dense).dtype).max - 5
+        )  # a NaN with a payload
     return dense
 
 
@@ -363,7 +403,9 @@ def equal(a, b):
         left, right = getattr(a, name), getattr(b, name)
         if isinstance(right, torch.Tensor):
             assert left.dtype == right.dtype and left.shape == right.shape, name
-            assert torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)), name
+            assert torch.equal(
+                left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+            ), name
         elif isinstance(right, format.SparseRows):
             equal(left, right)
         else:
@@ -476,7 +518,11 @@ def test_choice():
             ValueError,
             r"w_gate has strides \(1, 300\)",
         ),
-        (lambda t: t.update(w_down=t["w_down"].contiguous()), ValueError, r"w_down has strides \(300, 1\)"),
+        (
+            lambda t: t.update(w_down=t["w_down"].contiguous()),
+            ValueError,
+            r"w_down has strides \(300, 1\)",
+        ),
         (lambda t: t.update(b_up=t["b_up"][:5]), ValueError, r"b_up has shape \(5,\)"),
         (lambda t: t.update(b_down=t["b_down"].to("meta")), ValueError, "b_down is on meta"),
         (lambda t: t.update(w_gate=None), ValueError, "b_gate is given without w_gate"),
@@ -508,7 +554,9 @@ def test_weights_at_addresses_that_tensor_descriptors_do_not_take(path):
 
 
 def test_chunks_of_decoding_give_the_same_bits(monkeypatch):
-    tensors = fuzz.layer(integer_case("decode", num_tokens=150, values="normal", biases=True), DEVICE)
+    tensors = fuzz.layer(
+        integer_case("decode", num_tokens=150, values="normal", biases=True), DEVICE
+    )
     activity = [torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2)]
     expected = ops.run("decode", *tensors.values(), activity=activity[0])
     monkeypatch.setattr(decode, "WORKSPACE_BYTES", 1)
@@ -524,7 +572,9 @@ def test_decoding_many_tokens_is_bounded():
         columns = hidden_size // common.config("decode_down", torch.device("cpu"))["BN"]
         width = common.round_up(intermediate_size, 64)
         assert tokens % 64 == 0 and 64 <= tokens <= 64 * 65_535
-        assert tokens == 64 or tokens // 64 * width * (64 * 2 + columns * 4) <= decode.WORKSPACE_BYTES
+        assert (
+            tokens == 64 or tokens // 64 * width * (64 * 2 + columns * 4) <= decode.WORKSPACE_BYTES
+        )
         assert tokens * width < 2**31
 
 
@@ -600,7 +650,11 @@ def exact_dense(tensors, dtype=torch.float64):
     def linear(name):
         return torch.nn.functional.linear(t["x"], t[f"w_{name}"], t[f"b_{name}"]).to(dtype).double()
 
-    h = linear("up").relu() if t["w_gate"] is None else (linear("gate").relu() * linear("up")).to(dtype).double()
+    h = (
+        linear("up").relu()
+        if t["w_gate"] is None
+        else (linear("gate").relu() * linear("up")).to(dtype).double()
+    )
     return torch.nn.functional.linear(h, t["w_down"], t["b_down"])
 
 
@@ -629,7 +683,9 @@ def test_dense_product_of_every_kind_of_value(dtype):
     g, u = torch.tensor(special, dtype=dtype), torch.tensor(special, dtype=dtype)
     g, u = (part.contiguous().to(DEVICE) for part in torch.meshgrid(g, u, indexing="ij"))
     size = 77  # not all 81: what lies behind the end stays as it is
-    expected = torch.cat([(g.float().relu() * u.float()).to(dtype).flatten()[:size], g.flatten()[size:]])
+    expected = torch.cat(
+        [(g.float().relu() * u.float()).to(dtype).flatten()[:size], g.flatten()[size:]]
+    )
     dense.relu_times_kernel[(3,)](g, u, size, BLOCK=32)
     torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -638,7 +694,9 @@ def test_dense_path_of_several_programs_and_none():
     case = integer_case(num_tokens=31, intermediate_size=401, hidden_size=32)
     assert 31 * 401 > 3 * dense.BLOCK
     tensors = fuzz.layer(case, DEVICE)
-    assert torch.equal(ops.run("dense", *tensors.values()), exact_dense(tensors, case.dtype).to(case.dtype))
+    assert torch.equal(
+        ops.run("dense", *tensors.values()), exact_dense(tensors, case.dtype).to(case.dtype)
+    )
     assert ops.run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)
 
 
@@ -651,7 +709,9 @@ def test_the_dense_layer_compiled_is_the_eager_one(gated):
     rest = list(tensors.values())[1:]
     compiled = torch.compile(lambda x, *rest: ops.run("dense", x, *rest) + 1, fullgraph=True)
     assert torch.equal(compiled(tensors["x"], *rest), ops.run("dense", *tensors.values()) + 1)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected torch.bfloat16 or torch.float16"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="expected torch.bfloat16 or torch.float16"
+    ):
         compiled(tensors["x"].float(), *rest)
 
 
@@ -665,13 +725,22 @@ def counted(tensors):
     g = torch.nn.functional.linear(tensors["x"].double(), tensors[w].double(), bias)
     active = g.relu().to(tensors["x"].dtype) != 0
     blocks = active.split(64)
-    return [len(active), len(blocks), int(active.sum()), sum(int(block.any(0).sum()) for block in blocks)]
+    return [
+        len(active),
+        len(blocks),
+        int(active.sum()),
+        sum(int(block.any(0).sum()) for block in blocks),
+    ]
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("path", "num_tokens"), [(path, m) for path in PATHS for m in (1, 64, 130)])
+@pytest.mark.parametrize(
+    ("path", "num_tokens"), [(path, m) for path in PATHS for m in (1, 64, 130)]
+)
 def test_activity_is_counted(path, num_tokens, gated):
-    case = integer_case(path, num_tokens=num_tokens, intermediate_size=140, gated=gated, biases=True)
+    case = integer_case(
+        path, num_tokens=num_tokens, intermediate_size=140, gated=gated, biases=True
+    )
     tensors = fuzz.layer(case, DEVICE)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()
@@ -685,7 +754,9 @@ def test_activity_is_counted(path, num_tokens, gated):
 def test_counting_refuses():
     tensors = fuzz.layer(integer_case(num_tokens=3), DEVICE)
     activity = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match=r"activity is torch\.int32 \(4,\), expected torch\.int64 \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"activity is torch\.int32 \(4,\), expected torch\.int64 \(4,\)"
+    ):
         ops.run("union", *tensors.values(), activity=activity.int())
     with pytest.raises(ValueError, match="activity is on meta"):
         ops.run("union", *tensors.values(), activity=activity.to("meta"))
@@ -701,6 +772,8 @@ def test_run_under_compilation_is_the_operator(path):
         called.extend(str(node.target) for node in graph.graph.nodes if "twell" in str(node.target))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    compiled = torch.compile(lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend=backend
+    )
     assert torch.equal(compiled(tensors["x"]), ops.run(path, *tensors.values()))
     assert called == ([] if path == "dense" else [f"twell.ffn_{path}.default"])

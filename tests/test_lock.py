@@ -75,7 +75,10 @@ def test_a_holder_that_has_just_begun_is_named(tmp_path):
         text = path.read_text()
         path.write_text("")
         threading.Timer(0.2, path.write_text, [text]).start()
-        with pytest.raises(FileExistsError, match=f"held by process {os.getpid()}"), lock.hold(tmp_path):
+        with (
+            pytest.raises(FileExistsError, match=f"held by process {os.getpid()}"),
+            lock.hold(tmp_path),
+        ):
             pass
 
 
@@ -83,7 +86,10 @@ def test_a_holder_that_has_just_begun_is_named(tmp_path):
 def test_an_unreadable_lock_file_holds_nobody_up(tmp_path, text):
     (tmp_path / "train.lock").write_text(text)
     with lock.hold(tmp_path):
-        with pytest.raises(FileExistsError, match=f"held by process {os.getpid()}"), lock.hold(tmp_path):
+        with (
+            pytest.raises(FileExistsError, match=f"held by process {os.getpid()}"),
+            lock.hold(tmp_path),
+        ):
             pass
         (tmp_path / "train.lock").write_text(text)
         with pytest.raises(FileExistsError, match=r"is held by .*process .*\(.*train\.lock\)"):

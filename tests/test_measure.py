@@ -15,8 +15,9 @@ import scipy.sparse
 import torch
 from torch.nn import functional as F
 
-from twell import analysis, choose, measure, measure_training, results, trace
+from twell import analysis, measure, measure_training, results, trace
 from twell.__main__ import main
+from twell.sparse import plan as choose
 
 pytest.importorskip("triton")
 
@@ -45,24 +46,40 @@ def counts_of(x, w_gate):
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("active", [0, 1, 29, 300, 600])
 def test_a_synthetic_layer_is_as_active_as_wanted(active, skewed, num_tokens, seed):
-    parts = measure.synthetic_layer(num_tokens, 128, 600, active=active, skewed=skewed, device="cpu", seed=seed)
+    parts = measure.synthetic_layer(
+        num_tokens, 128, 600, active=active, skewed=skewed, device="cpu", seed=seed
+    )
     x, w_gate, w_up, w_down = parts
-    assert [tuple(part.shape) for part in parts] == [(num_tokens, 128), (600, 128), (600, 128), (128, 600)]
+    assert [tuple(part.shape) for part in parts] == [
+        (num_tokens, 128),
+        (600, 128),
+        (600, 128),
+        (128, 600),
+    ]
     assert w_down.stride() == (1, 128) and all(part.dtype == torch.bfloat16 for part in parts)
     mean = float(counts_of(x, w_gate).double().mean())
     if active in (0, 600):
         assert mean == active
     else:
         # Tokens of one document are alike and neurons differ, so that of few tokens the mean scatters.
-        assert abs(mean - active) <= 5 * (active * (0.3 if skewed else 1 / num_tokens)) ** 0.5 + 0.05 * active
+        assert (
+            abs(mean - active)
+            <= 5 * (active * (0.3 if skewed else 1 / num_tokens)) ** 0.5 + 0.05 * active
+        )
 
 
 def test_a_skewed_layer_has_popular_neurons_and_heavy_tokens(seed):
     found = {}
     for skewed in (False, True):
-        x, w_gate, *_ = measure.synthetic_layer(2000, 128, 600, active=30, skewed=skewed, device="cpu", seed=seed)
+        x, w_gate, *_ = measure.synthetic_layer(
+            2000, 128, 600, active=30, skewed=skewed, device="cpu", seed=seed
+        )
         active = torch.relu(x.double() @ w_gate.double().t()) != 0
-        found[skewed] = active.sum(1).max(), active.sum(0).max(), active.view(-1, 50, 600).any(1).sum(1).double().mean()
+        found[skewed] = (
+            active.sum(1).max(),
+            active.sum(0).max(),
+            active.view(-1, 50, 600).any(1).sum(1).double().mean(),
+        )
     assert found[True][0] > 2 * found[False][0] and found[True][1] > 2 * found[False][1]
     assert found[True][2] < 0.8 * found[False][2]
 
@@ -70,7 +87,9 @@ def test_a_skewed_layer_has_popular_neurons_and_heavy_tokens(seed):
 def test_a_single_token_is_as_active_as_wanted_whatever_token_is_drawn(seed):
     counts = []
     for number in range(240):
-        x, w_gate, *_ = measure.synthetic_layer(1, 64, 1000, active=50, device="cpu", seed=seed + number)
+        x, w_gate, *_ = measure.synthetic_layer(
+            1, 64, 1000, active=50, device="cpu", seed=seed + number
+        )
         counts.append(int(counts_of(x, w_gate)))
     # Of 12,000 draws: mean 48, standard deviation 13, at most 103.
     assert abs(np.mean(counts) - 50) < 7 and max(counts) < 50 + 12 * 50**0.5
@@ -80,7 +99,9 @@ def fresh_mask(r, num_tokens, num_neurons):
     """Random rows with an empty one, a full one, and one with the first and last neuron alone."""
     mask = r.random((num_tokens, num_neurons)) < r.random((num_tokens, 1)) ** 3
     for row, value in zip(r.permutation(num_tokens)[:3], (False, True, None), strict=False):
-        mask[row] = np.isin(np.arange(num_neurons), (0, num_neurons - 1)) if value is None else value
+        mask[row] = (
+            np.isin(np.arange(num_neurons), (0, num_neurons - 1)) if value is None else value
+        )
     return mask
 
 
@@ -90,8 +111,12 @@ def test_a_mask_is_imposed_exactly(hidden_size, seed):
     for length in (1, 3, hidden_size // 2, hidden_size):
         mask = fresh_mask(r, length, int(r.integers(1, 400)))
         num_tokens = int(r.integers(1, 3 * length + 1))
-        x, w_gate, w_up, w_down = measure.imposed_layer(mask, num_tokens, hidden_size, device="cpu", seed=seed)
-        assert x.shape == (num_tokens, hidden_size) and w_gate.shape == w_up.shape == w_down.t().shape
+        x, w_gate, w_up, w_down = measure.imposed_layer(
+            mask, num_tokens, hidden_size, device="cpu", seed=seed
+        )
+        assert (
+            x.shape == (num_tokens, hidden_size) and w_gate.shape == w_up.shape == w_down.t().shape
+        )
         assert w_down.stride() == (1, hidden_size) and w_gate.dtype == torch.bfloat16
         g = F.relu(F.linear(x, w_gate))  # as a dense layer in bf16 has it
         expected = mask[np.arange(num_tokens) % length]  # a short passage is repeated
@@ -101,26 +126,37 @@ def test_a_mask_is_imposed_exactly(hidden_size, seed):
 
 
 def test_a_mask_that_rounding_breaks_is_refused(seed, monkeypatch):
-    monkeypatch.setattr(torch.linalg, "qr", lambda a: type("QR", (), {"Q": a}))  # rows that are not orthogonal
+    monkeypatch.setattr(
+        torch.linalg, "qr", lambda a: type("QR", (), {"Q": a})
+    )  # rows that are not orthogonal
     with pytest.raises(ArithmeticError, match=r"\d+ of 640 entries differ from the mask"):
-        measure.imposed_layer(np.random.default_rng(seed).random((16, 40)) < 0.1, 16, 16, device="cpu")
+        measure.imposed_layer(
+            np.random.default_rng(seed).random((16, 40)) < 0.1, 16, 16, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("shape", [(17, 5), (0, 5), (5,)])
 def test_a_mask_that_does_not_fit_is_refused(shape):
-    with pytest.raises(ValueError, match=r"the mask has shape \(.*\), expected \[1 to 16 \(hidden_size\), neurons\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"the mask has shape \(.*\), expected \[1 to 16 \(hidden_size\), neurons\]",
+    ):
         measure.imposed_layer(np.ones(shape, bool), 4, 16, device="cpu")
 
 
 def test_activity_that_no_layer_has_is_refused():
     for active in (-1, 97):
-        with pytest.raises(ValueError, match=f"active is {active}; a layer of 96 neurons can have 0 to all of them"):
+        with pytest.raises(
+            ValueError, match=f"active is {active}; a layer of 96 neurons can have 0 to all of them"
+        ):
             measure.synthetic_layer(4, K, N, active=active, device="cpu")
 
 
 def test_the_recorded_masks_are_what_the_readme_says():
     masks = measure.recorded_masks()
-    assert {name: (mask.shape, round(float(mask.sum(1).mean()), 1)) for name, mask in masks.items()} == {
+    assert {
+        name: (mask.shape, round(float(mask.sum(1).mean()), 1)) for name, mask in masks.items()
+    } == {
         "sparser_2": ((2048, 2816), 3.3),
         "sparser_8": ((2048, 2816), 12.5),
         "sparser_11": ((2048, 2816), 16.8),
@@ -152,7 +188,9 @@ def test_permuted_weights_are_the_same_layer_in_other_memory(gated, seed):
         assert other[2].stride() == w_down.stride() and (other[0] is None) == (not gated)
         for before, part in itertools.product(seen, range(3)):
             if other[part] is not None:
-                assert other[part].data_ptr() != before[part].data_ptr() and not torch.equal(other[part], before[part])
+                assert other[part].data_ptr() != before[part].data_ptr() and not torch.equal(
+                    other[part], before[part]
+                )
         again = measure.Exact.of(x, other)
         assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)
         assert again.touched == exact.touched
@@ -194,7 +232,10 @@ def test_operations_and_bytes_are_those_that_a_count_finds(gated, seed):
                 flops += 2 * k * len(others)
                 rows |= {(other, neuron) for other in others}
         num_bytes = 2 * (len(rows) * k + m * k + m * k)
-        assert measure.work(path, m, k, n, gated, int(mask.sum()), int(mask.any(0).sum())) == (flops, num_bytes)
+        assert measure.work(path, m, k, n, gated, int(mask.sum()), int(mask.any(0).sum())) == (
+            flops,
+            num_bytes,
+        )
 
 
 def test_every_kernel_has_a_formula_or_is_known_to_have_none():
@@ -204,19 +245,28 @@ def test_every_kernel_has_a_formula_or_is_known_to_have_none():
     x, *weights = measure.synthetic_layer(5, K, N, device="cpu")
     case = measure._Case.of("skewed", (x, *weights), True, 1)
     formulas = set(measure.kernel_formulas(case.columns, case.exact))
-    for path, module in {"dense": dense, "rowwise": rowwise, "union": union, "decode": decode}.items():
+    for path, module in {
+        "dense": dense,
+        "rowwise": rowwise,
+        "union": union,
+        "decode": decode,
+    }.items():
         own = {(path, name) for name in vars(module) if name.endswith("_kernel")}
         shared = {(path, name) for name in vars(gate) if name.endswith("_kernel")}
         library = {("dense", "cublas matmul"), ("dense", "elementwise")}
         assert own <= formulas | none, "a kernel is new: say what it needs"
-        assert {key for key in formulas | none if key[0] == path} <= own | shared | library, "a kernel is gone"
+        assert {key for key in formulas | none if key[0] == path} <= own | shared | library, (
+            "a kernel is gone"
+        )
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_parts_of_a_path_add_up_to_its_operations(gated, seed):
     """By kernels each path does what `work` counts; by unions and in decoding also what is computed in vain."""
     num_tokens = int(np.random.default_rng(seed).integers(1, 200))
-    x, w_gate, w_up, w_down = measure.synthetic_layer(num_tokens, K, N, active=7, device="cpu", seed=seed)
+    x, w_gate, w_up, w_down = measure.synthetic_layer(
+        num_tokens, K, N, active=7, device="cpu", seed=seed
+    )
     case = measure._Case.of("skewed", (x, w_gate, w_up, w_down), gated, 1)
     formulas = measure.kernel_formulas(case.columns, case.exact)
 
@@ -224,11 +274,17 @@ def test_the_parts_of_a_path_add_up_to_its_operations(gated, seed):
         return sum(formulas[path, kernel][0] for kernel in kernels)
 
     assert total("dense", "cublas matmul") == case.work("dense")[0]
-    assert total("rowwise", "gate_bits_kernel", "lists_kernel", "up_down_kernel") == case.work("rowwise")[0]
+    assert (
+        total("rowwise", "gate_bits_kernel", "lists_kernel", "up_down_kernel")
+        == case.work("rowwise")[0]
+    )
     active = torch.relu(x.double() @ w_gate.double().t()) != 0
     in_unions = sum(min(num_tokens, 64) * int(block.any(0).sum()) for block in active.split(64))
     vain = 2 * K * (2 if gated else 1)
-    found = total("union", "gate_bits_kernel", "lists_kernel", "up_kernel", "down_kernel") - case.work("union")[0]
+    found = (
+        total("union", "gate_bits_kernel", "lists_kernel", "up_kernel", "down_kernel")
+        - case.work("union")[0]
+    )
     assert found == vain * (in_unions - int(active.sum()))
     found = total("decode", "up_kernel", "down_kernel") - case.work("decode")[0]
     assert found == vain * (num_tokens * int(active.any(0).sum()) - int(active.sum()))
@@ -291,7 +347,9 @@ def test_graph_times_are_those_of_one_call(monkeypatch, seed):
     np.testing.assert_allclose(times, np.array(spent[-timed:]) / 8)
     quantiles = measure._quantiles(times)
     expected = np.quantile(spent[-timed:], [0.2, 0.5, 0.8]) / 8
-    np.testing.assert_allclose([quantiles[name] for name in ("p20", "p50", "p80")], expected, rtol=1e-3)
+    np.testing.assert_allclose(
+        [quantiles[name] for name in ("p20", "p50", "p80")], expected, rtol=1e-3
+    )
 
 
 def test_energy_is_that_of_one_call(monkeypatch):
@@ -326,7 +384,9 @@ def test_the_energy_meter_is_that_of_the_gpu_in_use_or_says_why_not(monkeypatch)
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     for uuid in ("1234", "5"):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda uuid=uuid: types.SimpleNamespace(uuid=uuid))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda uuid=uuid: types.SimpleNamespace(uuid=uuid)
+        )
         if uuid == "1234":
             assert measure._energy_meter()() == 77
         else:
@@ -359,7 +419,12 @@ def test_kernel_times_are_means_over_calls(monkeypatch):
 
     class Event:
         def __init__(self, key, count, total, device_type=DeviceType.CUDA):
-            self.key, self.count, self.self_device_time_total, self.device_type = key, count, total, device_type
+            self.key, self.count, self.self_device_time_total, self.device_type = (
+                key,
+                count,
+                total,
+                device_type,
+            )
 
     class Profile:
         def __init__(self, activities):
@@ -389,7 +454,14 @@ def test_kernel_times_are_means_over_calls(monkeypatch):
 # --- the whole measurement, on the CPU with a clock of ours ---------------------------------------------------------
 
 PROVIDERS = [
-    *("dense eager", "dense torch.compile", "dense", "triton rowwise", "triton union", "triton decode"),
+    *(
+        "dense eager",
+        "dense torch.compile",
+        "dense",
+        "triton rowwise",
+        "triton union",
+        "triton decode",
+    ),
     "auto",
 ]
 PEAKS = [
@@ -429,7 +501,9 @@ def on_cpu(monkeypatch):
 def test_rows_say_what_was_measured(on_cpu, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "GRAPH_TOKENS", 20)
     monkeypatch.setattr(measure, "WEIGHT_SETS", 3)
-    monkeypatch.setattr(measure, "_kernel_times", lambda calls: {"cublas matmul": (3.0, 0.5), "other": (1.0, 0.1)})
+    monkeypatch.setattr(
+        measure, "_kernel_times", lambda calls: {"cublas matmul": (3.0, 0.5), "other": (1.0, 0.1)}
+    )
     options = dict(hidden_size=K, intermediate_size=N, kernels=True, out=tmp_path)
     rows = measure.ffn([5, 24], [9], ["even", "skewed"], **options)
     assert all(list(row) == measure.COLUMNS["ffn"] for row in rows)
@@ -440,16 +514,25 @@ def test_rows_say_what_was_measured(on_cpu, tmp_path, monkeypatch):
     few = table["tokens"] == 5
     assert (few == (table["mode"] == "graph")).all() and (few == (table["mode"] != "stream")).all()
     assert (table["weight_sets"] == few.map({True: 3, False: 1})).all()
-    assert table["pattern"].value_counts().to_dict() == {"even": len(rows) // 2, "skewed": len(rows) // 2}
+    assert table["pattern"].value_counts().to_dict() == {
+        "even": len(rows) // 2,
+        "skewed": len(rows) // 2,
+    }
     dense = table.query("provider == 'dense' and tokens == 24").iloc[0]
     assert (dense["flops"], dense["bytes"]) == (6 * 24 * N * K, 2 * (3 * N * K + 2 * 24 * K))
-    assert table["energy"].isna().all() and table["gated"].all() and set(table["dtype"]) == {"bfloat16"}
+    assert (
+        table["energy"].isna().all()
+        and table["gated"].all()
+        and set(table["dtype"]) == {"bfloat16"}
+    )
     assert (table["relative_rms"] < measure.TOLERANCE).all()
     parts = pd.read_csv(tmp_path / "kernels.csv")
     assert list(parts.columns)[: len(measure.COLUMNS["kernels"])] == measure.COLUMNS["kernels"]
     assert set(parts["provider"]) == {"dense", "triton rowwise", "triton union", "triton decode"}
     assert parts.query("kernel == 'other'")["flops"].isna().all()
-    product = parts.query("kernel == 'cublas matmul' and provider == 'dense' and tokens == 5").iloc[0]
+    product = parts.query("kernel == 'cublas matmul' and provider == 'dense' and tokens == 5").iloc[
+        0
+    ]
     assert (product["flops"], product["launches"], product["ms"]) == (6 * 5 * N * K, 3.0, 0.5)
     assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == [4000.0, 800.0]
 
@@ -460,7 +543,9 @@ def test_recorded_rows_have_the_activity_of_their_masks(on_cpu, seed, monkeypatc
     masks = {"a": fresh_mask(r, 20, 40), "b": fresh_mask(r, 10, 30)}
     rows = measure.ffn([25], patterns=["recorded"], hidden_size=16, gated=False, masks=masks)
     for name, mask in masks.items():
-        mask = mask[:16][np.arange(25) % min(len(mask), 16)]  # of 20 tokens as many as the hidden size allows
+        mask = mask[:16][
+            np.arange(25) % min(len(mask), 16)
+        ]  # of 20 tokens as many as the hidden size allows
         found = [row for row in rows if row["pattern"] == f"recorded {name}"]
         assert len(found) == len(PROVIDERS) - 1 and not any(row["gated"] for row in found)
         assert {row["intermediate_size"] for row in found} == {mask.shape[1]}
@@ -472,7 +557,9 @@ def test_paths_that_would_take_too_long_are_left_out(on_cpu, monkeypatch):
     monkeypatch.setattr(measure, "DECODE_TOKENS", 20)
     monkeypatch.setattr(measure, "ROWWISE_ENTRIES", 70 * 4)
     rows = measure.ffn([20, 70], [9], ["even"], hidden_size=K, intermediate_size=N, mode="stream")
-    found = {tokens: {row["path"] for row in rows if row["tokens"] == tokens} for tokens in (20, 70)}
+    found = {
+        tokens: {row["path"] for row in rows if row["tokens"] == tokens} for tokens in (20, 70)
+    }
     assert found == {20: {"dense", "rowwise", "union", "decode"}, 70: {"dense", "union"}}
 
 
@@ -485,7 +572,9 @@ def test_what_was_measured_is_kept_when_a_later_case_fails(on_cpu, tmp_path, mon
 
     monkeypatch.setattr(measure.Exact, "check", fails_later)
     with pytest.raises(ArithmeticError, match="triton union at .* 70 tokens  skewed .* is wrong"):
-        measure.ffn([70], [4, 9, 20], hidden_size=K, intermediate_size=N, mode="stream", out=tmp_path)
+        measure.ffn(
+            [70], [4, 9, 20], hidden_size=K, intermediate_size=N, mode="stream", out=tmp_path
+        )
     table = pd.read_csv(tmp_path / "ffn.csv")
     assert list(table["provider"]) == PROVIDERS and table["active"].nunique() == 1
 
@@ -517,14 +606,22 @@ def test_mistakes_are_found_before_anything_is_measured(on_cpu, tmp_path, monkey
     (tmp_path / "old" / "ffn.csv").write_text("tokens,active,device\n1,2,x\n")
     (tmp_path / "file").write_text("")
     for options, kind, words in (
-        ({"patterns": ["evn"]}, ValueError, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
+        (
+            {"patterns": ["evn"]},
+            ValueError,
+            "pattern 'evn' is unknown; use one of even, skewed, recorded",
+        ),
         ({"mode": "fast"}, ValueError, "mode 'fast' is unknown; use 'stream' or 'graph'"),
         ({"tokens": [4, 0]}, ValueError, "tokens holds 0; it has to be at least 1"),
         ({"hidden_size": 0}, ValueError, "hidden_size is 0; the kernels need a multiple of 16"),
         ({"hidden_size": 40}, ValueError, "hidden_size is 40; the kernels need a multiple of 16"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size is 0; it has to be at least 1"),
         ({"kernels": True}, ValueError, "say in which folder"),
-        ({"out": tmp_path / "old"}, ValueError, r"ffn.csv has the columns \['tokens', 'active', 'device'\]"),
+        (
+            {"out": tmp_path / "old"},
+            ValueError,
+            r"ffn.csv has the columns \['tokens', 'active', 'device'\]",
+        ),
         ({"out": tmp_path / "file"}, NotADirectoryError, "file is a file; out is a folder"),
     ):
         with pytest.raises(kind, match=words):
@@ -537,7 +634,9 @@ def test_auto_is_given_the_activity_and_its_path_is_told(on_cpu, monkeypatch, kn
 
     def fast_unions(shape):
         times = [(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96)]
-        return choose.Calibration("x", *shape, "bfloat16", "", "", tuple(choose.Point(*point) for point in times))
+        return choose.Calibration(
+            "x", *shape, "bfloat16", "", "", tuple(choose.Point(*point) for point in times)
+        )
 
     monkeypatch.setattr(choose, "default", lambda *shape: made.append(shape) or fast_unions(shape))
     monkeypatch.setattr(measure.Exact, "check", lambda *_: 1e-3)
@@ -545,7 +644,9 @@ def test_auto_is_given_the_activity_and_its_path_is_told(on_cpu, monkeypatch, kn
     rows = measure.ffn([70], [known[0]], hidden_size=K, intermediate_size=N, mode="stream")
     assert made and [row["path"] for row in rows if row["provider"] == "auto"] == [path]
     inputs = measure.synthetic_layer(70, K, N, active=known[0], device=DEVICE)
-    for layer in measure._Case.of("skewed", inputs, True, 2).auto_layers():  # before it has seen anything
+    for layer in measure._Case.of(
+        "skewed", inputs, True, 2
+    ).auto_layers():  # before it has seen anything
         assert layer.chooser.path(70) == path
 
 
@@ -567,7 +668,11 @@ def timed(on_cpu, monkeypatch):
         case.exact.check(calls[0](), what)
         m, active, union = (case.columns[name] for name in ("tokens", "active", "union"))
         path = what.split("(")[-1].removesuffix(")")
-        ms = {"rowwise": m * active / 200 or 0.001, "union": 0.02 + union * m / 4000, "decode": 0.01 + union * m / 2000}
+        ms = {
+            "rowwise": m * active / 200 or 0.001,
+            "union": 0.02 + union * m / 4000,
+            "decode": 0.01 + union * m / 2000,
+        }
         made.append((m, active, what, ms.get(path, 0.02 + 0.02 * m)))
         return made[-1][-1]
 
@@ -579,10 +684,20 @@ def timed(on_cpu, monkeypatch):
 def test_a_calibration_holds_what_was_timed_and_is_checked(timed, tmp_path, capsys):
     found = measure.calibrate(32, 64, out=tmp_path / "c.json", tokens=(1, 8, 16))
     again = choose.Calibration.load(tmp_path / "c.json")
-    assert again.times == found.times and (again.hidden_size, again.intermediate_size, again.gated) == (32, 64, True)
-    grid = [(m, active, what, ms) for m, active, what, ms in timed if what in choose.DEPENDS_ON and m in (1, 8, 16)]
+    assert again.times == found.times and (
+        again.hidden_size,
+        again.intermediate_size,
+        again.gated,
+    ) == (32, 64, True)
+    grid = [
+        (m, active, what, ms)
+        for m, active, what, ms in timed
+        if what in choose.DEPENDS_ON and m in (1, 8, 16)
+    ]
     for m, active, what, ms in grid:
-        assert any((p.tokens, p.active) == (m, active) and p.ms.get(what) == ms for p in found.times)
+        assert any(
+            (p.tokens, p.active) == (m, active) and p.ms.get(what) == ms for p in found.times
+        )
     assert sum(len(p.ms) for p in found.times) == len(grid)
     # The busiest layer at each number of tokens is timed densely, and what fell far behind is not followed so far.
     for m in (1, 8, 16):
@@ -595,24 +710,42 @@ def test_a_calibration_holds_what_was_timed_and_is_checked(timed, tmp_path, caps
             assert len(ratios) == len(curve) or ratios[-1] > measure.BEHIND
             assert path != "rowwise" or m == 1 or len(ratios) < len(curve)
     said = capsys.readouterr().out
-    ratios = [float(ratio) for ratio in re.findall(r"alike .* ([0-9.]+) of the time of torch.compile", said)]
+    ratios = [
+        float(ratio)
+        for ratio in re.findall(r"alike .* ([0-9.]+) of the time of torch.compile", said)
+    ]
     assert len(ratios) == 4 and max(ratios) <= 1  # two numbers of tokens; 20 active and all
-    assert f"worst against dense torch.compile: {max(ratios):.2f} of its time with the activity known" in said
-    assert {what for m, _, what, _ in timed if m in (4, 20)} >= {"dense torch.compile", "auto (union)"}
+    assert (
+        f"worst against dense torch.compile: {max(ratios):.2f} of its time with the activity known"
+        in said
+    )
+    assert {what for m, _, what, _ in timed if m in (4, 20)} >= {
+        "dense torch.compile",
+        "auto (union)",
+    }
 
 
 def test_the_worst_of_each_kind_is_reported(timed, monkeypatch):
     # Planned for 29 active neurons layers go by rows, which then takes m * 64 / 200 ms when all 64 neurons are active.
     active = {1: 0.001, 40: 0.001, 64: 10.0}
-    times = [(m, a, a, {"dense": 0.02 + 0.02 * m, "rowwise": ms}) for m in (4, 20) for a, ms in active.items()]
+    times = [
+        (m, a, a, {"dense": 0.02 + 0.02 * m, "rowwise": ms})
+        for m in (4, 20)
+        for a, ms in active.items()
+    ]
     points = tuple(choose.Point(*point) for point in times)
     calibration = choose.Calibration("x", 32, 64, True, "bfloat16", "", "", points)
     monkeypatch.setattr(measure, "CHECKED_ACTIVE", (5,))
     worst = measure._check_choices(calibration, torch.device(DEVICE))
     assert set(worst) == {"alike", "even", "busier"}
     assert worst["busier"] == pytest.approx(max(m * 64 / 200 / (0.02 + 0.02 * m) for m in (4, 20)))
-    assert {what for _, active, what, _ in timed if active == 64} >= {"auto (dense)", "auto (rowwise)"}
-    rows = {(m, active): ms for m, active, what, ms in timed if what == "auto (rowwise)" and active < 20}
+    assert {what for _, active, what, _ in timed if active == 64} >= {
+        "auto (dense)",
+        "auto (rowwise)",
+    }
+    rows = {
+        (m, active): ms for m, active, what, ms in timed if what == "auto (rowwise)" and active < 20
+    }
     alike = [ms / (0.02 + 0.02 * m) for (m, _), ms in rows.items()]
     assert len(alike) == 2 and worst["alike"] == pytest.approx(max(1.0, *alike))
 
@@ -623,7 +756,11 @@ def test_few_tokens_are_calibrated_in_a_graph(on_cpu, monkeypatch, num_tokens, m
     seen = []
 
     def checked(case, what, calls, mode):
-        return 1e-3, lambda budget: seen.append((len(calls), mode, budget)) or np.array([3.0, 7.0, 8.0]), calls[0]
+        return (
+            1e-3,
+            lambda budget: seen.append((len(calls), mode, budget)) or np.array([3.0, 7.0, 8.0]),
+            calls[0],
+        )
 
     monkeypatch.setattr(measure, "_checked", checked)
     inputs = measure.synthetic_layer(num_tokens, K, N, device="cpu")
@@ -634,7 +771,9 @@ def test_few_tokens_are_calibrated_in_a_graph(on_cpu, monkeypatch, num_tokens, m
 
 def test_a_calibration_that_could_not_be_saved_is_not_begun(timed, tmp_path):
     for out in (tmp_path / "none" / "c.json", tmp_path):
-        with pytest.raises(FileNotFoundError, match="cannot be written: name a file in a folder that exists"):
+        with pytest.raises(
+            FileNotFoundError, match="cannot be written: name a file in a folder that exists"
+        ):
             measure.calibrate(32, 64, out=out, tokens=(1,))
     with pytest.raises(ValueError, match="hidden_size is 33"):
         measure.calibrate(33, 64, out=tmp_path / "c.json")
@@ -664,7 +803,9 @@ def stepped(on_cpu, monkeypatch):
         first = leaves["w_up"] if leaves["w_gate"] is None else leaves["w_gate"]
         active = float(counts_of(leaves["x"], first).double().mean())
         sparse = step.function is not measure_training._dense
-        made.append((len(leaves["x"]), active, sparse, (active / made.pays) ** 0.5 if sparse else 1.0))
+        made.append(
+            (len(leaves["x"]), active, sparse, (active / made.pays) ** 0.5 if sparse else 1.0)
+        )
         return np.array([made[-1][-1]] * 3)
 
     monkeypatch.setattr(measure, "_stream_times", times)
@@ -676,15 +817,23 @@ def stepped(on_cpu, monkeypatch):
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_crossover_of_training_is_where_both_sides_take_as_long(stepped, gated, capsys):
     found = measure_training.crossover(K, N, gated=gated, tokens=70)
-    assert found == pytest.approx(17.0, rel=5e-3)  # the formula is a line in logarithms; p50 has four digits
+    assert found == pytest.approx(
+        17.0, rel=5e-3
+    )  # the formula is a line in logarithms; p50 has four digits
     assert {tokens for tokens, *_ in stepped} == {70}
-    assert [sparse for _, _, sparse, _ in stepped] == [False, True] * 3  # not the level after the first slower one
+    assert [sparse for _, _, sparse, _ in stepped] == [
+        False,
+        True,
+    ] * 3  # not the level after the first slower one
     active = [active for _, active, sparse, _ in stepped if sparse]
     assert active == sorted(active) and active[1] < 17 < active[2]
     said = capsys.readouterr().out
     for level in active:
         speedup = (17 / level) ** 0.5
-        assert f" {level:.2f}".rstrip("0").rstrip(".") in said and f"{speedup:.2f} times as fast" in said
+        assert (
+            f" {level:.2f}".rstrip("0").rstrip(".") in said
+            and f"{speedup:.2f} times as fast" in said
+        )
     assert said.endswith(f"training is faster sparsely up to {found:g} active neurons per token\n")
 
 
@@ -702,11 +851,14 @@ def test_the_crossover_is_that_of_the_tables(seed):
     r = np.random.default_rng(seed)
     for _ in range(50):
         levels = [
-            (float(a), float(g)) for a, g in zip(np.cumsum(r.uniform(1, 90, 5)), r.uniform(0.7, 1.6, 5), strict=True)
+            (float(a), float(g))
+            for a, g in zip(np.cumsum(r.uniform(1, 90, 5)), r.uniform(0.7, 1.6, 5), strict=True)
         ]
         slower = next((place for place, (_, gain) in enumerate(levels) if gain < 1), len(levels))
         levels = levels[: slower + 1]  # where a measurement ends
-        rows = [{"provider": "triton union", "tokens": 64, "active": a, "speedup": g} for a, g in levels]
+        rows = [
+            {"provider": "triton union", "tokens": 64, "active": a, "speedup": g} for a, g in levels
+        ]
         expected = analysis.training_crossover(pd.DataFrame(rows))
         assert measure_training._crossing(levels) == pytest.approx(expected, rel=1e-3)
 
@@ -721,7 +873,9 @@ def test_a_wrong_step_is_not_timed(stepped, monkeypatch):
         return found._replace(l1=1.02 * found.l1)
 
     monkeypatch.setattr(ops, "train", wrong)
-    with pytest.raises(ArithmeticError, match="^l1 of triton union at .* 70 tokens  skewed .* is wrong"):
+    with pytest.raises(
+        ArithmeticError, match="^l1 of triton union at .* 70 tokens  skewed .* is wrong"
+    ):
         measure_training.crossover(K, N, tokens=70)
     assert not stepped
 
@@ -738,7 +892,9 @@ def test_a_layer_that_the_kernels_do_not_take_has_no_crossover(stepped):
 
 def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr(measure, "ffn", lambda *arguments, **options: seen.update(options, arguments=arguments))
+    monkeypatch.setattr(
+        measure, "ffn", lambda *arguments, **options: seen.update(options, arguments=arguments)
+    )
     h = scipy.sparse.csr_array(np.array([[0, 2.0, 0], [3.0, 0, 0], [0, 0, 0]], np.float32))
     h.data[0] = 0  # active, though its value came out 0
     recorded = trace.Trace(
@@ -784,7 +940,9 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
         ("", "measuring needs a GPU, and torch sees none"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_clear_line(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_on_the_command_line_is_one_clear_line(
+    arguments, words, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["measure", "ffn", *arguments.split(), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"twell measure: {words}\n"
@@ -804,7 +962,9 @@ def calibrating(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(measure, "calibrate", calibrate)
-    monkeypatch.setattr(measure_training, "crossover", lambda *shape, gated: seen.append((shape, gated)) or 12.5)
+    monkeypatch.setattr(
+        measure_training, "crossover", lambda *shape, gated: seen.append((shape, gated)) or 12.5
+    )
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -829,7 +989,10 @@ def test_a_model_is_calibrated_by_its_configuration(calibrating, tiny_run, tmp_p
 def test_nothing_is_written_into_recorded_data_unasked(calibrating, tmp_path, capsys):
     folder = results.root(Path(__file__).parent) / "data" / "checkpoints" / "twell-6m"
     assert main(["measure", "calibrate", "--model", str(folder)]) == 2
-    assert f"twell-6m is recorded data; --out {folder / 'calibration.json'} writes there" in capsys.readouterr().err
+    assert (
+        f"twell-6m is recorded data; --out {folder / 'calibration.json'} writes there"
+        in capsys.readouterr().err
+    )
     assert calibrating == [] and not (folder / "calibration.json").exists()
     assert main(["measure", "calibrate", "--model", str(folder), "--out", "new/c.json"]) == 0
     assert (tmp_path / "new" / "c.json").is_file()
@@ -841,5 +1004,8 @@ def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypat
 
     monkeypatch.setattr(measure_training, "crossover", crossover)
     assert main(["measure", "calibrate", "--hidden", "64"]) == 2
-    assert capsys.readouterr().err == "twell measure: not enough memory: lower the sizes (out of memory)\n"
+    assert (
+        capsys.readouterr().err
+        == "twell measure: not enough memory: lower the sizes (out of memory)\n"
+    )
     assert choose.Calibration.load("build/calibration.json").training is None

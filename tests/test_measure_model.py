@@ -14,8 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.test_imposed import active_rows, build
-from twell import choose, imposed, measure, measure_model
+from twell import imposed, measure, measure_model
 from twell.__main__ import main
+from twell.sparse import plan as choose
 
 pytest.importorskip("triton")
 from twell.kernels import ops  # noqa: E402
@@ -86,9 +87,17 @@ def sides(monkeypatch):
 def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
     model, ids = sides.model, imposed.draw_tokens(640, 2, 50)
     names = measure_model.providers(None, tuned=True)
-    compiled, tuned = ([f"{side} {kind}" for side in ("dense", "triton", "auto")] for kind in measure_model.KINDS)
-    assert names == ["dense eager", "triton", "auto", *compiled, *tuned] and tuned[0] == "dense torch.compile tuned"
-    assert measure_model.providers(None) == names[:6] and measure_model.providers(True, tuned=True) == names[3:]
+    compiled, tuned = (
+        [f"{side} {kind}" for side in ("dense", "triton", "auto")] for kind in measure_model.KINDS
+    )
+    assert (
+        names == ["dense eager", "triton", "auto", *compiled, *tuned]
+        and tuned[0] == "dense torch.compile tuned"
+    )
+    assert (
+        measure_model.providers(None) == names[:6]
+        and measure_model.providers(True, tuned=True) == names[3:]
+    )
     assert measure_model.providers(True) == compiled and measure_model.providers(False) == names[:3]
     values = {name: weight.clone() for name, weight in model.named_parameters()}
     sides.observe([{"mean": 20.0, "union": 90.0}] * 4, 64)
@@ -105,8 +114,12 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
             hidden, _ = measure_model.forward(model, ids)
         paths = Counter(sides.asked)
         if not name.startswith("dense"):
-            assert ", ".join(f"{path} {number}" for path, number in paths.items()) == sides.paths(name, 100)
-        assert sides.paths(name, 100) in ("dense 4", "union 4") and (not paths) == name.startswith("dense")
+            assert ", ".join(f"{path} {number}" for path, number in paths.items()) == sides.paths(
+                name, 100
+            )
+        assert sides.paths(name, 100) in ("dense 4", "union 4") and (not paths) == name.startswith(
+            "dense"
+        )
         assert torch.equal(found.setdefault(name, hidden), hidden)
     assert sides.paths("triton", 64) == "decode 4"
     # Each of five parts in each way once, tuned for tuned providers only.
@@ -126,7 +139,12 @@ def test_auto_goes_by_the_activity_of_each_layer(sides, monkeypatch):
     own.observe(activity, 64)
     own.become("auto")
     assert own.paths("auto torch.compile", 100) == "dense 2, union 2"
-    assert [ffn.chooser.path(100) for ffn in sides.model.ffns] == ["union", "dense", "union", "dense"]
+    assert [ffn.chooser.path(100) for ffn in sides.model.ffns] == [
+        "union",
+        "dense",
+        "union",
+        "dense",
+    ]
 
 
 def test_new_weights_are_taken_up(sides):
@@ -137,7 +155,10 @@ def test_new_weights_are_taken_up(sides):
     sides.take_weights()
     for name in ("triton", "dense eager"):
         sides.become(name)
-        assert all(torch.equal(ffn.down_proj.weight, w) for ffn, w in zip(sides.model.ffns, weights, strict=True))
+        assert all(
+            torch.equal(ffn.down_proj.weight, w)
+            for ffn, w in zip(sides.model.ffns, weights, strict=True)
+        )
 
 
 # --- whether a result is right --------------------------------------------------------------------------------------
@@ -173,8 +194,12 @@ def test_only_what_is_as_right_as_dense_passes(seed):
     ):
         with pytest.raises(ArithmeticError, match=words):
             judge.check("triton", wrong)
-    with pytest.raises(ArithmeticError, match="of dense eager are wrong: relative RMS 6.*e-02, allowed 5.00e-02"):
-        measure_model.Judge("hidden states", right, lambda hidden: hidden).check("dense eager", right + noise(0.065))
+    with pytest.raises(
+        ArithmeticError, match="of dense eager are wrong: relative RMS 6.*e-02, allowed 5.00e-02"
+    ):
+        measure_model.Judge("hidden states", right, lambda hidden: hidden).check(
+            "dense eager", right + noise(0.065)
+        )
 
 
 def test_a_layer_that_is_wrong_is_named(sides, monkeypatch):
@@ -187,10 +212,15 @@ def test_a_layer_that_is_wrong_is_named(sides, monkeypatch):
 
     def wrong(path, *tensors, **_):
         calls.append(path)
-        return computed(path, *tensors) * (1.01 if len(calls) == 3 else 1.0)  # far below what the last states show
+        return computed(path, *tensors) * (
+            1.01 if len(calls) == 3 else 1.0
+        )  # far below what the last states show
 
     monkeypatch.setattr(ops, "run", wrong)
-    with pytest.raises(ArithmeticError, match="^layer 2 of triton is wrong: relative RMS 1"), torch.no_grad():
+    with (
+        pytest.raises(ArithmeticError, match="^layer 2 of triton is wrong: relative RMS 1"),
+        torch.no_grad(),
+    ):
         measure_model.check_layers(sides, run, "triton")
     assert not any(ffn._forward_hooks for ffn in sides.model.ffns)
 
@@ -199,7 +229,9 @@ def test_a_layer_may_be_as_far_off_as_plain_products(sides, monkeypatch):
     ids = imposed.draw_tokens(640, 4, 64)
     sides.become("triton")
     run = partial(measure_model.hidden_states, sides.model, ids)
-    monkeypatch.setattr(measure, "TOLERANCE", 1e-4)  # as if terms cancelled: bf16 rounds by 1e-3 and more
+    monkeypatch.setattr(
+        measure, "TOLERANCE", 1e-4
+    )  # as if terms cancelled: bf16 rounds by 1e-3 and more
     with torch.no_grad():
         assert measure_model.check_layers(sides, run, "triton") > 1e-3
         monkeypatch.setattr(ops, "run", lambda path, *tensors, **_: computed(path, *tensors) * 1.01)
@@ -245,7 +277,9 @@ def test_times_and_energy_are_of_the_same_turns(monkeypatch, seed):
     kept = np.concatenate(timed.times)
     assert len(kept) == counted and row["p50"] == pytest.approx(np.median(kept), rel=1e-3)
     assert 10 <= row["p50"] <= 15 and row["idle"] == 9.0
-    assert row["energy"] == pytest.approx(20 * kept.mean(), rel=1e-3) and row["watts"] == pytest.approx(20, abs=0.1)
+    assert row["energy"] == pytest.approx(20 * kept.mean(), rel=1e-3) and row[
+        "watts"
+    ] == pytest.approx(20, abs=0.1)
     timed = measure_model.Clock(lambda: log.append(5000.0), None)
     timed.turn()
     assert timed.calls == 2  # long calls too are timed twice
@@ -263,7 +297,9 @@ def test_idle_power_is_that_of_a_pause(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(measure_model.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(measure_model.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(
+        measure_model.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
     assert measure_model.idle_watts(lambda: round(1e3 * 87.5 * clock[0])) == 87.5
 
 
@@ -274,13 +310,28 @@ def test_the_peak_counts_the_weights_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: log.append("now") or 5000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: log.append("most") or 7500)
     assert measure_model._peak(model, lambda: log.append("run")) == 200 + 2500
-    assert log == ["run", "synchronize", "now", "reset_peak_memory_stats", "run", "synchronize", "most"]
+    assert log == [
+        "run",
+        "synchronize",
+        "now",
+        "reset_peak_memory_stats",
+        "run",
+        "synchronize",
+        "most",
+    ]
 
 
 # --- where a layer's time goes --------------------------------------------------------------------------------------
 
-BEFORE = [("triton_red_fused__to_copy_mean_0", 1.0), ("nvjet_tst_256x128", 10.0), ("nvjet_tst_256x128", 20.0)]
-BEFORE += [("sm90_xmma_gemm_bf16bf16", 40.0), ("triton_poi_fused__scaled_dot_product_cudnn_attention_add_mul_1", 2.0)]
+BEFORE = [
+    ("triton_red_fused__to_copy_mean_0", 1.0),
+    ("nvjet_tst_256x128", 10.0),
+    ("nvjet_tst_256x128", 20.0),
+]
+BEFORE += [
+    ("sm90_xmma_gemm_bf16bf16", 40.0),
+    ("triton_poi_fused__scaled_dot_product_cudnn_attention_add_mul_1", 2.0),
+]
 OUTPUT = [("nvjet_tst_192", 80.0), ("triton_red_fused__to_copy_add_ffn_union_2", 4.0)]
 AFTER = [("triton_poi_fused_add_view_4", 8.0)]
 
@@ -292,23 +343,65 @@ AFTER = [("triton_poi_fused_add_view_4", 8.0)]
         "fmha_cutlassF_bf16_aligned_64x64_sm80",
     ]
     + ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3i"]
-    + ["void cudnn::fusion::lean_reduction_kernel<false, false, false>(void*)"],  # the end of one that was split
+    + [
+        "void cudnn::fusion::lean_reduction_kernel<false, false, false>(void*)"
+    ],  # the end of one that was split
 )
 @pytest.mark.parametrize(
     "ffn, gate, rest",
     [
-        ([("nvjet", 300.0), ("nvjet", 500.0), ("triton_poi_fused_mul_relu_3", 50.0), ("nvjet", 700.0)], 300, 1250),
-        ([("nvjet", 300.0), ("nvjet", 500.0), ("relu_times_kernel", 50.0), ("nvjet", 700.0)], 300, 1250),
-        ([("gate_bits_kernel", 300.0), ("lists_kernel", 5.0), ("up_kernel", 40.0), ("down_kernel", 30.0)], 300, 75),
         (
-            2 * [("gate_bits_kernel", 300.0), ("lists_kernel", 5.0), ("up_kernel", 40.0), ("down_kernel", 30.0)],
+            [
+                ("nvjet", 300.0),
+                ("nvjet", 500.0),
+                ("triton_poi_fused_mul_relu_3", 50.0),
+                ("nvjet", 700.0),
+            ],
+            300,
+            1250,
+        ),
+        (
+            [("nvjet", 300.0), ("nvjet", 500.0), ("relu_times_kernel", 50.0), ("nvjet", 700.0)],
+            300,
+            1250,
+        ),
+        (
+            [
+                ("gate_bits_kernel", 300.0),
+                ("lists_kernel", 5.0),
+                ("up_kernel", 40.0),
+                ("down_kernel", 30.0),
+            ],
+            300,
+            75,
+        ),
+        (
+            2
+            * [
+                ("gate_bits_kernel", 300.0),
+                ("lists_kernel", 5.0),
+                ("up_kernel", 40.0),
+                ("down_kernel", 30.0),
+            ],
             600,
             150,
         ),
         ([("few_up_kernel", 8.0), ("few_down_kernel", 4.0)], 8, 4),  # decoding
-        ([("Memset (Device)", 16.0), ("gate_bits_kernel", 300.0), ("up_down_kernel", 30.0)], 300, 30),
-        ([("nvjet", 300.0), ("triton_poi_fused_relu_3", 50.0), ("nvjet", 700.0)], 300, 750),  # without a gate
-        ([("nvjet_splitK", 200.0), ("cublasLt::splitKreduce_kernel<32>", 100.0), ("nvjet", 9.0)], 300, 9),
+        (
+            [("Memset (Device)", 16.0), ("gate_bits_kernel", 300.0), ("up_down_kernel", 30.0)],
+            300,
+            30,
+        ),
+        (
+            [("nvjet", 300.0), ("triton_poi_fused_relu_3", 50.0), ("nvjet", 700.0)],
+            300,
+            750,
+        ),  # without a gate
+        (
+            [("nvjet_splitK", 200.0), ("cublasLt::splitKreduce_kernel<32>", 100.0), ("nvjet", 9.0)],
+            300,
+            9,
+        ),
     ],
 )
 def test_kernels_are_told_apart(attention, ffn, gate, rest):
@@ -328,7 +421,9 @@ def test_passes_have_the_same_kernels_each():
     a, b, later = ("a", 1.0), ("b", 2.0), ("a", 3.0)
     assert measure_model._equal([a, b, later, b], 2) == [[a, b], [later, b]]
     for kernels in ([a, b, a], [], [a, b, b, a]):
-        with pytest.raises(RuntimeError, match=f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"):
+        with pytest.raises(
+            RuntimeError, match=f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"
+        ):
             measure_model._equal(kernels, 2)
 
 
@@ -347,7 +442,11 @@ def test_what_is_profiled_comes_behind_other_calls(monkeypatch):
             span = types.SimpleNamespace
             cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
             found = [
-                span(device_type=cuda, name=name, time_range=span(start=10 * n + place, elapsed_us=lambda n=n: 1e3 * n))
+                span(
+                    device_type=cuda,
+                    name=name,
+                    time_range=span(start=10 * n + place, elapsed_us=lambda n=n: 1e3 * n),
+                )
                 for n in ran
                 for place, name in enumerate(("gate", "up"))
             ]
@@ -360,7 +459,9 @@ def test_what_is_profiled_comes_behind_other_calls(monkeypatch):
 
 
 def test_a_layer_without_attention_is_refused():
-    with pytest.raises(ValueError, match="no kernel of attention among triton_red_fused__to_copy_mean_0, nvjet"):
+    with pytest.raises(
+        ValueError, match="no kernel of attention among triton_red_fused__to_copy_mean_0, nvjet"
+    ):
         measure_model.split_kernels([*BEFORE, *OUTPUT])
 
 
@@ -377,7 +478,10 @@ def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text(seed):
         logits = decoder.generate(decoder.step)
         whole = model(input_ids=script, use_cache=False).logits[:, 17:].transpose(0, 1)
         assert logits.shape == (12, 3, 640) and relative(logits, whole) < 1e-5
-        assert torch.equal(decoder.picked[:, 17:].t(), logits.argmax(-1)) and not decoder.picked[:, :17].any()
+        assert (
+            torch.equal(decoder.picked[:, 17:].t(), logits.argmax(-1))
+            and not decoder.picked[:, :17].any()
+        )
         assert int(decoder.position) == 29
         places = [cache.keys.data_ptr() for cache in decoder.caches]
         assert torch.equal(decoder.generate(decoder.step), logits)  # again from where it began
@@ -392,8 +496,12 @@ def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text(seed):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_queries_keys_and_values_are_one_product_in_decoding(bias, seed):
-    model = build(torch.float32, seed, num_key_value_heads=2, attention_bias=bias).requires_grad_(False)
-    projections = [(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)]
+    model = build(torch.float32, seed, num_key_value_heads=2, attention_bias=bias).requires_grad_(
+        False
+    )
+    projections = [
+        (a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)
+    ]
     if bias:
         for part in itertools.chain(*projections):
             part.bias.normal_()
@@ -410,7 +518,9 @@ def test_queries_keys_and_values_are_one_product_in_decoding(bias, seed):
 
     def states():
         torch._dynamo.reset()
-        torch.compile(model.model.layers[0], fullgraph=True, backend=count)(hidden, position_embeddings=rotary)
+        torch.compile(model.model.layers[0], fullgraph=True, backend=count)(
+            hidden, position_embeddings=rotary
+        )
         return measure_model.hidden_states(model, ids)
 
     apart = states()
@@ -420,12 +530,16 @@ def test_queries_keys_and_values_are_one_product_in_decoding(bias, seed):
         torch.testing.assert_close(exact, apart)
         raise ZeroDivisionError
     assert products == [7, 5] and torch.equal(states(), apart)
-    assert projections == [(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)]
+    assert projections == [
+        (a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in model.model.layers)
+    ]
 
 
 def test_what_surrounds_the_layers_is_compiled_as_they_are(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "compile", lambda part, *, options, **_: asked.append(options) or part)
+    monkeypatch.setattr(
+        torch, "compile", lambda part, *, options, **_: asked.append(options) or part
+    )
     decoder = measure_model.Decoder(build(), imposed.draw_tokens(640, 1, 8), 4)
     assert asked == 2 * [None] + 2 * [{"coordinate_descent_tuning": True}]
     assert list(decoder.around) == ["", *measure_model.KINDS]
@@ -457,7 +571,14 @@ def quick(monkeypatch):
         call()
         return np.array([0.9, 1.0, 1.1])
 
-    kernels = [("nvjet", 0.1), ("sdpa", 0.2), ("nvjet", 0.1), ("nvjet", 0.1), ("nvjet", 0.1), ("triton_poi", 0.1)]
+    kernels = [
+        ("nvjet", 0.1),
+        ("sdpa", 0.2),
+        ("nvjet", 0.1),
+        ("nvjet", 0.1),
+        ("nvjet", 0.1),
+        ("triton_poi", 0.1),
+    ]
 
     def profiled(call, calls, lead):
         call()
@@ -470,7 +591,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(measure, "_between_replays", times)
     monkeypatch.setattr(measure_model, "_profiled", profiled)
-    for name, value in {"ROUNDS": 1, "TURN": 2, "SETTLE": 1, "SAMPLE": 128, "GENERATION": 3}.items():
+    for name, value in {
+        "ROUNDS": 1,
+        "TURN": 2,
+        "SETTLE": 1,
+        "SAMPLE": 128,
+        "GENERATION": 3,
+    }.items():
         monkeypatch.setattr(measure_model, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -488,7 +615,9 @@ def test_projections_are_joined_in_decoding_alone(quick, monkeypatch):
 
     for name in ("_measure_forward", "_measure_decode", "_decode_parts"):
         monkeypatch.setattr(measure_model, name, partial(spy, name, getattr(measure_model, name)))
-    measure_model.model("quick", TINY, shapes=[(1, 64)], active=[10, 40], parts=True, decode=[1], decode_context=20)
+    measure_model.model(
+        "quick", TINY, shapes=[(1, 64)], active=[10, 40], parts=True, decode=[1], decode_context=20
+    )
     assert joined == {"_measure_forward": 0, "_measure_decode": 3, "_decode_parts": 3}
 
 
@@ -512,8 +641,16 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "_energy_meter", lambda: lambda: 0)
     monkeypatch.setattr(measure_model, "idle_watts", lambda meter: 70.0)
     monkeypatch.setattr(measure, "GRAPH_TOKENS", 100)
-    options = {"shapes": [(2, 64), (1, 64)], "active": [10, 40], "layers": True, "parts": True, "decode": [1, 3]}
-    kept = measure_model.model("quick", TINY, **options, decode_context=20, tuned=True, energy=True, out=tmp_path)
+    options = {
+        "shapes": [(2, 64), (1, 64)],
+        "active": [10, 40],
+        "layers": True,
+        "parts": True,
+        "decode": [1, 3],
+    }
+    kept = measure_model.model(
+        "quick", TINY, **options, decode_context=20, tuned=True, energy=True, out=tmp_path
+    )
     tables = {}
     for name, columns in measure_model.COLUMNS.items():
         assert all(list(row) == columns for row in kept[name]), name
@@ -523,9 +660,15 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     assert list(table["provider"]) == 4 * six and list(table["batch"]) == 2 * (6 * [2] + 6 * [1])
     assert (table["mode"] == np.where(table["tokens"] > 100, "stream", "graph")).all()
     assert (table["tokens_per_ms"] == table["tokens"]).all() and (table["idle"] == 70).all()
-    for name, paths in (("triton", ["union 3", "decode 3"]), ("dense eager", ["dense 3", "dense 3"])):
+    for name, paths in (
+        ("triton", ["union 3", "decode 3"]),
+        ("dense eager", ["dense 3", "dense 3"]),
+    ):
         assert list(table["path"][table["provider"] == name]) == 2 * paths
-    assert table["relative_rms"].between(1e-4, 0.05).all() and table["layer_rms"].between(1e-4, 5e-3).all()
+    assert (
+        table["relative_rms"].between(1e-4, 0.05).all()
+        and table["layer_rms"].between(1e-4, 5e-3).all()
+    )
     assert (table["profile"] == "paper").all() and (table["hidden_size"] == 32).all()
     assert all((rows["sdpa"] == "default").all() for rows in tables.values())
     layers = tables["model_layers"]
@@ -537,7 +680,9 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
         assert rows["wanted"][:3].mean() == pytest.approx(wanted, abs=0.01)
         assert rows["level"].iloc[0] == pytest.approx(rows["active"][:3].mean(), abs=0.01)
         assert (rows["active"] < rows["p99"]).all() and (rows["p99"] <= rows["active_max"]).all()
-        assert (rows["union"] > rows["active"]).all() and np.allclose(rows["active"], rows["wanted"], rtol=0.6)
+        assert (rows["union"] > rows["active"]).all() and np.allclose(
+            rows["active"], rows["wanted"], rtol=0.6
+        )
     parts = tables["model_parts"]
     # Of each level two providers in the first of the batches, then in decoding one document and three.
     assert list(parts["part"]) == 2 * 3 * 2 * list(measure_model.PARTS)
@@ -545,7 +690,9 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     assert (parts["layer"].isna() == (parts["context"] == 20)).all()
     one = parts[:6].set_index("part")["ms"]
     assert (
-        one.sum() == pytest.approx(1.0) and one["projections"] == 0.2 and one["between kernels"] == pytest.approx(0.3)
+        one.sum() == pytest.approx(1.0)
+        and one["projections"] == 0.2
+        and one["between kernels"] == pytest.approx(0.3)
     )
     decode = tables["decode"]
     assert list(decode["provider"]) == 4 * measure_model.providers(None, tuned=True)
@@ -553,17 +700,27 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch, capsys):
     assert (decode["tokens"] == decode["batch"]).all() and (decode["context"] == 20).all()
     assert decode["layer_rms"].between(1e-4, 1e-2).all()
     assert (decode["same"] == 1).all() and (decode["steps"] == 3).all()
-    assert np.allclose(decode["tokens_per_second"], 1e3 * decode["batch"] / decode["p50"], rtol=1e-3)
-    said = [line for line in capsys.readouterr().out.splitlines() if "  triton torch.compile" in line]
+    assert np.allclose(
+        decode["tokens_per_second"], 1e3 * decode["batch"] / decode["p50"], rtol=1e-3
+    )
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if "  triton torch.compile" in line
+    ]
     active = f"{table['active'].iloc[0]:.4g} active"
     assert said[0].startswith("quick  2 x 64 tokens  " + active)
     assert said[0].endswith("128.0 tokens/ms  0 mJ a token  union 3")
 
 
 def test_parts_leave_what_they_leave_of_the_layer(quick, monkeypatch):
-    monkeypatch.setattr(measure_model, "_profiled", lambda call, calls, lead: calls * [("nvjet", 0.5), ("sdpa", 0.75)])
+    monkeypatch.setattr(
+        measure_model,
+        "_profiled",
+        lambda call, calls, lead: calls * [("nvjet", 0.5), ("sdpa", 0.75)],
+    )
     sides, case = types.SimpleNamespace(become=lambda name: None), {"batch": 1, "context": 1}
-    rows = measure_model._part_rows(sides, case, dict.fromkeys(measure_model.PARTS_OF, lambda: None))
+    rows = measure_model._part_rows(
+        sides, case, dict.fromkeys(measure_model.PARTS_OF, lambda: None)
+    )
     assert [row["ms"] for row in rows] == 2 * [0.75, 0.5, 0, 0, 0, -0.25]  # a layer takes 1 ms
 
 
@@ -579,7 +736,11 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
         ("tiny", "checkpoint", None)
     }
     assert [row["provider"] for row in kept["model"]] == measure_model.providers(True)
-    assert {row["energy"] for row in kept["model"]} == {None} and not kept["decode"] and not kept["model_parts"]
+    assert (
+        {row["energy"] for row in kept["model"]} == {None}
+        and not kept["decode"]
+        and not kept["model_parts"]
+    )
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["model.csv", "model_layers.csv"]
 
 
@@ -615,7 +776,9 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
 
 
 def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure_model, "_measure_forward", lambda *_: pytest.fail("measured something"))
+    monkeypatch.setattr(
+        measure_model, "_measure_forward", lambda *_: pytest.fail("measured something")
+    )
     (tmp_path / "decode.csv").write_text("tokens,active\n1,2\n")
     model = build(torch.float32, num_hidden_layers=1)
     biased = build(num_hidden_layers=1, mlp_bias=True)
@@ -624,16 +787,44 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
     short = build(num_hidden_layers=1)
     for options, kind, words in (
         ({"size": "no"}, FileNotFoundError, "no configuration no"),
-        ({"active": None}, ValueError, "active: the paper has no model 'quick'; say how many neurons"),
-        ({"active": [96]}, ValueError, "each of 3 layers can have more than 0 and less than 96 active neurons"),
+        (
+            {"active": None},
+            ValueError,
+            "active: the paper has no model 'quick'; say how many neurons",
+        ),
+        (
+            {"active": [96]},
+            ValueError,
+            "each of 3 layers can have more than 0 and less than 96 active neurons",
+        ),
         ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
         ({"shapes": [(4, 0)]}, ValueError, "shapes holds 0; it has to be at least 1"),
         ({"decode": [4, -1]}, ValueError, "decode holds -1; it has to be at least 1"),
-        ({"shapes": [], "layers": True}, ValueError, "layers: measured on the first of the batches, and there is none"),
-        ({"tuned": True}, ValueError, "tuned: decoding is timed so with compiled layers, and decode has no number"),
-        ({"tuned": True, "compiled": False, "decode": [1]}, ValueError, "compiled layers, and compiled is False"),
-        ({"shapes": [], "parts": True}, ValueError, "parts: measured on the first of the batches, and there is none"),
-        ({"overrides": [*TINY, "activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
+        (
+            {"shapes": [], "layers": True},
+            ValueError,
+            "layers: measured on the first of the batches, and there is none",
+        ),
+        (
+            {"tuned": True},
+            ValueError,
+            "tuned: decoding is timed so with compiled layers, and decode has no number",
+        ),
+        (
+            {"tuned": True, "compiled": False, "decode": [1]},
+            ValueError,
+            "compiled layers, and compiled is False",
+        ),
+        (
+            {"shapes": [], "parts": True},
+            ValueError,
+            "parts: measured on the first of the batches, and there is none",
+        ),
+        (
+            {"overrides": [*TINY, "activation=silu"]},
+            ValueError,
+            "activation is 'silu'; sparse layers need 'relu'",
+        ),
         (
             {"overrides": [*TINY[2:], TINY[0], "hidden_size=40"]},
             ValueError,
@@ -650,10 +841,26 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
             ValueError,
             "x is in torch.float32; load it in torch.bfloat16",
         ),
-        ({"checkpoint": ("x", biased, [1]), "active": None}, ValueError, "x has feed-forward layers with biases"),
-        ({"checkpoint": ("x", silu, [1]), "active": None}, ValueError, "x has the activation 'silu'"),
-        ({"checkpoint": ("x", narrow, [1]), "active": None}, ValueError, "hidden_size is 40; the kernels need"),
-        ({"checkpoint": ("x", short, [1]), "active": None}, ValueError, "the text has 1 tokens; 2 x 32 need 64"),
+        (
+            {"checkpoint": ("x", biased, [1]), "active": None},
+            ValueError,
+            "x has feed-forward layers with biases",
+        ),
+        (
+            {"checkpoint": ("x", silu, [1]), "active": None},
+            ValueError,
+            "x has the activation 'silu'",
+        ),
+        (
+            {"checkpoint": ("x", narrow, [1]), "active": None},
+            ValueError,
+            "hidden_size is 40; the kernels need",
+        ),
+        (
+            {"checkpoint": ("x", short, [1]), "active": None},
+            ValueError,
+            "the text has 1 tokens; 2 x 32 need 64",
+        ),
         (
             {"checkpoint": ("x", short, [1]), "active": None, "shapes": [(1, 300)]},
             ValueError,
@@ -697,10 +904,17 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
     arguments, options = seen.pop()
     assert arguments == ("2b",) and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]
     assert (options["profile"], options["active"], options["decode"]) == ("paper", None, ())
-    assert options["out"] == Path("build/bench") and options["compiled"] is None and not options["tuned"]
+    assert (
+        options["out"] == Path("build/bench")
+        and options["compiled"] is None
+        and not options["tuned"]
+    )
     (tmp_path / "text.txt").write_text("bain da fo")
     assert (
-        main(f"measure model --model {tiny_run} --text {tmp_path / 'text.txt'} --tokens none --decode 1".split()) == 0
+        main(
+            f"measure model --model {tiny_run} --text {tmp_path / 'text.txt'} --tokens none --decode 1".split()
+        )
+        == 0
     )
     name, model, ids = seen.pop()[1]["checkpoint"]
     assert name == Path(tiny_run).name and model.dtype == torch.bfloat16 and len(ids) >= 3
@@ -717,9 +931,15 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--tokens 64", "--tokens is '64'; write sequences x tokens with commas, such as 64x2048,16x2048,1x2048"),
+        (
+            "--tokens 64",
+            "--tokens is '64'; write sequences x tokens with commas, such as 64x2048,16x2048,1x2048",
+        ),
         ("--decode 1,many", "--decode is '1,many'; write numbers with commas, such as 1,16,256"),
-        ("--model x", "--model NAME and --text FILE go together: the activity of a checkpoint is that of a text"),
+        (
+            "--model x",
+            "--model NAME and --text FILE go together: the activity of a checkpoint is that of a text",
+        ),
         (
             "--model x --text y --active 3",
             "--size, --profile and --active are for random weights; a checkpoint has its own",
@@ -727,7 +947,9 @@ def test_the_command_line_passes_everything_on(tmp_path, tiny_run, monkeypatch):
         ("", "measuring needs a GPU, and torch sees none"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_clear_line(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_on_the_command_line_is_one_clear_line(
+    arguments, words, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["measure", "model", *arguments.split(), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"twell measure: {words}\n"

@@ -21,7 +21,9 @@ pytest.importorskip("triton")
 from twell.kernels import common, ops  # noqa: E402
 
 K, N = 32, 96
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of real kernels; what stands in for them computes on the CPU
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # of real kernels; what stands in for them computes on the CPU
 PATHS = list(ops.TRAIN_PATHS)
 
 
@@ -35,7 +37,9 @@ def seed():
 
 def parts_of(num_tokens, gated, seed, active=9.0, device="cpu"):
     """x, weights, dy and dl1 of a layer in bf16."""
-    x, w_gate, w_up, w_down = measure.synthetic_layer(num_tokens, K, N, active=active, device=device, seed=seed)
+    x, w_gate, w_up, w_down = measure.synthetic_layer(
+        num_tokens, K, N, active=active, device=device, seed=seed
+    )
     g = torch.Generator(device).manual_seed(seed)
     dy = (1e-5 * torch.randn(x.shape, generator=g, device=device)).bfloat16()
     dl1 = torch.full((num_tokens,), measure_training.DL1, device=device)
@@ -45,12 +49,18 @@ def parts_of(num_tokens, gated, seed, active=9.0, device="cpu"):
 def by_autograd(x, weights, dy, dl1, dtype=torch.float64):
     """y, l1 and gradients as torch finds them."""
     names = ["x", "w_gate", "w_up", "w_down"]
-    leaves = {n: t.to(dtype).requires_grad_() for n, t in zip(names, (x, *weights), strict=True) if t is not None}
+    leaves = {
+        n: t.to(dtype).requires_grad_()
+        for n, t in zip(names, (x, *weights), strict=True)
+        if t is not None
+    }
     g = F.relu(leaves["x"] @ leaves.get("w_gate", leaves["w_up"]).t())
     h = g * (leaves["x"] @ leaves["w_up"].t()) if "w_gate" in leaves else g
     y, l1 = h @ leaves["w_down"].t(), h.abs().sum(1)
     ((y * dy).sum() + (l1 * dl1).sum()).backward()
-    return {"y": y.detach(), "l1": l1.detach()} | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+    return {"y": y.detach(), "l1": l1.detach()} | {
+        f"d{name}": leaf.grad for name, leaf in leaves.items()
+    }
 
 
 # --- what is exact, and what a step needs at least ----------------------------------------------------------------
@@ -59,7 +69,9 @@ def by_autograd(x, weights, dy, dl1, dtype=torch.float64):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 70, 4096 + 70])
 def test_exact_gradients_are_those_of_autograd(num_tokens, gated, seed):
-    mask = fresh_mask(np.random.default_rng(seed), min(num_tokens, 16), 40)  # with an empty row and a full one
+    mask = fresh_mask(
+        np.random.default_rng(seed), min(num_tokens, 16), 40
+    )  # with an empty row and a full one
     x, w_gate, w_up, w_down = measure.imposed_layer(mask, num_tokens, 16, device="cpu", seed=seed)
     weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
     dy, dl1 = torch.randn(num_tokens, 16).bfloat16(), torch.rand(num_tokens)
@@ -72,26 +84,38 @@ def test_exact_gradients_are_those_of_autograd(num_tokens, gated, seed):
 
 
 def test_what_rounds_to_zero_is_not_active():
-    x, w_gate = torch.full((1, 16), 2.0**-14, dtype=torch.float16), torch.full((2, 16), 2.0**-16, dtype=torch.float16)
+    x, w_gate = (
+        torch.full((1, 16), 2.0**-14, dtype=torch.float16),
+        torch.full((2, 16), 2.0**-16, dtype=torch.float16),
+    )
     w_gate[1] = 1.0
     w_up, w_down = torch.ones(2, 16, dtype=torch.float16), torch.ones(16, 2, dtype=torch.float16)
-    exact = measure_training.ExactStep.of(x, (w_gate, w_up, w_down), torch.ones_like(x), torch.ones(1))
+    exact = measure_training.ExactStep.of(
+        x, (w_gate, w_up, w_down), torch.ones_like(x), torch.ones(1)
+    )
     assert exact.entries == 1  # 2^-26 is nothing in fp16
     assert (exact.tensors["dw_gate"][0] == 0).all() and (exact.tensors["dw_gate"][1] != 0).all()
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated, seed):
-    x, weights, dy, dl1 = parts_of(1000, gated, seed)  # of 150, rounding is more than 5e-3 in one of some hundred draws
+    x, weights, dy, dl1 = parts_of(
+        1000, gated, seed
+    )  # of 150, rounding is more than 5e-3 in one of some hundred draws
     exact = measure_training.ExactStep.of(x, weights, dy, dl1)
     found = measure_training._Step.of(measure_training._dense, x, weights, dy, dl1).found()
     worst, error = exact.check(found, "dense")
     assert error > 1e-3
-    others = {name: float((found[name].double() - t).norm() / t.norm()) for name, t in exact.tensors.items()}
+    others = {
+        name: float((found[name].double() - t).norm() / t.norm())
+        for name, t in exact.tensors.items()
+    }
     assert error == max(others.values()) == others[worst]
     for name in exact.tensors:
         for wrong in (1.05 * found[name], found[name] * float("nan")):
-            with pytest.raises(ArithmeticError, match=f"^{name} of union at case is wrong: relative RMS .* allowed"):
+            with pytest.raises(
+                ArithmeticError, match=f"^{name} of union at case is wrong: relative RMS .* allowed"
+            ):
                 exact.check(found | {name: wrong}, "union at case")
 
 
@@ -128,7 +152,9 @@ def test_operations_and_bytes_are_those_that_a_count_finds(gated, seed):
             forward.add((first, neuron))
             if path == "dense" or mask[token, neuron]:
                 flops += 2 * k * len(others)
-                flops += 2 * k * (1 + len(others) + 1 + len(others))  # dh; each weight's gradient; dx from all but down
+                flops += (
+                    2 * k * (1 + len(others) + 1 + len(others))
+                )  # dh; each weight's gradient; dx from all but down
                 forward |= {(other, neuron) for other in others}
                 backward |= {(weight, neuron) for weight in (first, *others)}
         gradients = (1 + len(others)) * n
@@ -140,7 +166,9 @@ def test_operations_and_bytes_are_those_that_a_count_finds(gated, seed):
 # --- one layer ----------------------------------------------------------------------------------------------------
 
 
-def fake_train(path, capacity, x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, *, token_mask=None):
+def fake_train(
+    path, capacity, x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, *, token_mask=None
+):
     """ops.train by dense products; NaN where the capacity does not suffice."""
     g = F.relu(F.linear(x, w_up, b_up) if w_gate is None else F.linear(x, w_gate, b_gate))
     h = g if w_gate is None else g * F.linear(x, w_up, b_up)
@@ -165,7 +193,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "ceilings", lambda: [dict(row) for row in PEAKS])
     monkeypatch.setattr(measure, "_stream_times", times)
     monkeypatch.setattr(
-        measure, "_between_replays", lambda step, number, **_: np.array([times(step)[1] for _ in range(number)])
+        measure,
+        "_between_replays",
+        lambda step, number, **_: np.array([times(step)[1] for _ in range(number)]),
     )
     monkeypatch.setattr(measure, "ROUNDS", 2)
     monkeypatch.setattr(measure_training, "TURN", 2)
@@ -179,7 +209,9 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_sparse_step_is_right(path, gated, seed):
-    x, weights, dy, dl1 = parts_of(70, gated, seed, active=4, device=DEVICE)  # few entries, generous limit
+    x, weights, dy, dl1 = parts_of(
+        70, gated, seed, active=4, device=DEVICE
+    )  # few entries, generous limit
     exact = measure_training.ExactStep.of(x, weights, dy, dl1)
     step = measure_training._Step.of(measure_training._sparse(path, N), x, weights, dy, dl1)
     assert exact.check(step.found(), path)[1] > 0
@@ -190,7 +222,9 @@ def test_the_dense_baseline_holds_no_more_than_it_needs(seed):
     x, weights, dy, dl1 = parts_of(70, True, seed)
     step = measure_training._Step.of(measure_training._dense, x, weights, dy, dl1)
     kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
+    ):
         step.forward()
     given = {t.data_ptr() for t in weights}
     assert sum(t.nbytes for place, t in kept.items() if place not in given) == 2 * 70 * (K + 3 * N)
@@ -200,7 +234,10 @@ def test_each_step_has_gradients_of_its_own(seed):
     x, weights, dy, dl1 = parts_of(70, True, seed)
     step = measure_training._Step.of(measure_training._dense, x, weights, dy, dl1)
     first, second = step.found(), step.found()
-    assert all(torch.equal(first[name], second[name]) for name in first) and not first["dx"].eq(0).all()
+    assert (
+        all(torch.equal(first[name], second[name]) for name in first)
+        and not first["dx"].eq(0).all()
+    )
     assert all(leaf.grad is None for leaf in step.leaves.values())
     assert all(not tensor.requires_grad for tensor in (x, *weights))
     step()
@@ -221,7 +258,9 @@ def test_held_is_what_lies_between_the_passes(monkeypatch, seed):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: log.append("reset"))
     monkeypatch.setattr(
-        torch.cuda, "memory_allocated", lambda: log.append("now") or (10**6, 10**7)["forward" in log[1:]]
+        torch.cuda,
+        "memory_allocated",
+        lambda: log.append("now") or (10**6, 10**7)["forward" in log[1:]],
     )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: log.append("peak") or 10**8)
     log.clear()
@@ -249,14 +288,20 @@ def test_capacity_is_what_training_would_take(monkeypatch):
         monkeypatch.setattr(ops, "train", train(needs))
         assert measure_training._capacity("union", case) == expected and len(asked) == tries
     monkeypatch.setattr(ops, "train", train(97))
-    with pytest.raises(ArithmeticError, match="triton union at .* needs 97 entries a token, of 96 neurons"):
+    with pytest.raises(
+        ArithmeticError, match="triton union at .* needs 97 entries a token, of 96 neurons"
+    ):
         measure_training._capacity("union", case)
 
 
 def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "_kernel_times", lambda calls: calls[0]() and {"cublas matmul": (3.0, 0.5)})
+    monkeypatch.setattr(
+        measure, "_kernel_times", lambda calls: calls[0]() and {"cublas matmul": (3.0, 0.5)}
+    )
     monkeypatch.setattr(measure, "_energy_meter", lambda: lambda: 0)
-    monkeypatch.setattr(measure, "_energy", lambda run, calls, ms, meter: {"energy": 500.0 * calls, "watts": 9.0})
+    monkeypatch.setattr(
+        measure, "_energy", lambda run, calls, ms, meter: {"energy": 500.0 * calls, "watts": 9.0}
+    )
     options = dict(hidden_size=K, intermediate_size=N, kernels=True, energy=True, out=tmp_path)
     rows = measure_training.ffn([70, 130], [20], ["even", "skewed"], **options)
     assert all(list(row) == measure_training.COLUMNS["training"] for row in rows)
@@ -264,14 +309,18 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch):
     providers = ["dense eager", "dense torch.compile", *(f"triton {path}" for path in PATHS)]
     assert list(table["provider"]) == 4 * providers and len(table) == len(rows)
     sparse = table["provider"].str.startswith("triton")
-    assert (table["path"] == table["provider"].str.removeprefix("triton ").where(sparse, "dense")).all()
+    assert (
+        table["path"] == table["provider"].str.removeprefix("triton ").where(sparse, "dense")
+    ).all()
     assert (table["capacity"].notna() == sparse).all() and (table["capacity"][sparse] >= 32).all()
     assert (table["relative_rms"] < measure.TOLERANCE).all() and table["worst"].isin(
         ["y", "dx", "dw_gate", "dw_up", "dw_down"]
     ).all()
     dense = table.query("provider == 'dense eager' and tokens == 130").iloc[0]
     assert dense["flops"] == 18 * 130 * N * K
-    assert (table["held"] == 500_000 - 4 * table["tokens"]).all() and (table["peak"] == 1_000_000).all()
+    assert (table["held"] == 500_000 - 4 * table["tokens"]).all() and (
+        table["peak"] == 1_000_000
+    ).all()
     assert (table[["p50", "forward", "energy", "watts"]] == [1.0, 1.0, 500.0, 9.0]).all(axis=None)
     assert table["date"].nunique() == 1
     parts = pd.read_csv(tmp_path / "training_kernels.csv")
@@ -285,8 +334,12 @@ def test_rows_say_what_was_measured(quick, tmp_path, monkeypatch):
 
 def test_recorded_activity_of_a_layer_without_gate(quick, seed):
     mask = fresh_mask(np.random.default_rng(seed), 20, 40)
-    rows = measure_training.ffn([50], patterns=["recorded"], hidden_size=32, gated=False, masks={"a": mask})
-    assert {row["pattern"] for row in rows} == {"recorded a"} and not any(row["gated"] for row in rows)
+    rows = measure_training.ffn(
+        [50], patterns=["recorded"], hidden_size=32, gated=False, masks={"a": mask}
+    )
+    assert {row["pattern"] for row in rows} == {"recorded a"} and not any(
+        row["gated"] for row in rows
+    )
     assert {row["active"] for row in rows} == {round(mask[np.arange(50) % 20].sum() / 50, 2)}
 
 
@@ -305,7 +358,9 @@ def test_what_was_measured_is_kept_when_a_later_case_fails(quick, tmp_path, monk
     monkeypatch.setattr(
         measure, "_stream_times", lambda call, *_: np.ones(3)
     )  # no calls but those of checks and memory
-    with pytest.raises(ArithmeticError, match="^dw_gate of triton union at .* 70 tokens  skewed .* is wrong"):
+    with pytest.raises(
+        ArithmeticError, match="^dw_gate of triton union at .* 70 tokens  skewed .* is wrong"
+    ):
         measure_training.ffn([70], [9, 20, 30], hidden_size=K, intermediate_size=N, out=tmp_path)
     table = pd.read_csv(tmp_path / "training.csv")
     assert list(table["provider"]) == ["dense eager", "dense torch.compile", "triton union"]
@@ -341,31 +396,55 @@ def test_mistakes_are_found_before_anything_is_measured(quick, tmp_path, monkeyp
         (tmp_path / "old" / f"{name}.csv").write_text("tokens,active,device\n1,2,x\n")
     (tmp_path / "file").write_text("")
     for options, kind, words in (
-        ({"patterns": ["evn"]}, ValueError, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
+        (
+            {"patterns": ["evn"]},
+            ValueError,
+            "pattern 'evn' is unknown; use one of even, skewed, recorded",
+        ),
         ({"tokens": [4, 0]}, ValueError, "tokens holds 0; it has to be at least 1"),
         ({"hidden_size": 40}, ValueError, "hidden_size is 40; the kernels need a multiple of 16"),
         ({"kernels": True}, ValueError, "say in which folder"),
-        ({"out": tmp_path / "old"}, ValueError, r"training.csv has the columns \['tokens', 'active', 'device'\]"),
-        ({"out": tmp_path / "file"}, NotADirectoryError, "file is a file; out is a folder, for training.csv"),
+        (
+            {"out": tmp_path / "old"},
+            ValueError,
+            r"training.csv has the columns \['tokens', 'active', 'device'\]",
+        ),
+        (
+            {"out": tmp_path / "file"},
+            NotADirectoryError,
+            "file is a file; out is a folder, for training.csv",
+        ),
     ):
         with pytest.raises(kind, match=words):
             measure_training.ffn(**({"tokens": [4]} | options))
     for options, kind, words in (
         ({"model": "no"}, FileNotFoundError, "no configuration no"),
         ({"overrides": ["num_layers=0"]}, ValueError, "num_layers is 0; it has to be more than 0"),
-        ({"overrides": ["num_heads=7"]}, ValueError, "hidden_size 1024 is no multiple of num_heads 7"),
+        (
+            {"overrides": ["num_heads=7"]},
+            ValueError,
+            "hidden_size 1024 is no multiple of num_heads 7",
+        ),
         (
             {"overrides": ["hidden_size=72", "num_heads=2"]},
             ValueError,
             "hidden_size is 72; the kernels need a multiple",
         ),
-        ({"overrides": ["micro_batch=-1"]}, ValueError, "micro_batch is -1; it has to be at least 1"),
+        (
+            {"overrides": ["micro_batch=-1"]},
+            ValueError,
+            "micro_batch is -1; it has to be at least 1",
+        ),
         (
             {"overrides": ["precision=fp32"]},
             ValueError,
             "precision is 'fp32'; the sparse path of training needs 'bf16'",
         ),
-        ({"overrides": ["activation=silu"]}, ValueError, "activation is 'silu'; sparse layers need 'relu'"),
+        (
+            {"overrides": ["activation=silu"]},
+            ValueError,
+            "activation is 'silu'; sparse layers need 'relu'",
+        ),
         ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
         ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
         ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
@@ -396,7 +475,10 @@ def trainer(quick):
 @pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (9, 3), (10, 64)])
 def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, seed):
     torch.manual_seed(seed)
-    hidden, weight = torch.randn(num_tokens, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(num_tokens, 5, dtype=torch.float64),
+        torch.randn(11, 5, dtype=torch.float64),
+    )
     labels = torch.randint(11, (num_tokens,))
     labels[1 : num_tokens // 2] = -100
     found, largest = [], []
@@ -418,14 +500,24 @@ def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, see
     torch.testing.assert_close(*found)
     value = measure_training.chunked_cross_entropy(hidden, weight, labels)
     torch.testing.assert_close(
-        value, F.cross_entropy(hidden.float() @ weight.float().t(), labels).double(), check_dtype=False
+        value,
+        F.cross_entropy(hidden.float() @ weight.float().t(), labels).double(),
+        check_dtype=False,
     )
 
 
 def test_providers_take_the_same_steps_from_the_same_weights(trainer, monkeypatch):
     trainer, found, sparse = trainer(), {}, []
-    monkeypatch.setattr(ops, "train", lambda path, *t, **o: sparse.append(path) or fake_train(path, *t, **o))
-    for name in ("dense eager", "triton union", "dense torch.compile", "triton union torch.compile", "dense eager"):
+    monkeypatch.setattr(
+        ops, "train", lambda path, *t, **o: sparse.append(path) or fake_train(path, *t, **o)
+    )
+    for name in (
+        "dense eager",
+        "triton union",
+        "dense torch.compile",
+        "triton union torch.compile",
+        "dense eager",
+    ):
         trainer.become(name, 1e-3)
         weight = trainer.model.ffns[0].down_proj.weight
         assert torch.equal(weight, trainer.start["model.layers.0.mlp.down_proj.weight"])
@@ -445,7 +537,9 @@ def test_providers_take_the_same_steps_from_the_same_weights(trainer, monkeypatc
     assert all(np.allclose(norm, norm[0], rtol=1e-2) for norm in norms)
     first, *_ = trainer.step()
     trainer.become("dense eager", 0.0)
-    assert trainer.steps()[0] == pytest.approx(float(trainer.step()[0]))  # nothing is learnt at the rate 0
+    assert trainer.steps()[0] == pytest.approx(
+        float(trainer.step()[0])
+    )  # nothing is learnt at the rate 0
     assert trainer.steps()[0] > 1.001 * float(first)
 
 
@@ -472,16 +566,23 @@ def test_a_step_is_that_of_the_model_itself(trainer):
 
 def test_rows_of_steps(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "_energy_meter", lambda: lambda: 0)
-    monkeypatch.setattr(measure, "_energy", lambda run, calls, ms, meter: {"energy": 64.0, "watts": 9.0})
+    monkeypatch.setattr(
+        measure, "_energy", lambda run, calls, ms, meter: {"energy": 64.0, "watts": 9.0}
+    )
     seen = []
     step = measure_training._Trainer.step
     monkeypatch.setattr(
         measure_training._Trainer,
         "step",
-        lambda self: seen.append((self.sparse is not None, self.optimizer.param_groups[0]["lr"])) or step(self),
+        lambda self: (
+            seen.append((self.sparse is not None, self.optimizer.param_groups[0]["lr"]))
+            or step(self)
+        ),
     )
     options = ["checkpoint_activations=true"]
-    rows = measure_training.train_step("quick", TINY + options, active=20, energy=True, out=tmp_path)
+    rows = measure_training.train_step(
+        "quick", TINY + options, active=20, energy=True, out=tmp_path
+    )
     assert all(list(row) == measure_training.COLUMNS["train_step"] for row in rows)
     table = pd.read_csv(tmp_path / "train_step.csv")
     providers = ["dense eager", "triton union", "dense torch.compile", "triton union torch.compile"]
@@ -490,12 +591,14 @@ def test_rows_of_steps(quick, tmp_path, monkeypatch):
     assert (table["tokens_per_second"] == 128_000).all() and (table["energy"] == 64).all()
     assert table["checkpoint_activations"].all() and table["gated"].all()
     assert table["active"].between(15, 25).all() and (table["active_max"] >= table["active"]).all()
-    assert (table[["context", "micro_batch", "num_layers", "vocab_size"]] == [32, 4, 3, 320]).all(axis=None)
+    assert (table[["context", "micro_batch", "num_layers", "vocab_size"]] == [32, 4, 3, 320]).all(
+        axis=None
+    )
     rates = [rate for _, rate in seen]
     checks = 4 * (measure_training.CHECKED_STEPS + 1)
-    assert set(rates[:checks]) == {TrainConfig.load("quick").learning_rate} and set(rates[checks:]) == {
-        0.0
-    }  # timed steps leave activity as it is
+    assert set(rates[:checks]) == {TrainConfig.load("quick").learning_rate} and set(
+        rates[checks:]
+    ) == {0.0}  # timed steps leave activity as it is
     timed = [side for side, _ in seen[checks:]]
     assert sum(timed[: len(timed) // 2]) == len(timed) // 4  # in turns
 
@@ -540,7 +643,9 @@ def test_the_largest_micro_batch_is_found(trainer, monkeypatch, limit, curve):
 @pytest.mark.parametrize("model, active", [("0.5b", 39), ("quick", 29)])
 def test_activity_is_the_papers_for_its_sizes(quick, monkeypatch, model, active):
     asked = []
-    monkeypatch.setattr(imposed, "profile", lambda name, layers, mean: asked.append(mean) or [mean] * layers)
+    monkeypatch.setattr(
+        imposed, "profile", lambda name, layers, mean: asked.append(mean) or [mean] * layers
+    )
     measure_training.train_step(model, TINY, compiled=True, profile="paper")
     assert set(asked) == {active}
 
@@ -579,11 +684,15 @@ def test_the_largest_micro_batch_is_timed(quick, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * 10**8)
     largest = lambda self, limit: limits.append(limit) or self.draw(7) or 7  # noqa: E731
     monkeypatch.setattr(measure_training._Trainer, "largest", largest)
-    rows = measure_training.train_step("quick", TINY, active=20, compiled=True, largest=True, profile="paper")
+    rows = measure_training.train_step(
+        "quick", TINY, active=20, compiled=True, largest=True, profile="paper"
+    )
     assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2
     assert [row["largest_tokens_per_second"] for row in rows] == [7 * 32 * 1000] * 2
     assert limits == [15 * 10**8] * 2  # what is free or held to be used again
-    assert {row["profile"] for row in rows} == {"paper"} and rows[0]["active_max"] > 1.3 * rows[0]["active"]
+    assert {row["profile"] for row in rows} == {"paper"} and rows[0]["active_max"] > 1.3 * rows[0][
+        "active"
+    ]
 
 
 @pytest.mark.parametrize("compiled, kinds", [(True, [" torch.compile"]), (False, [""])])
@@ -613,7 +722,10 @@ def test_a_model_that_learns_something_else_is_refused(quick, tmp_path, monkeypa
         "gradient": "the norm of the first gradient of feed-forward weights",
         "loss": "the (loss after 3 steps|norm of the first gradient.*)",
     }
-    with pytest.raises(ArithmeticError, match=f"^triton union of quick is wrong: {words[what]} is .* of dense eager"):
+    with pytest.raises(
+        ArithmeticError,
+        match=f"^triton union of quick is wrong: {words[what]} is .* of dense eager",
+    ):
         measure_training.train_step("quick", TINY, active=20, out=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -625,17 +737,16 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(measure_training, "ffn", lambda *a, **o: seen.append((a, o)))
     monkeypatch.setattr(measure_training, "train_step", lambda *a, **o: seen.append((a, o)))
-    words = (
-        "measure ffn --backward --tokens 64,128 --active 2.5 --pattern even --hidden 64 --intermediate 128 --non-gated"
-    )
+    words = "measure ffn --backward --tokens 64,128 --active 2.5 --pattern even --hidden 64 --intermediate 128 --non-gated"
     assert main([*words.split(), "--energy", "--kernels", "--out", str(tmp_path)]) == 0
     sizes = {"hidden_size": 64, "intermediate_size": 128, "gated": False, "masks": None}
-    assert seen.pop() == (([64, 128], [2.5], ["even"]), sizes | {"energy": True, "kernels": True, "out": tmp_path})
+    assert seen.pop() == (
+        ([64, 128], [2.5], ["even"]),
+        sizes | {"energy": True, "kernels": True, "out": tmp_path},
+    )
     assert main(["measure", "ffn", "--backward"]) == 0
     assert seen.pop()[0] == ([65536, 16384], [29.0], ["skewed"])
-    words = (
-        "measure train-step --model quick --layers 3 --hidden 64 --intermediate 128 --heads 4 --vocab 300 --context 16"
-    )
+    words = "measure train-step --model quick --layers 3 --hidden 64 --intermediate 128 --heads 4 --vocab 300 --context 16"
     words += " --micro-batch 5 --non-gated --active 9 --checkpoint-activations --no-compile --energy --out x"
     words += " --profile paper --largest"
     assert main(words.split()) == 0
@@ -657,12 +768,17 @@ def test_the_command_line_passes_everything_on(tmp_path, monkeypatch):
             "ffn --backward --mode graph",
             "--mode graph is for forward passes; with --backward calls come one after the other",
         ),
-        ("ffn --backward --calibration x.json", "--calibration is for auto, which --backward does not time"),
+        (
+            "ffn --backward --calibration x.json",
+            "--calibration is for auto, which --backward does not time",
+        ),
         ("ffn --backward", "measuring needs a GPU, and torch sees none"),
         ("train-step", "measuring needs a GPU, and torch sees none"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_clear_line(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_on_the_command_line_is_one_clear_line(
+    arguments, words, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["measure", *arguments.split(), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"twell measure: {words}\n"

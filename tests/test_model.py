@@ -9,12 +9,16 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaForCausalLM,
+    StaticCache,
+)
 from transformers.utils import logging as transformers_logging
 
 from twell import model as model_module
-from twell.choose import Calibration, Point
-from twell.ffn import SparseFFN, backend_status, summarize_activity
 from twell.model import (
     SparseLlamaConfig,
     SparseLlamaForCausalLM,
@@ -25,10 +29,14 @@ from twell.model import (
     sparse_ffns,
     sparsify,
 )
-from twell.sparse_training import SparseTraining
+from twell.sparse.layer import SparseFFN, backend_status, summarize_activity
+from twell.sparse.plan import Calibration, Point
+from twell.sparse.training import SparseTraining
 
 VOCAB = 90
-triton_here = pytest.mark.skipif(backend_status()["triton"] is not None, reason=str(backend_status()["triton"]))
+triton_here = pytest.mark.skipif(
+    backend_status()["triton"] is not None, reason=str(backend_status()["triton"])
+)
 
 
 def make(**changes):
@@ -63,15 +71,21 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     assert stock.config.hidden_act == "relu"
     x = tokens(3, 20)
     assert torch.equal(model(input_ids=x).logits, stock(input_ids=x).logits)
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in stock.named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in stock.named_parameters()
+    }
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(again) is SparseLlamaForCausalLM
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
-    for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), again.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("changes", [{"gated_mlp": False}, {"hidden_act": "silu"}, {"mlp_bias": True}])
+@pytest.mark.parametrize(
+    "changes", [{"gated_mlp": False}, {"hidden_act": "silu"}, {"mlp_bias": True}]
+)
 def test_other_layers_survive_saving(tmp_path, changes):
     model = make(**changes).eval()
     model.save_pretrained(tmp_path)
@@ -82,7 +96,9 @@ def test_other_layers_survive_saving(tmp_path, changes):
 
 
 def test_new_weights_have_the_configured_spread():
-    for name, parameter in make(initializer_range=0.02, hidden_size=128, intermediate_size=512).named_parameters():
+    for name, parameter in make(
+        initializer_range=0.02, hidden_size=128, intermediate_size=512
+    ).named_parameters():
         if parameter.dim() == 2:
             assert 0.018 < parameter.std().item() < 0.022, name
 
@@ -107,12 +123,17 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     model = make()
     x = tokens(4, 16)
     hidden = []
-    hooks = [ffn.register_forward_hook(lambda f, i, _: hidden.append(f.activations(i[0])[1])) for ffn in model.ffns]
+    hooks = [
+        ffn.register_forward_hook(lambda f, i, _: hidden.append(f.activations(i[0])[1]))
+        for ffn in model.ffns
+    ]
     output = model(input_ids=x, labels=x)
     [hook.remove() for hook in hooks]
     l1 = torch.stack([h.abs().sum(-1) for h in hidden]).mean()
     torch.testing.assert_close(output.l1, l1)
-    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1))
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1)
+    )
     torch.testing.assert_close(output.cross_entropy, expected)
     torch.testing.assert_close(output.loss, expected + 0.03 * l1)
     model.eval()
@@ -140,11 +161,16 @@ def test_accumulation_and_padding_give_the_value_of_one_big_batch():
     loss = l1 = 0.0
     for rows, width in ((slice(0, 1), 12), (slice(1, 4), 9), (slice(4, 6), 12)):
         part = model(
-            input_ids=x[rows, :width], attention_mask=mask[rows, :width], labels=labels[rows, :width], **totals
+            input_ids=x[rows, :width],
+            attention_mask=mask[rows, :width],
+            labels=labels[rows, :width],
+            **totals,
         )
         part.loss.backward()
         loss, l1 = loss + part.loss.detach(), l1 + part.l1.detach()
-    torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+    torch.testing.assert_close(
+        loss, whole.loss.detach(), rtol=1e-6, atol=0
+    )  # cross-entropy is summed in fp32
     torch.testing.assert_close(l1, whole.l1.detach())
     torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
@@ -158,7 +184,9 @@ def test_padding_changes_nothing():
     plain = model(input_ids=x, labels=x)
     stats = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
     other = model(input_ids=padded, attention_mask=mask, labels=labels)
-    torch.testing.assert_close(other.loss, plain.loss, rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+    torch.testing.assert_close(
+        other.loss, plain.loss, rtol=1e-6, atol=0
+    )  # cross-entropy is summed in fp32
     torch.testing.assert_close(other.l1, plain.l1)
     assert [summarize_activity(*ffn.stats.take()) for ffn in model.ffns] == stats
 
@@ -177,7 +205,9 @@ def test_padding_changes_nothing():
     ],
 )
 @pytest.mark.parametrize("content", ["ids", "large", "nan", "inf"])
-def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals, content):
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(
+    training, attention, totals, content
+):
     model = make(attn_implementation=attention).train(training)
     x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
     inputs = {"input_ids": x}
@@ -224,7 +254,9 @@ def test_what_stands_at_padding_positions_changes_no_gradient():
     labels, found = x.clone(), []
     labels[:, :3] = -100  # the first token after padding is predicted from padding
     for content in (0.0, 7.0, torch.nan, torch.inf):
-        embeds = torch.where(mask[..., None] == 0, content, model.get_input_embeddings()(x).detach())
+        embeds = torch.where(
+            mask[..., None] == 0, content, model.get_input_embeddings()(x).detach()
+        )
         model.zero_grad()
         output = model(inputs_embeds=embeds, attention_mask=mask, labels=labels)
         output.loss.backward()
@@ -245,13 +277,19 @@ def test_a_micro_batch_of_padding_adds_nothing_to_a_step():
     expected = gradients(model)
     for tokens_too in (True, False):
         model.zero_grad()
-        totals = {"num_items_in_batch": 16} | ({"num_tokens_in_batch": torch.tensor(18)} if tokens_too else {})
+        totals = {"num_items_in_batch": 16} | (
+            {"num_tokens_in_batch": torch.tensor(18)} if tokens_too else {}
+        )
         loss = 0.0
         for rows in (slice(0, 2), slice(2, 4)):
-            part = model(input_ids=x[rows], attention_mask=mask[rows], labels=labels[rows], **totals)
+            part = model(
+                input_ids=x[rows], attention_mask=mask[rows], labels=labels[rows], **totals
+            )
             part.loss.backward()
             loss = loss + part.loss.detach()
-        torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+        torch.testing.assert_close(
+            loss, whole.loss.detach(), rtol=1e-6, atol=0
+        )  # cross-entropy is summed in fp32
         torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -271,7 +309,11 @@ def test_a_sparsified_model_has_an_l1_term_of_zero_for_padding_alone():
 def attends(mask, causal=True):
     """The 4-D mask [B, 1, S, S] of a 2-D one: True where a query may attend to a key."""
     size = mask.shape[1]
-    square = torch.ones(size, size, dtype=torch.bool).tril() if causal else torch.ones(size, size, dtype=torch.bool)
+    square = (
+        torch.ones(size, size, dtype=torch.bool).tril()
+        if causal
+        else torch.ones(size, size, dtype=torch.bool)
+    )
     return square & (mask != 0)[:, None, None, :] & (mask != 0)[:, None, :, None]
 
 
@@ -304,15 +346,21 @@ def test_every_kind_of_mask_says_what_is_padding(kind, side, training, monkeypat
     model = make().double().train(training)
     x = tokens(3, 8)
     mask = torch.arange(8) >= torch.tensor([[3], [0], [5]])
-    mask = {"left": mask, "right": mask.flip(1), "all": mask & False, "none": mask | True}[side].long()
+    mask = {"left": mask, "right": mask.flip(1), "all": mask & False, "none": mask | True}[
+        side
+    ].long()
     # What the layers see is of no interest here, and attention does not take integers.
     monkeypatch.setattr(
         LlamaForCausalLM,
         "forward",
-        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: forward(self, **kwargs),
+        lambda self, attention_mask, forward=LlamaForCausalLM.forward, **kwargs: forward(
+            self, **kwargs
+        ),
     )
     model(input_ids=x, labels=x)
-    expected = torch.stack([ffn.l1 for ffn in model.ffns])[:, mask != 0].sum(1) / max(int(mask.sum()), 1)
+    expected = torch.stack([ffn.l1 for ffn in model.ffns])[:, mask != 0].sum(1) / max(
+        int(mask.sum()), 1
+    )
     counted(model)
     model.recording = not training
     output = model(input_ids=x, attention_mask=MASKS[kind](mask), labels=x)
@@ -346,12 +394,16 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind, dimensions):
     mask = torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
     mask[1, 6] = 0
     static = kind == "static"
-    cache = StaticCache(model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    cache = (
+        StaticCache(model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    )
     found = []
     for start, end in ((0, 3), (3, 4), (4, 8)):
         given = mask[:, :end]
         if dimensions == 4:
-            given = attends(torch.nn.functional.pad(mask, (0, 4)) if static else given)[:, :, start:end]
+            given = attends(torch.nn.functional.pad(mask, (0, 4)) if static else given)[
+                :, :, start:end
+            ]
         model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
         found.append(counted(model))
     assert found == [[4] * 3, [2] * 3, [7] * 3]
@@ -363,7 +415,12 @@ def test_generated_text_is_counted_without_its_padding(cache):
     model.recording = True
     x, mask = tokens(2, 6), torch.ones(2, 6).long()
     mask[0, :4] = 0
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "cache_implementation": cache,
+    }
     model.generate(x, attention_mask=mask, disable_compile=True, **options)
     assert counted(model) == [8 + 2 * 4] * 3  # the last token that is written is not read
 
@@ -415,7 +472,9 @@ def test_an_l1_term_with_a_mask_of_another_shape_is_refused():
     model = make()
     model(input_ids=tokens(2, 8))
     for mask in (torch.ones(2, 1, 8, 8), torch.ones(1, 8), torch.ones(2, 9)):
-        with pytest.raises(ValueError, match=r"token_mask has shape \(.*\); expected \(2, 8\), one entry a token"):
+        with pytest.raises(
+            ValueError, match=r"token_mask has shape \(.*\); expected \(2, 8\), one entry a token"
+        ):
             l1_by_layer(model, mask)
 
 
@@ -423,8 +482,12 @@ def test_items_alone_weight_the_l1_term_by_share():
     model = make().double()
     x = tokens(6, 10)
     whole = model(input_ids=x, labels=x).loss
-    parts = [model(input_ids=part, labels=part, num_items_in_batch=54).loss for part in (x[:2], x[2:])]
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=0)  # cross-entropy is summed in fp32
+    parts = [
+        model(input_ids=part, labels=part, num_items_in_batch=54).loss for part in (x[:2], x[2:])
+    ]
+    torch.testing.assert_close(
+        sum(parts), whole, rtol=1e-6, atol=0
+    )  # cross-entropy is summed in fp32
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -461,7 +524,9 @@ def test_silence():
     assert not torch.allclose(one, plain) and not torch.allclose(one, none)
     assert torch.equal(model(input_ids=x).logits, plain)
     with (
-        pytest.raises(IndexError, match="layer 3 does not exist: the model has SparseFFN layers 0 to 2"),
+        pytest.raises(
+            IndexError, match="layer 3 does not exist: the model has SparseFFN layers 0 to 2"
+        ),
         silence(model, [3]),
     ):
         pass
@@ -478,13 +543,19 @@ def test_silence_of_single_neurons(backend, gated):
         without.ffns[1].down_proj.weight[:, [3, 80]] = 0
         without.ffns[2].down_proj.weight[:, :40] = 0
     expected = without(input_ids=x).logits
-    with silence(model, 1, [3]), silence(model, np.int64(2), range(40)), silence(model, 1, np.int64(80)):
+    with (
+        silence(model, 1, [3]),
+        silence(model, np.int64(2), range(40)),
+        silence(model, 1, np.int64(80)),
+    ):
         torch.testing.assert_close(model(input_ids=x).logits, expected)
         with pytest.raises(KeyError), silence(model, 0, [1]):
             raise KeyError
         with silence(model, 1):
             assert not torch.allclose(model(input_ids=x).logits, expected)
-        torch.testing.assert_close(model(input_ids=x).logits, expected)  # what was silent before still is
+        torch.testing.assert_close(
+            model(input_ids=x).logits, expected
+        )  # what was silent before still is
     assert all(ffn.muted is None and not ffn.silenced for ffn in model.ffns)
     assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, expected)
     for error, arguments, words in [
@@ -559,10 +630,16 @@ def test_adapters_of_peft_act_and_learn(adapter, when, backend):
     peft = pytest.importorskip("peft")
     parts = ["gate_proj", "up_proj", "down_proj"]
     if adapter == "ia3":
-        options = peft.IA3Config(target_modules=parts, feedforward_modules=["down_proj"], init_ia3_weights=False)
+        options = peft.IA3Config(
+            target_modules=parts, feedforward_modules=["down_proj"], init_ia3_weights=False
+        )
     else:
         options = peft.LoraConfig(
-            r=2, target_modules=parts, use_dora=adapter == "dora", init_lora_weights=False, lora_dropout=0.0
+            r=2,
+            target_modules=parts,
+            use_dora=adapter == "dora",
+            init_lora_weights=False,
+            lora_dropout=0.0,
         )
     base = stock("llama")
     x = tokens(2, 12)
@@ -593,12 +670,18 @@ def test_adapters_of_peft_act_and_learn(adapter, when, backend):
     with torch.no_grad():
         for model in models:
             model.eval()
-        torch.testing.assert_close(sparse(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-4, atol=1e-5)
-        assert all(ffn.path == ("dense" if backend != "dense" else ffn.path) for ffn in sparse_ffns(sparse))
+        torch.testing.assert_close(
+            sparse(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-4, atol=1e-5
+        )
+        assert all(
+            ffn.path == ("dense" if backend != "dense" else ffn.path) for ffn in sparse_ffns(sparse)
+        )
         merged = sparse.merge_and_unload()
         assert all(ffn.readable for ffn in sparse_ffns(merged))
         if backend != "triton":  # which refuses fp32
-            torch.testing.assert_close(merged(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                merged(input_ids=x).logits, dense(input_ids=x).logits, rtol=1e-3, atol=1e-4
+            )
 
 
 def test_a_second_sparsify_sets_the_backend():
@@ -612,11 +695,15 @@ def test_a_second_sparsify_sets_the_backend():
 def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
     model = stock("llama")
     x, seen = tokens(2, 12), []
-    before = model.model.layers[1].mlp.register_forward_hook(lambda module, args, y: seen.append(type(module)) or 2 * y)
+    before = model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, y: seen.append(type(module)) or 2 * y
+    )
     expected = model(input_ids=x).logits
     sparsify(model)
     torch.testing.assert_close(model(input_ids=x).logits, expected, rtol=1e-4, atol=1e-5)
-    after = model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: seen.append("after"))
+    after = model.model.layers[1].mlp.register_forward_pre_hook(
+        lambda module, args: seen.append("after")
+    )
     model(input_ids=x)
     densify(model)
     torch.testing.assert_close(model(input_ids=x).logits, expected, rtol=1e-4, atol=1e-5)
@@ -645,7 +732,9 @@ def test_feed_forward_modules_that_compute_something_else_are_refused():
             return 2 * super().forward(x)
 
     mlp.__class__ = Other
-    with pytest.raises(ValueError, match=r"a feed-forward module is a .*Other, not the one of 'llama'"):
+    with pytest.raises(
+        ValueError, match=r"a feed-forward module is a .*Other, not the one of 'llama'"
+    ):
         sparsify(model)
     mlp.__class__ = Other.__base__
     mlp.forward = lambda x: x
@@ -678,7 +767,9 @@ def test_silu_is_refused_unless_told():
     model = stock("llama", "silu")
     x = tokens(2, 12)
     before = model(input_ids=x).logits
-    with pytest.raises(ValueError, match="activation is 'silu', which makes nothing zero; relufy=True"):
+    with pytest.raises(
+        ValueError, match="activation is 'silu', which makes nothing zero; relufy=True"
+    ):
         sparsify(model)
     assert torch.equal(model(input_ids=x).logits, before)
     with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
@@ -695,7 +786,9 @@ def test_silu_is_refused_unless_told():
         sparse_ffns(model)
 
 
-def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, neurons=84, **changes):
+def published(
+    folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, neurons=84, **changes
+):
     """Write a checkpoint as the paper's authors publish theirs; returns the model that it holds."""
     model = make(
         gated_mlp=gated,
@@ -704,7 +797,9 @@ def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, s
         l1_coefficient=2e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
     )
-    frequencies = model.model.rotary_emb.inv_freq.clone()  # rotary tables stay fp32, as transformers loads a model
+    frequencies = (
+        model.model.rotary_emb.inv_freq.clone()
+    )  # rotary tables stay fp32, as transformers loads a model
     tensors = {name: t.detach().clone() for name, t in model.bfloat16().state_dict().items()}
     model.model.rotary_emb.inv_freq = frequencies
     if tied:
@@ -714,7 +809,9 @@ def published(folder, layout, gated=True, kind="llama_sparse_relu", tied=True, s
             part = name.split(".")[-2].removesuffix("_proj")
             turn = part == "gate" or part == "down" or not gated
             weight = tensors.pop(name)
-            tensors[name.replace(f"{part}_proj.weight", f"{part}_weight")] = weight.t().contiguous() if turn else weight
+            tensors[name.replace(f"{part}_proj.weight", f"{part}_weight")] = (
+                weight.t().contiguous() if turn else weight
+            )
         tensors["model.layers.0.mlp.tracker.count"] = torch.ones(3)
         tensors["metrics_accumulator.steps"] = torch.ones(1)
     config = {
@@ -760,7 +857,9 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
     expected = published(tmp_path, layout, gated, kind, tied, shards)
     model, tokenizer = load(tmp_path)
     assert tokenizer is None and not model.training
-    for (name, a), (_, b) in zip(expected.state_dict().items(), model.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        expected.state_dict().items(), model.state_dict().items(), strict=True
+    ):
         assert a.dtype == b.dtype == torch.bfloat16 and torch.equal(a, b), name
     assert model.config.rope_parameters["rope_theta"] == 100000
     assert model.config.l1_coefficient == 2e-5 and model.config.hidden_act == "relu"
@@ -774,14 +873,21 @@ def test_loading_draws_no_bar_and_leaves_it_to_others_as_it_was(tmp_path, capfd,
     capfd.readouterr()
     before = transformers_logging.is_progress_bar_enabled()
     try:
-        for enable in (transformers_logging.enable_progress_bar, transformers_logging.disable_progress_bar):
+        for enable in (
+            transformers_logging.enable_progress_bar,
+            transformers_logging.disable_progress_bar,
+        ):
             enable()
             shown = transformers_logging.is_progress_bar_enabled()
             load(tmp_path)
             assert transformers_logging.is_progress_bar_enabled() == shown
             assert capfd.readouterr() == ("", "")
     finally:
-        (transformers_logging.enable_progress_bar if before else transformers_logging.disable_progress_bar)()
+        (
+            transformers_logging.enable_progress_bar
+            if before
+            else transformers_logging.disable_progress_bar
+        )()
 
 
 def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
@@ -791,7 +897,9 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     model = load(tmp_path, backend="reference", dtype=torch.float64)[0]
     torch.testing.assert_close(model(input_ids=x).logits, expected.double()(input_ids=x).logits)
     stock("llama", "silu").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"activation 'silu'; load it with transformers and use twell\.sparsify"):
+    with pytest.raises(
+        ValueError, match=r"activation 'silu'; load it with transformers and use twell\.sparsify"
+    ):
         load(tmp_path)
 
 
@@ -811,7 +919,8 @@ def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(
     again = how(tmp_path)
     assert torch.equal(again.eval()(input_ids=x, labels=x).logits, model(input_ids=x).logits)
     with pytest.raises(
-        ValueError, match=r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number"
+        ValueError,
+        match=r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number",
     ):
         again.train()(input_ids=x, labels=x)
     again.config.l1_coefficient = 0.1
@@ -831,9 +940,13 @@ def turn_down(tensors):
 @pytest.mark.parametrize("neurons", [84, 32])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "llama_sparse_relu"])
-def test_the_hybrid_kernels_down_projection_is_read_transposed(tmp_path, gated, neurons, shards, kind):
+def test_the_hybrid_kernels_down_projection_is_read_transposed(
+    tmp_path, gated, neurons, shards, kind
+):
     field = {"sparsity_use_hybrid_kernel": True}
-    expected = published(tmp_path, "llama", gated, kind, True, shards, neurons, **field).state_dict()
+    expected = published(
+        tmp_path, "llama", gated, kind, True, shards, neurons, **field
+    ).state_dict()
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)
         turn_down(tensors)
@@ -848,7 +961,9 @@ def test_the_hybrid_kernels_down_projection_is_read_transposed(tmp_path, gated, 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("neurons", [84, 32])
-@pytest.mark.parametrize(("field", "layout"), [(True, "own"), (False, "own"), (False, "llama"), (None, "llama")])
+@pytest.mark.parametrize(
+    ("field", "layout"), [(True, "own"), (False, "own"), (False, "llama"), (None, "llama")]
+)
 def test_without_the_hybrid_kernels_field_and_in_their_own_names_nothing_is_turned(
     tmp_path, gated, neurons, field, layout
 ):
@@ -862,8 +977,16 @@ def test_without_the_hybrid_kernels_field_and_in_their_own_names_nothing_is_turn
 @pytest.mark.parametrize(
     ("field", "shape", "words"),
     [
-        (True, (32, 84), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true; .* to false"),
-        (True, (83, 32), r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true$"),
+        (
+            True,
+            (32, 84),
+            r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true; .* to false",
+        ),
+        (
+            True,
+            (83, 32),
+            r"expected \(84, 32\), since sparsity_use_hybrid_kernel in config.json is true$",
+        ),
         (
             False,
             (84, 32),
@@ -876,20 +999,28 @@ def test_without_the_hybrid_kernels_field_and_in_their_own_names_nothing_is_turn
         ),
     ],
 )
-def test_a_down_projection_that_contradicts_the_field_is_refused(tmp_path, gated, field, shape, words):
-    published(tmp_path, "llama", gated, **({} if field is None else {"sparsity_use_hybrid_kernel": field}))
+def test_a_down_projection_that_contradicts_the_field_is_refused(
+    tmp_path, gated, field, shape, words
+):
+    published(
+        tmp_path, "llama", gated, **({} if field is None else {"sparsity_use_hybrid_kernel": field})
+    )
     change_tensors(tmp_path, turn_down if field else lambda tensors: None)
     name = "model.layers.1.mlp.down_proj.weight"
     change_tensors(tmp_path, lambda t: t.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
     found = ", ".join(map(str, shape))
-    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.down_proj\.weight has shape \({found}\); {words}"):
+    with pytest.raises(
+        ValueError, match=rf"layers\.1\.mlp\.down_proj\.weight has shape \({found}\); {words}"
+    ):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["false", 1, [True]])
 def test_a_hybrid_field_that_is_no_bool_is_refused(tmp_path, field):
     published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
-    with pytest.raises(ValueError, match="sparsity_use_hybrid_kernel is .*; expected true or false"):
+    with pytest.raises(
+        ValueError, match="sparsity_use_hybrid_kernel is .*; expected true or false"
+    ):
         load(tmp_path)
 
 
@@ -908,11 +1039,15 @@ def mixed(folder, types, order, named=None, field="dtype"):
     for number, name in enumerate(names):
         place = number % len(types)
         shape = make().state_dict()[name].shape
-        stored[name] = shards[place][name] = torch.randn(shape, dtype=torch.float64).to(types[place])
+        stored[name] = shards[place][name] = torch.randn(shape, dtype=torch.float64).to(
+            types[place]
+        )
     shards = [shards[place] for place in order]
     for number, shard in enumerate(shards):
         save_file(shard, folder / f"model-{number}.safetensors")
-    weight_map = {name: f"model-{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    weight_map = {
+        name: f"model-{number}.safetensors" for number, shard in enumerate(shards) for name in shard
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return stored
 
@@ -944,7 +1079,9 @@ def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, expecte
     weights = model.state_dict()
     assert model.config.dtype == expected
     for name, tensor in stored.items():
-        assert weights[name].dtype == expected and torch.equal(weights[name], tensor.to(expected)), name
+        assert weights[name].dtype == expected and torch.equal(
+            weights[name], tensor.to(expected)
+        ), name
     model.save_pretrained(tmp_path / "again")
     again, _ = load(tmp_path / "again")
     for (name, a), (_, b) in zip(weights.items(), again.state_dict().items(), strict=True):
@@ -966,8 +1103,18 @@ def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, expecte
             BF16,
             r"stored as torch\.float16 and .*, torch\.bfloat16; dtype=torch\.float32 keeps",
         ),
-        ((BF16, FP32), "float16", FP16, r"stored as torch\..*, torch\.float16; dtype=torch\.float32 keeps"),
-        ((FP64, FP32), "float32", FP32, r"stored as torch\.float64 and .*, torch\.float32; dtype=torch\.float64 keeps"),
+        (
+            (BF16, FP32),
+            "float16",
+            FP16,
+            r"stored as torch\..*, torch\.float16; dtype=torch\.float32 keeps",
+        ),
+        (
+            (FP64, FP32),
+            "float32",
+            FP32,
+            r"stored as torch\.float64 and .*, torch\.float32; dtype=torch\.float64 keeps",
+        ),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
@@ -990,7 +1137,9 @@ def test_saved_models_keep_their_type(tmp_path, dtype):
     model = make().to(dtype)
     model.save_pretrained(tmp_path)
     for again in (load(tmp_path)[0], SparseLlamaForCausalLM.from_pretrained(tmp_path)):
-        for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        for (name, a), (_, b) in zip(
+            model.state_dict().items(), again.state_dict().items(), strict=True
+        ):
             assert a.dtype == b.dtype == dtype and torch.equal(a, b), name
         assert again.config.dtype == dtype
 
@@ -998,12 +1147,20 @@ def test_saved_models_keep_their_type(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nonsense", {"text": "bfloat16"}])
 def test_types_that_weights_cannot_have_are_refused(tmp_path, dtype):
     published(tmp_path, "llama", torch_dtype=dtype)
-    with pytest.raises(ValueError, match=r"config\.json: dtype is .*; expected one of bfloat16, float16, float32"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: dtype is .*; expected one of bfloat16, float16, float32"
+    ):
         load(tmp_path)
     if isinstance(dtype, str) and hasattr(torch, dtype):
         published(tmp_path, "llama")
-        change_tensors(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(32).to(getattr(torch, dtype))}))
-        with pytest.raises(ValueError, match=rf"model\.norm\.weight has type torch\.{dtype}; expected one of bfloat16"):
+        change_tensors(
+            tmp_path,
+            lambda t: t.update({"model.norm.weight": torch.ones(32).to(getattr(torch, dtype))}),
+        )
+        with pytest.raises(
+            ValueError,
+            match=rf"model\.norm\.weight has type torch\.{dtype}; expected one of bfloat16",
+        ):
             load(tmp_path)
 
 
@@ -1028,7 +1185,10 @@ def change_tensors(folder, change):
             lambda t: t.update({"model.layers.0.mlp.gate_weight": torch.ones(84, 32)}),
             r"gate_proj\.weight has shape \(32, 84\); expected \(84, 32\)",
         ),
-        (lambda t: t.update({"model.extra": torch.ones(1)}), r"the tensor model\.extra is not part of the model"),
+        (
+            lambda t: t.update({"model.extra": torch.ones(1)}),
+            r"the tensor model\.extra is not part of the model",
+        ),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)}),
             r"lm_head\.weight differs from model\.embed_tokens\.weight",
@@ -1047,14 +1207,23 @@ def test_wrong_tensors_are_named(tmp_path, change, words):
     [
         ({"sparsity_gated_mlp": "false"}, "gated_mlp is 'false'; expected true or false"),
         ({"sparsity_gated_mlp": None}, "gated_mlp is None; expected true or false"),
-        ({"sparsity_l1_coeff": "much"}, "l1_coefficient is 'much'; it has to be a finite number, 0 or more"),
-        ({"sparsity_l1_coeff": 1e999}, "l1_coefficient is inf; it has to be a finite number, 0 or more"),
+        (
+            {"sparsity_l1_coeff": "much"},
+            "l1_coefficient is 'much'; it has to be a finite number, 0 or more",
+        ),
+        (
+            {"sparsity_l1_coeff": 1e999},
+            "l1_coefficient is inf; it has to be a finite number, 0 or more",
+        ),
         ({"sparsity_new_intermediate_size": None, "intermediate_size": None}, "intermediate_size"),
         ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' expected bool, got str"),
         ({"rope_theta": "abc"}, "TypeError"),
         ({"rope_scaling": {"type": "foo", "factor": 2.0}}, "foo"),
-        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config; quantised weights cannot be read"),
+        (
+            {"quantization_config": {"load_in_8bit": True}},
+            "quantization_config; quantised weights cannot be read",
+        ),
     ],
 )
 def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, words):
@@ -1069,9 +1238,17 @@ def test_odd_configurations_are_refused_by_file_and_field(tmp_path, fields, word
         ("config.json", "[1]", r"config\.json holds a list, expected a JSON object"),
         ("model.safetensors.index.json", "{", r"model\.safetensors\.index\.json is not JSON"),
         ("model.safetensors.index.json", "[]", r"index\.json holds a list, expected a JSON object"),
-        ("model.safetensors.index.json", "{}", r"index\.json has no weight_map with a file for each tensor"),
+        (
+            "model.safetensors.index.json",
+            "{}",
+            r"index\.json has no weight_map with a file for each tensor",
+        ),
         ("model.safetensors.index.json", '{"weight_map": ["a"]}', r"index\.json has no weight_map"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', r"index\.json has no weight_map"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": 3}}',
+            r"index\.json has no weight_map",
+        ),
         ("tokenizer.json", "{", r"tokenizer(_config)?\.json"),
         ("tokenizer_config.json", "{", r"tokenizer(_config)?\.json"),
     ],
@@ -1088,7 +1265,8 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     file = tmp_path / "model-2.safetensors"
     save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
     with pytest.raises(
-        ValueError, match=r"model-2\.safetensors: model\.embed_tokens\.weight would be one weight twice"
+        ValueError,
+        match=r"model-2\.safetensors: model\.embed_tokens\.weight would be one weight twice",
     ):
         load(tmp_path)
 
@@ -1132,9 +1310,16 @@ def test_triton_backend_is_as_near_to_the_exact_model_as_dense(tmp_path):
         chosen = right.gather(-1, written[:, 5:, None])[..., 0]
         assert written.shape[1] > 5 and (right.amax(-1) - chosen <= 10 * error).all()
     sparse.save_pretrained(tmp_path / "again")
-    again = SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")  # its configuration names the backend
-    assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (1, 64)
-    for (name, a), (_, b) in zip(again.state_dict().items(), model.state_dict().items(), strict=True):
+    again = SparseLlamaForCausalLM.from_pretrained(
+        tmp_path / "again"
+    )  # its configuration names the backend
+    assert again.config.ffn_backend == "triton" and again.ffns[0].down_proj.weight.stride() == (
+        1,
+        64,
+    )
+    for (name, a), (_, b) in zip(
+        again.state_dict().items(), model.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b.cpu()), name
 
 
@@ -1214,7 +1399,9 @@ def edit_config(**fields):
     def edit(folder):
         path = folder / "config.json"
         changed = json.loads(path.read_text()) | fields
-        path.write_text(json.dumps({name: value for name, value in changed.items() if value is not ...}))
+        path.write_text(
+            json.dumps({name: value for name, value in changed.items() if value is not ...})
+        )
 
     return edit
 
@@ -1233,7 +1420,9 @@ def edit_tensors(edit):
 
 
 def in_two_layouts(tensors):
-    tensors["model.layers.0.mlp.gate_weight"] = tensors["model.layers.0.mlp.gate_proj.weight"].t().contiguous()
+    tensors["model.layers.0.mlp.gate_weight"] = (
+        tensors["model.layers.0.mlp.gate_proj.weight"].t().contiguous()
+    )
 
 
 def not_finite(value):
@@ -1245,11 +1434,26 @@ def not_finite(value):
 
 INDEX = "model.safetensors.index.json"
 DAMAGE = {
-    "a list for a configuration": (write("config.json", "[1]"), r"config\.json holds a list, expected a JSON object"),
-    "a size missing": (edit_config(hidden_size=...), r"config\.json has no hidden_size; put back the file"),
-    "a word for a size": (edit_config(hidden_size="wide"), r"config\.json describes no model: .*'hidden_size'.*wide"),
-    "no heads": (edit_config(num_attention_heads=0), r"config\.json describes no model: ZeroDivisionError"),
-    "an unknown activation": (edit_config(hidden_act="gelu2"), r"config\.json describes no model: KeyError: 'gelu2'"),
+    "a list for a configuration": (
+        write("config.json", "[1]"),
+        r"config\.json holds a list, expected a JSON object",
+    ),
+    "a size missing": (
+        edit_config(hidden_size=...),
+        r"config\.json has no hidden_size; put back the file",
+    ),
+    "a word for a size": (
+        edit_config(hidden_size="wide"),
+        r"config\.json describes no model: .*'hidden_size'.*wide",
+    ),
+    "no heads": (
+        edit_config(num_attention_heads=0),
+        r"config\.json describes no model: ZeroDivisionError",
+    ),
+    "an unknown activation": (
+        edit_config(hidden_act="gelu2"),
+        r"config\.json describes no model: KeyError: 'gelu2'",
+    ),
     "an unknown rope type": (
         edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
         r"config\.json describes no model: rope_type is 'spiral'; use one of default, .*linear",
@@ -1259,11 +1463,26 @@ DAMAGE = {
         r"config\.json describes no model: rope_theta is -1\.0; .* a finite number above 0",
     ),
     "an index cut short": (write(INDEX, "{"), r"index\.json is not JSON: .*; put back the file"),
-    "an index that is a list": (write(INDEX, "[]"), r"index\.json holds a list, expected a JSON object"),
-    "an index without files": (write(INDEX, '{"weight_map": {"a": 1}}'), r"index\.json has no weight_map with a file"),
-    "a tokenizer cut short": (write("tokenizer.json", '{"version'), r"tokenizer\.json is not JSON: .*; put back"),
-    "an empty tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json and tokenizer_config\.json make no tok"),
-    "a tokenizer's settings cut short": (write("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
+    "an index that is a list": (
+        write(INDEX, "[]"),
+        r"index\.json holds a list, expected a JSON object",
+    ),
+    "an index without files": (
+        write(INDEX, '{"weight_map": {"a": 1}}'),
+        r"index\.json has no weight_map with a file",
+    ),
+    "a tokenizer cut short": (
+        write("tokenizer.json", '{"version'),
+        r"tokenizer\.json is not JSON: .*; put back",
+    ),
+    "an empty tokenizer": (
+        write("tokenizer.json", "{}"),
+        r"tokenizer\.json and tokenizer_config\.json make no tok",
+    ),
+    "a tokenizer's settings cut short": (
+        write("tokenizer_config.json", "{"),
+        r"tokenizer_config\.json is not JSON",
+    ),
     "a weight in two layouts": (
         edit_tensors(in_two_layouts),
         r"safetensors: \S*gate_proj\.weight and \S*gate_weight would be one weight twice; take one of them out",
@@ -1272,7 +1491,10 @@ DAMAGE = {
         edit_tensors(not_finite(float("nan"))),
         r"model\.safetensors: the tensor model\.norm\.weight has NaN or infinite values: put back a whole copy",
     ),
-    "a weight that is infinite": (edit_tensors(not_finite(float("inf"))), r"model\.norm\.weight has NaN or infinite"),
+    "a weight that is infinite": (
+        edit_tensors(not_finite(float("inf"))),
+        r"model\.norm\.weight has NaN or infinite",
+    ),
 }
 
 
@@ -1288,15 +1510,22 @@ def test_damaged_files_are_named(tiny_run, tmp_path, damage):
 def test_a_weight_in_two_files_is_refused(tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run / "model", tmp_path / "model")
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
-    write(INDEX, json.dumps({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}))(folder)
-    with pytest.raises(ValueError, match=r"other\.safetensors: lm_head\.weight|other\.safetensors: \S+ would be one"):
+    write(INDEX, json.dumps({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}))(
+        folder
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"other\.safetensors: lm_head\.weight|other\.safetensors: \S+ would be one",
+    ):
         load(folder)
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
     model, tokenizer = load(tiny_run)
-    kind = {"model": SafetensorError, "tokenizer": Exception}[part]  # of what both libraries raise on a full disk
+    kind = {"model": SafetensorError, "tokenizer": Exception}[
+        part
+    ]  # of what both libraries raise on a full disk
 
     def full(*_, **__):
         raise kind("No space left on device")

@@ -38,7 +38,9 @@ def requirements():
 
 def test_pins_lie_within_the_ranges():
     for requirement in requirements():
-        assert requirement.specifier.contains(pins()[requirement.name.lower().replace("_", "-")]), requirement
+        assert requirement.specifier.contains(pins()[requirement.name.lower().replace("_", "-")]), (
+            requirement
+        )
 
 
 def test_conda_environment_has_the_same_versions():
@@ -63,12 +65,14 @@ def test_the_wheel_works_elsewhere(tmp_path):
     ]
     subprocess.run(command, check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True
+    )
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import twell, twell.train as t; "
         "print(twell.__file__); print(sorted(f.name for f in t.CONFIGS.iterdir())); "
         "[t.TrainConfig.load(f) for f in t.CONFIGS.iterdir()]; import twell.kernels.ops; "
-        "import twell.choose as c; c.default(2048, 5632, True); "
+        "import twell.sparse.plan as c; c.default(2048, 5632, True); "
         "import twell.evaluate as e, lm_eval.tasks as l; "
         "print([l.TaskManager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in ('both', 'hub', 'local')]); "
         "import twell.analysis.claims as a; a.load(); "
@@ -76,13 +80,18 @@ def test_the_wheel_works_elsewhere(tmp_path):
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(tmp_path / "site")], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-P", "-c", code, str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     where, configs, tasks = done.stdout.splitlines()
     assert where.startswith(str(tmp_path / "site"))
     assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
-    folders = [(ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")]
+    folders = [
+        (ROOT / "twell" / "tasks" / name).glob("*.yaml") for name in ("both", "hub", "local")
+    ]
     assert tasks == str([sorted(file.stem for file in files) for files in folders])
 
 
@@ -96,14 +105,34 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
         else:
             shutil.copy(ROOT / name, tmp_path / "zip" / name)
     (tmp_path / "zip" / "twell" / "kernels").unlink()
-    (tmp_path / "zip" / "twell" / "kernels").write_text("../kernels")  # what some programs make of a link
+    (tmp_path / "zip" / "twell" / "kernels").write_text(
+        "../kernels"
+    )  # what some programs make of a link
     said = "is not a link to ../kernels"
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    done = subprocess.run([*command, str(tmp_path / "zip")], capture_output=True, text=True, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path / "zip")], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode and said in done.stderr and not list(tmp_path.glob("*.whl"))
     for what in (["-c", "import twell"], ["-m", "twell", "info"]):
-        done = subprocess.run([sys.executable, *what], capture_output=True, text=True, cwd=tmp_path / "zip")
-        assert done.returncode and said in done.stderr.splitlines()[-1] and "ln -s" in done.stderr.splitlines()[-1]
+        done = subprocess.run(
+            [sys.executable, *what], capture_output=True, text=True, cwd=tmp_path / "zip"
+        )
+        assert (
+            done.returncode
+            and said in done.stderr.splitlines()[-1]
+            and "ln -s" in done.stderr.splitlines()[-1]
+        )
 
 
 def test_results_go_where_git_does_not_look():
@@ -122,8 +151,16 @@ def test_results_go_where_git_does_not_look():
     assert done.stdout.split() == paths
     for name in ("Makefile", "notebooks/profiles/live.yaml"):
         assert "data/live" not in (ROOT / name).read_text(encoding="utf-8")
-    clean = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nclean:\n")[2].splitlines()[0].split()
-    assert not {"build", "build/bench", "build/eval", "runs"} & set(clean)  # what somebody trained or measured stays
+    clean = (
+        (ROOT / "Makefile")
+        .read_text(encoding="utf-8")
+        .partition("\nclean:\n")[2]
+        .splitlines()[0]
+        .split()
+    )
+    assert not {"build", "build/bench", "build/eval", "runs"} & set(
+        clean
+    )  # what somebody trained or measured stays
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -134,26 +171,36 @@ def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
     for name in ("results", "trace", "format"):
         (tmp_path / "twell").mkdir(exist_ok=True)
         (tmp_path / "twell" / f"{name}.py").touch()
-    runner = tmp_path / "runner"  # fails as often as the file says, and leaves the executed notebook, its last argument
+    runner = (
+        tmp_path / "runner"
+    )  # fails as often as the file says, and leaves the executed notebook, its last argument
     runner.write_text(
         "#!/bin/sh\nread fail < fail; echo $((fail - 1)) > fail\n"
         '[ $fail -gt 0 ] && exit 1\nfor out in "$@"; do :; done; echo done > "$out"\n'
     )
     runner.chmod(0o755)
     command = ["make", "-f", str(ROOT / "Makefile"), f"RUN={runner}", "build/notebooks/a.ipynb"]
-    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PROFILE")}
+    outside = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "PROFILE")
+    }
     for fail, again in ((0, False), (1, True), (2, True)):
         shutil.rmtree(tmp_path / "build", ignore_errors=True)
         (tmp_path / "fail").write_text(f"{fail}\n")
         done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True)
         assert done.stdout.count("notebooks/a.ipynb: once more\n") == again, done
-        assert (done.returncode == 0) == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file() == (fail < 2)
+        assert (
+            (done.returncode == 0)
+            == (tmp_path / "build" / "notebooks" / "a.ipynb").is_file()
+            == (fail < 2)
+        )
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     page = shutil.copy(ROOT / "data" / "README.md", tmp_path)
     assert main(["runs", str(ROOT / "data" / "runs"), "--into", str(page)]) == 0
-    assert Path(page).read_text(encoding="utf-8") == (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    assert Path(page).read_text(encoding="utf-8") == (ROOT / "data" / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_shipped_model_is_the_recorded_run():
@@ -161,15 +208,25 @@ def test_the_shipped_model_is_the_recorded_run():
     config, log = results.load_run(ROOT / "data" / "runs" / "5m-500m-l1-1.5e-3-seed-0")
     model, tokenizer = load(folder)
     counted = Aggregate.load(folder / "aggregate.npz")
-    sizes = (model.config.num_hidden_layers, model.config.hidden_size, model.config.intermediate_size)
+    sizes = (
+        model.config.num_hidden_layers,
+        model.config.hidden_size,
+        model.config.intermediate_size,
+    )
     assert sizes == (config["num_layers"], config["hidden_size"], config["intermediate_size"])
-    assert sum(p.numel() for p in model.parameters()) == config["parameters"] and len(tokenizer) == config["vocab_size"]
+    assert (
+        sum(p.numel() for p in model.parameters()) == config["parameters"]
+        and len(tokenizer) == config["vocab_size"]
+    )
     assert model.config.training_tokens == config["tokens"]
     assert counted.num_tokens == 2**20 and counted.meta["run"] == "5m-500m-l1-1.5e-3-seed-0"
     logged = analysis.logged_layers(log, config["intermediate_size"])["mean"].to_numpy()
     np.testing.assert_allclose(analysis.per_layer(counted)["mean"], logged, rtol=0.02)
     # On text that it has not seen it predicts: far better than a guess among 4,096 tokens (8.3 nats).
-    text = "The river rises in the hills north of the town, and for most of the year it can be crossed on foot. " * 2
+    text = (
+        "The river rises in the hills north of the town, and for most of the year it can be crossed on foot. "
+        * 2
+    )
     ids = tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids
     assert float(model.eval()(input_ids=ids, labels=ids).cross_entropy) < 5
     assert sum(file.stat().st_size for file in folder.iterdir()) < 15e6

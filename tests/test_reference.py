@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from twell.format import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
-from twell.reference import (
+from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
+from twell.sparse.reference import (
     down,
     ffn,
     ffn_backward,
@@ -38,7 +38,9 @@ def generator():
     return generator
 
 
-def make_layer(num_tokens, n, pattern, generator, gated=True, biases=True, dtype=torch.float64, k=K):
+def make_layer(
+    num_tokens, n, pattern, generator, gated=True, biases=True, dtype=torch.float64, k=K
+):
     """Random x and weights whose gate has the pattern; the first feature of x is 1 and steers it.
 
     "heavy" has tokens with hardly any active neuron beside some with nearly all.
@@ -62,7 +64,10 @@ def make_layer(num_tokens, n, pattern, generator, gated=True, biases=True, dtype
         layer = (x, None, first, w_down, None, b_first, b_down)
     # Rounded to the dtype once, so that the fp64 comparison has the very same inputs.
     return SimpleNamespace(
-        **{name: None if t is None else t.to(dtype).requires_grad_() for name, t in zip(NAMES, layer, strict=True)}
+        **{
+            name: None if t is None else t.to(dtype).requires_grad_()
+            for name, t in zip(NAMES, layer, strict=True)
+        }
     )
 
 
@@ -78,7 +83,10 @@ def undecided(layer):
 def cast(layer, dtype):
     """The same numbers in another type, as new leaves."""
     return SimpleNamespace(
-        **{k: None if v is None else v.detach().to(dtype).requires_grad_() for k, v in vars(layer).items()}
+        **{
+            k: None if v is None else v.detach().to(dtype).requires_grad_()
+            for k, v in vars(layer).items()
+        }
     )
 
 
@@ -123,7 +131,9 @@ def test_patterns_are_what_they_say(generator):
     assert active["empty"].max() == 0 and active["full"].min() == 300
     assert 0 < active["sparse"].double().mean() < 60
     assert active["heavy"].max() > 250 and active["heavy"].median() < 30
-    overflow = gate_pack(*(getattr(make_layer(130, 300, "heavy", generator), n) for n in ("x", "w_gate"))).overflow
+    overflow = gate_pack(
+        *(getattr(make_layer(130, 300, "heavy", generator), n) for n in ("x", "w_gate"))
+    ).overflow
     assert 0 < overflow.sum() < 130
 
 
@@ -134,7 +144,11 @@ def test_patterns_are_what_they_say(generator):
 def test_ffn(num_tokens, n, gated, biases, activation, generator):
     layer = make_layer(num_tokens, n, "sparse", generator, gated, biases)
     act = {"relu": torch.relu, "silu": silu}[activation]
-    h = act(linear(layer.x, layer.w_gate if gated else layer.w_up, layer.b_gate if gated else layer.b_up))
+    h = act(
+        linear(
+            layer.x, layer.w_gate if gated else layer.w_up, layer.b_gate if gated else layer.b_up
+        )
+    )
     if gated:
         h = h * linear(layer.x, layer.w_up, layer.b_up)
     y = ffn(**vars(layer), activation=activation)
@@ -274,7 +288,10 @@ def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated, generator):
     for result in [*results, y]:
         assert result.dtype == dtype
         assert error(result, expected_y) <= bound
-    assert l1.dtype == torch.float32 and error(l1, expected_h.abs().sum(1)) < 3 * torch.finfo(dtype).eps
+    assert (
+        l1.dtype == torch.float32
+        and error(l1, expected_h.abs().sum(1)) < 3 * torch.finfo(dtype).eps
+    )
     expected = dense_gradients(exact, dy.double(), dl1.double())
     dense = dense_gradients(layer, dy, dl1)
     for name, exact_gradient in expected.items():

@@ -28,7 +28,10 @@ def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
 
 def test_provenance_is_whole():
     origin = results.provenance("some command")
-    assert all(origin[field] for field in results.PROVENANCE_FIELDS) and origin["command"] == "some command"
+    assert (
+        all(origin[field] for field in results.PROVENANCE_FIELDS)
+        and origin["command"] == "some command"
+    )
 
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}  # by Accelerate's launcher
@@ -57,7 +60,9 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(results.sys, "argv", ["/somewhere/twell/__main__.py", "train", "171m", "source=my texts/"])
+    monkeypatch.setattr(
+        results.sys, "argv", ["/somewhere/twell/__main__.py", "train", "171m", "source=my texts/"]
+    )
     assert results.provenance()["command"] == f"{start} train 171m 'source=my texts/'"
     assert results.provenance("make")["command"] == "make"
 
@@ -71,15 +76,23 @@ def test_a_run_without_provenance_is_refused(tmp_path, missing):
 
 def test_runs_are_read_back(tmp_path):
     for name, value in (("a", 1.5), ("b", 2.5)):
-        results.write_run(tmp_path / name, {"l1_coefficient": value}, PROVENANCE | {"complete": True})
+        results.write_run(
+            tmp_path / name, {"l1_coefficient": value}, PROVENANCE | {"complete": True}
+        )
         (tmp_path / name / "log.csv").write_text(
             f"step,tokens,split,layer,metric,value\n4,8,train,,loss,{value}\n4,8,train,1,x,2\n"
         )
     runs, log = results.load_runs(tmp_path)
-    assert runs.run.tolist() == ["a", "b"] and runs.l1_coefficient.tolist() == [1.5, 2.5] and runs.complete.all()
+    assert (
+        runs.run.tolist() == ["a", "b"]
+        and runs.l1_coefficient.tolist() == [1.5, 2.5]
+        and runs.complete.all()
+    )
     assert log.value.tolist() == [1.5, 2, 2.5, 2] and log.layer.isna().tolist() == [True, False] * 2
     (tmp_path / "a" / "config.yaml").write_text("l1_coefficient: [0.1, 0.2]")
-    with pytest.raises(ValueError, match=r"config\.yaml: l1_coefficient is \[0\.1, 0\.2\]; it has to be one number"):
+    with pytest.raises(
+        ValueError, match=r"config\.yaml: l1_coefficient is \[0\.1, 0\.2\]; it has to be one number"
+    ):
         results.load_runs(tmp_path)
 
 
@@ -95,7 +108,9 @@ def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
     assert results.load_runs(tmp_path, "", required=False)[0].empty
     with pytest.raises(FileNotFoundError, match=r"no run that fits 'x\* y' in"):
         results.load_runs(tmp_path, "x* y")
-    (tmp_path / "a" / "log.csv").write_text("step,tokens,split,layer,metric,value\n4,8,train,,loss,3\n")
+    (tmp_path / "a" / "log.csv").write_text(
+        "step,tokens,split,layer,metric,value\n4,8,train,,loss,3\n"
+    )
     assert results.load_run(tmp_path / "a")[1].value.tolist() == [3]
     assert results.log_path(tmp_path / "a") == tmp_path / "a" / "log.csv"
     packed = tmp_path / "b" / "log.csv.xz"
@@ -109,22 +124,36 @@ def test_what_is_not_a_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run in"):
         results.load_runs(tmp_path)
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
-    assert runs.empty and runs[runs["complete"]].empty and log.empty and list(log) == ["run", *results.LOG_COLUMNS]
+    assert (
+        runs.empty
+        and runs[runs["complete"]].empty
+        and log.empty
+        and list(log) == ["run", *results.LOG_COLUMNS]
+    )
     results.write_run(tmp_path / "a", {"seed": 1}, PROVENANCE)
     with pytest.raises(FileNotFoundError, match=r"a is not a run: it has no log\.csv"):
         results.load_run(tmp_path / "a")
     (tmp_path / "a" / "log.csv").write_text("step,value\n1,2\n")
     with pytest.raises(ValueError, match=r"log\.csv .*columns"):
         results.load_run(tmp_path / "a")
-    (tmp_path / "a" / "log.csv").write_text("step,tokens,split,layer,metric,value\n4,8,train,,loss,lo")
+    (tmp_path / "a" / "log.csv").write_text(
+        "step,tokens,split,layer,metric,value\n4,8,train,,loss,lo"
+    )
     with pytest.raises(ValueError, match=r"log\.csv is not a run's log"):
         results.load_run(tmp_path / "a")
     (tmp_path / "a" / "provenance.json").write_text(json.dumps(PROVENANCE)[:-4])
-    with pytest.raises(ValueError, match=r"provenance\.json is not JSON: .*; put back a copy of it"):
+    with pytest.raises(
+        ValueError, match=r"provenance\.json is not JSON: .*; put back a copy of it"
+    ):
         results.load_run(tmp_path / "a")
-    for origin, words in (({}, "has no device, versions, "), (PROVENANCE | {"starts": 5}, "starts is 5; expected")):
+    for origin, words in (
+        ({}, "has no device, versions, "),
+        (PROVENANCE | {"starts": 5}, "starts is 5; expected"),
+    ):
         (tmp_path / "a" / "provenance.json").write_text(json.dumps(origin))
-        with pytest.raises(ValueError, match=rf"provenance\.json:? {words}.* put back a copy of it"):
+        with pytest.raises(
+            ValueError, match=rf"provenance\.json:? {words}.* put back a copy of it"
+        ):
             results.load_run(tmp_path / "a")
     (tmp_path / "a" / "provenance.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"is not a run: it has no provenance\.json"):
@@ -145,8 +174,14 @@ def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
 
 def test_rows_are_kept_with_their_provenance(tmp_path):
     origin = PROVENANCE | {"date": "2026-01-01"}
-    results.append_rows(tmp_path / "bench" / "a.csv", [{"tokens": 1, "p50": 0.5}, {"tokens": 2, "p50": 0.75}], origin)
-    results.append_rows(tmp_path / "bench" / "a.csv", [{"tokens": 3, "p50": 1.0}], origin | {"device": "there"})
+    results.append_rows(
+        tmp_path / "bench" / "a.csv",
+        [{"tokens": 1, "p50": 0.5}, {"tokens": 2, "p50": 0.75}],
+        origin,
+    )
+    results.append_rows(
+        tmp_path / "bench" / "a.csv", [{"tokens": 3, "p50": 1.0}], origin | {"device": "there"}
+    )
     rows = results.pd.read_csv(tmp_path / "bench" / "a.csv")
     assert rows.tokens.tolist() == [1, 2, 3] and rows.device.tolist() == ["here", "here", "there"]
     assert rows.versions.tolist() == ["python 3"] * 3 and rows.command.tolist() == ["make"] * 3
@@ -171,10 +206,18 @@ def test_rows_that_two_processes_append_are_all_kept(tmp_path):
 
 
 def test_evaluations_are_kept_with_their_provenance(tmp_path):
-    record = PROVENANCE | {"model": {"name": "é"}, "backend": "dense", "tasks": {"a": {}}, "lm_eval": {"results": {}}}
+    record = PROVENANCE | {
+        "model": {"name": "é"},
+        "backend": "dense",
+        "tasks": {"a": {}},
+        "lm_eval": {"results": {}},
+    }
     results.write_evaluation(tmp_path / "eval" / "b.json", record)
     results.write_evaluation(tmp_path / "eval" / "a.json", record | {"backend": "triton"})
-    assert [found["backend"] for found in results.load_evaluations(tmp_path / "eval")] == ["triton", "dense"]
+    assert [found["backend"] for found in results.load_evaluations(tmp_path / "eval")] == [
+        "triton",
+        "dense",
+    ]
     assert results.load_evaluations(tmp_path / "eval")[1] == record
     assert results.load_evaluations(tmp_path / "nothing") == []
     packed = tmp_path / "eval" / "b.json.xz"
@@ -210,7 +253,11 @@ def test_only_whole_files_are_evaluations(tmp_path):
 
 def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):
     (tmp_path / "mine" / "model").mkdir(parents=True)
-    assert results.model_name(tmp_path / "mine") == results.model_name(tmp_path / "mine" / "model") == "mine"
+    assert (
+        results.model_name(tmp_path / "mine")
+        == results.model_name(tmp_path / "mine" / "model")
+        == "mine"
+    )
     assert results.model_name("SakanaAI/SparseLM1.5B") == "SparseLM1.5B"
     monkeypatch.chdir(tmp_path / "mine")
     assert results.model_name(".") == results.model_name("model/") == "mine"

@@ -14,14 +14,17 @@ from torch.nn import functional as F
 
 from tests.kills import differences
 from tests.test_train import launch, series, stop_after, stream_config
-from twell import SparseTraining, results, sparse_training
+from twell import SparseTraining, results
 from twell import train as train_module
-from twell.ffn import SparseFFN
 from twell.kernels import ops
-from twell.sparse_training import ATTEMPTS, RECENT, rooms
+from twell.sparse import training as sparse_training
+from twell.sparse.layer import SparseFFN
+from twell.sparse.training import ATTEMPTS, RECENT, rooms
 from twell.train import train
 
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the kernels computes on the CPU")
+ON_CPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-in for the kernels computes on the CPU"
+)
 
 
 class Trained(NamedTuple):
@@ -42,9 +45,22 @@ class Fake:
         self.scale, self.extra, self.calls = scale, 0, []
 
     def __call__(
-        self, path, capacity, x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, *, token_mask=None
+        self,
+        path,
+        capacity,
+        x,
+        w_gate,
+        w_up,
+        w_down,
+        b_gate=None,
+        b_up=None,
+        b_down=None,
+        *,
+        token_mask=None,
     ):
-        g = F.relu(F.linear(x, w_up if w_gate is None else w_gate, b_up if w_gate is None else b_gate))
+        g = F.relu(
+            F.linear(x, w_up if w_gate is None else w_gate, b_up if w_gate is None else b_gate)
+        )
         h = g if w_gate is None else g * F.linear(x, w_up, b_up)
         active = g != 0
         counts = active.sum(1).int() // self.scale
@@ -137,10 +153,16 @@ def run_stack(fake, heavy, prepare=lambda sparse: sparse, steps=6):
                     fake.extra = 70 if (number, micro) in heavy else 0
                     with torch.autocast("cpu", torch.bfloat16):
                         y = model(data[number, micro])
-                    (y.float().square().mean() + 1e-3 * sum(ffn.l1.mean() for ffn in model.ffns)).backward()
+                    (
+                        y.float().square().mean() + 1e-3 * sum(ffn.l1.mean() for ffn in model.ffns)
+                    ).backward()
             optimizer.step()
             capacities.append(sparse.capacity)
-    left = [*model.state_dict().values(), *(t for ffn in model.ffns for t in ffn.stats.take()), torch.get_rng_state()]
+    left = [
+        *model.state_dict().values(),
+        *(t for ffn in model.ffns for t in ffn.stats.take()),
+        torch.get_rng_state(),
+    ]
     return attempts, capacities, left
 
 
@@ -148,16 +170,22 @@ def run_stack(fake, heavy, prepare=lambda sparse: sparse, steps=6):
 def test_a_repeated_step_is_the_step_with_room_from_the_start(fake):
     attempts, capacities, expected = run_stack(fake, (), roomy)
     natural = max(needed for *_, needed in fake.calls)
-    assert attempts == [1] * 6 and 1 <= natural < 32 / 1.5, natural  # so that only what is added here is too much
+    assert attempts == [1] * 6 and 1 <= natural < 32 / 1.5, (
+        natural
+    )  # so that only what is added here is too much
     assert expected[0].isfinite().all() and expected[-2].sum() == 6 * 2 * 40
     for heavy in ({(2, 1)}, {(0, 0), (3, 1)}, {(4, 0), (4, 1)}):
         fake.calls.clear()
         attempts, capacities, left = run_stack(fake, heavy)
         first = min(heavy)[0]
-        assert attempts == [2 if number == first else 1 for number in range(6)]  # then there is room
+        assert attempts == [
+            2 if number == first else 1 for number in range(6)
+        ]  # then there is room
         # The first layer's need decides: those after it saw NaN, for which all 256 neurons are active.
         assert max(needed for *_, needed in fake.calls) == 256 + 70
-        assert capacities == [32] * first + [192 if 128 < 1.5 * (natural + 70) else 128] * (6 - first)
+        assert capacities == [32] * first + [192 if 128 < 1.5 * (natural + 70) else 128] * (
+            6 - first
+        )
         assert all(torch.equal(a, b) for a, b in zip(left, expected, strict=True))
 
 
@@ -169,7 +197,9 @@ def test_layers_that_are_too_small_one_after_another(fake):
     def attempt():
         # What comes after the first layer without enough room is of no use: here, everything.
         for ffn, want, size in zip(sparse.layers, wants, (256, 256, 192), strict=True):
-            ffn.needed = torch.tensor(want if all(n <= sparse.capacity for n in wants[: wants.index(want)]) else size)
+            ffn.needed = torch.tensor(
+                want if all(n <= sparse.capacity for n in wants[: wants.index(want)]) else size
+            )
         counts.append(sparse.capacity)
 
     for _ in sparse.attempts():
@@ -191,7 +221,9 @@ def test_layers_that_are_too_small_one_after_another(fake):
     mixed = roomy(SparseTraining(Stack((256, 100))))
     for _ in mixed.attempts():
         assert [ffn.capacity for ffn in mixed.layers] == [256, 100]
-    with pytest.raises(AssertionError, match="a layer needs room for 257 entries per token, and has 256: all"):
+    with pytest.raises(
+        AssertionError, match="a layer needs room for 257 entries per token, and has 256: all"
+    ):
         step(mixed, 257, 0)
 
 
@@ -248,14 +280,21 @@ def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeyp
     fake, ends = Fake(scale=8), []
     monkeypatch.setattr(ops, "train", fake)
     finishing(monkeypatch, ends)
-    config = tiny_config if kind == "blocks" else stream_config(tiny_config, tiny_text, tmp_path / "hub")
-    config = dataclasses.replace(config, backend="triton", precision="bf16", micro_batch=7, tokens=10 * 512, reinit=0.1)
+    config = (
+        tiny_config if kind == "blocks" else stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    )
+    config = dataclasses.replace(
+        config, backend="triton", precision="bf16", micro_batch=7, tokens=10 * 512, reinit=0.1
+    )
     with monkeypatch.context() as patch:
         patch.setattr(sparse_training, "SMALLEST", 96)
         expected = train(config, tmp_path / "expected", quiet=True)
     assert {capacity for _, capacity, _ in fake.calls} == {96} and len(fake.calls) == 10 * 3 * 2
     log = results.load_run(expected)[1]
-    assert series(log, "sparse_layers").tolist() == [2] * 3 and series(log, "repeated_steps").tolist() == [0] * 3
+    assert (
+        series(log, "sparse_layers").tolist() == [2] * 3
+        and series(log, "repeated_steps").tolist() == [0] * 3
+    )
     fake.calls.clear()
     heavy_steps(monkeypatch, fake, {(5, 1), (8, 2)})
     found = train(config, tmp_path / "found", quiet=True)
@@ -271,7 +310,7 @@ def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeyp
 # Before it comes one with room for everything, in the same processes: to start them takes longer than to train.
 TWO = """
 from tests.test_sparse_training import Fake
-from twell import sparse_training
+from twell.sparse import training as sparse_training
 from twell.kernels import ops
 
 heavy = False
@@ -297,7 +336,13 @@ sparse_training.SMALLEST, heavy = smallest, True
 @ON_CPU
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
-    settings = {"backend": "triton", "precision": "bf16", "tokens": 5 * 512, "micro_batch": 4, "log_every": 1}
+    settings = {
+        "backend": "triton",
+        "precision": "bf16",
+        "tokens": 5 * 512,
+        "micro_batch": 4,
+        "log_every": 1,
+    }
     config = dataclasses.replace(tiny_config, **settings)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
     log, _ = launch(tmp_path, "heavy", kind, prelude=TWO)
@@ -313,9 +358,17 @@ def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch
     monkeypatch.setattr(ops, "train", fake)
     heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
     shape = sparse_training.default(32, 96, True)
-    monkeypatch.setattr(sparse_training, "default", lambda *_: dataclasses.replace(shape, training=43.0))
+    monkeypatch.setattr(
+        sparse_training, "default", lambda *_: dataclasses.replace(shape, training=43.0)
+    )
     monkeypatch.setattr(sparse_training, "CAPACITY_MARGIN", 1.1)
-    settings = {"backend": "auto", "precision": "bf16", "micro_batch": 8, "checkpoint_every": 2, "log_every": 1}
+    settings = {
+        "backend": "auto",
+        "precision": "bf16",
+        "micro_batch": 8,
+        "checkpoint_every": 2,
+        "log_every": 1,
+    }
     config = dataclasses.replace(tiny_config, l1_coefficient=0.05, **settings)
     whole = train(config, tmp_path / "whole", quiet=True)
     layers = series(results.load_run(whole)[1], "sparse_layers").tolist()
@@ -344,18 +397,33 @@ def test_runs_that_cannot_be_sparse_are_as_before(tiny_config, tmp_path, fake):
 @torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, optimize_ddp=True)
 def test_training_with_the_kernels_is_close_to_dense(tiny_config, tmp_path, monkeypatch):
-    if not torch.cuda.is_available():  # inductor's code for the rest of the model would take most of the time
-        monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
-    settings = {"precision": "bf16", "tokens": 2 * 16, "batch_tokens": 16, "valid_tokens": 16, "log_every": 1}
+    if (
+        not torch.cuda.is_available()
+    ):  # inductor's code for the rest of the model would take most of the time
+        monkeypatch.setattr(
+            nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager")
+        )
+    settings = {
+        "precision": "bf16",
+        "tokens": 2 * 16,
+        "batch_tokens": 16,
+        "valid_tokens": 16,
+        "log_every": 1,
+    }
     config = dataclasses.replace(tiny_config, context=16, intermediate_size=80, **settings)
     logs = []
     for backend in ("dense", "triton"):
         run = dataclasses.replace(config, backend=backend, compile=backend == "triton")
         logs.append(results.load_run(train(run, tmp_path / backend, quiet=True))[1])
     torch.compiler.reset()
-    assert series(logs[1], "repeated_steps").tolist() == [1, 1]  # half of the neurons are active at first
+    assert series(logs[1], "repeated_steps").tolist() == [
+        1,
+        1,
+    ]  # half of the neurons are active at first
     for metric in ("loss", "l1", "grad_norm", "active_mean"):
-        np.testing.assert_allclose(series(logs[1], metric), series(logs[0], metric), rtol=1e-2, err_msg=metric)
+        np.testing.assert_allclose(
+            series(logs[1], metric), series(logs[0], metric), rtol=1e-2, err_msg=metric
+        )
 
 
 # --- which layers are sparse, and with how much room
@@ -380,7 +448,11 @@ def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
     assert until(3000, False) == 1
     assert until(60, True) > 8  # one step's peak is remembered for some
     assert until(101, False) > 8  # smoothed
-    assert sparse.summary() == {"capacity": sparse.capacity, "sparse_layers": 0, "repeated_steps": sparse.repeated}
+    assert sparse.summary() == {
+        "capacity": sparse.capacity,
+        "sparse_layers": 0,
+        "repeated_steps": sparse.repeated,
+    }
 
 
 def test_layers_are_told_in_attempts_only():
@@ -427,9 +499,13 @@ def test_room_follows_the_most_of_recent_steps():
 def test_layers_that_become_sparse_have_room_for_what_they_need_then():
     sparse = SparseTraining(calibrated(Stack((4096, 4096), backend="auto"), 2000.0, 2000.0))
     step(sparse, 4000, 4000)
-    assert sparse.sparse == [False, False] and sparse.capacity == 32  # no layer is sparse: nothing needs room
+    assert (
+        sparse.sparse == [False, False] and sparse.capacity == 32
+    )  # no layer is sparse: nothing needs room
     for _ in range(40):
-        assert step(sparse, 200, 3000) == 1  # the first becomes sparse in time, and its past of 4000 needs no room
+        assert (
+            step(sparse, 200, 3000) == 1
+        )  # the first becomes sparse in time, and its past of 4000 needs no room
     assert sparse.sparse == [True, False] and sparse.capacity == 384
     for _ in range(40):
         assert step(sparse, 200, 600) == 1
@@ -438,7 +514,11 @@ def test_layers_that_become_sparse_have_room_for_what_they_need_then():
 
 def test_layers_without_a_pass_change_nothing():
     sparse = SparseTraining(calibrated(Stack((256, 256), backend="auto"), 100.0, 100.0))
-    assert step(sparse, None, 50) == 1 and sparse.activity == [None, 50] and sparse.sparse == [False, True]
+    assert (
+        step(sparse, None, 50) == 1
+        and sparse.activity == [None, 50]
+        and sparse.sparse == [False, True]
+    )
     for _ in range(20):
         step(sparse, 300, None)
     assert sparse.activity == [300, 50] and sparse.sparse == [False, True]
@@ -507,7 +587,9 @@ def test_one_number_a_layer_is_read_once_an_attempt(reads):
     assert step(sparse, 5, 100, None) == 1 and reads == ["tolist"]
 
 
-@pytest.mark.parametrize("case", ["dense", "reference", "never", "path", "closed", "no kernels", "other modules"])
+@pytest.mark.parametrize(
+    "case", ["dense", "reference", "never", "path", "closed", "no kernels", "other modules"]
+)
 def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch, case):
     model = Stack((64, 64), backend=case if case in ("dense", "reference") else "triton")
     if case == "never":
@@ -517,7 +599,9 @@ def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch
             ffn.backend = "auto"
         calibrated(model, 64.0, 64.0)
         monkeypatch.setattr(
-            sparse_training, "backend_status", lambda: {"triton": "the package triton is not installed"}
+            sparse_training,
+            "backend_status",
+            lambda: {"triton": "the package triton is not installed"},
         )
     if case == "other modules":
         model = nn.Linear(3, 3)
@@ -540,7 +624,9 @@ def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch
 
 
 def test_unknown_paths_are_refused():
-    with pytest.raises(ValueError, match="path 'rowwise' is unknown; use 'union', 'hybrid' or None"):
+    with pytest.raises(
+        ValueError, match="path 'rowwise' is unknown; use 'union', 'hybrid' or None"
+    ):
         SparseTraining(Stack((64,)), path="rowwise")
 
 
@@ -603,7 +689,9 @@ def test_processes_of_a_group_decide_together(fake, monkeypatch):
         group, asked = distributed.new_group([0]), []
         all_reduce = distributed.all_reduce
         monkeypatch.setattr(
-            distributed, "all_reduce", lambda *t, group, **o: asked.append(group) or all_reduce(*t, group=group, **o)
+            distributed,
+            "all_reduce",
+            lambda *t, group, **o: asked.append(group) or all_reduce(*t, group=group, **o),
         )
         for given in (group, None):
             model = Stack((64, 64))

@@ -37,7 +37,9 @@ def test_layers_and_counts_keep_active_neurons_of_value_zero():
     for layer in range(2):
         stored = found.layer(layer)
         assert stored.shape == (7, 300) and stored.nnz == active[7 * layer : 7 * layer + 7].sum()
-        expected = np.where(np.arange(300) % 5, np.arange(300), 0) * active[7 * layer : 7 * layer + 7]
+        expected = (
+            np.where(np.arange(300) % 5, np.arange(300), 0) * active[7 * layer : 7 * layer + 7]
+        )
         assert np.array_equal(stored.toarray(), expected)
     with pytest.raises(IndexError, match="layer 2 does not exist"):
         found.layer(2)
@@ -49,7 +51,11 @@ def test_saved_and_loaded(tmp_path):
     found.meta["l1_coefficient"] = 0.5
     found.save(tmp_path / "t.npz")
     again = trace.Trace.load(tmp_path / "t.npz")
-    assert again.strings == found.strings and again.meta == found.meta and again.intermediate_size == 300
+    assert (
+        again.strings == found.strings
+        and again.meta == found.meta
+        and again.intermediate_size == 300
+    )
     for name in trace.ARRAYS:
         assert np.array_equal(getattr(again, name), getattr(found, name))
     whole = (tmp_path / "t.npz").read_bytes()
@@ -98,7 +104,10 @@ def test_a_trace_is_what_the_layers_compute(tiny_run):
     at = 0
     for number, sequence in enumerate(sequences):
         seen = []
-        hooks = [ffn.register_forward_hook(lambda f, i, _, s=seen: s.append(f.activations(i[0]))) for ffn in model.ffns]
+        hooks = [
+            ffn.register_forward_hook(lambda f, i, _, s=seen: s.append(f.activations(i[0])))
+            for ffn in model.ffns
+        ]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([sequence])).logits[0]
         [hook.remove() for hook in hooks]
@@ -151,7 +160,9 @@ def test_part_is_these_tokens(seed):
         assert part.num_layers == (2 if stop > start else 0)
         assert np.array_equal(part.counts(), found.counts()[: part.num_layers, start:stop])
         for layer in range(part.num_layers):
-            assert np.array_equal(part.layer(layer).toarray(), found.layer(layer)[start:stop].toarray())
+            assert np.array_equal(
+                part.layer(layer).toarray(), found.layer(layer)[start:stop].toarray()
+            )
             assert np.array_equal(part.layer(layer).indices, found.layer(layer)[start:stop].indices)
     with pytest.raises(ValueError, match="tokens 4 to 24 are no part of a trace of 23"):
         found.part(4, 24)
@@ -162,7 +173,10 @@ def test_silenced_loss(tiny_run):
     sequences = [torch.randint(1, 320, (length,)).tolist() for length in (12, 12, 12, 5, 1, 9)]
     traced = trace.trace_tokens(model, tokenizer, sequences)
     counts = traced.neurons()[0]
-    rare = [tuple(map(int, pair)) for pair in np.argwhere((counts > 0) & (counts <= counts[counts > 0].min() + 2))[:3]]
+    rare = [
+        tuple(map(int, pair))
+        for pair in np.argwhere((counts > 0) & (counts <= counts[counts > 0].min() + 2))[:3]
+    ]
     chosen = [*rare, tuple(map(int, np.unravel_index(counts.argmax(), counts.shape)))]
     dead = np.argwhere(counts == 0)
     if len(dead):
@@ -176,7 +190,9 @@ def test_silenced_loss(tiny_run):
     for row, (layer, neuron) in zip(table.itertuples(), chosen, strict=True):
         without = copy.deepcopy(model)
         without.ffns[layer].down_proj.weight.data[:, neuron] = 0
-        silent = -np.nan_to_num(trace.trace_tokens(without, tokenizer, sequences).logprob.astype(np.float64))
+        silent = -np.nan_to_num(
+            trace.trace_tokens(without, tokenizer, sequences).logprob.astype(np.float64)
+        )
         change = silent - plain
         assert (row.layer, row.neuron, row.fires) == (layer, neuron, counts[layer, neuron])
         assert row.loss_change == pytest.approx(change.sum() / predicted, abs=1e-6)
@@ -184,8 +200,14 @@ def test_silenced_loss(tiny_run):
         spread = by_sequence - change.sum() / predicted * np.array([len(s) - 1 for s in sequences])
         assert row.stderr == pytest.approx(np.sqrt(6 / 5 * (spread**2).sum()) / predicted, abs=1e-6)
         fires = np.flatnonzero(np.diff(traced.layer(layer)[:, [neuron]].indptr))
-        after = [token + 1 for token in fires if token + 1 < len(change) and traced.position[token + 1] > 0]
-        assert row.change_after == pytest.approx(change[after].mean() if after else np.nan, abs=1e-5, nan_ok=True)
+        after = [
+            token + 1
+            for token in fires
+            if token + 1 < len(change) and traced.position[token + 1] > 0
+        ]
+        assert row.change_after == pytest.approx(
+            change[after].mean() if after else np.nan, abs=1e-5, nan_ok=True
+        )
     assert (table.loc[table["fires"] == 0, ["loss_change", "stderr"]] == 0).all(axis=None)
     assert table["loss_change"].abs().max() > 1e-5
     assert np.isnan(trace.silenced_loss(model, sequences[:1], chosen[:1])["stderr"]).all()
@@ -216,14 +238,30 @@ def random_activity(seed, lengths, layers=2, neurons=600, rate=0.05):
     """A trace with the cases that go wrong: silent and full rows, dead neurons, ties, 0, -0.0, tiny and huge values."""
     random = np.random.default_rng(seed)
     tokens = sum(lengths)
-    mask = random.random((layers, tokens, neurons)) < rate * random.lognormal(0, 1, (layers, tokens, 1))
+    mask = random.random((layers, tokens, neurons)) < rate * random.lognormal(
+        0, 1, (layers, tokens, 1)
+    )
     mask[0, random.integers(tokens)] = True
     mask[:, random.integers(tokens)] = False
     mask[:, :, 7] = False
     mask[:, :, 8] = random.random((layers, tokens)) < 0.5  # fires often
     mask[:, 1:, 9] = False  # fires at the first token at most
-    values = (random.standard_normal(mask.sum()) * random.lognormal(0, 1, mask.sum())).astype(np.float32)
-    odd = [0.0, -0.0, 1.0, -1.0, 2.0, 2.0, 1e-20, -1e-20, np.nextafter(np.float32(4), np.float32(0)), -4.0, 1000.0]
+    values = (random.standard_normal(mask.sum()) * random.lognormal(0, 1, mask.sum())).astype(
+        np.float32
+    )
+    odd = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        2.0,
+        2.0,
+        1e-20,
+        -1e-20,
+        np.nextafter(np.float32(4), np.float32(0)),
+        -4.0,
+        1000.0,
+    ]
     odd = random.choice(np.array(odd, np.float32), len(values))
     values = np.where(random.random(len(values)) < 0.3, odd, values)
     token_ids = random.integers(0, 50, tokens).astype(np.int32)
@@ -283,7 +321,18 @@ def test_neurons_against_slow_loops(seed):
     assert counted.value_edges[-1] == 2.0 ** (math.floor(math.log2(counted.max_abs.max())) + 1)
     edges = counted.value_edges.tolist()
     assert edges == sorted(edges) and edges[12] == 0 and edges[13] == edges[-1] / 2**11
-    for layer, neuron in [(0, 7), (0, 8), (1, 8), (0, 9), (1, 9), (0, 0), (1, 599), (0, 255), (0, 256), (1, 300)]:
+    for layer, neuron in [
+        (0, 7),
+        (0, 8),
+        (1, 8),
+        (0, 9),
+        (1, 9),
+        (0, 0),
+        (1, 599),
+        (0, 255),
+        (0, 256),
+        (1, 300),
+    ]:
         at, values = firings(found, layer, neuron)
         bins = [0] * 24
         for h in values:
@@ -293,12 +342,20 @@ def test_neurons_against_slow_loops(seed):
             bins[11 - octave if h < 0 else 12 + octave] += 1
         assert counted.value_histogram[layer, neuron].tolist() == bins
         assert counted.max_abs[layer, neuron] == max(map(abs, values), default=0)
-        assert counted.value_sum[layer, neuron] == pytest.approx(math.fsum(values), rel=1e-6, abs=1e-6)
-        assert counted.abs_sum[layer, neuron] == pytest.approx(math.fsum(map(abs, values)), rel=1e-6)
+        assert counted.value_sum[layer, neuron] == pytest.approx(
+            math.fsum(values), rel=1e-6, abs=1e-6
+        )
+        assert counted.abs_sum[layer, neuron] == pytest.approx(
+            math.fsum(map(abs, values)), rel=1e-6
+        )
         table = analysis.value_histogram(counted, layer, neuron)
         assert table["count"].sum() == len(values) and table["low"].tolist() == edges[:-1]
-    assert counted.cross_entropy == pytest.approx(-np.nanmean(found.logprob.astype(float)), rel=1e-12)
-    assert counted.occurrences.tolist() == [(found.token_ids == token).sum() for token in counted.token_ids]
+    assert counted.cross_entropy == pytest.approx(
+        -np.nanmean(found.logprob.astype(float)), rel=1e-12
+    )
+    assert counted.occurrences.tolist() == [
+        (found.token_ids == token).sum() for token in counted.token_ids
+    ]
 
 
 def test_strongest_places_against_slow_loops(seed):
@@ -319,7 +376,9 @@ def test_strongest_places_against_slow_loops(seed):
             assert row.after == "".join(found.strings[n] for n in near if n > token)
     with pytest.raises(ValueError, match="kind is 'most'; use 'top' or 'quantile'"):
         analysis.contexts(counted, 0, 0, "most")
-    with pytest.raises(IndexError, match="layer 2, neuron 0 does not exist: there are 2 layers of 600"):
+    with pytest.raises(
+        IndexError, match="layer 2, neuron 0 does not exist: there are 2 layers of 600"
+    ):
         analysis.contexts(counted, 2, 0)
 
 
@@ -353,7 +412,9 @@ def test_quantile_places_are_an_even_sample(seed):
         values = by_neuron.data[by_neuron.indptr[neuron] : by_neuron.indptr[neuron + 1]]
         assert len(values) > 2 * trace.SAMPLE
         order, chosen = np.sort(trace._rounded(values)), counted.quantile_value[0, neuron]
-        ranks.append([(np.searchsorted(order, h, s) / len(order)) for h in chosen for s in ("left", "right")])
+        ranks.append(
+            [(np.searchsorted(order, h, s) / len(order)) for h in chosen for s in ("left", "right")]
+        )
     ranks = np.mean(ranks, 0).reshape(5, 2).mean(1)
     np.testing.assert_allclose(ranks, (0.1, 0.3, 0.5, 0.7, 0.9), atol=0.05)
     other = aggregate_of(found, seed=1)
@@ -367,7 +428,9 @@ def test_words_are_stored_once(seed):
     assert (np.diff(counted.text_at) > 0).all()
     starts = np.cumsum(LENGTHS) - LENGTHS
     near = set()
-    for at in {*counted.top_at.reshape(-1).tolist(), *counted.quantile_at.reshape(-1).tolist()} - {-1}:
+    for at in {*counted.top_at.reshape(-1).tolist(), *counted.quantile_at.reshape(-1).tolist()} - {
+        -1
+    }:
         first = max(start for start in starts if start <= at)
         last = first + LENGTHS[starts.tolist().index(first)]
         near |= {*range(max(first, at - 12), min(last, at + 5))}
@@ -453,7 +516,9 @@ def test_places_make_way_until_the_file_fits_and_counts_never_do(seed):
 
 def test_each_row_of_contexts_takes_no_more_than_the_one_before():
     for one, next in zip(trace.CONTEXTS, trace.CONTEXTS[1:], strict=False):
-        sizes = [(top, len(quantiles), before, after) for top, quantiles, before, after in (one, next)]
+        sizes = [
+            (top, len(quantiles), before, after) for top, quantiles, before, after in (one, next)
+        ]
         assert all(a >= b for a, b in zip(*sizes, strict=True)) and sizes[0] != sizes[1]
         assert {*next[1]} <= {*one[1]}
     assert trace.CONTEXTS[-1] == (0, [], 0, 0)
@@ -469,13 +534,17 @@ def test_values_that_are_not_finite_are_refused(seed, value):
 
 def test_aggregate_of_a_model_has_the_tables_of_its_trace(tiny_run, monkeypatch):
     model, tokenizer = model_module.load(tiny_run)
-    sequences = [torch.randint(1, 320, (length,)).tolist() for length in (*[32] * 17, 9, 9, 4, 1, 9)]
+    sequences = [
+        torch.randint(1, 320, (length,)).tolist() for length in (*[32] * 17, 9, 9, 4, 1, 9)
+    ]
     monkeypatch.setattr(trace, "BATCH_TOKENS", 96)
     found = trace.trace_tokens(model, tokenizer, sequences, batch=3)
     counted = trace.aggregate(model, tokenizer, sequences, meta={"run": "x"})
     for table in TABLES:
         pd.testing.assert_frame_equal(table(counted), table(found), check_dtype=False, rtol=1e-6)
-    assert counted.cross_entropy == pytest.approx(-np.nanmean(found.logprob.astype(float)), rel=1e-9)
+    assert counted.cross_entropy == pytest.approx(
+        -np.nanmean(found.logprob.astype(float)), rel=1e-9
+    )
     assert counted.meta["run"] == "x" and counted.meta["context"] == 32
     assert counted.meta["num_tokens"] == counted.num_tokens == 576
     layer, neuron = np.unravel_index(counted.max_abs.argmax(), counted.max_abs.shape)
@@ -484,7 +553,9 @@ def test_aggregate_of_a_model_has_the_tables_of_its_trace(tiny_run, monkeypatch)
     assert first["before"] == "".join(trace.token_strings(tokenizer, before))
     with pytest.raises(ValueError, match="no sequence to count"):
         trace.aggregate(model, tokenizer, [])
-    with pytest.raises(ValueError, match="2 layers of 96 neurons may need 6144 bytes; max_bytes is 6000"):
+    with pytest.raises(
+        ValueError, match="2 layers of 96 neurons may need 6144 bytes; max_bytes is 6000"
+    ):
         trace.aggregate(model, tokenizer, sequences, max_bytes=6000)
 
 
@@ -503,23 +574,37 @@ def test_progress_says_how_far_it_is(monkeypatch):
     monkeypatch.setattr(trace.time, "perf_counter", lambda: next(clock))
     said = []
     assert list(trace._progress([[1] * 500] * 5, said.append)) == [[1] * 500] * 5
-    assert said == ["500 of 2,500 tokens  83 tokens/s  0:24 left", "1,500 of 2,500 tokens  125 tokens/s  0:08 left"]
+    assert said == [
+        "500 of 2,500 tokens  83 tokens/s  0:24 left",
+        "1,500 of 2,500 tokens  125 tokens/s  0:08 left",
+    ]
 
 
 def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
     out = tmp_path / "deep" / "a.npz"
-    assert main(["trace", str(tiny_run), "--aggregate", "--valid", "--tokens", "500", "--out", str(out)]) == 0
+    assert (
+        main(
+            ["trace", str(tiny_run), "--aggregate", "--valid", "--tokens", "500", "--out", str(out)]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "500 tokens, 2 layers" in said and f"{out.stat().st_size} bytes" in said
     counted = trace.Aggregate.load(out)
     assert counted.num_tokens == 500 and counted.lengths.tolist() == [32] * 15 + [20]
-    assert counted.meta["run"] == "tiny" and counted.meta["commit"] and counted.meta["l1_coefficient"] == 1e-2
+    assert (
+        counted.meta["run"] == "tiny"
+        and counted.meta["commit"]
+        and counted.meta["l1_coefficient"] == 1e-2
+    )
     assert main(["trace", str(tiny_run), "--aggregate", "--valid", "--out", str(out)]) == 0
     available = trace.Aggregate.load(out).num_tokens
     assert available > 512  # all that is held out
     text = tmp_path / "text.txt"
     text.write_text("ba de fun " * 30, encoding="utf-8")
-    assert main(["trace", str(tiny_run), "--aggregate", "--file", str(text), "--out", str(out)]) == 0
+    assert (
+        main(["trace", str(tiny_run), "--aggregate", "--file", str(text), "--out", str(out)]) == 0
+    )
     assert 30 < trace.Aggregate.load(out).num_tokens < 200
 
 
@@ -534,7 +619,10 @@ def test_validation_aggregate_has_the_loss_that_training_logged(tiny_run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--aggregate", "--valid", "--tokens", "9999999"], "9999999 tokens were asked for; there are "),
+        (
+            ["--aggregate", "--valid", "--tokens", "9999999"],
+            "9999999 tokens were asked for; there are ",
+        ),
         (["--aggregate", "--valid", "--tokens", "0"], "0 tokens were asked for"),
         (["--valid", "--tokens", "10"], "--tokens and --max-bytes belong to --aggregate"),
         (
@@ -566,7 +654,10 @@ def test_interrupted_aggregate_leaves_no_file(tiny_run, tmp_path, monkeypatch, c
             raise KeyboardInterrupt
 
     monkeypatch.setattr(trace._Count, "end", interrupted)
-    assert main(["trace", str(tiny_run), "--aggregate", "--valid", "--out", str(tmp_path / "a.npz")]) == 130
+    assert (
+        main(["trace", str(tiny_run), "--aggregate", "--valid", "--out", str(tmp_path / "a.npz")])
+        == 130
+    )
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [] and len(calls) == 3
 
@@ -574,5 +665,18 @@ def test_interrupted_aggregate_leaves_no_file(tiny_run, tmp_path, monkeypatch, c
 @pytest.mark.parametrize("kind", [[], ["--aggregate"]])
 def test_a_model_without_a_tokenizer_is_refused_at_once(tiny_run, tmp_path, capsys, kind):
     model_module.load(tiny_run)[0].save_pretrained(tmp_path / "bare")
-    assert main(["trace", str(tmp_path / "bare"), *kind, "--text", "a", "--out", str(tmp_path / "a.npz")]) == 2
+    assert (
+        main(
+            [
+                "trace",
+                str(tmp_path / "bare"),
+                *kind,
+                "--text",
+                "a",
+                "--out",
+                str(tmp_path / "a.npz"),
+            ]
+        )
+        == 2
+    )
     assert "bare has no tokenizer" in capsys.readouterr().err

@@ -19,7 +19,16 @@ from tests.kills import differences, kill_rounds
 from twell import corpus, lock, results
 from twell import train as train_module
 from twell.model import SparseLlamaForCausalLM, load
-from twell.train import CONFIGS, DeadWindow, TrainConfig, balance, evaluate, l1_schedule, reinitialize, train
+from twell.train import (
+    CONFIGS,
+    DeadWindow,
+    TrainConfig,
+    balance,
+    evaluate,
+    l1_schedule,
+    reinitialize,
+    train,
+)
 
 
 def series(log, metric, split="train"):
@@ -29,22 +38,36 @@ def series(log, metric, split="train"):
 
 def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     row, log = results.load_run(tiny_run)
-    assert row["complete"] and row["command"] and row["commit"] and row["versions"]["torch"] == torch.__version__
+    assert (
+        row["complete"]
+        and row["command"]
+        and row["commit"]
+        and row["versions"]["torch"] == torch.__version__
+    )
     assert {field.name for field in dataclasses.fields(TrainConfig)} <= set(row)
     assert yaml.safe_load((tiny_run / "config.yaml").read_text()) == dataclasses.asdict(tiny_config)
     valid = series(log, "cross_entropy", "valid")
     assert list(valid.index.get_level_values("step")) == [0, 8, 16]
-    assert valid.iloc[0] == pytest.approx(np.log(320), rel=0.02)  # nothing is known before the first step
+    assert valid.iloc[0] == pytest.approx(
+        np.log(320), rel=0.02
+    )  # nothing is known before the first step
     assert valid.iloc[-1] < valid.iloc[0] - 1.0
     assert list(series(log, "loss").index.get_level_values("step")) == [4, 8, 12, 16]
-    assert list(series(log, "dead_fraction").groupby("step").size().index) == [4, 8, 12, 16]  # 2048-token windows
+    assert list(series(log, "dead_fraction").groupby("step").size().index) == [
+        4,
+        8,
+        12,
+        16,
+    ]  # 2048-token windows
     assert len(series(log, "active_mean")) == 8 and len(series(log, "active_mean", "valid")) == 6
     loss, parts = series(log, "loss"), series(log, "cross_entropy") + 1e-2 * series(log, "l1")
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
     # two steps of warm-up, then half a cosine over the other 14; each row has the rate of its own step
     cosine = [5e-3 * (1 + np.cos(np.pi * (step - 3) / 14)) / 2 for step in (4, 8, 12, 16)]
     np.testing.assert_allclose(series(log, "lr"), cosine, rtol=1e-5)
-    assert series(log, "cross_entropy_silenced", "valid").index.get_level_values("step").tolist() == [16]
+    assert series(log, "cross_entropy_silenced", "valid").index.get_level_values(
+        "step"
+    ).tolist() == [16]
     assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
 
@@ -53,12 +76,16 @@ def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config)
     model = AutoModelForCausalLM.from_pretrained(tiny_run / "model")
     _, _, blocks = tiny_config.prepare_text()
     found = evaluate(model, blocks)
-    assert found["cross_entropy"] == pytest.approx(series(log, "cross_entropy", "valid").iloc[-1], rel=1e-4)
+    assert found["cross_entropy"] == pytest.approx(
+        series(log, "cross_entropy", "valid").iloc[-1], rel=1e-4
+    )
     logged = series(log, "active_mean", "valid").loc[16].to_numpy()
     np.testing.assert_allclose([layer["mean"] for layer in found["layers"]], logged, rtol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(tiny_run / "model")
     prompt = tokenizer("ba de", return_tensors="pt").input_ids
-    text = tokenizer.decode(model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0])
+    text = tokenizer.decode(
+        model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
+    )
     assert text.startswith("ba de") and len(text) > len("ba de")
 
 
@@ -71,7 +98,9 @@ def test_evaluate_is_the_mean_over_all_tokens(tiny_run, tiny_config):
         logits = model(input_ids=x).logits[0, :-1].detach()
         losses += torch.nn.functional.cross_entropy(logits, x[0, 1:], reduction="none").tolist()
     for batch in (1, 3, 64):
-        assert evaluate(model, blocks, batch)["cross_entropy"] == pytest.approx(np.mean(losses), rel=1e-6)
+        assert evaluate(model, blocks, batch)["cross_entropy"] == pytest.approx(
+            np.mean(losses), rel=1e-6
+        )
     assert not model.training and not model.recording
 
 
@@ -103,7 +132,9 @@ def test_same_seed_same_run_other_seed_other_run(tiny_config, tmp_path):
 def test_micro_batches_change_nothing(tiny_config, tmp_path):
     short = dataclasses.replace(tiny_config, tokens=4 * 512)
     one = results.load_run(train(short, tmp_path / "one", quiet=True))[1]
-    many = results.load_run(train(dataclasses.replace(short, micro_batch=3), tmp_path / "many", quiet=True))[1]
+    many = results.load_run(
+        train(dataclasses.replace(short, micro_batch=3), tmp_path / "many", quiet=True)
+    )[1]
     for metric in ("loss", "cross_entropy", "l1", "grad_norm"):
         np.testing.assert_allclose(series(one, metric), series(many, metric), rtol=2e-4)
 
@@ -112,9 +143,13 @@ def test_l1_reduces_activity(tiny_config, tmp_path):
     active = {}
     for coefficient in (0.0, 0.1):
         run = train(
-            dataclasses.replace(tiny_config, l1_coefficient=coefficient), tmp_path / str(coefficient), quiet=True
+            dataclasses.replace(tiny_config, l1_coefficient=coefficient),
+            tmp_path / str(coefficient),
+            quiet=True,
         )
-        active[coefficient] = series(results.load_run(run)[1], "active_mean", "valid").loc[16].mean()
+        active[coefficient] = (
+            series(results.load_run(run)[1], "active_mean", "valid").loc[16].mean()
+        )
     assert active[0.1] < 0.5 * active[0.0]
 
 
@@ -122,7 +157,9 @@ def test_l1_reduces_activity(tiny_config, tmp_path):
     "changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 1024}]
 )
 def test_other_layers_train(tiny_config, tmp_path, changes):
-    run = train(dataclasses.replace(tiny_config, **{"tokens": 2048} | changes), tmp_path / "run", quiet=True)
+    run = train(
+        dataclasses.replace(tiny_config, **{"tokens": 2048} | changes), tmp_path / "run", quiet=True
+    )
     assert results.load_run(run)[0]["complete"]
 
 
@@ -199,7 +236,9 @@ def test_a_run_is_known_by_all_of_its_files(tiny_config, tiny_run, tmp_path):
         (folder / name).unlink()
         before = {path.name for path in folder.rglob("*")}
         for options in ({"overwrite": True}, {"resume": True}, {}):
-            with pytest.raises(FileExistsError, match=rf"is no run \(it has no {name}\), so it is left alone"):
+            with pytest.raises(
+                FileExistsError, match=rf"is no run \(it has no {name}\), so it is left alone"
+            ):
                 train(short, folder, quiet=True, **options)
         assert {path.name for path in folder.rglob("*")} == before
     (tmp_path / "mine").mkdir()
@@ -212,10 +251,16 @@ def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tiny_config, t
     folder = shutil.copytree(tiny_run, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(FileNotFoundError, match="no text at"):
-        train(dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), folder, overwrite=True)
+        train(
+            dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")),
+            folder,
+            overwrite=True,
+        )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     with pytest.raises(FileNotFoundError, match="no text at"):
-        train(dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), tmp_path / "new")
+        train(
+            dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), tmp_path / "new"
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -223,9 +268,13 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
     for file in CONFIGS.glob("*.yaml"):
         assert TrainConfig.load(file.stem).steps > 0
     config = TrainConfig.load("quick", ["l1_coefficient=3e-4", "tokens=1e6", "valid_source=null"])
-    assert config.l1_coefficient == 3e-4 and config.tokens == 1_000_000 and config.hidden_size == 128
+    assert (
+        config.l1_coefficient == 3e-4 and config.tokens == 1_000_000 and config.hidden_size == 128
+    )
     (tmp_path / "child.yaml").write_text(f"base: {CONFIGS / 'quick.yaml'}\nseed: 9\n")
-    assert TrainConfig.load(tmp_path / "child.yaml") == dataclasses.replace(TrainConfig.load("quick"), seed=9)
+    assert TrainConfig.load(tmp_path / "child.yaml") == dataclasses.replace(
+        TrainConfig.load("quick"), seed=9
+    )
     for override, words in (
         ("l1_coeficient=1", "unknown field 'l1_coeficient' .* did you mean 'l1_coefficient'"),
         ("l1_coefficient=-1", "l1_coefficient is -1.0; it has to be a finite number, 0 or more"),
@@ -234,10 +283,16 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
         ("seed=1.5", "seed is 1.5; expected int"),
         ("gated=3", "gated is 3; expected bool"),
         ("balance_every=-1", "balance_every is -1; it has to be a finite number, 0 or more"),
-        ("balance_every=5 gated=false activation=silu", "balance_every is 5; without a gate it needs the activation"),
+        (
+            "balance_every=5 gated=false activation=silu",
+            "balance_every is 5; without a gate it needs the activation",
+        ),
         ("batch_tokens=1000", "batch_tokens 1000 is no multiple of context 128"),
         ("precision=fp8", "precision is 'fp8'; use 'fp32' or 'bf16'"),
-        ("micro_batch=-1", "micro_batch is -1; it has to be at least 1, or null for the whole share of the step"),
+        (
+            "micro_batch=-1",
+            "micro_batch is -1; it has to be at least 1, or null for the whole share of the step",
+        ),
         ("micro_batch=0", "micro_batch is 0; it has to be at least 1"),
         ("context=1", "context is 1; it has to be at least 2"),
         ("learning_rate=.inf", "learning_rate is inf; it has to be a finite number"),
@@ -253,8 +308,12 @@ def test_configurations_load_and_say_what_is_wrong(tmp_path):
         with pytest.raises(ValueError, match=words):
             TrainConfig.load("quick", override.split())
     assert TrainConfig.load("quick", ["micro_batch=null"]).micro_batch is None
-    assert TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"]).max_grad_norm == np.inf  # no clipping
-    with pytest.raises(FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"):
+    assert (
+        TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"]).max_grad_norm == np.inf
+    )  # no clipping
+    with pytest.raises(
+        FileNotFoundError, match="no configuration nothere: it is no file and none of .*quick"
+    ):
         TrainConfig.load("nothere")
 
 
@@ -274,13 +333,19 @@ def test_every_configuration_that_is_kept_still_loads():
             r"warmup_steps is 1 and the run has 1 step \(tokens 512, batch_tokens 512\): .* nothing would be trained; "
             "set warmup_steps to 0 or raise tokens",
         ),
-        ({"tokens": 1, "warmup_steps": 600}, r"warmup_steps is 600 and the run has 1 step \(tokens 1, "),
+        (
+            {"tokens": 1, "warmup_steps": 600},
+            r"warmup_steps is 600 and the run has 1 step \(tokens 1, ",
+        ),
         (
             {"tokens": 2048, "l1_zero_steps": 4},
             r"l1_zero_steps is 4 and the run has 4 steps \(tokens 2048, batch_tokens 512\): l1_coefficient 0\.01 would "
             "never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0",
         ),
-        ({"l1_zero_steps": 16, "l1_warmup_steps": 5}, "l1_zero_steps is 16 and the run has 16 steps"),
+        (
+            {"l1_zero_steps": 16, "l1_warmup_steps": 5},
+            "l1_zero_steps is 16 and the run has 16 steps",
+        ),
     ],
 )
 def test_a_schedule_that_trains_nothing_is_refused(tiny_config, changes, words):
@@ -302,7 +367,9 @@ def test_a_schedule_that_acts_in_one_step_changes_the_weights(tiny_config, tmp_p
     valid = series(results.load_run(one)[1], "cross_entropy", "valid")
     assert valid.iloc[-1] != valid.iloc[0]
     if config.l1_zero_steps:
-        other = train(dataclasses.replace(config, l1_coefficient=0.0), tmp_path / "other", quiet=True)
+        other = train(
+            dataclasses.replace(config, l1_coefficient=0.0), tmp_path / "other", quiet=True
+        )
         pairs = zip(load(one)[0].parameters(), load(other)[0].parameters(), strict=True)
         assert not all(torch.equal(a, b) for a, b in pairs)
 
@@ -343,25 +410,45 @@ def test_remarks_are_said_at_the_start_of_a_run(tiny_config, tmp_path, capsys):
     config = dataclasses.replace(tiny_config, tokens=1024, warmup_steps=600)
     train(config, tmp_path / "run")
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith(str(tmp_path / "run") + ": ") and second == f"run  {config.remarks()[0]}"
+    assert (
+        first.startswith(str(tmp_path / "run") + ": ") and second == f"run  {config.remarks()[0]}"
+    )
     train(config, tmp_path / "quiet", quiet=True)
     assert capsys.readouterr().out == ""
 
 
 def test_command_line_reports_one_line(tmp_path):
-    command = [sys.executable, "-m", "twell", "train", "quick", "l1_coefficient=-3", "--out", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "twell",
+        "train",
+        "quick",
+        "l1_coefficient=-3",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "twell train: l1_coefficient is -3.0; it has to be a finite number, 0 or more\n"
+    assert (
+        done.stderr
+        == "twell train: l1_coefficient is -3.0; it has to be a finite number, 0 or more\n"
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_divergence_is_said(tiny_config, tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
-        train(dataclasses.replace(tiny_config, learning_rate=1e30, tokens=8192), tmp_path / "run", quiet=True)
+        train(
+            dataclasses.replace(tiny_config, learning_rate=1e30, tokens=8192),
+            tmp_path / "run",
+            quiet=True,
+        )
     assert not results.load_run(tmp_path / "run")[0]["complete"]
     fields = r"l1_coefficient \(now 0\.01\) or weight_decay \(now 1e\+300\)"
-    with pytest.raises(FloatingPointError, match=rf"lower learning_rate \(now 0\.005\) or {fields}"):
+    with pytest.raises(
+        FloatingPointError, match=rf"lower learning_rate \(now 0\.005\) or {fields}"
+    ):
         train(dataclasses.replace(tiny_config, weight_decay=1e300), tmp_path / "other", quiet=True)
 
 
@@ -376,7 +463,8 @@ def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
     config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
     with pytest.raises(
-        FloatingPointError, match=r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)"
+        FloatingPointError,
+        match=r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)",
     ):
         train(config, tmp_path / "run", quiet=True)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
@@ -387,7 +475,9 @@ def test_a_configuration_that_is_its_own_base_is_refused(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nseed: 1\n")
     with pytest.raises(ValueError, match=r"a\.yaml is its own base"):
         TrainConfig.load(tmp_path / "a.yaml")
-    with pytest.raises(ValueError, match="base is 3; expected the name of a configuration or of a file"):
+    with pytest.raises(
+        ValueError, match="base is 3; expected the name of a configuration or of a file"
+    ):
         TrainConfig.load(tmp_path / "c.yaml")
     (tmp_path / "d.yaml").write_text("1: 2\n")
     with pytest.raises(ValueError, match="unknown field 1 in the configuration"):
@@ -407,17 +497,29 @@ def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_p
 
 @pytest.mark.parametrize(
     ("processes", "micro", "allowed"),
-    [(3, None, True), (3, 6, True), (3, 5, False), (3, 4, True), (2, 3, True), (5, 1, False), (16, 1, True)],
+    [
+        (3, None, True),
+        (3, 6, True),
+        (3, 5, False),
+        (3, 4, True),
+        (2, 3, True),
+        (5, 1, False),
+        (16, 1, True),
+    ],
 )
 def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
     config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
     train_module._check_shares(config, processes, sharded=False)
-    passes = {len(range(0, len(range(first, 16, processes)), micro or 16)) for first in range(processes)}
+    passes = {
+        len(range(0, len(range(first, 16, processes)), micro or 16)) for first in range(processes)
+    }
     assert (len(passes) == 1) == allowed
     if allowed:
         train_module._check_shares(config, processes, sharded=True)
     else:
-        with pytest.raises(ValueError, match=f"micro_batch {micro} some of them have one forward pass more"):
+        with pytest.raises(
+            ValueError, match=f"micro_batch {micro} some of them have one forward pass more"
+        ):
             train_module._check_shares(config, processes, sharded=True)
 
 
@@ -433,8 +535,12 @@ def test_blocks_of_a_run_cover_the_text(tiny_config):
 
 def test_l1_warm_up_grows_from_zero(tiny_config, tmp_path):
     assert [l1_schedule(step, 2, 4) for step in range(1, 9)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
-    assert [l1_schedule(step, 2, 0) for step in range(1, 5)] == [0, 0, 1, 1] and l1_schedule(1, 0, 0) == 1
-    warm = dataclasses.replace(tiny_config, tokens=8 * 512, log_every=1, l1_zero_steps=2, l1_warmup_steps=4)
+    assert [l1_schedule(step, 2, 0) for step in range(1, 5)] == [0, 0, 1, 1] and l1_schedule(
+        1, 0, 0
+    ) == 1
+    warm = dataclasses.replace(
+        tiny_config, tokens=8 * 512, log_every=1, l1_zero_steps=2, l1_warmup_steps=4
+    )
     _, log = results.load_run(train(warm, tmp_path / "run", quiet=True))
     share = (series(log, "loss") - series(log, "cross_entropy")) / (1e-2 * series(log, "l1"))
     np.testing.assert_allclose(share, [0, 0, 0.25, 0.5, 0.75, 1, 1, 1], atol=2e-3)
@@ -443,7 +549,9 @@ def test_l1_warm_up_grows_from_zero(tiny_config, tmp_path):
 def test_a_validation_between_two_rows_changes_none_of_them(tiny_config, tmp_path):
     rows = {}
     for every in (3, 16):
-        config = dataclasses.replace(tiny_config, valid_every=every, l1_coefficient=0.3, learning_rate=1e-2, reinit=0.3)
+        config = dataclasses.replace(
+            tiny_config, valid_every=every, l1_coefficient=0.3, learning_rate=1e-2, reinit=0.3
+        )
         _, log = results.load_run(train(config, tmp_path / str(every), quiet=True))
         keep = (log["split"] == "train") & (log["metric"] != "tokens_per_second")
         rows[every] = log[keep].reset_index(drop=True)
@@ -455,7 +563,9 @@ def test_an_evaluation_leaves_counters_as_they_were(tiny_config):
     model = SparseLlamaForCausalLM(tiny_config.model_config())
     _, _, blocks = tiny_config.prepare_text()
     evaluate(model, blocks)
-    assert all(ffn.stats.histogram is None and ffn.stats.neuron_counts is None for ffn in model.ffns)
+    assert all(
+        ffn.stats.histogram is None and ffn.stats.neuron_counts is None for ffn in model.ffns
+    )
     model.train()(input_ids=blocks.draw([0]))
     counted = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
     evaluate(model, blocks)
@@ -482,31 +592,47 @@ def test_reinitialisation_mixes_noise_into_dead_rows_alone(tiny_config, gated):
         old = before[f"model.layers.{layer}.mlp.{changed[0]}.weight"]
         assert torch.equal(weight[~rows], old[~rows])
         noise = (weight[rows] - 0.75 * old[rows]) / 0.25
-        assert noise.std().item() == pytest.approx(0.02, rel=0.15) and abs(noise.mean().item()) < 0.002
+        assert (
+            noise.std().item() == pytest.approx(0.02, rel=0.15) and abs(noise.mean().item()) < 0.002
+        )
     again = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, gated=gated).model_config())
     again.load_state_dict(before | {"lm_head.weight": before["model.embed_tokens.weight"]})
-    reinitialize(again, dead, 0.25, [5, 1])  # the noise follows from the seed alone: the same on every process
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    reinitialize(
+        again, dead, 0.25, [5, 1]
+    )  # the noise follows from the seed alone: the same on every process
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     reinitialize(again, dead, 0.25, [5, 2])
     assert not torch.equal((again.ffns[0].gate_proj or again.ffns[0].up_proj).weight, weights[0])
 
 
 def test_reinitialisation_revives_neurons_once_a_window(tiny_config, tmp_path):
-    killing = dataclasses.replace(tiny_config, l1_coefficient=1.0, tokens=64 * 512, learning_rate=1e-2)
+    killing = dataclasses.replace(
+        tiny_config, l1_coefficient=1.0, tokens=64 * 512, learning_rate=1e-2
+    )
     dead = {}
     for share in (0.0, 0.5):
-        _, log = results.load_run(train(dataclasses.replace(killing, reinit=share), tmp_path / str(share), quiet=True))
+        _, log = results.load_run(
+            train(dataclasses.replace(killing, reinit=share), tmp_path / str(share), quiet=True)
+        )
         dead[share] = series(log, "dead_fraction").groupby("step").mean()
     assert len(dead[0.5]) == 16
     first = dead[0.0][dead[0.0] > 0].index[0]
-    assert (dead[0.0].loc[:first] == dead[0.5].loc[:first]).all()  # nothing acts before there are dead neurons
+    assert (
+        dead[0.0].loc[:first] == dead[0.5].loc[:first]
+    ).all()  # nothing acts before there are dead neurons
     assert dead[0.5].iloc[-1] < dead[0.0].iloc[-1] - 0.05
 
 
 @pytest.mark.parametrize("kind", ["gated", "not gated", "SiLU"])
 def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, kind):
     changes = {"gated": kind != "not gated", "activation": "silu" if kind == "SiLU" else "relu"}
-    model = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, **changes).model_config()).double().train()
+    model = (
+        SparseLlamaForCausalLM(dataclasses.replace(tiny_config, **changes).model_config())
+        .double()
+        .train()
+    )
     for ffn in model.ffns:
         columns = ffn.down_proj.weight
         columns.data *= torch.rand(columns.shape[1]).mul(3).exp()
@@ -518,7 +644,10 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, ki
     balance(model)
     after = model(input_ids=tokens, labels=tokens)
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-9, atol=1e-12)
-    assert all(torch.equal(ffn.stats.take()[0], counts) for ffn, counts in zip(model.ffns, counted, strict=True))
+    assert all(
+        torch.equal(ffn.stats.take()[0], counts)
+        for ffn, counts in zip(model.ffns, counted, strict=True)
+    )
     assert abs(after.l1 / before.l1 - 1) > 0.1
     for ffn in model.ffns:
         lengths = ffn.down_proj.weight.norm(dim=0)
@@ -529,7 +658,13 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, ki
 def test_balanced_training_ends_with_columns_of_one_length(tiny_config, tmp_path):
     spread = {}
     for every in (0, 2):
-        model, _ = load(train(dataclasses.replace(tiny_config, balance_every=every), tmp_path / str(every), quiet=True))
+        model, _ = load(
+            train(
+                dataclasses.replace(tiny_config, balance_every=every),
+                tmp_path / str(every),
+                quiet=True,
+            )
+        )
         lengths = torch.stack([ffn.down_proj.weight.detach().norm(dim=0) for ffn in model.ffns])
         spread[every] = float(lengths.max() / lengths.min())
     assert spread[2] < 1 + 1e-5 < spread[0]
@@ -546,10 +681,14 @@ def test_compiled_layers_are_computed_again_too(tiny_config, tmp_path, monkeypat
         return plain(forward, *args, **kwargs)
 
     monkeypatch.setattr(train_module, "checkpoint", counted)
-    config = dataclasses.replace(tiny_config, tokens=3 * 512, compile=True, checkpoint_activations=True)
+    config = dataclasses.replace(
+        tiny_config, tokens=3 * 512, compile=True, checkpoint_activations=True
+    )
     train(config, tmp_path / "run", quiet=True)
     torch.compiler.reset()
-    assert sum(passes) == 2 * 2 * 3  # with gradients: both layers, forward and again, in three steps
+    assert (
+        sum(passes) == 2 * 2 * 3
+    )  # with gradients: both layers, forward and again, in three steps
 
 
 @torch._dynamo.config.patch(optimize_ddp=True)
@@ -568,7 +707,10 @@ def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
         whole.append(torch._dynamo.config.optimize_ddp is False)
     told = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
     assert [accelerator.ddp_handler.to_kwargs() for accelerator in made] == [told, told]
-    assert whole == [False, True]  # compiled layers are not cut into DDP's buckets; else the setting is left alone
+    assert whole == [
+        False,
+        True,
+    ]  # compiled layers are not cut into DDP's buckets; else the setting is left alone
 
 
 @pytest.mark.parametrize(
@@ -581,9 +723,13 @@ def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
     ],
 )
 def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, changes):
-    short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1)
+    short = dataclasses.replace(
+        tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1
+    )
     one = results.load_run(train(short, tmp_path / "one", quiet=True))[1]
-    other = results.load_run(train(dataclasses.replace(short, **changes), tmp_path / "other", quiet=True))[1]
+    other = results.load_run(
+        train(dataclasses.replace(short, **changes), tmp_path / "other", quiet=True)
+    )[1]
     torch.compiler.reset()
     for split, metrics in (
         ("train", ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"]),
@@ -639,7 +785,11 @@ sys.exit(main(sys.argv[1:]))
 def launch(tmp_path, name, kind, *arguments, prelude=""):
     """Train by the command line in two processes on the CPU, after `prelude`; returns the run's log and model."""
     (tmp_path / "launched.py").write_text(LAUNCHED.replace("PRELUDE", prelude))
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(results.root())}
+    environment = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(results.root()),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [
         str(tmp_path / "launched.py"),
@@ -656,7 +806,13 @@ def launch(tmp_path, name, kind, *arguments, prelude=""):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
-    settings = {"tokens": 8 * 512, "micro_batch": 3, "reinit": 0.3, "checkpoint_every": 4, "learning_rate": 1e-2}
+    settings = {
+        "tokens": 8 * 512,
+        "micro_batch": 3,
+        "reinit": 0.3,
+        "checkpoint_every": 4,
+        "learning_rate": 1e-2,
+    }
     settings["balance_every"] = 3
     config = dataclasses.replace(tiny_config, **settings)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
@@ -680,7 +836,13 @@ def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
 
 
 def test_kills_and_exact_resumes(tiny_config, tmp_path):
-    settings = {"checkpoint_every": 2, "log_every": 2, "tokens": 48 * 512, "l1_warmup_steps": 20, "reinit": 0.1}
+    settings = {
+        "checkpoint_every": 2,
+        "log_every": 2,
+        "tokens": 48 * 512,
+        "l1_warmup_steps": 20,
+        "reinit": 0.1,
+    }
     settings["balance_every"] = 3
     config = dataclasses.replace(tiny_config, **settings)
     config.prepare_text()
@@ -700,7 +862,9 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(train_module._Run, "save_checkpoint", save_and_stop)
 
 
-def test_resume_continues_and_rewrites_rows_after_the_checkpoint(tiny_config, tmp_path, monkeypatch):
+def test_resume_continues_and_rewrites_rows_after_the_checkpoint(
+    tiny_config, tmp_path, monkeypatch
+):
     config = dataclasses.replace(tiny_config, checkpoint_every=8)
     whole = train(config, tmp_path / "whole", quiet=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -720,12 +884,16 @@ def test_resume_continues_and_rewrites_rows_after_the_checkpoint(tiny_config, tm
 def test_only_a_run_is_resumed(tiny_config, tmp_path, capsys):
     short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
     for folder in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(FileNotFoundError, match="holds no run to resume: start it without --resume"):
+        with pytest.raises(
+            FileNotFoundError, match="holds no run to resume: start it without --resume"
+        ):
             train(short, folder, resume=True)
     assert not (tmp_path / "nothing").exists()
     with pytest.raises(ValueError, match="--resume goes on with a run and --overwrite deletes it"):
         train(short, tmp_path / "run", resume=True, overwrite=True)
-    results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())  # and then it was killed
+    results.write_run(
+        tmp_path / "run", dataclasses.asdict(short), results.provenance()
+    )  # and then it was killed
     with pytest.raises(FileExistsError, match="already holds a run"):
         train(short, tmp_path / "run")
     capsys.readouterr()
@@ -746,10 +914,15 @@ def test_ctrl_c_saves_a_checkpoint_between_two_rows(tiny_config, tmp_path, monke
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
         patch.setattr(train_module._Run, "step", press)
-        train(tiny_config, tmp_path / "run")  # rows are written every four steps, and no checkpoint is asked for
+        train(
+            tiny_config, tmp_path / "run"
+        )  # rows are written every four steps, and no checkpoint is asked for
     checkpoint = tmp_path / "run" / "checkpoint.pt"
     said = f"interrupted; {checkpoint} has step 6 of 16. To go on, give the same command with --resume, and without --overwrite"
-    assert str(stopped.value) == said and "stopping after this step with a checkpoint" in capfd.readouterr().err
+    assert (
+        str(stopped.value) == said
+        and "stopping after this step with a checkpoint" in capfd.readouterr().err
+    )
     assert signal.getsignal(signal.SIGINT) is before and checkpoint.is_file()
     train(tiny_config, tmp_path / "run", resume=True, quiet=True)
     assert differences(tmp_path / "run", whole) == []
@@ -764,7 +937,10 @@ def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module._Run, "step", press)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_config, tmp_path / "run", quiet=True)
-    assert not list((tmp_path / "run").glob("checkpoint*")) and not (tmp_path / "run" / "train.lock").exists()
+    assert (
+        not list((tmp_path / "run").glob("checkpoint*"))
+        and not (tmp_path / "run" / "train.lock").exists()
+    )
 
 
 def test_one_process_trains_in_a_folder(tiny_config, tiny_run, tmp_path):
@@ -786,14 +962,21 @@ def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
             train(config, tmp_path / "run", resume=commit == "second", quiet=True)
         if commit == "first":  # a file of an older version
             path = tmp_path / "run" / "provenance.json"
-            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "starts"}))
+            path.write_text(
+                json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "starts"})
+            )
             assert results.load_provenance(tmp_path / "run")["starts"][0]["commit"] == "first"
     monkeypatch.setenv("TWELL_COMMIT", "third")
     train(config, tmp_path / "run", resume=True, quiet=True)
     row = results.load_provenance(tmp_path / "run")
     assert [start["commit"] for start in row["starts"]] == ["first", "second", "third"]
-    assert [start.get("step") for start in row["starts"]] == [None, 4, 12] and row["commit"] == "third"
-    assert all(start["device"] and start["versions"] and start["command"] and start["date"] for start in row["starts"])
+    assert [start.get("step") for start in row["starts"]] == [None, 4, 12] and row[
+        "commit"
+    ] == "third"
+    assert all(
+        start["device"] and start["versions"] and start["command"] and start["date"]
+        for start in row["starts"]
+    )
 
 
 def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
@@ -814,7 +997,9 @@ def test_damaged_checkpoints_are_named(tiny_config, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"log\.csv is shorter than the checkpoint says"):
         train(config, tmp_path / "run", resume=True, quiet=True)
     log.write_bytes(rows.replace(b",train,", b",trial,", 1))
-    with pytest.raises(ValueError, match=r"log\.csv is damaged: .*put back a copy, or start again with --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"log\.csv is damaged: .*put back a copy, or start again with --overwrite"
+    ):
         train(config, tmp_path / "run", resume=True, quiet=True)
 
 
@@ -847,7 +1032,10 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_after(patch, 8)
         train(config, tmp_path / "run", quiet=True)
-    checkpoint, provenance = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "provenance.json"
+    checkpoint, provenance = (
+        tmp_path / "run" / "checkpoint.pt",
+        tmp_path / "run" / "provenance.json",
+    )
     whole = torch.load(checkpoint, weights_only=True)
     del whole["sealed"]  # as older versions wrote it
     for state, words in (
@@ -859,7 +1047,9 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
             del state["sparse"]
             words = "sparse"
         torch.save(state, checkpoint)
-        with pytest.raises(ValueError, match=rf"checkpoint\.pt is no checkpoint of a run: it has no {words}"):
+        with pytest.raises(
+            ValueError, match=rf"checkpoint\.pt is no checkpoint of a run: it has no {words}"
+        ):
             train(config, tmp_path / "run", resume=True, quiet=True)
     for text in ("", "[1]"):
         provenance.write_text(text)
@@ -867,7 +1057,9 @@ def test_a_checkpoint_or_provenance_of_something_else_is_named(tiny_config, tmp_
             train(config, tmp_path / "run", resume=True, quiet=True)
 
 
-def test_a_run_goes_on_with_its_configuration_and_text_alone(tiny_config, tiny_text, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_its_configuration_and_text_alone(
+    tiny_config, tiny_text, tmp_path, monkeypatch
+):
     text = shutil.copy(tiny_text, tmp_path / "text.jsonl")
     config = dataclasses.replace(tiny_config, source=str(text), checkpoint_every=8)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -878,14 +1070,16 @@ def test_a_run_goes_on_with_its_configuration_and_text_alone(tiny_config, tiny_t
     edited = dataclasses.replace(config, seed=7)
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(edited)))
     with pytest.raises(
-        ValueError, match=r"checkpoint\.pt was written with another configuration: seed was 0 and is 7; "
+        ValueError,
+        match=r"checkpoint\.pt was written with another configuration: seed was 0 and is 7; ",
     ):
         train(edited, tmp_path / "run", resume=True, quiet=True)
     (tmp_path / "run" / "config.yaml").write_bytes(before[tmp_path / "run" / "config.yaml"])
 
     text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
     with pytest.raises(
-        ValueError, match=r"the text of \S*run has changed since .* validation and training tokens differ"
+        ValueError,
+        match=r"the text of \S*run has changed since .* validation and training tokens differ",
     ):
         train(config, tmp_path / "run", resume=True, quiet=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
@@ -895,9 +1089,15 @@ def test_a_run_goes_on_with_its_configuration_and_text_alone(tiny_config, tiny_t
         path = tmp_path / "run" / name
         if name == "checkpoint.pt":
             state = torch.load(path, weights_only=True)
-            torch.save({name: state[name] for name in state if name not in ("config", "sealed")}, path)
+            torch.save(
+                {name: state[name] for name in state if name not in ("config", "sealed")}, path
+            )
         else:
-            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "text_sha256"}))
+            path.write_text(
+                json.dumps(
+                    {k: v for k, v in json.loads(path.read_text()).items() if k != "text_sha256"}
+                )
+            )
     train(config, tmp_path / "run", resume=True, quiet=True)
     assert results.load_run(tmp_path / "run")[0]["complete"]
 
@@ -922,19 +1122,27 @@ def test_a_model_folder_that_is_a_link_stays_one(tiny_config, tmp_path):
     shutil.move(tmp_path / "run" / "model", tmp_path / "elsewhere")
     (tmp_path / "run" / "model").symlink_to(tmp_path / "elsewhere")
     train(short, tmp_path / "run", overwrite=True, quiet=True)
-    assert (tmp_path / "run" / "model").is_symlink() and (tmp_path / "elsewhere" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "model").is_symlink() and (
+        tmp_path / "elsewhere" / "model.safetensors"
+    ).is_file()
 
 
 def test_a_resume_without_a_log_says_what_to_put_back(tiny_config, tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run, tmp_path / "run")
     (folder / "log.csv").unlink()
-    with pytest.raises(FileExistsError, match=r"has no log\.csv\), so it is left alone: put back a copy of it"):
+    with pytest.raises(
+        FileExistsError, match=r"has no log\.csv\), so it is left alone: put back a copy of it"
+    ):
         train(tiny_config, folder, resume=True, quiet=True)
 
 
-@pytest.mark.parametrize("changes", [{"micro_batch": 3}, {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"micro_batch": 3}, {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}]
+)
 def test_resumes_with_micro_batches_are_exact(tiny_config, tmp_path, monkeypatch, changes):
-    config = dataclasses.replace(tiny_config, checkpoint_every=4, l1_zero_steps=3, l1_warmup_steps=20, **changes)
+    config = dataclasses.replace(
+        tiny_config, checkpoint_every=4, l1_zero_steps=3, l1_warmup_steps=20, **changes
+    )
     whole = train(config, tmp_path / "whole", quiet=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_after(patch, 12)
@@ -964,22 +1172,68 @@ def test_streamed_training_resumes_exactly(tiny_config, tiny_text, tmp_path, mon
 def test_the_papers_setting_starts(tiny_config, tiny_text, tmp_path):
     """Three steps of the profile `paper` with its own schedule, accumulation, precision and streaming, in small."""
     paper = TrainConfig.load("paper")
-    table2 = {row.metric: row.value for row in results.paper(source="Table 2", model="all (gated)").itertuples()}
-    assert paper.hidden_size == table2["hidden_size"] and paper.intermediate_size == table2["intermediate_size"]
+    table2 = {
+        row.metric: row.value
+        for row in results.paper(source="Table 2", model="all (gated)").itertuples()
+    }
+    assert (
+        paper.hidden_size == table2["hidden_size"]
+        and paper.intermediate_size == table2["intermediate_size"]
+    )
     assert paper.num_heads == table2["num_heads"] and paper.vocab_size == table2["vocab_size"]
-    assert paper.context == table2["max_seq_len"] and paper.batch_tokens == table2["tokens_per_step"]
-    assert paper.learning_rate == table2["learning_rate"] and paper.warmup_steps == table2["warmup_steps"]
-    assert (paper.adam_beta1, paper.adam_beta2, paper.adam_epsilon) == (0.9, 0.95, table2["adam_eps"])
-    assert paper.weight_decay == table2["weight_decay"] and paper.max_grad_norm == table2["max_grad_norm"]
-    assert paper.rope_theta == table2["rope_theta"] and paper.l1_coefficient == 2e-5 and paper.num_layers == 28
-    assert [TrainConfig.load(size).steps for size in ("0.5b", "1b", "1.5b", "2b")] == [10000, 20000, 30000, 40000]
+    assert (
+        paper.context == table2["max_seq_len"] and paper.batch_tokens == table2["tokens_per_step"]
+    )
+    assert (
+        paper.learning_rate == table2["learning_rate"]
+        and paper.warmup_steps == table2["warmup_steps"]
+    )
+    assert (paper.adam_beta1, paper.adam_beta2, paper.adam_epsilon) == (
+        0.9,
+        0.95,
+        table2["adam_eps"],
+    )
+    assert (
+        paper.weight_decay == table2["weight_decay"]
+        and paper.max_grad_norm == table2["max_grad_norm"]
+    )
+    assert (
+        paper.rope_theta == table2["rope_theta"]
+        and paper.l1_coefficient == 2e-5
+        and paper.num_layers == 28
+    )
+    assert [TrainConfig.load(size).steps for size in ("0.5b", "1b", "1.5b", "2b")] == [
+        10000,
+        20000,
+        30000,
+        40000,
+    ]
     local = stream_config(tiny_config, tiny_text, tmp_path / "hub")
-    small = {"hidden_size": 32, "intermediate_size": 88, "num_layers": 2, "num_heads": 2, "context": 32}
-    small |= {"batch_tokens": 32 * 64, "tokens": 3 * 32 * 64, "source": local.source, "tokenizer": local.tokenizer}
-    small |= {"vocab_size": 320, "valid_tokens": 320, "log_every": 1, "checkpoint_every": 0, "compile": False}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_layers": 2,
+        "num_heads": 2,
+        "context": 32,
+    }
+    small |= {
+        "batch_tokens": 32 * 64,
+        "tokens": 3 * 32 * 64,
+        "source": local.source,
+        "tokenizer": local.tokenizer,
+    }
+    small |= {
+        "vocab_size": 320,
+        "valid_tokens": 320,
+        "log_every": 1,
+        "checkpoint_every": 0,
+        "compile": False,
+    }
     run = train(dataclasses.replace(paper, **small), tmp_path / "run", quiet=True)
     _, log = results.load_run(run)
-    np.testing.assert_allclose(series(log, "lr"), [1e-3 * step / 600 for step in (0, 1, 2)], rtol=1e-5)
+    np.testing.assert_allclose(
+        series(log, "lr"), [1e-3 * step / 600 for step in (0, 1, 2)], rtol=1e-5
+    )
     assert series(log, "loss").iloc[0] == pytest.approx(np.log(320), rel=0.02)
 
 

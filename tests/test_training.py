@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 from tests import fuzz
 from tests.test_kernels import DEVICE, SEED, pytestmark, unwritten_memory_is_nan  # noqa: F401
-from twell.ffn import SparseFFN
 from twell.kernels import common, ops, training
-from twell.sparse_training import SparseTraining
+from twell.sparse.layer import SparseFFN
+from twell.sparse.training import SparseTraining
 
 PATHS = sorted(ops.TRAIN_PATHS)
 
@@ -47,7 +47,9 @@ def leaves_of(case):
 
 
 def gradients_of(found, leaves, dy, dl1):
-    return torch.autograd.grad([found.y, found.l1], [t for t in leaves.values() if t is not None], [dy, dl1])
+    return torch.autograd.grad(
+        [found.y, found.l1], [t for t in leaves.values() if t is not None], [dy, dl1]
+    )
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 6))
@@ -55,25 +57,38 @@ def gradients_of(found, leaves, dy, dl1):
 def test_random_case(path, seed, monkeypatch):
     case = fuzz.draw(seed, large=False)
     if DEVICE == "cpu":
-        case = replace(case, intermediate_size=min(case.intermediate_size, 70 if case.pattern == "full" else 257))
+        case = replace(
+            case,
+            intermediate_size=min(case.intermediate_size, 70 if case.pattern == "full" else 257),
+        )
     monkeypatch.setattr(training, "DENSE_FROM", random.Random(seed).choice([1, 16, 64]))
     fuzz.check_training(case, DEVICE, path)
 
 
-@pytest.mark.parametrize("path, pattern", [*(("union", pattern) for pattern in fuzz.PATTERNS), ("hybrid", "tile")])
+@pytest.mark.parametrize(
+    "path, pattern", [*(("union", pattern) for pattern in fuzz.PATTERNS), ("hybrid", "tile")]
+)
 def test_every_pattern_is_exact(path, pattern):
     num_neurons = {"full": 40, "tile": 300}.get(pattern, 140)
-    assert fuzz.check_training(case_of(path, pattern=pattern, intermediate_size=num_neurons), DEVICE, path) == 0
+    assert (
+        fuzz.check_training(
+            case_of(path, pattern=pattern, intermediate_size=num_neurons), DEVICE, path
+        )
+        == 0
+    )
 
 
 NUMBERS = (1, True), (1, False), (31, False), (33, True), (65, False), (130, True), (130, False)
 
 
 @pytest.mark.parametrize(
-    "path, num_tokens, gated", [*(("union", *number) for number in NUMBERS), *(("hybrid", *n) for n in NUMBERS[::3])]
+    "path, num_tokens, gated",
+    [*(("union", *number) for number in NUMBERS), *(("hybrid", *n) for n in NUMBERS[::3])],
 )
 def test_every_number_of_tokens(path, num_tokens, gated):
-    case = case_of(path, num_tokens=num_tokens, intermediate_size=70, gated=gated, dtype=torch.float16)
+    case = case_of(
+        path, num_tokens=num_tokens, intermediate_size=70, gated=gated, dtype=torch.float16
+    )
     assert fuzz.check_training(case, DEVICE, path) == 0
 
 
@@ -83,7 +98,10 @@ def test_every_configuration(architecture, monkeypatch, in_backup):
         pytest.skip("a GPU runs its own configuration")
     monkeypatch.setattr(common, "architecture", lambda device: architecture)
     monkeypatch.setattr(training, "DENSE_FROM", 16)
-    assert fuzz.check_training(case_of("union", hidden_size=80, pattern="skewed"), DEVICE, "union") == 0
+    assert (
+        fuzz.check_training(case_of("union", hidden_size=80, pattern="skewed"), DEVICE, "union")
+        == 0
+    )
     assert 0 < in_backup[0] < 140
 
 
@@ -112,7 +130,9 @@ def test_lists_and_backup_give_the_same(dense_from, gated, pattern, monkeypatch,
     """All neurons in lists, some in the backup, or all."""
     monkeypatch.setattr(training, "DENSE_FROM", dense_from)
     num_tokens, num_neurons = (70, 70) if pattern == "skewed" else (17, 40)
-    case = case_of("union", num_tokens=num_tokens, intermediate_size=num_neurons, pattern=pattern, gated=gated)
+    case = case_of(
+        "union", num_tokens=num_tokens, intermediate_size=num_neurons, pattern=pattern, gated=gated
+    )
     assert fuzz.check_training(case, DEVICE, "union") == 0
     if dense_from == 1:
         assert set(in_backup) == {0}
@@ -125,7 +145,9 @@ def test_lists_and_backup_give_the_same(dense_from, gated, pattern, monkeypatch,
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_backup_that_needs_two_rounds(gated, monkeypatch, in_backup, rounds):
     monkeypatch.setattr(training, "DENSE_FROM", 10**6)
-    case = case_of("union", num_tokens=33, intermediate_size=200, hidden_size=16, pattern="full", gated=gated)
+    case = case_of(
+        "union", num_tokens=33, intermediate_size=200, hidden_size=16, pattern="full", gated=gated
+    )
     assert fuzz.check_training(case, DEVICE, "union") == 0
     assert set(in_backup) == {200} and rounds.number == 2 * len(in_backup)
 
@@ -146,7 +168,9 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     results = []
     for capacity in (needed, needed + 3, 140):
         found = ops.train(path, capacity, **leaves)
-        results.append([found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))])
+        results.append(
+            [found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))]
+        )
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             assert torch.equal(a, b)
@@ -160,10 +184,14 @@ def test_every_frequent_neuron_is_in_the_backup(capacity):
     w = torch.full((300, 80), -1.0)
     w[torch.arange(300), tokens] = w[torch.arange(300), (tokens + 1) % 70] = 1
     x, w = x.to(DEVICE, torch.float16), w.to(DEVICE, torch.float16)
-    y, l1, _, counts, needed, *saved = training.forward(x, w, w, w, None, None, None, None, capacity)
+    y, l1, _, counts, needed, *saved = training.forward(
+        x, w, w, w, None, None, None, None, capacity
+    )
     assert needed == 9 and (counts == 2).all()
     saved = training.Saved(*saved)
-    assert saved.spans[2].all() and saved.backup[:300].sort().values.equal(torch.arange(300, device=DEVICE).int())
+    assert saved.spans[2].all() and saved.backup[:300].sort().values.equal(
+        torch.arange(300, device=DEVICE).int()
+    )
 
 
 NAMES = "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"
@@ -171,13 +199,17 @@ NAMES = "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "wanted", [("x",), ("w_gate",), ("w_up",), ("w_down",), ("b_gate", "b_up"), ("x", "w_down")], ids=str
+    "wanted",
+    [("x",), ("w_gate",), ("w_up",), ("w_down",), ("b_gate", "b_up"), ("x", "w_down")],
+    ids=str,
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch):
     """They are the ones of a step that asks for all; the operator returns nothing for the others."""
     monkeypatch.setattr(training, "DENSE_FROM", 8)  # some in lists, some in the backup
-    case = case_of(path, num_tokens=33, intermediate_size=40, hidden_size=16, pattern="skewed", gated=gated)
+    case = case_of(
+        path, num_tokens=33, intermediate_size=40, hidden_size=16, pattern="skewed", gated=gated
+    )
     leaves = leaves_of(case)
     wanted = [name for name in wanted if leaves[name] is not None]
     if not wanted:
@@ -185,7 +217,11 @@ def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch)
     dy = torch.randn(33, 16, device=DEVICE).to(case.dtype)
     found = ops.train(path, 40, **leaves)
     expected = dict(
-        zip([n for n in NAMES if leaves[n] is not None], gradients_of(found, leaves, dy, found.l1), strict=True)
+        zip(
+            [n for n in NAMES if leaves[n] is not None],
+            gradients_of(found, leaves, dy, found.l1),
+            strict=True,
+        )
     )
     returned, backward = [], getattr(torch.ops.twell, f"train_{path}_backward")
     given = {name: t if t is None or name in wanted else t.detach() for name, t in leaves.items()}
@@ -195,7 +231,9 @@ def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch)
     needs = [name in wanted for name in NAMES[:6]]
     returned = backward(*saved, dy, found.l1.detach(), needs)
     assert [t.numel() > 0 for t in returned] == needs
-    gradients = torch.autograd.grad([found.y, found.l1], [given[name] for name in wanted], [dy, found.l1])
+    gradients = torch.autograd.grad(
+        [found.y, found.l1], [given[name] for name in wanted], [dy, found.l1]
+    )
     for name, gradient in zip(wanted, gradients, strict=True):
         assert torch.equal(gradient, expected[name]), name
 
@@ -203,7 +241,9 @@ def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch)
 def test_slabs_of_columns_give_the_same(monkeypatch):
     monkeypatch.setattr(training, "DENSE_FROM", 1)
     monkeypatch.setattr(training, "CACHE_BYTES", 1)
-    case = case_of("union", intermediate_size=70, hidden_size=272, pattern="skewed")  # two slabs of 128 and one of 16
+    case = case_of(
+        "union", intermediate_size=70, hidden_size=272, pattern="skewed"
+    )  # two slabs of 128 and one of 16
     assert fuzz.check_training(case, DEVICE, "union") == 0
 
 
@@ -219,7 +259,9 @@ def test_too_little_room_is_told_and_counts_stay_right():
         assert int(found.needed) > capacity
         assert torch.equal(found.token_counts, enough.token_counts)
         assert torch.equal(found.neuron_counts, enough.neuron_counts)
-        gradients_of(found, leaves, torch.ones_like(found.y), torch.ones_like(found.l1))  # wrong, but nothing breaks
+        gradients_of(
+            found, leaves, torch.ones_like(found.y), torch.ones_like(found.l1)
+        )  # wrong, but nothing breaks
     exactly = ops.train(path, needed, **leaves)
     assert int(exactly.needed) == needed
     assert torch.equal(exactly.y, enough.y) and torch.equal(exactly.l1, enough.l1)
@@ -228,13 +270,17 @@ def test_too_little_room_is_told_and_counts_stay_right():
 def test_two_calls_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(training, "DENSE_FROM", 16)  # some in lists, some in the backup
     size = 70 if DEVICE == "cpu" else 1000  # there programs run at the same time
-    case = case_of("union", num_tokens=size, intermediate_size=2 * size, pattern="skewed", values="normal")
+    case = case_of(
+        "union", num_tokens=size, intermediate_size=2 * size, pattern="skewed", values="normal"
+    )
     leaves = leaves_of(case)
     dy = torch.randn(size, 48, device=DEVICE).to(case.dtype)
     results = []
     for _ in range(2):
         found = ops.train("union", 2 * size, **leaves)
-        results.append([found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))])
+        results.append(
+            [found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))]
+        )
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -242,7 +288,9 @@ def test_two_calls_give_the_same_bits(monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_operators_keep_the_rules_of_pytorch(path, gated):
-    case = case_of(path, num_tokens=5, intermediate_size=20, gated=gated, values="normal", pattern="skewed")
+    case = case_of(
+        path, num_tokens=5, intermediate_size=20, gated=gated, values="normal", pattern="skewed"
+    )
     arguments = [*leaves_of(case).values(), torch.ones(5, device=DEVICE), 20]
     # Entries take their places as programs come, so on a GPU two calls may keep them in another order, which no result
     # depends on; there tests/gpu compares what Inductor makes of it instead.
@@ -259,7 +307,9 @@ def test_bad_input_is_named():
         ops.train("union", 0, **leaves)
     with pytest.raises(ValueError, match="capacity=40000000 for 70 tokens"):
         ops.train("union", 40_000_000, **leaves)
-    entries = 2**31 - 31  # to the place of an entry that does not fit 31 are added, and that has to fit 32 bits
+    entries = (
+        2**31 - 31
+    )  # to the place of an entry that does not fit 31 are added, and that has to fit 32 bits
     with pytest.raises(ValueError, match=f"capacity={entries} for 1 tokens"):
         ops.train("union", entries, **{**leaves, "x": leaves["x"][:1]})
     with pytest.raises(ValueError, match=r"token_mask has shape \(3,\), expected 70"):
@@ -337,7 +387,9 @@ def test_statistics_are_exact_with_padding():
         step(ffn, x)
     for ours, theirs in zip(sparse.stats.take(), dense.stats.take(), strict=True):
         assert torch.equal(ours, theirs)
-    active = dense.activations(x.bfloat16().float())[0] != 0  # near zero autocast may round otherwise
+    active = (
+        dense.activations(x.bfloat16().float())[0] != 0
+    )  # near zero autocast may round otherwise
     assert abs(int(sparse.needed) - float(active.float().sum(-1).mean())) <= 1.1
 
 
@@ -352,7 +404,9 @@ def test_else_gradients_are_dense(why, monkeypatch):
     monkeypatch.setattr(ops, "train", None)
     y, expected = step(dense, x, autocast=why != "fp32")
     ours, found = step(sparse, x, autocast=why != "fp32")
-    for a, b in zip([ours, *found], [y, *expected], strict=True):  # w_down's strides differ, and so may the sums' order
+    for a, b in zip(
+        [ours, *found], [y, *expected], strict=True
+    ):  # w_down's strides differ, and so may the sums' order
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
@@ -398,7 +452,9 @@ def test_compiled_layer():
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
 
 
-@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256)
+@torch._dynamo.config.patch(
+    allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256
+)
 @pytest.mark.parametrize("path", PATHS)
 def test_compiled_code_serves_every_room(path):
     _, sparse, x = layers()
@@ -433,4 +489,6 @@ def test_steps_follow_those_of_the_dense_layer():
             optimizer.step()
             losses[name].append(loss.item())
     assert losses["dense"][-1] < 0.9 * losses["dense"][0]
-    assert max(abs(a / b - 1) for a, b in zip(losses["sparse"], losses["dense"], strict=True)) < 1e-2
+    assert (
+        max(abs(a / b - 1) for a, b in zip(losses["sparse"], losses["dense"], strict=True)) < 1e-2
+    )

@@ -18,14 +18,14 @@ if not Path(__file__).with_name("kernels").is_dir():
 __version__ = "0.1.0"
 
 _HOME = {
-    "TwELL": "format",
-    "PackedTwELL": "format",
-    "ELL": "format",
-    "Hybrid": "format",
-    "TileUnion": "format",
-    "BufferOverflow": "format",
-    "SparseFFN": "ffn",
-    "backend_status": "ffn",
+    "TwELL": "sparse.formats",
+    "PackedTwELL": "sparse.formats",
+    "ELL": "sparse.formats",
+    "Hybrid": "sparse.formats",
+    "TileUnion": "sparse.formats",
+    "BufferOverflow": "sparse.formats",
+    "SparseFFN": "sparse.layer",
+    "backend_status": "sparse.layer",
     "SparseLlamaConfig": "model",
     "SparseLlamaForCausalLM": "model",
     "sparsify": "model",
@@ -33,13 +33,15 @@ _HOME = {
     "load": "model",
     "l1_by_layer": "model",
     "silence": "model",
-    "SparseTraining": "sparse_training",
+    "SparseTraining": "sparse.training",
     "TrainConfig": "train",
     "Trace": "trace",
     "Aggregate": "trace",
     "inspect": "widget",
 }
-_MODULES = set("format reference ffn model corpus results analysis plots measure evaluate train inspector".split())
+_MODULES = set(
+    "format reference ffn model corpus results analysis plots measure evaluate train inspector".split()
+)
 __all__ = sorted(_HOME)
 
 

@@ -128,7 +128,11 @@ def check_log(path: Path, state: dict) -> None:
     rows = path.read_bytes() if path.is_file() else b""
     size = state["log"]
     if len(rows) < size:
-        raise ValueError(f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)")
+        raise ValueError(
+            f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)"
+        )
     expected = state.get("log_sha256")  # checkpoints of older versions have none
     if expected is not None and hashlib.sha256(rows[:size]).hexdigest() != expected:
-        raise ValueError(f"{path} is damaged: its first {size} bytes have changed since the checkpoint")
+        raise ValueError(
+            f"{path} is damaged: its first {size} bytes have changed since the checkpoint"
+        )

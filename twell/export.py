@@ -81,7 +81,9 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another folder")
     if twin is not None and Path(twin).resolve() == run.resolve():
-        raise ValueError(f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0")
+        raise ValueError(
+            f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0"
+        )
     rows, logs = [], []
     for path in [run] if twin is None else [run, Path(twin)]:
         row, log = results.load_run(path)
@@ -92,7 +94,11 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     row = rows[0]
     if twin is not None:
         may_differ = ("l1_coefficient", "log_every", "valid_every", "checkpoint_every")
-        same = [name for name in row if name in TrainConfig.__dataclass_fields__ and name not in may_differ]
+        same = [
+            name
+            for name in row
+            if name in TrainConfig.__dataclass_fields__ and name not in may_differ
+        ]
         differ = [name for name in same if row[name] != rows[1][name]]
         if differ:
             raise ValueError(
@@ -113,8 +119,13 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
             shutil.copyfile(run / AGGREGATE, out / AGGREGATE)
         else:
             ids = blocks.tokens[: len(blocks) * row["context"]]
-            meta = results.provenance() | {"run": row["run"], "l1_coefficient": row["l1_coefficient"]}
-            trace.aggregate(model, tokenizer, trace.cut(ids, model), meta=meta).save(out / AGGREGATE)
+            meta = results.provenance() | {
+                "run": row["run"],
+                "l1_coefficient": row["l1_coefficient"],
+            }
+            trace.aggregate(model, tokenizer, trace.cut(ids, model), meta=meta).save(
+                out / AGGREGATE
+            )
         for path in out.iterdir():
             path.chmod(0o644)  # safetensors lets only the owner read
     except BaseException:
@@ -124,11 +135,20 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
 
 
 def _card(
-    out: Path, rows: list[dict], starts: list[dict], logs: list, stored: float, valid_tokens: int, text: str
+    out: Path,
+    rows: list[dict],
+    starts: list[dict],
+    logs: list,
+    stored: float,
+    valid_tokens: int,
+    text: str,
 ) -> str:
     row = rows[0]
     tables = [analysis.logged_layers(log, row["intermediate_size"]) for log in logs]
-    valid = [log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")]["value"].iloc[-1] for log in logs]
+    valid = [
+        log[(log["split"] == "valid") & (log["metric"] == "cross_entropy")]["value"].iloc[-1]
+        for log in logs
+    ]
     silenced = [log[log["metric"] == "cross_entropy_silenced"]["value"].iloc[-1] for log in logs]
     lines = {
         "L1 coefficient": [f"{one['l1_coefficient']:g}" for one in rows],
@@ -180,12 +200,16 @@ def _portable(command: str) -> str:
         option, equals, value = word.rpartition("=")
         if os.path.isabs(value):
             path = Path(value)
-            value = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
+            value = str(
+                path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name
+            )
         words.append(option + equals + value)
     return shlex.join(words)
 
 
 def _resumed(starts: list[dict]) -> str:
     """Return the step, device and commit of each resume, as words for the card."""
-    parts = [f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]]
+    parts = [
+        f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]
+    ]
     return ", resumed" + " and".join(parts) if parts else ""

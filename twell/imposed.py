@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twell.ffn import ActivityStats, SparseFFN, summarize_activity
 from twell.measure import BLOCK, LIVELINESS, POPULARITY
 from twell.model import SparseLlamaForCausalLM
+from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
 
 CONSTANT, DRAW = 0, 1  # the two channels
 TOPICS = 64
@@ -37,7 +37,9 @@ TOPIC = 0.1
 # Root mean square of what a feed-forward layer adds to a stream that begins with 1, and of an attention layer at the first
 # position (it averages over what came before, so that later ones get less).
 FFN_PART, ATTENTION_PART = 0.02, 0.1
-LOGIT = 0.1  # standard deviation of logits, but for the token's own: the head is tied to the embedding
+LOGIT = (
+    0.1  # standard deviation of logits, but for the token's own: the head is tied to the embedding
+)
 PROFILES = "paper", "flat"
 # Mean active neurons over layers at the recommended L1 coefficient, as the paper's text has them; that of 1b, which it does not
 # print, lies between its neighbours.
@@ -60,7 +62,10 @@ def profile(name: str, num_layers: int, active: float) -> list[float]:
         return [float(active)] * num_layers
     last = num_layers - 1
     peak = max(PEAK * last, len(FIRST))
-    shape = [1 + HUMP * math.exp(-(((layer - peak) / (WIDTH * last)) ** 2)) for layer in range(num_layers)]
+    shape = [
+        1 + HUMP * math.exp(-(((layer - peak) / (WIDTH * last)) ** 2))
+        for layer in range(num_layers)
+    ]
     shape[: len(FIRST)] = FIRST
     return [active * num_layers * height / sum(shape) for height in shape]
 
@@ -124,7 +129,9 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def before_ffn(model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]) -> Iterator[None]:
+def before_ffn(
+    model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]
+) -> Iterator[None]:
     """While it lasts, visit(place, layer, x) is called with each feed-forward layer's input before it computes."""
 
     def hook(place: int) -> Callable:
@@ -139,7 +146,9 @@ def before_ffn(model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, T
 
 
 @torch.no_grad()
-def impose(model: SparseLlamaForCausalLM, wanted: Sequence[float], tokens: Tensor, seed: int = 0) -> None:
+def impose(
+    model: SparseLlamaForCausalLM, wanted: Sequence[float], tokens: Tensor, seed: int = 0
+) -> None:
     """Set gates so that layer l has a mean of wanted[l] active neurons on `tokens` [B, S], in a model of `draw_weights`.
 
     In place, by one dense pass under whatever autocast is on; may be repeated for other means. The down projections are scaled

@@ -28,7 +28,9 @@ from twell.model import SparseLlamaForCausalLM
 from twell.trace import COMPRESSIONS, TILE_N, Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown
-MAX_ENTRIES = 800_000  # active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280
+MAX_ENTRIES = (
+    800_000  # active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280
+)
 PRECISE_ENTRIES = 200_000  # up to which values keep 24 bits, more of them 16
 PAGE_BYTES = 2_950_000  # what an exported page may have
 WORDS = 10  # that a neuron promotes, and suppresses
@@ -71,8 +73,13 @@ class Side:
 
     def __post_init__(self):
         self.of = self.of if self.of[1] else (0, self.trace.num_tokens)
-        kinds = {"the trace": self.trace if self.trace.num_tokens else None, "the aggregate": self.aggregate}
-        shapes = {kind: (a.num_layers, a.intermediate_size) for kind, a in kinds.items() if a is not None}
+        kinds = {
+            "the trace": self.trace if self.trace.num_tokens else None,
+            "the aggregate": self.aggregate,
+        }
+        shapes = {
+            kind: (a.num_layers, a.intermediate_size) for kind, a in kinds.items() if a is not None
+        }
         if self.model is not None:
             shapes["the model"] = (len(self.model.ffns), self.model.config.intermediate_size)
         self.shape = next(iter(shapes.values()), (0, self.trace.intermediate_size))
@@ -120,12 +127,18 @@ def sides(
 
 
 def _side(
-    what: Source, text: str | None, aggregate: Aggregate | str | Path | None, model: Source | None, start: int
+    what: Source,
+    text: str | None,
+    aggregate: Aggregate | str | Path | None,
+    model: Source | None,
+    start: int,
 ) -> Side:
     """A side of a trace or its file, with the model it came from if given; or of a model (see `_load`) and a text."""
     if not (isinstance(what, Trace) or str(what).endswith(".npz")):
         if start or model is not None:
-            raise ValueError("start and model belong to a trace; this is a model, which runs a text")
+            raise ValueError(
+                "start and model belong to a trace; this is a model, which runs a text"
+            )
         side = _load(what, aggregate)
         return side.run(text or "")
     if text is not None:
@@ -152,7 +165,9 @@ def _load(what: Source, aggregate: Aggregate | str | Path | None) -> Side:
         name, (model, tokenizer) = Path(what).name, trace.load_with_tokenizer(what)
         if aggregate is None and (Path(what) / AGGREGATE).is_file():
             aggregate = Path(what) / AGGREGATE
-    return Side(name, trace.trace_tokens(model, tokenizer, []), _aggregate(aggregate), model, tokenizer)
+    return Side(
+        name, trace.trace_tokens(model, tokenizer, []), _aggregate(aggregate), model, tokenizer
+    )
 
 
 def _aggregate(given: Aggregate | str | Path | None) -> Aggregate | None:
@@ -170,7 +185,9 @@ def leading(values: np.ndarray, bits: int) -> np.ndarray:
     return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
 
 
-def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict | None = None) -> bytes:
+def pack(
+    shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict | None = None
+) -> bytes:
     """Return what inspector.js shows, compressed (zlib).
 
     Inside: the length of a JSON header (uint32), the header, and arrays, little endian, each beginning at a multiple of 8 bytes
@@ -182,7 +199,9 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict 
     precise = strongest is None and sum(len(side.trace.values) for side in shown) <= PRECISE_ENTRIES
     arrays: dict[str, np.ndarray] = {}
     for number, side in enumerate(shown):
-        arrays |= {f"{number}.{name}": array for name, array in _arrays(side, strongest, precise).items()}
+        arrays |= {
+            f"{number}.{name}": array for name, array in _arrays(side, strongest, precise).items()
+        }
     if chosen is not None:
         arrays["cards"] = np.frombuffer(json.dumps(chosen).encode(), np.uint8)
     ids = [side.trace.token_ids for side in shown]
@@ -212,7 +231,10 @@ def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     raw = zlib.decompress(data)
     length = int.from_bytes(raw[:4], "little")
     header = json.loads(raw[4 : 4 + length])
-    found = {name: np.frombuffer(raw, dtype, n, 4 + length + at) for name, dtype, n, at in header["arrays"]}
+    found = {
+        name: np.frombuffer(raw, dtype, n, 4 + length + at)
+        for name, dtype, n, at in header["arrays"]
+    }
     return header, found
 
 
@@ -258,10 +280,15 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "logprob": shown.logprob.astype(np.float32),
         "counts": counts.astype(np.uint16),
         "tile_max": _fullest_tile(shown).reshape(-1).astype(np.uint16),
-        "total": leading(np.bincount(rows, weights=np.abs(shown.values), minlength=len(counts)), 16).astype(np.uint16),
+        "total": leading(
+            np.bincount(rows, weights=np.abs(shown.values), minlength=len(counts)), 16
+        ).astype(np.uint16),
         "gap_low": (gap & 255).astype(np.uint8),
         "gap_high": (gap >> 8).astype(np.uint8),
-        **{f"value_{byte}": (value >> (24 - 8 * byte)).astype(np.uint8) for byte in range(3 if precise else 2)},
+        **{
+            f"value_{byte}": (value >> (24 - 8 * byte)).astype(np.uint8)
+            for byte in range(3 if precise else 2)
+        },
     }
     if strongest is not None:
         arrays["fires"] = shown.neurons()[0].reshape(-1).astype(np.uint32)
@@ -274,7 +301,10 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
 def _fullest_tile(shown: Trace) -> np.ndarray:
     """The active neurons of each token in the tile that holds the most of them, [L, T]."""
     num_tiles, counts = -(-shown.intermediate_size // TILE_N), np.diff(shown.indptr)
-    tile = np.repeat(np.arange(len(counts)), counts) * num_tiles + shown.indices.astype(np.int64) // TILE_N
+    tile = (
+        np.repeat(np.arange(len(counts)), counts) * num_tiles
+        + shown.indices.astype(np.int64) // TILE_N
+    )
     in_tile = np.bincount(tile, minlength=len(counts) * num_tiles)
     return in_tile.reshape(shown.num_layers, shown.num_tokens, num_tiles).max(axis=-1, initial=0)
 
@@ -322,21 +352,34 @@ def presets(side: Side) -> list[dict]:
     add("Busiest token", f"{quoted(token)}: {mean.max():.3g} active a layer", token=token)
     surprise = np.nan_to_num(-shown.logprob[inside])
     token = int(inside[surprise.argmax()])
-    add("Most surprising token", f"{quoted(token)}: {surprise.max():.3g} nats", token=token, colour="surprise")
+    add(
+        "Most surprising token",
+        f"{quoted(token)}: {surprise.max():.3g} nats",
+        token=token,
+        colour="surprise",
+    )
     rows = np.repeat(np.arange(len(shown.indptr) - 1), np.diff(shown.indptr))
     later = np.flatnonzero(shown.position[rows % shown.num_tokens] > 0)
     if len(later):
         at = later[np.nan_to_num(np.abs(shown.values[later])).argmax()]
         layer, token = divmod(int(rows[at]), shown.num_tokens)
         view = {"layer": layer, "neuron": int(shown.indices[at]), "token": token, **by_neuron}
-        add("Strongest neuron", f"layer {layer}, {view['neuron']}: {shown.values[at]:+.3g} at {quoted(token)}", **view)
+        add(
+            "Strongest neuron",
+            f"layer {layer}, {view['neuron']}: {shown.values[at]:+.3g} at {quoted(token)}",
+            **view,
+        )
     specific = analysis.specific(shown, min_fires=3, min_count=3).head(1)
     for row in specific.itertuples():
         view = {"layer": row.layer, "neuron": row.neuron, **by_neuron}
         note = f"layer {row.layer}, {row.neuron}: {row.both} of {row.fires} times at {plots.visible(row.token)}"
         add("Most specific neuron", note, **view)
     busy = int(counts[:, inside].mean(axis=1).argmax())
-    add("Busiest layer", f"layer {busy}: {counts[busy, inside].mean():.3g} active", layers=[busy, busy])
+    add(
+        "Busiest layer",
+        f"layer {busy}: {counts[busy, inside].mean():.3g} active",
+        layers=[busy, busy],
+    )
     return found
 
 
@@ -379,7 +422,9 @@ def _statistics(aggregate: Aggregate, layer: int, neuron: int) -> dict:
     }
     for kind, name in (("top", "top"), ("quantile", "quantiles")):
         found = analysis.places(aggregate, layer, neuron, kind)
-        card[name] = [[_short(value), None if kind == "top" else q, *around] for value, q, *around in found]
+        card[name] = [
+            [_short(value), None if kind == "top" else q, *around] for value, q, *around in found
+        ]
     return card
 
 
@@ -393,7 +438,9 @@ def _words(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
     unembedding, norm = model.get_output_embeddings().weight, model.base_model.norm.weight
     found: list[dict] = []
     for start in range(0, len(neurons), 256):
-        rows = torch.stack([model.ffns[layer].direction(n) for layer, n in neurons[start : start + 256]], 1)
+        rows = torch.stack(
+            [model.ffns[layer].direction(n) for layer, n in neurons[start : start + 256]], 1
+        )
         logits = (unembedding @ (rows * norm[:, None])).float()  # [V, n]
         logits = (logits - logits.mean(0)).t()
         number = min(WORDS, logits.shape[1])
@@ -429,7 +476,12 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
         magnitude = np.abs(h.data)
         total = np.bincount(h.row, weights=magnitude, minlength=len(tokens))[h.row]
         share = np.divide(magnitude, total, out=np.zeros(len(total)), where=total > 0)
-        table = {"token": np.asarray(tokens, np.int64)[h.row], "layer": layer, "neuron": h.col, "value": h.data}
+        table = {
+            "token": np.asarray(tokens, np.int64)[h.row],
+            "layer": layer,
+            "neuron": h.col,
+            "value": h.data,
+        }
         table = pd.DataFrame(table | {"share": share})
         tables.append(table if view["neuron"] is None else table[table["neuron"] == view["neuron"]])
     nothing = pd.DataFrame(columns=["token", "layer", "neuron", "value", "share"], dtype=int)
@@ -462,14 +514,19 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     counts[:, left_out] = np.nan
     layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
     if view["colour"] == "neuron" and layer is not None and neuron is not None:
-        of = {"neuron": passage.layer(layer)[:, [neuron]], "layer": passage.layer(layer)}.get(view["scale"])
+        of = {"neuron": passage.layer(layer)[:, [neuron]], "layer": passage.layer(layer)}.get(
+            view["scale"]
+        )
         largest = np.abs(passage.values if of is None else of.data).max(initial=0)
         values = passage.layer(layer)[:, [neuron]].toarray()[:, 0].astype(np.float64)
         top = limit or float(largest) or 1.0
         label, ends = f"h of layer {layer}, neuron {neuron}", (-top, top)
     elif view["colour"] == "surprise":
         values = -passage.logprob.astype(np.float64)
-        label, ends = "surprise, $-$log p in nats", (0.0, limit or float(np.nanmax(values, initial=1)))
+        label, ends = (
+            "surprise, $-$log p in nats",
+            (0.0, limit or float(np.nanmax(values, initial=1))),
+        )
     else:
         values = counts.mean(axis=0)
         known = values[values > 0]  # NaN is not
@@ -478,7 +535,11 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
         label, ends = f"active neurons per token, {which}", (min(low, top / 2), top)
         values = np.where(values == 0, ends[0], values)
     values[left_out] = np.nan
-    start = 0 if view["token"] is None else max(0, min(view["token"] - tokens // 2, passage.num_tokens - tokens))
+    start = (
+        0
+        if view["token"] is None
+        else max(0, min(view["token"] - tokens // 2, passage.num_tokens - tokens))
+    )
     cut = slice(start, start + tokens)
     capacity = TILE_N // view["compression"] - 1 if view["compression"] else np.inf
     over = (_fullest_tile(passage)[first : last + 1] > capacity) & ~left_out
@@ -529,7 +590,9 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
     """
     view = VIEW | (view or {})
     files = {suffix: path.read_text(encoding="utf-8") for suffix, path in FILES.items()}
-    title = html.escape(" and ".join(dict.fromkeys(side.name for side in shown)) + ": active neurons")
+    title = html.escape(
+        " and ".join(dict.fromkeys(side.name for side in shown)) + ": active neurons"
+    )
 
     def written(data: bytes) -> str:
         state = json.dumps({name: view[name] for name in VIEW})
@@ -543,13 +606,17 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
     while room(data) < 0:
         max_entries = max_entries * 4 // 5
         if max_entries < 1000:
-            raise ValueError(f"{sum(s.trace.num_tokens for s in shown)} tokens do not fit into {PAGE_BYTES} bytes")
+            raise ValueError(
+                f"{sum(s.trace.num_tokens for s in shown)} tokens do not fit into {PAGE_BYTES} bytes"
+            )
         data = pack(shown, max_entries=max_entries, chosen={})
     order = _by_weight(shown, view)
     sample = _cards(shown, order[:256])
     if sample:
         spent = room(data) - room(pack(shown, max_entries=max_entries, chosen=sample))
-        known = list(_cards(shown, order[: int(0.97 * room(data) * len(sample) / max(spent, 1))]).items())
+        known = list(
+            _cards(shown, order[: int(0.97 * room(data) * len(sample) / max(spent, 1))]).items()
+        )
         while known:
             packed = pack(shown, max_entries=max_entries, chosen=dict(known))
             if room(packed) >= 0:
@@ -565,14 +632,23 @@ def _by_weight(shown: Sequence[Side], view: dict) -> list[tuple[int, int, int]]:
     """
     first, found = [(view["side"], view["layer"], view["neuron"])], []
     for number, side in enumerate(shown):
-        first += [(number, preset["view"].get("layer"), preset["view"].get("neuron")) for preset in presets(side)]
+        first += [
+            (number, preset["view"].get("layer"), preset["view"].get("neuron"))
+            for preset in presets(side)
+        ]
         passage = side.trace
         for layer in range(passage.num_layers):
             h = abs(passage.layer(layer))
             total = h.sum(axis=1)
             weight = h.T @ np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-            found += [(-weight[neuron], (number, layer, int(neuron))) for neuron in np.unique(h.indices)]
-    known = {number for number, side in enumerate(shown) if side.aggregate is not None or side.model is not None}
+            found += [
+                (-weight[neuron], (number, layer, int(neuron))) for neuron in np.unique(h.indices)
+            ]
+    known = {
+        number
+        for number, side in enumerate(shown)
+        if side.aggregate is not None or side.model is not None
+    }
     every = dict.fromkeys([*first, *(key for _, key in sorted(found))])
     return [key for key in every if None not in key and key[0] in known]
 

@@ -64,7 +64,9 @@ def hold(folder: str | Path) -> Iterator[None]:
 
 def _write(path: Path) -> None:
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
+    path.write_text(
+        json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n"
+    )
 
 
 def _read(path: Path) -> dict:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twell import results
-from twell.choose import Calibration
-from twell.ffn import SparseFFN
+from twell.sparse.layer import SparseFFN
+from twell.sparse.plan import Calibration
 
 # Relative RMS against fp64 that a bf16 layer has to keep; the dense one is at 3e-3 to 4e-3.
 TOLERANCE = 5e-3
@@ -80,7 +80,9 @@ def synthetic_layer(
     the layer cannot have. Ours.
     """
     if not 0 <= active <= intermediate_size:
-        raise ValueError(f"active is {active:g}; a layer of {intermediate_size} neurons can have 0 to all of them")
+        raise ValueError(
+            f"active is {active:g}; a layer of {intermediate_size} neurons can have 0 to all of them"
+        )
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -91,7 +93,9 @@ def synthetic_layer(
     x = math.sqrt(1 - shared) * normal(num_tokens, hidden_size) + math.sqrt(shared) * documents
     x[:, 0] = 1
     x[:, 1] = normal(num_tokens)
-    w_gate, w_up = (normal(intermediate_size, hidden_size) / math.sqrt(hidden_size) for _ in range(2))
+    w_gate, w_up = (
+        normal(intermediate_size, hidden_size) / math.sqrt(hidden_size) for _ in range(2)
+    )
     w_down_t = normal(intermediate_size, hidden_size) / math.sqrt(intermediate_size)
 
     # Column 0 is the threshold: bisect for the one that gives the mean wanted. Column 1 is the token's activity: of few
@@ -145,7 +149,9 @@ def imposed_layer(
     x, w_gate = x.to(dtype), w_gate.to(dtype)
     wrong = int(((x.double() @ w_gate.double().t() > 0) != mask).sum())
     if wrong:
-        raise ArithmeticError(f"{wrong} of {mask.numel()} entries differ from the mask after rounding to {dtype}")
+        raise ArithmeticError(
+            f"{wrong} of {mask.numel()} entries differ from the mask after rounding to {dtype}"
+        )
     x = x.repeat(-(-num_tokens // length), 1)[:num_tokens]
     return x, w_gate, w_up.to(dtype), w_down_t.to(dtype).t()
 
@@ -202,7 +208,9 @@ class Exact:
             first = wide[1] if wide[0] is None else wide[0]
             g = torch.relu(rows.double() @ first.t())
             active = g.to(x.dtype) != 0
-            parts.append((g if wide[0] is None else g * (rows.double() @ wide[1].t())) @ wide[2].t())
+            parts.append(
+                (g if wide[0] is None else g * (rows.double() @ wide[1].t())) @ wide[2].t()
+            )
             counts.append(active.sum(1))
             unions += [block.any(0).sum() for block in active.split(BLOCK)]
             touched |= active.any(0)
@@ -215,10 +223,14 @@ class Exact:
     def check(self, y: Tensor, what: str, allowed: float = 0.0) -> float:
         """Return the relative RMS error of y; raises ArithmeticError above TOLERANCE, or `allowed` where that is more."""
         scale = float(self.y.norm())
-        error = float((y.double() - self.y).norm()) / (scale or 1.0)  # where nothing is active y is zero
+        error = float((y.double() - self.y).norm()) / (
+            scale or 1.0
+        )  # where nothing is active y is zero
         allowed = max(TOLERANCE if self.entries >= FEW else TOLERANCE_OF_FEW, allowed)
         if not error <= allowed:
-            raise ArithmeticError(f"{what} is wrong: relative RMS {error:.2e}, allowed {allowed:.2e}")
+            raise ArithmeticError(
+                f"{what} is wrong: relative RMS {error:.2e}, allowed {allowed:.2e}"
+            )
         return error
 
 
@@ -226,7 +238,13 @@ class Exact:
 
 
 def work(
-    path: str, num_tokens: int, hidden_size: int, intermediate_size: int, gated: bool, entries: int, touched: int
+    path: str,
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    entries: int,
+    touched: int,
 ) -> tuple[int, int]:
     """Return the operations and the bytes of device memory that a path needs at least, in a type of 2 bytes.
 
@@ -278,7 +296,9 @@ def _stream_times(call: Callable[[], object], budget: float) -> np.ndarray:
     """Times in ms of single calls, the cache emptied before each; about `budget` ms of them."""
     from triton.testing import do_bench
 
-    return np.array(do_bench(call, warmup=max(1, int(budget / 4)), rep=int(budget), return_mode="all"))
+    return np.array(
+        do_bench(call, warmup=max(1, int(budget / 4)), rep=int(budget), return_mode="all")
+    )
 
 
 def _quantiles(times: np.ndarray) -> dict[str, float]:
@@ -291,7 +311,9 @@ def _capture(calls: Sequence[Callable[[], Tensor]]) -> tuple[torch.cuda.CUDAGrap
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # what is compiled, allocated or looked up at a first call must not be captured
+        for _ in range(
+            2
+        ):  # what is compiled, allocated or looked up at a first call must not be captured
             for call in calls:
                 call()
     torch.cuda.current_stream().wait_stream(side)
@@ -321,7 +343,9 @@ def _between_replays(replay: Callable[[], object], number: int, lead: int = 3) -
         replay()
     events[-1].record()
     events[-1].synchronize()
-    return np.array([start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)])
+    return np.array(
+        [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
+    )
 
 
 def _energy_meter() -> Callable[[], int]:
@@ -350,7 +374,9 @@ def _meter() -> Callable[[], int] | None:
         return None
 
 
-def _energy(run: Callable[[], object], calls: int, milliseconds: float, meter: Callable[[], int]) -> dict[str, float]:
+def _energy(
+    run: Callable[[], object], calls: int, milliseconds: float, meter: Callable[[], int]
+) -> dict[str, float]:
     """Energy of a call in mJ and mean power in W over a second of runs of `calls` calls; idle power is part of it."""
 
     def repeat(seconds: float) -> int:
@@ -393,7 +419,10 @@ def _kernel_times(calls: Sequence[Callable[[], Tensor]]) -> dict[str, tuple[floa
     for event in profiler.key_averages():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total:
             launches, spent = found.get(kernel_name(event.key), (0.0, 0.0))
-            found[kernel_name(event.key)] = (launches + event.count, spent + event.self_device_time_total / 1e3)
+            found[kernel_name(event.key)] = (
+                launches + event.count,
+                spent + event.self_device_time_total / 1e3,
+            )
     number = rounds * len(calls)
     return {name: (launches / number, spent / number) for name, (launches, spent) in found.items()}
 
@@ -470,7 +499,12 @@ class _Case:
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
         }
-        return cls(x, [weights, *(permuted(weights, seed) for seed in range(1, weight_sets))], exact, columns)
+        return cls(
+            x,
+            [weights, *(permuted(weights, seed) for seed in range(1, weight_sets))],
+            exact,
+            columns,
+        )
 
     def __str__(self) -> str:
         c = self.columns
@@ -481,9 +515,14 @@ class _Case:
         shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
         return work(path, *shape, self.exact.entries, self.exact.touched)
 
-    def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Callable[[], Tensor]]:
+    def calls(
+        self, function: Callable[..., Tensor], *, plain: bool = False
+    ) -> list[Callable[[], Tensor]]:
         """A call for each set of weights; `plain`: with w_down as nn.Linear stores it."""
-        sets = [(w_gate, w_up, w_down.contiguous() if plain else w_down) for w_gate, w_up, w_down in self.sets]
+        sets = [
+            (w_gate, w_up, w_down.contiguous() if plain else w_down)
+            for w_gate, w_up, w_down in self.sets
+        ]
         return [functools.partial(function, self.x, *weights) for weights in sets]
 
     def path_calls(self, path: str) -> list[Callable[[], Tensor]]:
@@ -494,7 +533,10 @@ class _Case:
 
     def paths(self) -> list[str]:
         """Our paths, without those that would take too long."""
-        slow = {"rowwise": self.exact.entries > ROWWISE_ENTRIES, "decode": len(self.x) > DECODE_TOKENS}
+        slow = {
+            "rowwise": self.exact.entries > ROWWISE_ENTRIES,
+            "decode": len(self.x) > DECODE_TOKENS,
+        }
         return [path for path in ("dense", "rowwise", "union", "decode") if not slow.get(path)]
 
     def auto_layers(self, calibration: Calibration | None = None) -> list[SparseFFN]:
@@ -502,8 +544,16 @@ class _Case:
         c = self.columns
         layers = []
         for weights in self.sets:
-            layer = SparseFFN(c["hidden_size"], c["intermediate_size"], gated=c["gated"], backend="auto", device="meta")
-            for part, weight in zip((layer.gate_proj, layer.up_proj, layer.down_proj), weights, strict=True):
+            layer = SparseFFN(
+                c["hidden_size"],
+                c["intermediate_size"],
+                gated=c["gated"],
+                backend="auto",
+                device="meta",
+            )
+            for part, weight in zip(
+                (layer.gate_proj, layer.up_proj, layer.down_proj), weights, strict=True
+            ):
                 if part is not None:
                     part.weight = nn.Parameter(weight, requires_grad=False)
             layer.calibration = calibration
@@ -520,10 +570,15 @@ class _Case:
             "dense torch.compile": (lambda: "dense", self.calls(compiled, plain=True)),
         }
         for path in self.paths():
-            found[path if path == "dense" else f"triton {path}"] = (lambda path=path: path, self.path_calls(path))
+            found[path if path == "dense" else f"triton {path}"] = (
+                lambda path=path: path,
+                self.path_calls(path),
+            )
         layers = self.auto_layers(calibration)
         found["auto"] = (
-            lambda: layers[0].chooser.path(len(self.x)),  # it looks again while it runs: ask when it has run
+            lambda: layers[0].chooser.path(
+                len(self.x)
+            ),  # it looks again while it runs: ask when it has run
             [functools.partial(layer, self.x) for layer in layers],
         )
         return found
@@ -542,11 +597,17 @@ def _inputs(
     if pattern == "recorded":
         hidden_size = 1024 if hidden_size is None else hidden_size
         for name, mask in (masks or recorded_masks()).items():
-            yield f"recorded {name}", imposed_layer(mask[:hidden_size], num_tokens, hidden_size, device=device)
+            yield (
+                f"recorded {name}",
+                imposed_layer(mask[:hidden_size], num_tokens, hidden_size, device=device),
+            )
     else:
         size = (num_tokens, 2048 if hidden_size is None else hidden_size, intermediate_size)
         for wanted in active:
-            yield pattern, synthetic_layer(*size, active=wanted, skewed=pattern == "skewed", device=device)
+            yield (
+                pattern,
+                synthetic_layer(*size, active=wanted, skewed=pattern == "skewed", device=device),
+            )
 
 
 @torch.no_grad()
@@ -609,9 +670,13 @@ def ffn(
         sets = WEIGHT_SETS if how == "graph" else 1
         compiled = torch.compile(_dense, fullgraph=True, dynamic=False)
         for pattern in patterns:
-            for name, inputs in _inputs(pattern, num_tokens, active, hidden_size, intermediate_size, masks, device):
+            for name, inputs in _inputs(
+                pattern, num_tokens, active, hidden_size, intermediate_size, masks, device
+            ):
                 case = _Case.of(name, inputs, gated, sets)
-                found, parts = _measure(case, case.providers(compiled, calibration), how, peaks, meter, kernels)
+                found, parts = _measure(
+                    case, case.providers(compiled, calibration), how, peaks, meter, kernels
+                )
                 save("ffn", found)
                 save("kernels", parts)
                 rows += found
@@ -632,25 +697,49 @@ def _measure(
 ) -> tuple[list[dict], list[dict]]:
     """Rows of ffn.csv and of kernels.csv for one case."""
     rows, parts = [], []
-    checked = {provider: _checked(case, provider, calls, mode) for provider, (_, calls) in providers.items()}
+    checked = {
+        provider: _checked(case, provider, calls, mode)
+        for provider, (_, calls) in providers.items()
+    }
     # In turns: a GPU's clock falls while it works, and whoever came first would look fastest.
-    taken = [{provider: times(ROUND) for provider, (_, times, _) in checked.items()} for _ in range(ROUNDS)]
+    taken = [
+        {provider: times(ROUND) for provider, (_, times, _) in checked.items()}
+        for _ in range(ROUNDS)
+    ]
     for provider, (path_of, calls) in providers.items():
         error, _, run = checked[provider]
         times = _quantiles(np.concatenate([turn[provider] for turn in taken]))
         path = path_of()
         flops, num_bytes = case.work(path)
-        row = case.columns | {"mode": mode, "weight_sets": len(calls), "provider": provider, "path": path}
-        row |= {"relative_rms": float(f"{error:.3g}")} | times | {"flops": flops, "bytes": num_bytes}
+        row = case.columns | {
+            "mode": mode,
+            "weight_sets": len(calls),
+            "provider": provider,
+            "path": path,
+        }
+        row |= (
+            {"relative_rms": float(f"{error:.3g}")} | times | {"flops": flops, "bytes": num_bytes}
+        )
         row["roofline"] = roofline(flops, num_bytes, times["p50"], peaks)
-        row |= _energy(run, len(calls), times["p50"], meter) if meter else {"energy": None, "watts": None}
+        row |= (
+            _energy(run, len(calls), times["p50"], meter)
+            if meter
+            else {"energy": None, "watts": None}
+        )
         rows.append(row)
         said = f"  {row['energy']} mJ" if meter else ""
-        print(f"{case}  {provider:<20} {times['p50']:.4f} ms  {row['roofline']:.0%} of the roofline{said}", flush=True)
+        print(
+            f"{case}  {provider:<20} {times['p50']:.4f} ms  {row['roofline']:.0%} of the roofline{said}",
+            flush=True,
+        )
         if kernels and (provider == "dense" or provider.startswith("triton")):
             for name, (launches, spent) in _kernel_times(calls).items():
                 part = {column: row[column] for column in (*CASE_COLUMNS, "union", "provider")}
-                part |= {"kernel": name, "launches": round(launches, 2), "ms": float(f"{spent:.4g}")}
+                part |= {
+                    "kernel": name,
+                    "launches": round(launches, 2),
+                    "ms": float(f"{spent:.4g}"),
+                }
                 parts.append(part | _kernel_work(case, path, name, part["ms"], peaks))
     return rows, parts
 
@@ -668,7 +757,9 @@ def _checked(
     return error, functools.partial(_graph_times, graph.replay, len(calls)), graph.replay
 
 
-def _kernel_work(case: _Case, path: str, kernel: str, milliseconds: float, peaks: Sequence[dict]) -> dict:
+def _kernel_work(
+    case: _Case, path: str, kernel: str, milliseconds: float, peaks: Sequence[dict]
+) -> dict:
     """Columns flops, bytes and roofline of a kernel; empty where no formula is known."""
     flops, num_bytes = kernel_formulas(case.columns, case.exact).get((path, kernel), (None, None))
     share = None if flops is None else roofline(flops, num_bytes, milliseconds, peaks)
@@ -690,16 +781,25 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
     gate_and_up = 2 * m * k * (n + up * touched), 2 * k * (m + n + up * touched) + 2 * m * touched
     decode_down = 2 * m * touched * k, 2 * k * touched + 2 * m * touched
     return {
-        ("dense", "cublas matmul"): (2 * (2 + up) * m * n * k, 2 * (2 + up) * (m * k + n * k + m * n)),
+        ("dense", "cublas matmul"): (
+            2 * (2 + up) * m * n * k,
+            2 * (2 + up) * (m * k + n * k + m * n),
+        ),
         ("dense", "relu_times_kernel"): (2 * m * n, 2 * 3 * m * n),
         ("dense", "elementwise"): (m * n, 2 * 2 * m * n),
         ("rowwise", "gate_bits_kernel"): (2 * m * n * k, gate),
         ("rowwise", "gate_words_kernel"): (2 * m * n * k, 2 * (m * k + n * k) + 4 * entries),
         ("rowwise", "lists_kernel"): (0, m * n // 8 + 2 * entries + 4 * entries),
-        ("rowwise", "up_down_kernel"): (2 * (1 + up) * entries * k, 2 * k * (2 * m + (1 + up) * touched) + 4 * entries),
+        ("rowwise", "up_down_kernel"): (
+            2 * (1 + up) * entries * k,
+            2 * k * (2 * m + (1 + up) * touched) + 4 * entries,
+        ),
         ("union", "gate_bits_kernel"): (2 * m * n * k, gate),
         ("union", "lists_kernel"): (0, m * n // 8 + 4 * unions),
-        ("union", "up_kernel"): (2 * up * in_unions * k, 2 * up * k * (m + touched) + 2 * 2 * in_unions),
+        ("union", "up_kernel"): (
+            2 * up * in_unions * k,
+            2 * up * k * (m + touched) + 2 * 2 * in_unions,
+        ),
         ("union", "down_kernel"): (2 * in_unions * k, 2 * k * (m + touched) + 2 * in_unions),
         ("decode", "few_up_kernel"): gate_and_up,
         ("decode", "up_kernel"): gate_and_up,
@@ -720,11 +820,18 @@ CHECKED_ACTIVE = 20, 200
 def calibration_levels(intermediate_size: int) -> list[int]:
     """Return the mean active neurons at which paths are timed: 1 to 1,000 in steps of three, N / 2 and N."""
     half = intermediate_size // 2
-    return sorted({level for level in (1, 10, 30, 100, 300, 1000) if level < half} | {max(half, 1), intermediate_size})
+    return sorted(
+        {level for level in (1, 10, 30, 100, 300, 1000) if level < half}
+        | {max(half, 1), intermediate_size}
+    )
 
 
 def _calibration_rows(
-    hidden_size: int, intermediate_size: int, gated: bool, tokens: Sequence[int], device: torch.device
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    tokens: Sequence[int],
+    device: torch.device,
 ) -> list[dict]:
     """Times of each path over a grid: rows of tokens, active, union, path and p50."""
     rows = []
@@ -733,7 +840,9 @@ def _calibration_rows(
         for wanted in calibration_levels(intermediate_size):
             size = (num_tokens, hidden_size, intermediate_size)
             sets = WEIGHT_SETS if num_tokens <= GRAPH_TOKENS else 1
-            case = _Case.of("skewed", synthetic_layer(*size, active=wanted, device=device), gated, sets)
+            case = _Case.of(
+                "skewed", synthetic_layer(*size, active=wanted, device=device), gated, sets
+            )
             times = {}
             for path in case.paths():  # dense comes first
                 if path not in behind:
@@ -742,7 +851,10 @@ def _calibration_rows(
                         behind.add(path)
             where = {column: case.columns[column] for column in ("tokens", "active", "union")}
             rows += [where | {"path": path, "p50": p50} for path, p50 in times.items()]
-            print(f"{case}  " + "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items()), flush=True)
+            print(
+                f"{case}  " + "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items()),
+                flush=True,
+            )
     return rows
 
 
@@ -810,17 +922,27 @@ def _check_choices(calibration: Calibration, device: torch.device) -> dict[str, 
         usual = case_of(min(29, n), True).auto_layers(calibration)[0].chooser.path(num_tokens)
         full = case_of(n, True)
         checks = [("alike", case_of(wanted, True), None) for wanted in CHECKED_ACTIVE if wanted < n]
-        checks += [("alike", full, None), ("even", case_of(min(29, n), False), None), ("busier", full, usual)]
+        checks += [
+            ("alike", full, None),
+            ("even", case_of(min(29, n), False), None),
+            ("busier", full, usual),
+        ]
         for kind, case, path in checks:
             if path is None:
                 layers = case.auto_layers(calibration)
-                path, calls = layers[0].chooser.path(num_tokens), [functools.partial(layer, case.x) for layer in layers]
+                path, calls = (
+                    layers[0].chooser.path(num_tokens),
+                    [functools.partial(layer, case.x) for layer in layers],
+                )
             else:
                 calls = case.path_calls(path)
             dense = _calibration_time(case, "dense torch.compile", case.calls(compiled, plain=True))
             ratio = _calibration_time(case, f"auto ({path})", calls) / dense
             worst[kind] = max(ratio, worst.get(kind, 0.0))
-            print(f"{case}  {kind:<6} auto took {path:<7} {ratio:.2f} of the time of torch.compile", flush=True)
+            print(
+                f"{case}  {kind:<6} auto took {path:<7} {ratio:.2f} of the time of torch.compile",
+                flush=True,
+            )
     torch.compiler.reset()
     print(
         f"worst against dense torch.compile: {worst['alike']:.2f} of its time with the activity known, "
@@ -838,11 +960,17 @@ def _check_files(folder: str | Path | None, files: Mapping[str, Sequence[str]]) 
     if folder is None:
         return
     if Path(folder).is_file():
-        raise NotADirectoryError(f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in files)}")
+        raise NotADirectoryError(
+            f"{folder} is a file; out is a folder, for {', '.join(f'{n}.csv' for n in files)}"
+        )
     for name, columns in files.items():
         path = Path(folder) / f"{name}.csv"
-        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != list(columns):
-            raise ValueError(f"{path} has the columns {found}; the rows to add have {columns}: move it away first")
+        if path.is_file() and (found := list(pd.read_csv(path, nrows=0)))[: len(columns)] != list(
+            columns
+        ):
+            raise ValueError(
+                f"{path} has the columns {found}; the rows to add have {columns}: move it away first"
+            )
 
 
 def _append(folder: str | Path | None, origin: dict, name: str, rows: list[dict]) -> None:

@@ -37,12 +37,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from twell import imposed, measure, results
-from twell.choose import Calibration
-from twell.ffn import SparseFFN
 from twell.model import SparseLlamaForCausalLM
+from twell.sparse.layer import SparseFFN
+from twell.sparse.plan import Calibration
 from twell.train import TrainConfig
 
-ROUNDS, TURN = 9, 800  # each provider is timed in so many turns, of so many ms: clocks change within seconds
+ROUNDS, TURN = (
+    9,
+    800,
+)  # each provider is timed in so many turns, of so many ms: clocks change within seconds
 SETTLE = 300  # ms before a turn that do not count: power takes a while to settle
 PROFILED = 8  # calls that are profiled
 LAYER_ROUND = 60  # ms that one way to compute a layer takes in a turn
@@ -65,11 +68,43 @@ CASE = [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "active", "acti
 SPEED = ["p20", "p50", "p80"]
 ENERGY = ["energy", "watts", "idle"]
 COLUMNS = {
-    "model": [*CASE, "mode", "provider", "path", "relative_rms", "layer_rms", *SPEED, "tokens_per_ms", "peak", *ENERGY],
-    "model_layers": [*MODEL, "profile", "sdpa", "batch", "context", "tokens", "level", "layer", "wanted", "active"]
+    "model": [
+        *CASE,
+        "mode",
+        "provider",
+        "path",
+        "relative_rms",
+        "layer_rms",
+        *SPEED,
+        "tokens_per_ms",
+        "peak",
+        *ENERGY,
+    ],
+    "model_layers": [
+        *MODEL,
+        "profile",
+        "sdpa",
+        "batch",
+        "context",
+        "tokens",
+        "level",
+        "layer",
+        "wanted",
+        "active",
+    ]
     + ["p99", "active_max", "union", "dense", "sparse", "auto", "auto_path", "relative_rms"],
     "model_parts": [*CASE, "layer", "provider", "part", "ms"],
-    "decode": [*CASE, "steps", "provider", "path", "relative_rms", "layer_rms", "same", *SPEED, "tokens_per_second"]
+    "decode": [
+        *CASE,
+        "steps",
+        "provider",
+        "path",
+        "relative_rms",
+        "layer_rms",
+        "same",
+        *SPEED,
+        "tokens_per_second",
+    ]
     + ENERGY,
 }
 
@@ -190,7 +225,9 @@ class Judge:
         error = relative(self.cut(found), self.exact)
         limit = TOLERANCE if self.first is None else AS_DENSE * self.error
         if not error <= limit:
-            raise ArithmeticError(f"{self.what} of {name} are wrong: relative RMS {error:.2e}, allowed {limit:.2e}")
+            raise ArithmeticError(
+                f"{self.what} of {name} are wrong: relative RMS {error:.2e}, allowed {limit:.2e}"
+            )
         if self.first is None:
             self.first, self.error = found, error
         elif not (distance := relative(found, self.first)) <= FROM_DENSE * self.error:
@@ -219,14 +256,20 @@ def check_layers(sides: Sides, run: Callable[[], object], what: str) -> float:
             nonlocal worst
             rows, outputs = inputs[0].flatten(0, -2), y.flatten(0, -2)
             blocks = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
-            weights = (ffn.gate_proj and ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight)
+            weights = (
+                ffn.gate_proj and ffn.gate_proj.weight,
+                ffn.up_proj.weight,
+                ffn.down_proj.weight,
+            )
             exact = measure.Exact.of(rows[blocks], weights)
             allowed = _allowed(exact, rows[blocks], weights)
             worst = max(worst, exact.check(outputs[blocks], f"layer {place} of {what}", allowed))
 
         return hook
 
-    hooks = [ffn.register_forward_hook(compare(place)) for place, ffn in enumerate(sides.model.ffns)]
+    hooks = [
+        ffn.register_forward_hook(compare(place)) for place, ffn in enumerate(sides.model.ffns)
+    ]
     try:
         run()
     finally:
@@ -274,7 +317,11 @@ class Clock:
         if self.meter is None:
             return found | dict.fromkeys(ENERGY)
         watts = round(self.spent / 1e3 / self.seconds, 1)
-        return found | {"energy": float(f"{self.spent / self.calls:.5g}"), "watts": watts, "idle": idle}
+        return found | {
+            "energy": float(f"{self.spent / self.calls:.5g}"),
+            "watts": watts,
+            "idle": idle,
+        }
 
 
 def idle_watts(meter: Callable[[], int]) -> float:
@@ -354,14 +401,20 @@ def _measure_forward(bench: Bench, ids: Tensor) -> tuple[list[dict], list[dict[s
         side = name.split()[0]
         row = case | {"mode": "graph" if graph else "stream", "provider": name}
         row |= {"path": sides.paths(name, ids.numel())}
-        row |= {"relative_rms": float(f"{errors[name]:.3g}"), "layer_rms": float(f"{worst[side]:.3g}")}
+        row |= {
+            "relative_rms": float(f"{errors[name]:.3g}"),
+            "layer_rms": float(f"{worst[side]:.3g}"),
+        }
         timed = clock.row(bench.idle)
         row |= {column: timed[column] for column in SPEED}
         row |= {"tokens_per_ms": float(f"{ids.numel() / timed['p50']:.5g}"), "peak": peaks[name]}
         row |= {column: timed[column] for column in ENERGY}
         rows.append(row)
         energy = "" if row["energy"] is None else f"  {row['energy'] / ids.numel():.4g} mJ a token"
-        print(f"{said}  {name:<20} {row['tokens_per_ms']:8.1f} tokens/ms{energy}  {row['path']}", flush=True)
+        print(
+            f"{said}  {name:<20} {row['tokens_per_ms']:8.1f} tokens/ms{energy}  {row['path']}",
+            flush=True,
+        )
     return rows, activity
 
 
@@ -381,16 +434,27 @@ def _peak(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _layer_rows(
-    bench: Bench, ids: Tensor, wanted: Sequence[float] | None, activity: Sequence[dict], times: Sequence[dict] | None
+    bench: Bench,
+    ids: Tensor,
+    wanted: Sequence[float] | None,
+    activity: Sequence[dict],
+    times: Sequence[dict] | None,
 ) -> list[dict]:
     """Rows of model_layers.csv; without `times` these cells are empty."""
     case = _case(bench, ids, activity)
-    where = {column: case[column] for column in COLUMNS["model_layers"] if column in case and column != "active"}
+    where = {
+        column: case[column]
+        for column in COLUMNS["model_layers"]
+        if column in case and column != "active"
+    }
     where |= {"level": case["active"]}
     empty = dict.fromkeys(COLUMNS["model_layers"][-5:])
     rows = []
     for layer, found in enumerate(activity):
-        row = where | {"layer": layer, "wanted": None if wanted is None else round(wanted[layer], 2)}
+        row = where | {
+            "layer": layer,
+            "wanted": None if wanted is None else round(wanted[layer], 2),
+        }
         row |= {"active": round(found["mean"], 2), "p99": found["p99"], "active_max": found["max"]}
         row |= {"union": round(found["union"], 1)} | (empty if times is None else times[layer])
         rows.append({column: row[column] for column in COLUMNS["model_layers"]})
@@ -417,13 +481,21 @@ def _measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
         calls = {"dense": case.calls(compiled, plain=True)[0], "sparse": case.path_calls(path)[0]}
         calls["auto"] = functools.partial(auto, case.x)
         allowed = _allowed(case.exact, case.x, case.sets[0])
-        errors = {name: case.exact.check(call(), f"layer {place}, {name},", allowed) for name, call in calls.items()}
+        errors = {
+            name: case.exact.check(call(), f"layer {place}, {name},", allowed)
+            for name, call in calls.items()
+        }
         turns: dict[str, list[np.ndarray]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 turns[name].append(measure._stream_times(call, LAYER_ROUND))
-        times = {name: measure._quantiles(np.concatenate(taken))["p50"] for name, taken in turns.items()}
-        times |= {"auto_path": auto.chooser.path(len(case.x)), "relative_rms": float(f"{errors['sparse']:.3g}")}
+        times = {
+            name: measure._quantiles(np.concatenate(taken))["p50"] for name, taken in turns.items()
+        }
+        times |= {
+            "auto_path": auto.chooser.path(len(case.x)),
+            "relative_rms": float(f"{errors['sparse']:.3g}"),
+        }
         found.append(times)
         said = "  ".join(f"{name} {times[name]:.3f}" for name in calls)
         print(f"layer {place:>2}  {case.columns['active']:>7} active  {said} ms", flush=True)
@@ -436,7 +508,14 @@ def _measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
 # --- where a layer's time goes ----------------------------------------------------------------------------------------
 
 PARTS_OF = COMPILED, "triton torch.compile"
-PARTS = "attention", "projections", "norms, rotary, residuals", "gate", "up and down", "between kernels"
+PARTS = (
+    "attention",
+    "projections",
+    "norms, rotary, residuals",
+    "gate",
+    "up and down",
+    "between kernels",
+)
 
 
 def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -456,13 +535,19 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
         if re.search(r"sdpa|flash|fmha|attention|cudnn", name) and short != "elementwise":
             found["attention"] += ms
             seen_attention = True
-        elif short == "cublas matmul" and re.search("reduce", name):  # the end of a product that was split
-            found["projections" if products <= 1 else "gate" if products == 2 else "up and down"] += ms
+        elif short == "cublas matmul" and re.search(
+            "reduce", name
+        ):  # the end of a product that was split
+            found[
+                "projections" if products <= 1 else "gate" if products == 2 else "up and down"
+            ] += ms
         elif short == "cublas matmul" and not seen_attention:
             found["projections"] += ms
         elif short == "cublas matmul":
             products += 1
-            found["projections" if products == 1 else "gate" if products == 2 else "up and down"] += ms
+            found[
+                "projections" if products == 1 else "gate" if products == 2 else "up and down"
+            ] += ms
             found["up and down" if products > 2 else "norms, rotary, residuals"] += waiting
             waiting = 0.0
         elif short in ("elementwise", "copy") or not short.endswith("_kernel"):
@@ -489,7 +574,11 @@ def _profiled(call: Callable[[], object], calls: int, lead: int) -> list[tuple[s
                 call()
             torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    events = [e for e in profiler.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", 0)]
+    events = [
+        e
+        for e in profiler.events()
+        if e.device_type == cuda and not getattr(e, "is_user_annotation", 0)
+    ]
     events.sort(key=lambda event: event.time_range.start)
     kernels = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
     return [kernel for one in _equal(kernels, lead + calls)[lead:] for kernel in one]
@@ -499,8 +588,14 @@ def _equal(kernels: Sequence[tuple[str, float]], number: int) -> list[Sequence[t
     """Cut into so many parts, which have to have the same kernels in the same order; else raises RuntimeError."""
     each, left = divmod(len(kernels), number)
     cut = [kernels[start : start + each] for start in range(0, len(kernels), each or 1)]
-    if left or not each or any([name for name, _ in one] != [name for name, _ in cut[0]] for one in cut):
-        raise RuntimeError(f"{len(kernels)} kernels ran in {number} equal passes, and not the same in each")
+    if (
+        left
+        or not each
+        or any([name for name, _ in one] != [name for name, _ in cut[0]] for one in cut)
+    ):
+        raise RuntimeError(
+            f"{len(kernels)} kernels ran in {number} equal passes, and not the same in each"
+        )
     return cut
 
 
@@ -516,10 +611,14 @@ def _measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[
         hidden = layer(hidden, position_embeddings=rotary)
     sides.observe(activity, min(ids.numel(), measure.BLOCK))
     run = functools.partial(base.layers[place], hidden, position_embeddings=rotary)
-    return _part_rows(sides, _case(bench, ids, activity) | {"layer": place}, dict.fromkeys(PARTS_OF, run))
+    return _part_rows(
+        sides, _case(bench, ids, activity) | {"layer": place}, dict.fromkeys(PARTS_OF, run)
+    )
 
 
-def _part_rows(sides: Sides, case: dict, calls: dict[str, Callable[[], object]], layers: int = 1) -> list[dict]:
+def _part_rows(
+    sides: Sides, case: dict, calls: dict[str, Callable[[], object]], layers: int = 1
+) -> list[dict]:
     """Rows of model_parts.csv from a call for each of PARTS_OF, in which so many layers run one after the other."""
     times: dict[str, list[np.ndarray]] = {name: [] for name in calls}
     for _ in range(measure.ROUNDS):
@@ -531,12 +630,22 @@ def _part_rows(sides: Sides, case: dict, calls: dict[str, Callable[[], object]],
         sides.become(name)
         total = measure._quantiles(np.concatenate(times[name]))["p50"]
         lead = min(math.ceil(SETTLE / (total * layers)), 20)
-        parts = [split_kernels(one) for one in _equal(_profiled(call, PROFILED, lead), PROFILED * layers)]
+        parts = [
+            split_kernels(one) for one in _equal(_profiled(call, PROFILED, lead), PROFILED * layers)
+        ]
         spent = {part: float(np.median([one[part] for one in parts])) for part in PARTS[:-1]}
-        spent[PARTS[-1]] = total - sum(spent.values())  # negative where kernels take longer under the profiler
-        rows += [case | {"provider": name, "part": part, "ms": float(f"{ms:.4g}")} for part, ms in spent.items()]
+        spent[PARTS[-1]] = total - sum(
+            spent.values()
+        )  # negative where kernels take longer under the profiler
+        rows += [
+            case | {"provider": name, "part": part, "ms": float(f"{ms:.4g}")}
+            for part, ms in spent.items()
+        ]
         said = "  ".join(f"{part} {ms:.4f}" for part, ms in spent.items())
-        print(f"layer of {case['batch']} x {case['context']}  {name:<20} {total:.4f} ms: {said}", flush=True)
+        print(
+            f"layer of {case['batch']} x {case['context']}  {name:<20} {total:.4f} ms: {said}",
+            flush=True,
+        )
     return rows
 
 
@@ -551,7 +660,9 @@ class LayerCache:
     """
 
     def __init__(self, shape: tuple[int, ...], position: Tensor, dtype: torch.dtype):
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2))
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2)
+        )
         self.position = position
 
     def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -570,14 +681,23 @@ class Joined(nn.Module):
     def __init__(self, parts: Sequence[nn.Linear]):
         super().__init__()
         self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        biases = [self.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
-        self.bias = None if all(part.bias is None for part in parts) else nn.Parameter(torch.cat(biases), False)
+        biases = [
+            self.weight.new_zeros(part.out_features) if part.bias is None else part.bias
+            for part in parts
+        ]
+        self.bias = (
+            None
+            if all(part.bias is None for part in parts)
+            else nn.Parameter(torch.cat(biases), False)
+        )
         self.sizes = [part.out_features for part in parts]
         self.waiting: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.waiting:
-            self.waiting.extend(nn.functional.linear(x, self.weight, self.bias).split(self.sizes, -1))
+            self.waiting.extend(
+                nn.functional.linear(x, self.weight, self.bias).split(self.sizes, -1)
+            )
         return self.waiting.pop(0)
 
 
@@ -586,7 +706,9 @@ def joined_projections(model: SparseLlamaForCausalLM) -> Iterator[None]:
     """Let all layers have Joined projections meanwhile; three products of few rows take longer, on all sides alike."""
     with contextlib.ExitStack() as undo:
         for layer in model.model.layers:
-            parts = {name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")}
+            parts = {
+                name: getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")
+            }
             joined = Joined(list(parts.values()))
             for name, part in parts.items():
                 undo.callback(setattr, layer.self_attn, name, part)
@@ -607,10 +729,14 @@ class Decoder:
         config, device = model.config, script.device
         self.steps = script.shape[1] - context
         self.position = torch.full((1,), context, device=device)
-        slots = math.ceil(script.shape[1] / 16) * 16  # attention wants masks of a multiple of 16 bytes
+        slots = (
+            math.ceil(script.shape[1] / 16) * 16
+        )  # attention wants masks of a multiple of 16 bytes
         self.places = torch.arange(slots, device=device)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         shape = len(script), heads, slots, head_dim
         dtype = model.model.embed_tokens.weight.dtype
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
@@ -618,7 +744,10 @@ class Decoder:
         around = self._begin, self._end
         self.around = {"": around}  # what surrounds the layers, by kind
         for kind, options in KINDS.items():
-            self.around[kind] = [torch.compile(part, fullgraph=True, dynamic=False, options=options) for part in around]
+            self.around[kind] = [
+                torch.compile(part, fullgraph=True, dynamic=False, options=options)
+                for part in around
+            ]
 
     def read(self) -> None:
         """Fill the cache with the first `context` tokens."""
@@ -635,7 +764,9 @@ class Decoder:
     def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """What all decoder layers make of `hidden` [B, 1, K], at the present position."""
         for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
-            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
+            hidden = layer(
+                hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache
+            )
         return hidden
 
     def _begin(self, place: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
@@ -715,7 +846,8 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[di
             graph.replay()
 
     clocks = {
-        name: Clock(functools.partial(generation, graph), bench.meter, decoder.steps) for name, graph in graphs.items()
+        name: Clock(functools.partial(generation, graph), bench.meter, decoder.steps)
+        for name, graph in graphs.items()
     }
     for _ in range(ROUNDS):
         for clock in clocks.values():
@@ -725,12 +857,19 @@ def _measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[di
         timed = clock.row(bench.idle)
         row = case | {"steps": decoder.steps, "provider": name, "path": sides.paths(name, batch)}
         layer_rms = float(f"{worst[name.split()[0]]:.3g}")
-        row |= {"relative_rms": float(f"{errors[name]:.3g}"), "layer_rms": layer_rms, "same": round(same[name], 4)}
+        row |= {
+            "relative_rms": float(f"{errors[name]:.3g}"),
+            "layer_rms": layer_rms,
+            "same": round(same[name], 4),
+        }
         row |= {column: timed[column] for column in SPEED}
         row |= {"tokens_per_second": float(f"{1e3 * batch / timed['p50']:.5g}")}
         row |= {column: timed[column] for column in ENERGY}
         rows.append(row)
-        print(f"{said}  {name:<20} {row['tokens_per_second']:9.1f} tokens/s  {row['path']}", flush=True)
+        print(
+            f"{said}  {name:<20} {row['tokens_per_second']:9.1f} tokens/s  {row['path']}",
+            flush=True,
+        )
     return rows, decoder
 
 
@@ -812,20 +951,29 @@ def model(
     ArithmeticError when a result is wrong, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     device = measure._gpu()
-    for name, numbers in (("shapes", [n for shape in shapes for n in shape]), ("decode", [*decode, decode_context])):
+    for name, numbers in (
+        ("shapes", [n for shape in shapes for n in shape]),
+        ("decode", [*decode, decode_context]),
+    ):
         if numbers and min(numbers) < 1:
             raise ValueError(f"{name} holds {min(numbers)}; it has to be at least 1")
     if checkpoint is not None and active is not None:
         raise ValueError("active is imposed on random weights; a checkpoint has its own activity")
     if checkpoint is None and active is None and size not in imposed.PAPER_ACTIVE:
-        raise ValueError(f"active: the paper has no model {size!r}; say how many neurons are to be active")
+        raise ValueError(
+            f"active: the paper has no model {size!r}; say how many neurons are to be active"
+        )
     if (layers and not shapes) or (parts and not shapes and not decode):
-        raise ValueError(f"{'layers' if layers else 'parts'}: measured on the first of the batches, and there is none")
+        raise ValueError(
+            f"{'layers' if layers else 'parts'}: measured on the first of the batches, and there is none"
+        )
     if tuned and (compiled is False or not decode):
         lacking = "decode has no number of documents" if not decode else "compiled is False"
         raise ValueError(f"tuned: decoding is timed so with compiled layers, and {lacking}")
     measure._check_files(out, COLUMNS)
-    longest = max([context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1)
+    longest = max(
+        [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode), default=1
+    )
     if checkpoint is None:
         subject, config = random_model(size, overrides, longest, device)
         levels = [imposed.PAPER_ACTIVE[size]] if active is None else list(active)
@@ -850,7 +998,10 @@ def model(
 
     # Recorded files have the column sdpa, attention's kernel, which torch chooses.
     about = _about(name, subject) | {"profile": profile, "sdpa": "default"}
-    print(f"{name}: {about['parameters'] / 1e6:.0f} M parameters, {about['num_layers']} layers", flush=True)
+    print(
+        f"{name}: {about['parameters'] / 1e6:.0f} M parameters, {about['num_layers']} layers",
+        flush=True,
+    )
     bench = Bench(Sides(subject, calibration), about, compiled, tuned, meter, idle)
     for wanted in heights:
         bench.sides.become(DENSE)
@@ -883,25 +1034,34 @@ def _about(name: str, subject: SparseLlamaForCausalLM) -> dict:
     config = subject.config
     found = {"model": name, "parameters": sum(p.numel() for p in subject.parameters())}
     found |= {"num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size}
-    found |= {"intermediate_size": config.intermediate_size, "num_heads": config.num_attention_heads}
+    found |= {
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+    }
     return found | {"vocab_size": config.vocab_size, "gated": config.gated_mlp, "dtype": "bfloat16"}
 
 
 def _check_checkpoint(name: str, subject: SparseLlamaForCausalLM, longest: int) -> None:
     config = subject.config
     if config.hidden_act != "relu":
-        raise ValueError(f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'")
+        raise ValueError(
+            f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
+        )
     if subject.dtype != torch.bfloat16:
         raise ValueError(f"{name} is in {subject.dtype}; load it in torch.bfloat16")
     if config.mlp_bias:
         raise ValueError(f"{name} has feed-forward layers with biases, which are not measured")
     if longest > config.max_position_embeddings:
-        raise ValueError(f"{name} is for {config.max_position_embeddings} tokens; {longest} were asked for")
+        raise ValueError(
+            f"{name} is for {config.max_position_embeddings} tokens; {longest} were asked for"
+        )
     measure._check_sizes([longest], config.hidden_size, config.intermediate_size)
 
 
 def _cut(text: Tensor, batch: int, context: int) -> Tensor:
     """The first tokens of a text as [batch, context]."""
     if len(text) < batch * context:
-        raise ValueError(f"the text has {len(text)} tokens; {batch} x {context} need {batch * context}")
+        raise ValueError(
+            f"the text has {len(text)} tokens; {batch} x {context} need {batch * context}"
+        )
     return text[: batch * context].view(batch, context)

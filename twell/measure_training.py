@@ -22,13 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import imposed, measure, results
 from twell.model import SparseLlamaForCausalLM, l1_by_layer
-from twell.sparse_training import CAPACITY_MARGIN, SparseTraining, rooms
+from twell.sparse.training import CAPACITY_MARGIN, SparseTraining, rooms
 from twell.train import TrainConfig
 
-ROUND = 100  # ms of steps that a layer's provider takes in a turn, and half as many of forward passes
+ROUND = (
+    100  # ms of steps that a layer's provider takes in a turn, and half as many of forward passes
+)
 TURN = 2000  # ms of optimiser steps that a model's provider takes in a turn, 2 to 20 steps
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
-LOSS_TOLERANCE, NORM_TOLERANCE = 1e-2, 3e-2  # relative; of the loss after these steps and the first gradient's norm
+LOSS_TOLERANCE, NORM_TOLERANCE = (
+    1e-2,
+    3e-2,
+)  # relative; of the loss after these steps and the first gradient's norm
 L1_COEFFICIENT = 2e-5  # of the models
 ACTIVE = 29.0  # of a size that the paper does not have
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
@@ -100,7 +105,11 @@ class ExactStep:
             u = None if w_gate is None else part @ w_up.t()
             h = g if u is None else g * u
             dh = d @ w_down + d_l1.double()[:, None] * (1.0 if u is None else u.sign())
-            edge = dh * (pre.abs() <= EDGE * (part.abs() @ first.abs().t())) * (1.0 if u is None else u)
+            edge = (
+                dh
+                * (pre.abs() <= EDGE * (part.abs() @ first.abs().t()))
+                * (1.0 if u is None else u)
+            )
             edge_dw += edge.t() @ part
             edge_dx += float((edge @ first).square().sum())
             dh = dh * active
@@ -114,7 +123,10 @@ class ExactStep:
                 dx += dg @ w_gate
             for name, value in (("y", h @ w_down.t()), ("l1", h.abs().sum(1)), ("dx", dx)):
                 rows[name].append(value)
-        either = {"dx": math.sqrt(edge_dx), "dw_up" if w_gate is None else "dw_gate": float(edge_dw.norm())}
+        either = {
+            "dx": math.sqrt(edge_dx),
+            "dw_up" if w_gate is None else "dw_gate": float(edge_dw.norm()),
+        }
         return cls({name: torch.cat(parts) for name, parts in rows.items()} | sums, entries, either)
 
     def check(self, found: dict[str, Tensor], what: str) -> tuple[str, float]:
@@ -133,7 +145,13 @@ class ExactStep:
 
 
 def work(
-    path: str, num_tokens: int, hidden_size: int, intermediate_size: int, gated: bool, entries: int, touched: int
+    path: str,
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    entries: int,
+    touched: int,
 ) -> tuple[int, int]:
     """Return the operations and the bytes of device memory that a step needs at least, in a type of 2 bytes.
 
@@ -149,11 +167,15 @@ def work(
     What is kept between the passes counts for nothing, as what passes between kernels.
     """
     products = 3 if gated else 2
-    flops, num_bytes = measure.work(path, num_tokens, hidden_size, intermediate_size, gated, entries, touched)
+    flops, num_bytes = measure.work(
+        path, num_tokens, hidden_size, intermediate_size, gated, entries, touched
+    )
     if path == "dense":
         entries, touched = num_tokens * intermediate_size, intermediate_size
     flops += 2 * 2 * products * entries * hidden_size
-    return flops, num_bytes + 2 * hidden_size * (products * (touched + intermediate_size) + 3 * num_tokens)
+    return flops, num_bytes + 2 * hidden_size * (
+        products * (touched + intermediate_size) + 3 * num_tokens
+    )
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -175,9 +197,13 @@ class _Step:
     dl1: Tensor
 
     @classmethod
-    def of(cls, function: Callable, x: Tensor, weights: measure.Weights, dy: Tensor, dl1: Tensor) -> _Step:
+    def of(
+        cls, function: Callable, x: Tensor, weights: measure.Weights, dy: Tensor, dl1: Tensor
+    ) -> _Step:
         tensors = dict(zip(("x", "w_gate", "w_up", "w_down"), (x, *weights), strict=True))
-        leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+        leaves = {
+            name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()
+        }
         return cls(function, leaves, dy, dl1)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -197,7 +223,9 @@ class _Step:
     def found(self) -> dict[str, Tensor]:
         """What a step leaves, named as in ExactStep."""
         y, l1 = self()
-        gradients = {f"d{name}": leaf.grad for name, leaf in self.leaves.items() if leaf is not None}
+        gradients = {
+            f"d{name}": leaf.grad for name, leaf in self.leaves.items() if leaf is not None
+        }
         self.clear()
         return {"y": y.detach(), "l1": l1.detach()} | gradients
 
@@ -212,7 +240,9 @@ class _Step:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y, l1 = self.forward()
-        held = torch.cuda.memory_allocated() - before - y.nbytes - l1.nbytes + self.leaves["x"].nbytes
+        held = (
+            torch.cuda.memory_allocated() - before - y.nbytes - l1.nbytes + self.leaves["x"].nbytes
+        )
         torch.autograd.backward((y, l1), (self.dy, self.dl1))
         peak = torch.cuda.max_memory_allocated() - before
         self.clear()
@@ -242,7 +272,9 @@ def _capacity(path: str, case: measure._Case) -> int:
         if needed <= capacity:
             return capacity
         if capacity == allowed[-1]:
-            raise ArithmeticError(f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons")
+            raise ArithmeticError(
+                f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons"
+            )
 
 
 def _providers(
@@ -290,11 +322,15 @@ def ffn(
     device = measure._gpu()
     for pattern in patterns:
         if pattern not in measure.PATTERNS:
-            raise ValueError(f"pattern {pattern!r} is unknown; use one of {', '.join(measure.PATTERNS)}")
+            raise ValueError(
+                f"pattern {pattern!r} is unknown; use one of {', '.join(measure.PATTERNS)}"
+            )
     measure._check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
     if kernels and out is None:
         raise ValueError("the rows of kernels go to a file; say in which folder (out)")
-    measure._check_files(out, {name: COLUMNS[name] for name in ("training", "training_kernels", "ceilings")})
+    measure._check_files(
+        out, {name: COLUMNS[name] for name in ("training", "training_kernels", "ceilings")}
+    )
     save = functools.partial(measure._append, out, results.provenance())
     meter = measure._meter() if energy else None
     peaks = measure.ceilings()
@@ -307,7 +343,9 @@ def ffn(
             for name, inputs in measure._inputs(
                 pattern, num_tokens, active, hidden_size, intermediate_size, masks, device
             ):
-                found, parts = _measure(measure._Case.of(name, inputs, gated, 1), compiled, peaks, meter, kernels)
+                found, parts = _measure(
+                    measure._Case.of(name, inputs, gated, 1), compiled, peaks, meter, kernels
+                )
                 save("training", found)
                 save("training_kernels", parts)
                 rows += found
@@ -325,8 +363,13 @@ def _checked(
     dy = (DY * torch.randn(case.x.shape, generator=g, device=case.x.device)).to(case.x.dtype)
     dl1 = torch.full(case.x.shape[:1], DL1, device=case.x.device)
     providers = _providers(case, compiled, dy, dl1, paths)
-    exact = ExactStep.of(case.x, case.sets[0], dy, dl1)  # 3 GB of 65,536 tokens: gone before steps are timed
-    return providers, {name: exact.check(step.found(), f"{name} at {case}") for name, (*_, step) in providers.items()}
+    exact = ExactStep.of(
+        case.x, case.sets[0], dy, dl1
+    )  # 3 GB of 65,536 tokens: gone before steps are timed
+    return providers, {
+        name: exact.check(step.found(), f"{name} at {case}")
+        for name, (*_, step) in providers.items()
+    }
 
 
 def _measure(
@@ -349,22 +392,51 @@ def _measure(
 
     rows, parts = [], []
     c = case.columns
-    shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"], case.exact.entries, case.exact.touched
+    shape = (
+        c["tokens"],
+        c["hidden_size"],
+        c["intermediate_size"],
+        c["gated"],
+        case.exact.entries,
+        case.exact.touched,
+    )
     for name, (path, capacity, step) in providers.items():
         worst, error = checked[name]
         both, forward = (measure._quantiles(np.concatenate(turns)) for turns in taken[name])
         flops, num_bytes = work(path, *shape)
-        row = c | {"provider": name, "path": path, "capacity": capacity, "relative_rms": float(f"{error:.3g}")}
+        row = c | {
+            "provider": name,
+            "path": path,
+            "capacity": capacity,
+            "relative_rms": float(f"{error:.3g}"),
+        }
         row |= {"worst": worst} | both | {"forward": forward["p50"]} | step.memory()
-        row |= {"flops": flops, "bytes": num_bytes, "roofline": measure.roofline(flops, num_bytes, both["p50"], peaks)}
-        row |= measure._energy(step, 1, both["p50"], meter) if meter else {"energy": None, "watts": None}
+        row |= {
+            "flops": flops,
+            "bytes": num_bytes,
+            "roofline": measure.roofline(flops, num_bytes, both["p50"], peaks),
+        }
+        row |= (
+            measure._energy(step, 1, both["p50"], meter)
+            if meter
+            else {"energy": None, "watts": None}
+        )
         rows.append(row)
         said = f"{both['p50']:.4f} ms ({forward['p50']:.4f} forward)  held {row['held'] / 2**20:.0f} MiB"
         print(f"{case}  {name:<20} {said}", flush=True)
         if kernels:
             for kernel, (launches, spent) in measure._kernel_times([step]).items():
-                part = {column: row[column] for column in (*measure.CASE_COLUMNS, "union", "provider")}
-                parts.append(part | {"kernel": kernel, "launches": round(launches, 2), "ms": float(f"{spent:.4g}")})
+                part = {
+                    column: row[column] for column in (*measure.CASE_COLUMNS, "union", "provider")
+                }
+                parts.append(
+                    part
+                    | {
+                        "kernel": kernel,
+                        "launches": round(launches, 2),
+                        "ms": float(f"{spent:.4g}"),
+                    }
+                )
         step.clear()
     return rows, parts
 
@@ -376,7 +448,11 @@ CROSSOVER_SHARES = 0.005, 0.02, 0.05, 0.1, 0.2  # mean active neurons per token,
 
 
 def crossover(
-    hidden_size: int = 2048, intermediate_size: int = 5632, *, gated: bool = True, tokens: int = CROSSOVER_TOKENS
+    hidden_size: int = 2048,
+    intermediate_size: int = 5632,
+    *,
+    gated: bool = True,
+    tokens: int = CROSSOVER_TOKENS,
 ) -> float:
     """Return up to how many active neurons per token a sparse step of a layer is faster than dense: `Calibration.training`.
 
@@ -390,7 +466,9 @@ def crossover(
     compiled = torch.compile(_dense, fullgraph=True, dynamic=False)
     levels: list[tuple[float, float]] = []
     for wanted in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
-        inputs = measure.synthetic_layer(tokens, hidden_size, intermediate_size, active=wanted, device=device)
+        inputs = measure.synthetic_layer(
+            tokens, hidden_size, intermediate_size, active=wanted, device=device
+        )
         case = measure._Case.of("skewed", inputs, gated, 1)
         levels.append((case.columns["active"], _speedup(case, compiled)))
         if levels[-1][1] < 1:
@@ -410,7 +488,9 @@ def _speedup(case: measure._Case, compiled: Callable[..., tuple[Tensor, Tensor]]
         for name, step in steps.items():
             taken[name].append(measure._stream_times(step, ROUND))
             step.clear()
-    times = {name: measure._quantiles(np.concatenate(turns))["p50"] for name, turns in taken.items()}
+    times = {
+        name: measure._quantiles(np.concatenate(turns))["p50"] for name, turns in taken.items()
+    }
     speedup = times[COMPILED] / times["triton union"]
     said = "  ".join(f"{name} {p50:.4f} ms" for name, p50 in times.items())
     print(f"{case}  forward and backward: {said}  {speedup:.2f} times as fast", flush=True)
@@ -428,7 +508,9 @@ def _crossing(levels: Sequence[tuple[float, float]]) -> float:
         return 0.0
     for higher, lower_gain in rest:
         if lower_gain < 1:
-            return float(f"{active * (higher / active) ** (math.log(gain) / math.log(gain / lower_gain)):.4g}")
+            return float(
+                f"{active * (higher / active) ** (math.log(gain) / math.log(gain / lower_gain)):.4g}"
+            )
         active, gain = higher, lower_gain
     return active
 
@@ -441,7 +523,12 @@ def _chunk_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = LOSS_CHUNK, loss: Callable = _chunk_loss
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int = LOSS_CHUNK,
+    loss: Callable = _chunk_loss,
 ) -> Tensor:
     """Return the mean cross-entropy in nats, with the logits of `chunk` tokens at a time; backward computes them again.
 
@@ -468,10 +555,14 @@ class _Trainer:
         self.draw(config.micro_batch)
         with self.autocast():
             wanted = imposed.profile(profile, config.num_layers, active)
-            sample = imposed.draw_tokens(config.vocab_size, 64, min(config.context, 128), device=device, seed=1)
+            sample = imposed.draw_tokens(
+                config.vocab_size, 64, min(config.context, 128), device=device, seed=1
+            )
             imposed.impose(self.model, wanted, sample)
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
-        self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
+        self.start = {
+            name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()
+        }
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
         self.compiled = measure.Compiled([*self.model.model.layers, self.model.model.norm])
@@ -479,7 +570,10 @@ class _Trainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             # Around a compiled layer: within it, it could not keep its L1 term.
             self.compiled.around = functools.partial(checkpoint, use_reentrant=False)
-        self.losses = {False: _chunk_loss, True: torch.compile(_chunk_loss, fullgraph=True, dynamic=False)}
+        self.losses = {
+            False: _chunk_loss,
+            True: torch.compile(_chunk_loss, fullgraph=True, dynamic=False),
+        }
         SparseTraining(self.model).allow_recompiling()
 
     def draw(self, sequences: int) -> None:
@@ -512,10 +606,16 @@ class _Trainer:
             if self.sparse_state is not None:  # no need to find the room again
                 self.sparse.restore(self.sparse_state)
         self.model.train()
-        groups = [[p for p in self.model.parameters() if (p.dim() >= 2) == decays] for decays in (True, False)]
+        groups = [
+            [p for p in self.model.parameters() if (p.dim() >= 2) == decays]
+            for decays in (True, False)
+        ]
         c = self.config
         self.optimizer = torch.optim.AdamW(
-            [{"params": groups[0], "weight_decay": c.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+            [
+                {"params": groups[0], "weight_decay": c.weight_decay},
+                {"params": groups[1], "weight_decay": 0.0},
+            ],
             lr=learning_rate,
             betas=(c.adam_beta1, c.adam_beta2),
             eps=c.adam_epsilon,
@@ -547,8 +647,12 @@ class _Trainer:
             self.optimizer.zero_grad()
             with self.autocast():
                 # Past SparseLlamaForCausalLM's own forward, which counts statistics and computes all logits at once.
-                hidden = self.model.model(input_ids=self.tokens, use_cache=False).last_hidden_state.flatten(0, 1)
-                loss = chunked_cross_entropy(hidden, self.model.lm_head.weight, self.labels, loss=self.loss)
+                hidden = self.model.model(
+                    input_ids=self.tokens, use_cache=False
+                ).last_hidden_state.flatten(0, 1)
+                loss = chunked_cross_entropy(
+                    hidden, self.model.lm_head.weight, self.labels, loss=self.loss
+                )
                 loss = loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
             loss.backward()
         own = nn.utils.get_total_norm([p.grad for ffn in self.model.ffns for p in ffn.parameters()])
@@ -656,9 +760,14 @@ def train_step(
     common |= {size: getattr(config, size) for size in SIZES}
     common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
     common |= {"profile": profile}
-    common |= {"active": round(float(np.mean(trainer.active)), 2), "active_max": round(max(trainer.active), 2)}
+    common |= {
+        "active": round(float(np.mean(trainer.active)), 2),
+        "active_max": round(max(trainer.active), 2),
+    }
     tokens = config.micro_batch * config.context
-    said = f"{common['parameters'] / 1e6:.0f} M parameters, {tokens} tokens, {common['active']} active"
+    said = (
+        f"{common['parameters'] / 1e6:.0f} M parameters, {tokens} tokens, {common['active']} active"
+    )
     print(f"{model}: {said} (at most {common['active_max']} in a layer)", flush=True)
     checked = {}
     for name in providers:
@@ -683,19 +792,37 @@ def train_step(
                 continue
             times = measure._quantiles(np.concatenate(taken[name]))
             loss, norm, _ = checked[name]
-            row = common | {"provider": name, "path": "dense" if trainer.sparse is None else "union"}
-            row |= {"capacity": trainer.capacity, "loss": float(f"{loss:.6g}"), "grad_norm": float(f"{norm:.4g}")}
-            row |= times | {"tokens_per_second": round(1e3 * tokens / times["p50"]), "peak": trainer.peak()}
-            row |= measure._energy(trainer.step, 1, times["p50"], meter) if meter else {"energy": None, "watts": None}
+            row = common | {
+                "provider": name,
+                "path": "dense" if trainer.sparse is None else "union",
+            }
+            row |= {
+                "capacity": trainer.capacity,
+                "loss": float(f"{loss:.6g}"),
+                "grad_norm": float(f"{norm:.4g}"),
+            }
+            row |= times | {
+                "tokens_per_second": round(1e3 * tokens / times["p50"]),
+                "peak": trainer.peak(),
+            }
+            row |= (
+                measure._energy(trainer.step, 1, times["p50"], meter)
+                if meter
+                else {"energy": None, "watts": None}
+            )
             rows.append(row | {"largest": None, "largest_tokens_per_second": None})
             said = f"{times['p50']:.1f} ms, {row['tokens_per_second']} tokens/s, {row['peak'] / 1e9:.1f} GB"
             print(f"{model}  {name:<27} {said}", flush=True)
     for row in rows if largest else []:
         trainer.become(row["provider"], 0.0)
-        row["largest"] = trainer.largest(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        row["largest"] = trainer.largest(
+            torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        )
         if row["largest"]:
             times = measure._quantiles(measure._between_replays(trainer.step, 5, lead=1))
-            row["largest_tokens_per_second"] = round(1e3 * row["largest"] * config.context / times["p50"])
+            row["largest_tokens_per_second"] = round(
+                1e3 * row["largest"] * config.context / times["p50"]
+            )
         said = f"{row['largest']} x {config.context} tokens fit, {row['largest_tokens_per_second']} tokens/s"
         print(f"{model}  {row['provider']:<27} {said}", flush=True)
         trainer.draw(config.micro_batch)
@@ -708,7 +835,9 @@ def _model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of a model to be timed: one micro-batch a step."""
     given = TrainConfig.load(model, [*overrides, "l1_coefficient=" + str(L1_COEFFICIENT)])
     if given.precision != "bf16":
-        raise ValueError(f"precision is {given.precision!r}; the sparse path of training needs 'bf16'")
+        raise ValueError(
+            f"precision is {given.precision!r}; the sparse path of training needs 'bf16'"
+        )
     if given.activation != "relu":
         raise ValueError(f"activation is {given.activation!r}; sparse layers need 'relu'")
     given.micro_batch = given.micro_batch or given.batch_tokens // given.context
@@ -733,4 +862,6 @@ def _check_steps(model: str, checked: dict[str, tuple[float, float, float]], nam
         strict=True,
     ):
         if not abs(found - wanted) <= allowed * abs(wanted):
-            raise ArithmeticError(f"{name} of {model} is wrong: {what} is {found:.5g}, of {first} {wanted:.5g}")
+            raise ArithmeticError(
+                f"{name} of {model} is wrong: {what} is {found:.5g}, of {first} {wanted:.5g}"
+            )

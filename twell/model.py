@@ -39,8 +39,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-from twell.choose import Calibration
-from twell.ffn import SparseFFN
+from twell.sparse.layer import SparseFFN
+from twell.sparse.plan import Calibration
 
 
 class SparseLlamaConfig(LlamaConfig):
@@ -75,7 +75,9 @@ class SparseLlamaConfig(LlamaConfig):
             raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         number = self.l1_coefficient
         if number is not None and not (isinstance(number, Real) and 0 <= number < math.inf):
-            raise ValueError(f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more")
+            raise ValueError(
+                f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
@@ -224,7 +226,9 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
 MASKED = -100.0  # an additive mask of this and less means that a key is not attended to
 
 
-def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | None) -> Tensor | None:
+def _token_mask(
+    attention_mask: object, inputs: Tensor | None, cache: Cache | None
+) -> Tensor | None:
     """Return [B, S], zero for the padding among the tokens of this pass; None where nothing is padding.
 
     `inputs` [B, S, ...] are ids or embeddings. SparseLlamaForCausalLM says which masks are read.
@@ -236,7 +240,12 @@ def _token_mask(attention_mask: object, inputs: Tensor | None, cache: Cache | No
     is_tensor = isinstance(attention_mask, Tensor)
     if is_tensor and len(shape) == 2 and shape[0] == batch and shape[1] >= length:
         return attention_mask[:, -length:].to(inputs.device)
-    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[2] in (1, length) and shape[3] >= length
+    fits = (
+        len(shape) == 4
+        and shape[0] in (1, batch)
+        and shape[2] in (1, length)
+        and shape[3] >= length
+    )
     if not (is_tensor and fits):
         given = f"has shape {shape}" if is_tensor else f"is a {type(attention_mask).__name__}"
         raise ValueError(
@@ -258,11 +267,15 @@ def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
     """Return the SparseFFN layers of any model, in order. Raises ValueError when it has none."""
     ffns = [module for module in model.modules() if isinstance(module, SparseFFN)]
     if not ffns:
-        raise ValueError(f"{type(model).__name__} has no SparseFFN layer; twell.sparsify(model) puts them in")
+        raise ValueError(
+            f"{type(model).__name__} has no SparseFFN layer; twell.sparsify(model) puts them in"
+        )
     return ffns
 
 
-def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None) -> Tensor:
+def l1_by_layer(
+    model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
+) -> Tensor:
     """Return each layer's L1 term of the last forward pass, [L]: the sum over tokens of sum_n |h|, by `num_tokens`.
 
     `token_mask` [B, S] is zero for padding; `num_tokens` are by default the tokens of this pass that are none. Where
@@ -290,7 +303,9 @@ def l1_by_layer(model: nn.Module, token_mask: Tensor | None = None, num_tokens: 
         counted = (token_mask != 0).sum()
         # not a product: whatever stands at a padding position, inf and NaN included, stays out
         per_token = torch.where(token_mask != 0, per_token, 0.0)
-    return per_token.flatten(1).sum(1) / _divisor(counted if num_tokens is None else num_tokens, counted)
+    return per_token.flatten(1).sum(1) / _divisor(
+        counted if num_tokens is None else num_tokens, counted
+    )
 
 
 def _divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
@@ -305,7 +320,9 @@ def _divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
 
 @contextlib.contextmanager
 def silence(
-    model: nn.Module, layers: int | Iterable[int] | None = None, neurons: int | Iterable[int] | None = None
+    model: nn.Module,
+    layers: int | Iterable[int] | None = None,
+    neurons: int | Iterable[int] | None = None,
 ) -> Iterator[None]:
     """While it lasts, the given feed-forward layers (default: all), or neurons of one layer, add nothing to the residual stream.
 
@@ -316,11 +333,21 @@ def silence(
     """
     ffns = sparse_ffns(model)
     if neurons is not None and not isinstance(layers, Integral):
-        raise ValueError(f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layers!r}")
-    chosen = range(len(ffns)) if layers is None else [layers] if isinstance(layers, Integral) else list(layers)
+        raise ValueError(
+            f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layers!r}"
+        )
+    chosen = (
+        range(len(ffns))
+        if layers is None
+        else [layers]
+        if isinstance(layers, Integral)
+        else list(layers)
+    )
     for layer in chosen:
         if not 0 <= layer < len(ffns):
-            raise IndexError(f"layer {layer} does not exist: the model has SparseFFN layers 0 to {len(ffns) - 1}")
+            raise IndexError(
+                f"layer {layer} does not exist: the model has SparseFFN layers 0 to {len(ffns) - 1}"
+            )
     before = [(ffn.silenced, ffn.muted) for ffn in ffns]
     try:
         for layer in chosen:
@@ -337,10 +364,16 @@ def silence(
 def _muted(ffn: SparseFFN, neurons: int | Iterable[int]) -> Tensor:
     """A mask of these neurons and of those that are silent already."""
     size, device = ffn.intermediate_size, ffn.device
-    mask = torch.zeros(size, dtype=torch.bool, device=device) if ffn.muted is None else ffn.muted.clone()
+    mask = (
+        torch.zeros(size, dtype=torch.bool, device=device)
+        if ffn.muted is None
+        else ffn.muted.clone()
+    )
     for neuron in [neurons] if isinstance(neurons, Integral) else neurons:
         if not 0 <= neuron < size:
-            raise IndexError(f"neuron {neuron} does not exist: the layer has neurons 0 to {size - 1}")
+            raise IndexError(
+                f"neuron {neuron} does not exist: the layer has neurons 0 to {size - 1}"
+            )
         mask[neuron] = True
     return mask
 
@@ -362,7 +395,9 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     base = _without_adapters(model)
     kind, activation = base.config.model_type, base.config.hidden_act
     if kind not in SPARSIFIABLE:
-        raise ValueError(f"a model of type {kind!r} cannot be made sparse; supported are {', '.join(SPARSIFIABLE)}")
+        raise ValueError(
+            f"a model of type {kind!r} cannot be made sparse; supported are {', '.join(SPARSIFIABLE)}"
+        )
     layers = base.base_model.layers
     for layer in layers:
         if not isinstance(layer.mlp, SparseFFN):
@@ -373,7 +408,9 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
             "after which the model needs training"
         )
     if activation != "relu":
-        warnings.warn(f"activation {activation!r} became 'relu': the model needs training", stacklevel=2)
+        warnings.warn(
+            f"activation {activation!r} became 'relu': the model needs training", stacklevel=2
+        )
     for layer in layers:
         if not isinstance(layer.mlp, SparseFFN):
             layer.mlp = SparseFFN.around(layer.mlp)
@@ -395,9 +432,13 @@ def _check_replaceable(mlp: nn.Module, kind: str, any_activation: bool) -> None:
             f"a feed-forward module is a {name}, not the one of {kind!r}; sparsify before wrapping or sharding"
         )
     if "forward" in mlp.__dict__ and "_hf_hook" not in mlp.__dict__:
-        raise ValueError(f"a feed-forward module, a {name}, has a forward of its own, which SparseFFN would replace")
+        raise ValueError(
+            f"a feed-forward module, a {name}, has a forward of its own, which SparseFFN would replace"
+        )
     if not any_activation and not isinstance(mlp.act_fn, nn.ReLU):
-        raise ValueError(f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}; make them agree")
+        raise ValueError(
+            f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}; make them agree"
+        )
 
 
 def densify(model: nn.Module) -> nn.Module:
@@ -408,7 +449,9 @@ def densify(model: nn.Module) -> nn.Module:
     layers = _without_adapters(model).base_model.layers
     for layer in layers:
         if not isinstance(layer.mlp, SparseFFN) or layer.mlp.replaced is None:
-            raise ValueError(f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo")
+            raise ValueError(
+                f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
+            )
     for layer in layers:
         layer.mlp = layer.mlp.restored()
     return model
@@ -420,11 +463,19 @@ CALIBRATION = "calibration.json"  # beside the weights
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, **options) -> None:
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, **options
+) -> None:
     """Write a model and its tokenizer in Hugging Face layout. Raises OSError naming the folder when it cannot."""
     try:
         model.save_pretrained(folder, **options)
@@ -467,10 +518,14 @@ def load(
     _check_tensors(tensors, expected, folder)
     dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
-        model = SparseLlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+        model = SparseLlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype
+        )
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    has_tokenizer = any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 
 
@@ -512,13 +567,23 @@ def _resolve(name: str | Path) -> Path:
             raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
         return folder
     if folder.exists():
-        raise ValueError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
+        raise ValueError(
+            f"{folder} is a file; a model is a folder with config.json and *.safetensors"
+        )
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+        return Path(
+            snapshot_download(
+                str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]
+            )
+        )
     except HFValidationError:
-        raise FileNotFoundError(f"no model at {name}: it is no folder, and no name on the Hugging Face hub") from None
+        raise FileNotFoundError(
+            f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
+        ) from None
     except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
-        raise FileNotFoundError(f"no model {name}: it is no folder here, and the hub answered: {error}") from None
+        raise FileNotFoundError(
+            f"no model {name}: it is no folder here, and the hub answered: {error}"
+        ) from None
 
 
 def _config_of(folder: Path) -> SparseLlamaConfig:
@@ -527,11 +592,15 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
     fields = _json_object(path)
     missing = [name for name in SIZES if name not in fields]
     if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; put back the file that came with the weights")
+        raise ValueError(
+            f"{path} has no {', '.join(missing)}; put back the file that came with the weights"
+        )
     kind = fields.pop("model_type", None)
     if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
-    fields["dtype"] = _named_dtype([fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder)
+    fields["dtype"] = _named_dtype(
+        [fields.pop("dtype", None), fields.pop("torch_dtype", None)], folder
+    )
     if "quantization_config" in fields:
         raise ValueError(f"{path} has a quantization_config; quantised weights cannot be read")
     if kind == SparseLlamaConfig.model_type:
@@ -546,22 +615,29 @@ def _config_of(folder: Path) -> SparseLlamaConfig:
         "hidden_act": "relu",  # the paper's files may say "silu" and mean ReLU
         "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
         "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
-        "intermediate_size": sparsity.get("sparsity_new_intermediate_size") or fields.get("intermediate_size"),
+        "intermediate_size": sparsity.get("sparsity_new_intermediate_size")
+        or fields.get("intermediate_size"),
         # Llama's own default, which differs from that of SparseLlamaConfig
         "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    return _described(path, {name: value for name, value in fields.items() if name != "architectures"})
+    return _described(
+        path, {name: value for name, value in fields.items() if name != "architectures"}
+    )
 
 
 def _json_object(path: Path) -> dict:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; put back the file that came with the weights") from None
+        raise ValueError(
+            f"{path} is not JSON: {error}; put back the file that came with the weights"
+        ) from None
     if not isinstance(fields, dict):
         kind = type(fields).__name__
-        raise ValueError(f"{path} holds a {kind}, expected a JSON object; put back the file that came with the weights")
+        raise ValueError(
+            f"{path} holds a {kind}, expected a JSON object; put back the file that came with the weights"
+        )
     return fields
 
 
@@ -573,7 +649,9 @@ def _described(path: Path, fields: dict) -> SparseLlamaConfig:
         if rope["rope_type"] not in (known := sorted({"default", *ROPE_INIT_FUNCTIONS})):
             raise ValueError(f"rope_type is {rope['rope_type']!r}; use one of {', '.join(known)}")
         if not 0 < rope["rope_theta"] < math.inf:
-            raise ValueError(f"rope_theta is {rope['rope_theta']}; it has to be a finite number above 0")
+            raise ValueError(
+                f"rope_theta is {rope['rope_theta']}; it has to be a finite number above 0"
+            )
         with torch.device("meta"):  # with a backend that is there on every machine
             SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
     except Exception as error:  # transformers has a dozen kinds
@@ -604,7 +682,9 @@ def _named_dtype(fields: list, folder: Path) -> str | None:
     if not names:
         return None
     if getattr(torch, names[0], None) not in DTYPES:
-        raise ValueError(f"{folder / 'config.json'}: dtype is {names[0]!r}; expected one of {_names(DTYPES)}")
+        raise ValueError(
+            f"{folder / 'config.json'}: dtype is {names[0]!r}; expected one of {_names(DTYPES)}"
+        )
     return names[0]
 
 
@@ -616,7 +696,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file():
         places = _json_object(index).get("weight_map")
-        if not (isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())):
+        if not (
+            isinstance(places, dict)
+            and places
+            and all(isinstance(name, str) for name in places.values())
+        ):
             raise ValueError(
                 f"{index} has no weight_map with a file for each tensor; put back the one that came with them"
             )
@@ -629,12 +713,16 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             part = load_file(folder / name)
         except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or cut short: {error}; put back a whole copy") from None
+            raise ValueError(
+                f"{folder / name} is damaged or cut short: {error}; put back a whole copy"
+            ) from None
         for tensor in part:
             weight = re.sub(r"\.mlp\.(gate|up|down)_weight$", r".mlp.\1_proj.weight", tensor)
             if weight in layouts:
                 both = tensor if layouts[weight] == tensor else f"{layouts[weight]} and {tensor}"
-                raise ValueError(f"{folder / name}: {both} would be one weight twice; take one of them out")
+                raise ValueError(
+                    f"{folder / name}: {both} would be one weight twice; take one of them out"
+                )
             layouts[weight] = tensor
             counts = part[tensor].dtype in DTYPES and not NO_WEIGHTS.search(tensor)
             if counts and not part[tensor].isfinite().all():
@@ -661,7 +749,9 @@ def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pat
     return config.dtype
 
 
-def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> dict[str, Tensor]:
+def _canonical(
+    tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path
+) -> dict[str, Tensor]:
     """Llama's names and shapes from either layout; what is no weight (trackers, rotary tables) left out."""
     found, hybrid = {}, _is_hybrid(folder)
     turned = {"gate_weight", "down_weight"} if config.gated_mlp else {"up_weight", "down_weight"}
@@ -670,7 +760,9 @@ def _canonical(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pa
             continue
         if match := re.search(r"\.mlp\.((gate|up|down)_weight)$", name):
             if tensor.dim() != 2:
-                raise ValueError(f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; expected a matrix")
+                raise ValueError(
+                    f"{folder}: the tensor {name} has shape {tuple(tensor.shape)}; expected a matrix"
+                )
             tensor = tensor.t().contiguous() if match[1] in turned else tensor
             name = name.replace(match[1], f"{match[2]}_proj.weight")
         elif name.endswith(".mlp.down_proj.weight") and hybrid is not None:
@@ -688,11 +780,15 @@ def _is_hybrid(folder: Path) -> bool | None:
         return None
     hybrid = fields.get(HYBRID) or False
     if not isinstance(hybrid, bool):
-        raise ValueError(f"{folder / 'config.json'}: {HYBRID} is {hybrid!r}; expected true or false")
+        raise ValueError(
+            f"{folder / 'config.json'}: {HYBRID} is {hybrid!r}; expected true or false"
+        )
     return hybrid
 
 
-def _check_down(name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool, folder: Path) -> None:
+def _check_down(
+    name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool, folder: Path
+) -> None:
     """Refuse a down projection whose shape contradicts the configuration."""
     stored, other = (shape[::-1], shape) if hybrid else (shape, shape[::-1])
     if tuple(tensor.shape) != stored and (hybrid or tuple(tensor.shape) == other):
@@ -707,7 +803,9 @@ def _check_down(name: str, tensor: Tensor, shape: tuple[int, int], hybrid: bool,
 def _check_types(tensors: dict[str, Tensor], folder: Path) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{folder}: the tensor {name} has type {tensor.dtype}; expected one of {_names(DTYPES)}")
+            raise ValueError(
+                f"{folder}: the tensor {name} has type {tensor.dtype}; expected one of {_names(DTYPES)}"
+            )
 
 
 def _check_tied(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -715,20 +813,26 @@ def _check_tied(tensors: dict[str, Tensor], folder: Path) -> None:
     head = tensors.pop("lm_head.weight", None)
     embedding = tensors.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise ValueError(f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
+        raise ValueError(
+            f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them"
+        )
 
 
 def _check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
     for name, tensor in expected.items():
         if name not in tensors:
-            raise ValueError(f"{folder}: the tensor {name} is missing, expected with shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{folder}: the tensor {name} is missing, expected with shape {tuple(tensor.shape)}"
+            )
         if tensors[name].shape != tensor.shape:
             raise ValueError(
                 f"{folder}: the tensor {name} has shape {tuple(tensors[name].shape)}; expected {tuple(tensor.shape)}"
             )
     unknown = sorted(set(tensors) - set(expected))
     if unknown:
-        raise ValueError(f"{folder}: the tensor {unknown[0]} is not part of the model ({len(unknown)} such)")
+        raise ValueError(
+            f"{folder}: the tensor {unknown[0]} is not part of the model ({len(unknown)} such)"
+        )
 
 
 AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)

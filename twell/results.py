@@ -40,10 +40,22 @@ PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 LOCK = "train.lock"
 CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = ("config.yaml", "provenance.json", "log.csv", "log.csv.xz", *CHECKPOINTS, "aggregate.npz")
+RUN_FILES = (
+    "config.yaml",
+    "provenance.json",
+    "log.csv",
+    "log.csv.xz",
+    *CHECKPOINTS,
+    "aggregate.npz",
+)
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
-    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ),
     "calibration.json",
 )
 # The files among them that only a training or an export writes.
@@ -60,7 +72,9 @@ def root(start: str | Path | None = None) -> Path:
     for folder in (start, *start.parents):
         if (folder / "data" / "paper.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"no data/paper.yaml in {start} or above; run this inside a clone of the repository")
+    raise FileNotFoundError(
+        f"no data/paper.yaml in {start} or above; run this inside a clone of the repository"
+    )
 
 
 def is_recorded(path: str | Path) -> bool:
@@ -81,7 +95,9 @@ def paper(metric: str | None = None, **filters) -> pd.DataFrame:
         filters["metric"] = metric
     for column, value in filters.items():
         if column not in rows:
-            raise KeyError(f"the paper's table has no column {column!r}; it has {', '.join(rows.columns)}")
+            raise KeyError(
+                f"the paper's table has no column {column!r}; it has {', '.join(rows.columns)}"
+            )
         rows = rows[rows[column] == value]
     return rows.reset_index(drop=True)
 
@@ -92,7 +108,16 @@ def paper(metric: str | None = None, **filters) -> pd.DataFrame:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide results."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "accelerate", "tokenizers", "numpy", "pandas", "matplotlib"):
+    for package in (
+        "torch",
+        "triton",
+        "transformers",
+        "accelerate",
+        "tokenizers",
+        "numpy",
+        "pandas",
+        "matplotlib",
+    ):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -109,7 +134,9 @@ def device_name(kind: str | None = None) -> str:
         return torch.cuda.get_device_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+            model = next(
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
     return f"{model} CPU, {os.cpu_count()} cores"
@@ -119,7 +146,11 @@ def _git(*arguments: str) -> str | None:
     """Output of a git command in this repository, or None where there is no repository or no git."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -162,7 +193,9 @@ def provenance(command: str | None = None) -> dict:
 
 def _launcher() -> list[str]:
     """What started Python: Accelerate's launcher, with the options that decide how training is spread, or nothing."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # the launcher always sets it; WORLD_SIZE may be a cluster's
+    if (
+        "ACCELERATE_MIXED_PRECISION" not in os.environ
+    ):  # the launcher always sets it; WORLD_SIZE may be a cluster's
         return ["python"]
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
@@ -181,7 +214,9 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
     data = data.encode() if isinstance(data, str) else data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
+        handle, temporary = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED
+        )
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -206,11 +241,15 @@ def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
     """
     _check_provenance(origin)
     where = {field: origin[field] for field in ("device", "commit", "command", "date")}
-    where["versions"] = "; ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    where["versions"] = "; ".join(
+        f"{name} {version}" for name, version in origin["versions"].items()
+    )
     table = pd.DataFrame([row | where for row in rows])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(path.with_name(f".{path.name}.lock")):  # two processes may append at once
+    with filelock.FileLock(
+        path.with_name(f".{path.name}.lock")
+    ):  # two processes may append at once
         if path.is_file():
             before = pd.read_csv(path)
             if list(before.columns) != list(table.columns):
@@ -224,7 +263,9 @@ def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
 def _check_provenance(origin: dict) -> None:
     missing = [field for field in PROVENANCE_FIELDS if not origin.get(field)]
     if missing:
-        raise ValueError(f"provenance without {', '.join(missing)}: a result is only kept with where it came from")
+        raise ValueError(
+            f"provenance without {', '.join(missing)}: a result is only kept with where it came from"
+        )
 
 
 def write_run(folder: str | Path, config: dict, origin: dict) -> None:
@@ -244,13 +285,21 @@ def run_state(folder: str | Path) -> str:
     A run has config.yaml, provenance.json and a log. A process that was killed while it wrote these leaves a beginning.
     """
     folder = Path(folder)
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
+    names = (
+        {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if folder.is_dir()
+        else set()
+    )
     names.discard(LOCK)
     if not names:
         return "nothing"
     if not missing_of_run(folder):
         return "run"
-    return "beginning" if names in ({"provenance.json"}, {"config.yaml", "provenance.json"}) else "else"
+    return (
+        "beginning"
+        if names in ({"provenance.json"}, {"config.yaml", "provenance.json"})
+        else "else"
+    )
 
 
 def missing_of_run(folder: str | Path) -> list[str]:
@@ -291,13 +340,17 @@ def load_provenance(folder: str | Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; put back a copy of it") from None
     if not isinstance(origin, dict):
-        raise ValueError(f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}")
+        raise ValueError(
+            f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}"
+        )
     missing = [field for field in PROVENANCE_FIELDS if field not in origin]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; put back a copy of it")
     starts = origin.get("starts", [])
     if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
-        raise ValueError(f"{path}: starts is {starts!r}; expected a list of JSON objects: put back a copy of it")
+        raise ValueError(
+            f"{path}: starts is {starts!r}; expected a list of JSON objects: put back a copy of it"
+        )
     only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
     return origin | {"starts": origin.get("starts") or [only]}
 
@@ -338,19 +391,29 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         origin = load_provenance(folder)
         log = load_log(log_path(folder))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} is not a run: it has no {Path(error.filename).name}") from None
+        raise FileNotFoundError(
+            f"{folder} is not a run: it has no {Path(error.filename).name}"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it") from None
+        raise ValueError(
+            f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it"
+        ) from None
     if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value")
+        raise ValueError(
+            f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value"
+        )
     if isinstance(level := config.get("l1_coefficient"), list):
-        raise ValueError(f"{folder / 'config.yaml'}: l1_coefficient is {level}; it has to be one number")
+        raise ValueError(
+            f"{folder / 'config.yaml'}: l1_coefficient is {level}; it has to be one number"
+        )
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, log
 
 
-def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> tuple[pd.DataFrame, pd.DataFrame]:
+def load_runs(
+    folder: str | Path, pattern: str = "*", required: bool = True
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read every run in `folder` whose name fits `pattern`, or one of several with spaces between ("depth-* 85m-100m-*").
 
     Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
@@ -358,11 +421,21 @@ def load_runs(folder: str | Path, pattern: str = "*", required: bool = True) -> 
     tables without rows if none is `required`.
     """
     try:
-        folders = sorted({path.parent for one in pattern.split() for path in Path(folder).glob(f"{one}/config.yaml")})
+        folders = sorted(
+            {
+                path.parent
+                for one in pattern.split()
+                for path in Path(folder).glob(f"{one}/config.yaml")
+            }
+        )
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}") from None
+        raise ValueError(
+            f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
+        ) from None
     if not folders and not required:
-        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype({"complete": bool})
+        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype(
+            {"complete": bool}
+        )
         return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])
     if not folders:
         named = "" if pattern == "*" else f" that fits {pattern!r}"
@@ -402,7 +475,12 @@ def evaluation_paths(folder: str | Path) -> list[Path]:
 
     Other files are passed over, hidden ones too: a killed process may leave `.NAME.json.` and a few letters.
     """
-    paths = [path for ending in ("json", "json.xz") for path in Path(folder).glob(f"*.{ending}") if path.is_file()]
+    paths = [
+        path
+        for ending in ("json", "json.xz")
+        for path in Path(folder).glob(f"*.{ending}")
+        if path.is_file()
+    ]
     names = {path.name.removesuffix(".xz") for path in paths if not path.name.startswith(".")}
     return [kept(Path(folder) / name) for name in sorted(names)]
 
@@ -414,9 +492,13 @@ def load_evaluations(folder: str | Path) -> list[dict]:
         try:
             data = path.read_bytes()
             record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
-            missing = [field for field in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record.get(field)]
+            missing = [
+                field for field in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record.get(field)
+            ]
         except (ValueError, AttributeError, lzma.LZMAError):
-            raise ValueError(f"{path} is not an evaluation: `twell evaluate` writes such files") from None
+            raise ValueError(
+                f"{path} is not an evaluation: `twell evaluate` writes such files"
+            ) from None
         if missing:
             raise ValueError(f"{path} is not an evaluation: it has no {', '.join(missing)}")
         found.append(record)

@@ -64,10 +64,14 @@ class Trace:
         tokens = len(self.token_ids)
         for name in ("strings", "logprob", "sequence", "position"):
             if len(getattr(self, name)) != tokens:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries; the trace has {tokens} tokens")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries; the trace has {tokens} tokens"
+                )
         rows = len(self.indptr) - 1
         if rows < 0 or (rows % tokens if tokens else rows):
-            raise ValueError(f"indptr has {len(self.indptr)} entries; expected layers x {tokens} tokens + 1")
+            raise ValueError(
+                f"indptr has {len(self.indptr)} entries; expected layers x {tokens} tokens + 1"
+            )
         if not len(self.indices) == len(self.values) == self.indptr[-1]:
             raise ValueError(
                 f"{len(self.indices)} indices and {len(self.values)} values; indptr ends at {self.indptr[-1]}"
@@ -91,7 +95,10 @@ class Trace:
         tokens = self.num_tokens
         if not 0 <= start <= stop <= tokens:
             raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
-        rows = [slice(n * tokens + start, n * tokens + stop) for n in range(self.num_layers if stop > start else 0)]
+        rows = [
+            slice(n * tokens + start, n * tokens + stop)
+            for n in range(self.num_layers if stop > start else 0)
+        ]
         counts = [np.diff(self.indptr)[row] for row in rows]
         inside = [slice(self.indptr[row.start], self.indptr[row.stop]) for row in rows]
         return Trace(
@@ -109,7 +116,9 @@ class Trace:
     def layer(self, layer: int) -> scipy.sparse.csr_array:
         """The values h of one layer, [T, N] float32; what is stored is active, zeros included."""
         if not 0 <= layer < self.num_layers:
-            raise IndexError(f"layer {layer} does not exist: the trace has layers 0 to {self.num_layers - 1}")
+            raise IndexError(
+                f"layer {layer} does not exist: the trace has layers 0 to {self.num_layers - 1}"
+            )
         rows = self.indptr[layer * self.num_tokens : (layer + 1) * self.num_tokens + 1]
         inside = slice(rows[0], rows[-1])
         shape = (self.num_tokens, self.intermediate_size)
@@ -123,7 +132,9 @@ class Trace:
 
     def histogram(self) -> np.ndarray:
         """Tokens by their number of active neurons, int64 [L, N + 1]."""
-        return np.stack([np.bincount(counts, minlength=self.intermediate_size + 1) for counts in self.counts()])
+        return np.stack(
+            [np.bincount(counts, minlength=self.intermediate_size + 1) for counts in self.counts()]
+        )
 
     def by_token(self) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
         """The V different token ids, ascending; their strings; occurrences [V]; active neurons, summed over layers [V]."""
@@ -139,7 +150,11 @@ class Trace:
     def neurons(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each neuron: tokens that activate it, int64; sum of its values, float64; largest |value|; all [L, N]."""
         shape = (self.num_layers, self.intermediate_size)
-        counts, sums, largest = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, np.float32)
+        counts, sums, largest = (
+            np.zeros(shape, np.int64),
+            np.zeros(shape),
+            np.zeros(shape, np.float32),
+        )
         for layer in range(self.num_layers):
             h = self.layer(layer)
             counts[layer] = np.bincount(h.indices, minlength=self.intermediate_size)
@@ -169,8 +184,13 @@ class Trace:
         num_tiles = -(-self.intermediate_size // tile_n)
         found = np.zeros((2, self.num_layers, len(compressions)), np.int64)
         for layer, counts in enumerate(self.counts()):
-            tile = np.repeat(np.arange(self.num_tokens), counts) * num_tiles + self.layer(layer).indices // tile_n
-            in_tile = np.bincount(tile, minlength=self.num_tokens * num_tiles).reshape(self.num_tokens, num_tiles)
+            tile = (
+                np.repeat(np.arange(self.num_tokens), counts) * num_tiles
+                + self.layer(layer).indices // tile_n
+            )
+            in_tile = np.bincount(tile, minlength=self.num_tokens * num_tiles).reshape(
+                self.num_tokens, num_tiles
+            )
             for n, compression in enumerate(compressions):
                 over = in_tile > tile_n // compression - 1
                 found[:, layer, n] = over.any(axis=1).sum(), over.sum()
@@ -178,7 +198,11 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write one compressed .npz; it appears whole or not at all."""
-        described = {"strings": self.strings, "intermediate_size": self.intermediate_size, "meta": self.meta}
+        described = {
+            "strings": self.strings,
+            "intermediate_size": self.intermediate_size,
+            "meta": self.meta,
+        }
         arrays = {name: getattr(self, name) for name in ARRAYS}
         results.write_atomically(path, _pack(arrays, described, zipfile.ZIP_DEFLATED))
 
@@ -209,11 +233,29 @@ CONTEXTS = (
     (1, [], 3, 1),
     (0, [], 0, 0),
 )
-SAMPLE = 32  # firings drawn evenly from all of a neuron's, from which the quantile examples are taken
+SAMPLE = (
+    32  # firings drawn evenly from all of a neuron's, from which the quantile examples are taken
+)
 MAX_BYTES = 2_000_000
 COUNTED = (
-    *("token_ids", "occurrences", "token_active", "lengths", "position_active", "active_histogram", "value_edges"),
-    *("value_histogram", "value_sum", "abs_sum", "max_abs", "union_sum", "union_max", "union_active"),
+    *(
+        "token_ids",
+        "occurrences",
+        "token_active",
+        "lengths",
+        "position_active",
+        "active_histogram",
+        "value_edges",
+    ),
+    *(
+        "value_histogram",
+        "value_sum",
+        "abs_sum",
+        "max_abs",
+        "union_sum",
+        "union_max",
+        "union_active",
+    ),
     *("overflow_rows", "overflow_tiles"),
 )
 PLACES = ("top_at", "top_value", "quantile_at", "quantile_value", "text_at", "text")
@@ -291,10 +333,17 @@ class Aggregate:
         }
         for name, shape in expected.items():
             if getattr(self, name).shape != shape:
-                raise ValueError(f"{name} has the shape {getattr(self, name).shape}; expected {shape}")
-        for name, counted in (("occurrences", self.occurrences), ("active_histogram", self.active_histogram[:1])):
+                raise ValueError(
+                    f"{name} has the shape {getattr(self, name).shape}; expected {shape}"
+                )
+        for name, counted in (
+            ("occurrences", self.occurrences),
+            ("active_histogram", self.active_histogram[:1]),
+        ):
             if counted.sum() != self.num_tokens:
-                raise ValueError(f"{name} counts {counted.sum()} tokens; the sequences have {self.num_tokens}")
+                raise ValueError(
+                    f"{name} counts {counted.sum()} tokens; the sequences have {self.num_tokens}"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -333,7 +382,9 @@ class Aggregate:
     def overflows(self, tile_n: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """As Trace.overflows. Raises ValueError for a tile width or compression that was not counted."""
         _counted(tile_n, (TILE_N,), "tile_n")
-        columns = [_counted(compression, COMPRESSIONS, "compression") for compression in compressions]
+        columns = [
+            _counted(compression, COMPRESSIONS, "compression") for compression in compressions
+        ]
         return self.overflow_rows[:, columns], self.overflow_tiles[:, columns]
 
     def context(self, at: int) -> tuple[int, int, np.ndarray, int]:
@@ -355,7 +406,9 @@ class Aggregate:
         names = ("strings", "quantiles", "before", "after", "cross_entropy", "meta")
         described = {name: getattr(self, name) for name in names}
         # LZMA: on counts it saves a third of what deflate leaves.
-        return _pack({name: _narrow(array) for name, array in arrays.items()}, described, zipfile.ZIP_LZMA)
+        return _pack(
+            {name: _narrow(array) for name, array in arrays.items()}, described, zipfile.ZIP_LZMA
+        )
 
     def save(self, path: str | Path) -> None:
         """Write one compressed .npz; it appears whole or not at all."""
@@ -370,7 +423,10 @@ class Aggregate:
                 if isinstance(array, np.ndarray) and array.dtype.kind == "u":
                     fields[name] = array.astype(np.int64)
             fields["text_at"] = fields["text_at"].cumsum()
-            fields["top_at"], fields["quantile_at"] = fields["top_at"] - 1, fields["quantile_at"] - 1
+            fields["top_at"], fields["quantile_at"] = (
+                fields["top_at"] - 1,
+                fields["quantile_at"] - 1,
+            )
             return cls(**fields)
 
         return _unpack(path, make, (*COUNTED, *PLACES), "an aggregate")
@@ -378,7 +434,9 @@ class Aggregate:
 
 def _counted(value: int, known: Sequence[int], name: str) -> int:
     if value not in known:
-        raise ValueError(f"{name} {value} was not counted; the aggregate has {', '.join(map(str, known))}")
+        raise ValueError(
+            f"{name} {value} was not counted; the aggregate has {', '.join(map(str, known))}"
+        )
     return known.index(value)
 
 
@@ -406,14 +464,18 @@ def _unpack(path: str | Path, make: Callable, names: Sequence[str], kind: str):
             described = json.loads(file["described"].tobytes())
             return make(**{name: file[name] for name in names}, **described)
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not {kind}, or it is damaged: {error}; `twell trace` makes it again") from None
+        raise ValueError(
+            f"{path} is not {kind}, or it is damaged: {error}; `twell trace` makes it again"
+        ) from None
 
 
 # --- watching a model ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _watch(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int, observer) -> None:
+def _watch(
+    model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int, observer
+) -> None:
     """Run sequences through the model and tell the observer, for each batch, begin, layer (for each) and end.
 
     Sequences of one length that follow each other are run together, at most `batch` at a time.
@@ -421,13 +483,17 @@ def _watch(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], ba
     vocab_size = model.config.vocab_size
     training = model.training
     model.eval()
-    hooks = [ffn.register_forward_hook(_tell(observer, layer)) for layer, ffn in enumerate(model.ffns)]
+    hooks = [
+        ffn.register_forward_hook(_tell(observer, layer)) for layer, ffn in enumerate(model.ffns)
+    ]
     try:
         for group in _same_length(sequences, batch):
             ids = torch.tensor(group, device=model.device)
             if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
                 wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-                raise ValueError(f"token {wrong} does not exist: the model has tokens 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"token {wrong} does not exist: the model has tokens 0 to {vocab_size - 1}"
+                )
             observer.begin(ids)
             observer.end(_logprob(model, ids))
     finally:
@@ -470,7 +536,9 @@ class _Keep:
     """An observer that keeps everything, for a Trace."""
 
     def __init__(self, num_layers: int):
-        self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]  # counts, indices, values
+        self.layers: list[list[tuple[np.ndarray, ...]]] = [
+            [] for _ in range(num_layers)
+        ]  # counts, indices, values
         self.logprob: list[np.ndarray] = []
 
     def begin(self, ids: Tensor) -> None:
@@ -521,7 +589,9 @@ def trace_tokens(
 
 
 def _concatenate(arrays: Sequence, dtype) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
+    return np.concatenate(
+        [np.zeros(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)]
+    )
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
@@ -547,12 +617,18 @@ def _bytes_of(token: str) -> str | None:
 def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(rest)
+    }
 
 
-def trace_text(model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str) -> Trace:
+def trace_text(
+    model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Trace:
     """Trace a text, cut into sequences of the model's context length. Raises ValueError for an empty text."""
-    return trace_tokens(model, tokenizer, cut(encode(tokenizer, text), model), meta=results.provenance())
+    return trace_tokens(
+        model, tokenizer, cut(encode(tokenizer, text), model), meta=results.provenance()
+    )
 
 
 def trace_validation(run: str | Path) -> Trace:
@@ -565,7 +641,9 @@ def trace_validation(run: str | Path) -> Trace:
     return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
 
 
-def load_with_tokenizer(name_or_path: str | Path, **options) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
+def load_with_tokenizer(
+    name_or_path: str | Path, **options
+) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
     """`twell.load`, for what needs words. Raises ValueError where there is no tokenizer."""
     model, tokenizer = load(name_or_path, **options)
     if tokenizer is None:
@@ -582,7 +660,9 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text. Raises ValueError for one that is empty or has lone surrogates."""
     # verbose=False: the length is no reason to warn, `cut` takes texts of any.
-    ids = tokenizer(corpus.checked_text(text, "the text"), add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(
+        corpus.checked_text(text, "the text"), add_special_tokens=False, verbose=False
+    ).input_ids
     if not ids:
         raise ValueError("the text is empty; give at least one character")
     return ids
@@ -613,7 +693,9 @@ def silenced_loss(
         with silence(model, layer, neuron):  # which refuses what does not exist, before the work
             pass
     _watch(model, sequences, batch, kept)
-    before = np.split(_concatenate(kept.logprob, np.float64), np.cumsum([len(s) for s in sequences])[:-1])
+    before = np.split(
+        _concatenate(kept.logprob, np.float64), np.cumsum([len(s) for s in sequences])[:-1]
+    )
     starts = np.cumsum([0, *map(len, sequences)])
     predicted = np.array([len(s) - 1 for s in sequences])
     if not predicted.sum():
@@ -623,7 +705,9 @@ def silenced_loss(
     rows, shown, begun = [], time.perf_counter(), time.perf_counter()
     try:
         for number, (layer, neuron) in enumerate(neurons):
-            counts, indices = (_concatenate([part[n] for part in kept.layers[layer]], np.int64) for n in range(2))
+            counts, indices = (
+                _concatenate([part[n] for part in kept.layers[layer]], np.int64) for n in range(2)
+            )
             fires = np.repeat(np.arange(len(counts)), counts)[indices == neuron]
             where = np.unique(np.searchsorted(starts, fires, side="right") - 1)
             change = np.zeros(starts[-1])
@@ -643,14 +727,27 @@ def silenced_loss(
             stderr = np.sqrt(spread * many / (many - 1)) / predicted.sum() if many > 1 else np.nan
             following = change[fires[fires + 1 < len(change)] + 1]
             following = following[~np.isnan(following)]
-            rows.append((layer, neuron, len(fires), mean, stderr, following.mean() if len(following) else np.nan))
+            rows.append(
+                (
+                    layer,
+                    neuron,
+                    len(fires),
+                    mean,
+                    stderr,
+                    following.mean() if len(following) else np.nan,
+                )
+            )
             if say and time.perf_counter() - shown > 5:
                 shown = time.perf_counter()
                 left = (shown - begun) / (number + 1) * (len(neurons) - number - 1)
-                say(f"{number + 1} of {len(neurons)} neurons  {int(left) // 60}:{int(left) % 60:02d} left")
+                say(
+                    f"{number + 1} of {len(neurons)} neurons  {int(left) // 60}:{int(left) % 60:02d} left"
+                )
     finally:
         model.train(training)
-    return pd.DataFrame(rows, columns=["layer", "neuron", "fires", "loss_change", "stderr", "change_after"])
+    return pd.DataFrame(
+        rows, columns=["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
+    )
 
 
 # --- aggregates ---------------------------------------------------------------------------------------
@@ -666,7 +763,9 @@ class _Best:
     def __init__(self, groups: int, k: int, device: torch.device | str):
         self.groups, self.k = groups, k
         self.threshold = torch.full((groups,), -torch.inf, device=device)
-        self.parts = [tuple(np.zeros(0, kind) for kind in (np.int64, np.int64, np.float32, np.float32))]
+        self.parts = [
+            tuple(np.zeros(0, kind) for kind in (np.int64, np.int64, np.float32, np.float32))
+        ]
         self.waiting = 0
 
     def add(self, group: Tensor, at: Tensor, score: Tensor, value: Tensor) -> None:
@@ -686,7 +785,9 @@ class _Best:
         self.parts, self.waiting = [(group[order], at[order], score[order], value[order])], 0
         last = order[rank == self.k - 1]
         device = self.threshold.device
-        self.threshold[torch.from_numpy(group[last]).to(device)] = torch.from_numpy(score[last]).to(device)
+        self.threshold[torch.from_numpy(group[last]).to(device)] = torch.from_numpy(score[last]).to(
+            device
+        )
         return group[order], rank, at[order], value[order]
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
@@ -704,7 +805,10 @@ class _Count:
     device change them; which firings are sampled depends on the seed and on their numbers alone.
     """
 
-    LOWEST, HIGHEST = -31, 32  # exponents e of |h| in [2^(e-1), 2^e) that are told apart while counting
+    LOWEST, HIGHEST = (
+        -31,
+        32,
+    )  # exponents e of |h| in [2^(e-1), 2^e) that are told apart while counting
     WIDTH = HIGHEST - LOWEST + 1
 
     def __init__(
@@ -728,10 +832,17 @@ class _Count:
         self.position_active = zeros(num_layers, context)
         self.active_histogram = zeros(num_layers, intermediate_size + 1)
         self.value_histogram = zeros(*neurons, 2 * self.WIDTH)
-        self.value_sum, self.abs_sum = zeros(*neurons, dtype=torch.float64), zeros(*neurons, dtype=torch.float64)
+        self.value_sum, self.abs_sum = (
+            zeros(*neurons, dtype=torch.float64),
+            zeros(*neurons, dtype=torch.float64),
+        )
         self.max_abs = zeros(*neurons, dtype=torch.float32)
-        self.union_sum, self.union_max, self.union_active = (zeros(num_layers, len(BLOCKS)) for _ in range(3))
-        self.overflow_rows, self.overflow_tiles = (zeros(num_layers, len(COMPRESSIONS)) for _ in range(2))
+        self.union_sum, self.union_max, self.union_active = (
+            zeros(num_layers, len(BLOCKS)) for _ in range(3)
+        )
+        self.overflow_rows, self.overflow_tiles = (
+            zeros(num_layers, len(COMPRESSIONS)) for _ in range(2)
+        )
         # Of the largest block that is not full yet, by smallest block: which neurons, how many active entries.
         parts = BLOCKS[-1] // BLOCKS[0]
         self.open_neurons = zeros(num_layers, parts, intermediate_size, dtype=torch.bool)
@@ -746,7 +857,9 @@ class _Count:
         self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
         # One random number a token, for all neurons: a neuron keeps those of its firings with the highest, which is an
         # even sample of them, and neurons share places in the text, whose words are stored once.
-        self.keys = torch.from_numpy(self.random.random(len(self.ids)).astype(np.float32)).to(ids.device)
+        self.keys = torch.from_numpy(self.random.random(len(self.ids)).astype(np.float32)).to(
+            ids.device
+        )
 
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
         """Active entries of the batch in one layer, [n], by token and neuron: their numbers, int64, and h, float32."""
@@ -765,7 +878,9 @@ class _Count:
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
         num_tiles = -(-size // TILE_N)
-        in_tile = torch.bincount(token * num_tiles + neuron // TILE_N, minlength=num_tokens * num_tiles)
+        in_tile = torch.bincount(
+            token * num_tiles + neuron // TILE_N, minlength=num_tokens * num_tiles
+        )
         for n, compression in enumerate(COMPRESSIONS):
             over = in_tile.view(num_tokens, num_tiles) > TILE_N // compression - 1
             self.overflow_rows[layer, n] += over.any(1).sum()
@@ -780,13 +895,17 @@ class _Count:
         largest, smallest = BLOCKS[-1], BLOCKS[0]
         start = self.num_tokens % largest
         end = start + len(active)
-        parts = (end // largest + 1) * largest // smallest  # whole largest blocks, and one that stays open
+        parts = (
+            (end // largest + 1) * largest // smallest
+        )  # whole largest blocks, and one that stays open
         flags = self.open_neurons.new_zeros(parts, self.intermediate_size)
         flags[: len(self.open_neurons[layer])] = self.open_neurons[layer]
         flags[(start + token) // smallest, neuron] = True
         counts = self.open_active.new_zeros(parts)
         counts[: len(self.open_active[layer])] = self.open_active[layer]
-        counts.index_add_(0, (start + torch.arange(len(active), device=active.device)) // smallest, active)
+        counts.index_add_(
+            0, (start + torch.arange(len(active), device=active.device)) // smallest, active
+        )
         whole = parts - largest // smallest
         self._blocks(layer, flags[:whole], counts[:whole], end // largest * largest)
         self.open_neurons[layer], self.open_active[layer] = flags[whole:], counts[whole:]
@@ -808,19 +927,36 @@ class _Count:
         self.num_tokens += len(self.ids)
         wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
         if len(wrong):
-            raise FloatingPointError(f"layer {int(wrong[0])} has values that are not finite; they cannot be counted")
+            raise FloatingPointError(
+                f"layer {int(wrong[0])} has values that are not finite; they cannot be counted"
+            )
 
     def finish(
-        self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, max_bytes: int, meta: dict
+        self,
+        sequences: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+        max_bytes: int,
+        meta: dict,
     ) -> Aggregate:
         """Return the aggregate of the sequences that went by, with the most places that keep it within max_bytes."""
         for layer in range(self.num_layers):
-            self._blocks(layer, self.open_neurons[layer], self.open_active[layer], self.num_tokens % BLOCKS[-1])
-        arrays = {name: value.cpu().numpy() for name, value in vars(self).items() if isinstance(value, Tensor)}
+            self._blocks(
+                layer,
+                self.open_neurons[layer],
+                self.open_active[layer],
+                self.num_tokens % BLOCKS[-1],
+            )
+        arrays = {
+            name: value.cpu().numpy()
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         ids = np.flatnonzero(arrays["occurrences"])
         edges, histogram = self._octaves(arrays["value_histogram"], arrays["max_abs"])
         neurons = (self.num_layers, self.intermediate_size)
-        top, sample = ([t.reshape(*neurons, -1) for t in best.table()] for best in (self.top, self.sample))
+        top, sample = (
+            [t.reshape(*neurons, -1) for t in best.table()] for best in (self.top, self.sample)
+        )
         counted = {
             **{name: arrays[name] for name in COUNTED if name in arrays},
             "token_ids": ids,
@@ -832,7 +968,9 @@ class _Count:
             "value_histogram": histogram,
             "value_sum": arrays["value_sum"].astype(np.float32),
             "abs_sum": arrays["abs_sum"].astype(np.float32),
-            "cross_entropy": float(arrays["nll"]) / self.num_predicted if self.num_predicted else float("nan"),
+            "cross_entropy": float(arrays["nll"]) / self.num_predicted
+            if self.num_predicted
+            else float("nan"),
         }
 
         def with_places(row: int) -> Aggregate:
@@ -840,12 +978,19 @@ class _Count:
             names = ("top", "quantiles", "before", "after")
             kept, wanted = (dict(zip(names, CONTEXTS[n], strict=True)) for n in (row, 0))
             reduced = {name: wanted[name] for name in names if kept[name] != wanted[name]}
-            described = {"num_tokens": self.num_tokens, "max_bytes": max_bytes, "kept": kept, "reduced": reduced}
+            described = {
+                "num_tokens": self.num_tokens,
+                "max_bytes": max_bytes,
+                "kept": kept,
+                "reduced": reduced,
+            }
             return Aggregate(**counted, **places, meta=meta | described)
 
         # Each row takes less than the one before, so that the first which fits is found in four trials.
         rows = range(len(CONTEXTS))
-        row = bisect.bisect_left(rows, True, key=lambda row: len(with_places(row).pack()) <= max_bytes)
+        row = bisect.bisect_left(
+            rows, True, key=lambda row: len(with_places(row).pack()) <= max_bytes
+        )
         if row == len(CONTEXTS):
             size = len(with_places(rows[-1]).pack())
             raise ValueError(f"the counts alone need {size} bytes; max_bytes is {max_bytes}")
@@ -865,7 +1010,9 @@ class _Count:
         return edges, np.concatenate([sides[1][..., ::-1], sides[0]], -1)
 
 
-def _places(row: tuple, top: list[np.ndarray], sample: list[np.ndarray], sequences: Sequence[Sequence[int]]) -> dict:
+def _places(
+    row: tuple, top: list[np.ndarray], sample: list[np.ndarray], sequences: Sequence[Sequence[int]]
+) -> dict:
     """The fields of an Aggregate that say where neurons fire, by one row of CONTEXTS."""
     strongest, quantiles, before, after = row
     quantile = _at_quantiles(*sample, quantiles)
@@ -885,7 +1032,9 @@ def _places(row: tuple, top: list[np.ndarray], sample: list[np.ndarray], sequenc
     }
 
 
-def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _at_quantiles(
+    at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Of a sample [L, N, R] of firings (at -1: none) those at the quantiles of their values; each at most once."""
     held = (at >= 0).sum(-1, keepdims=True)
     order = np.argsort(np.where(at >= 0, value, np.inf), axis=-1, kind="stable")
@@ -953,14 +1102,18 @@ def aggregate(
     if not len(sequences):
         raise ValueError("there is no sequence to count; give at least one token")
     longest = max(map(len, sequences))
-    counter = _Count(layers, config.intermediate_size, config.vocab_size, longest, seed=seed, device=model.device)
+    counter = _Count(
+        layers, config.intermediate_size, config.vocab_size, longest, seed=seed, device=model.device
+    )
     meta = (meta or {}) | {"context": longest, "seed": seed}
     watched = _progress(sequences, say) if say else sequences
     _watch(model, watched, max(BATCH_TOKENS // longest, 1), counter)
     return counter.finish(sequences, tokenizer, max_bytes, meta)
 
 
-def _progress(sequences: Sequence[Sequence[int]], say: Callable[[str], None]) -> Iterator[Sequence[int]]:
+def _progress(
+    sequences: Sequence[Sequence[int]], say: Callable[[str], None]
+) -> Iterator[Sequence[int]]:
     total, done = sum(map(len, sequences)), 0
     start = shown = time.perf_counter()
     for sequence in sequences:
@@ -968,7 +1121,9 @@ def _progress(sequences: Sequence[Sequence[int]], say: Callable[[str], None]) ->
         if now - shown > 5 and done:
             speed = done / (now - start)
             minutes, seconds = divmod(int((total - done) / speed), 60)
-            say(f"{done:,} of {total:,} tokens  {speed:,.0f} tokens/s  {minutes}:{seconds:02d} left")
+            say(
+                f"{done:,} of {total:,} tokens  {speed:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+            )
             shown = now
         yield sequence
         done += len(sequence)

@@ -59,9 +59,9 @@ from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmu
 
 from twell import corpus, lock, results
 from twell.checkpoint import Checkpoints
-from twell.ffn import summarize_activity
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM, save, silence, sparse_ffns
-from twell.sparse_training import SparseTraining
+from twell.sparse.layer import summarize_activity
+from twell.sparse.training import SparseTraining
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -88,7 +88,9 @@ class TrainConfig:
     # optimisation
     tokens: int = 1_000_000  # in all, rounded up to whole steps
     batch_tokens: int = 4096  # a step, over all devices
-    micro_batch: int | None = None  # sequences a device and forward pass; None: the whole share of the step
+    micro_batch: int | None = (
+        None  # sequences a device and forward pass; None: the whole share of the step
+    )
     learning_rate: float = 1e-3
     warmup_steps: int = 600
     weight_decay: float = 0.1
@@ -97,7 +99,9 @@ class TrainConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
-    checkpoint_activations: bool = False  # compute layers again in the backward pass instead of keeping them
+    checkpoint_activations: bool = (
+        False  # compute layers again in the backward pass instead of keeping them
+    )
     compile: bool = False  # torch.compile each decoder layer
     seed: int = 0
     # sparsity
@@ -105,10 +109,10 @@ class TrainConfig:
     l1_zero_steps: int = 0  # L1 warm-up: so many steps without the term ...
     l1_warmup_steps: int = 0  # ... then so many in which it grows linearly
     dead_window_tokens: int = 2**20
-    reinit: float = (
-        0.0  # share of fresh noise in the gate weights of neurons that were dead for a window; the paper: 0.1
+    reinit: float = 0.0  # share of fresh noise in the gate weights of neurons that were dead for a window; the paper: 0.1
+    balance_every: int = (
+        0  # steps after which the output columns are brought back to one length; 0: never
     )
-    balance_every: int = 0  # steps after which the output columns are brought back to one length; 0: never
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last
@@ -117,9 +121,26 @@ class TrainConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            setattr(self, field.name, _coerce(field.name, _TYPES[field.name], getattr(self, field.name)))
-        positive = ["vocab_size", "context", "hidden_size", "intermediate_size", "num_layers", "num_heads", "tokens"]
-        positive += ["batch_tokens", "learning_rate", "max_grad_norm", "dead_window_tokens", "log_every", "valid_every"]
+            setattr(
+                self, field.name, _coerce(field.name, _TYPES[field.name], getattr(self, field.name))
+            )
+        positive = [
+            "vocab_size",
+            "context",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "tokens",
+        ]
+        positive += [
+            "batch_tokens",
+            "learning_rate",
+            "max_grad_norm",
+            "dead_window_tokens",
+            "log_every",
+            "valid_every",
+        ]
         positive += ["rope_theta", "adam_epsilon"]
         for name in positive:
             if not getattr(self, name) > 0:
@@ -129,7 +150,9 @@ class TrainConfig:
                 raise ValueError(f"{name} is inf; it has to be a finite number")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be from 0 to less than 1")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it has to be from 0 to less than 1"
+                )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(
                 f"micro_batch is {self.micro_batch}; it has to be at least 1, or null for the whole share of the step"
@@ -140,15 +163,28 @@ class TrainConfig:
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is ''; it has to name something")
         if self.context < 2:
-            raise ValueError(f"context is {self.context}; it has to be at least 2, so that a token is predicted")
-        at_least_0 = ["warmup_steps", "weight_decay", "seed", "l1_zero_steps", "l1_warmup_steps", "checkpoint_every"]
+            raise ValueError(
+                f"context is {self.context}; it has to be at least 2, so that a token is predicted"
+            )
+        at_least_0 = [
+            "warmup_steps",
+            "weight_decay",
+            "seed",
+            "l1_zero_steps",
+            "l1_warmup_steps",
+            "checkpoint_every",
+        ]
         at_least_0.append("balance_every")
         for name in ("l1_coefficient", *at_least_0):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be a finite number, 0 or more")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it has to be a finite number, 0 or more"
+                )
         for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
             if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}")
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is no multiple of {divisor} {getattr(self, divisor)}"
+                )
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(
                 f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
@@ -166,7 +202,9 @@ class TrainConfig:
                 f"{self.activation!r}, which is not proportional to its input"
             )
         if self.checkpoint_every % self.log_every:
-            raise ValueError(f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}")
+            raise ValueError(
+                f"checkpoint_every {self.checkpoint_every} is no multiple of log_every {self.log_every}"
+            )
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
         self._check_schedules()
@@ -208,7 +246,9 @@ class TrainConfig:
                 f"and dead_window_tokens is {self.dead_window_tokens}"
             )
         if self.balance_every > steps:
-            lines.append(f"balance_every {self.balance_every} never acts: the run has {steps} steps")
+            lines.append(
+                f"balance_every {self.balance_every} never acts: the run has {steps} steps"
+            )
         return lines
 
     @classmethod
@@ -222,14 +262,22 @@ class TrainConfig:
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
-                raise ValueError(f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4")
+                raise ValueError(
+                    f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4"
+                )
             if key in given:
                 raise ValueError(f"{key} is given twice: {given[key]} and {override}")
             given[key] = override
             try:
                 fields[key] = yaml.safe_load(value)
-            except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
-                raise ValueError(f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]") from None
+            except (
+                yaml.YAMLError,
+                ValueError,
+                RecursionError,
+            ):  # a date of month 13 is a ValueError
+                raise ValueError(
+                    f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]"
+                ) from None
         for key in fields:
             if key not in _TYPES:
                 close = difflib.get_close_matches(str(key), _TYPES, 1)
@@ -247,12 +295,18 @@ class TrainConfig:
         """Return the tokenizer, the training blocks (of a stream: this process's share), and the validation blocks."""
         if self.source.startswith("hf:"):
             if self.tokenizer is None:
-                raise ValueError(f"source {self.source} is streamed, so no tokenizer is trained on it; set tokenizer")
+                raise ValueError(
+                    f"source {self.source} is streamed, so no tokenizer is trained on it; set tokenizer"
+                )
             if self.valid_source is not None:
-                raise ValueError(f"valid_source {self.valid_source}: of a stream the first documents are held out")
+                raise ValueError(
+                    f"valid_source {self.valid_source}: of a stream the first documents are held out"
+                )
             tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
             share = {"process": process, "num_processes": num_processes}
-            stream = corpus.Stream(self.source, tokenizer, self.context, valid_tokens=self.valid_tokens, **share)
+            stream = corpus.Stream(
+                self.source, tokenizer, self.context, valid_tokens=self.valid_tokens, **share
+            )
             return tokenizer, stream, corpus.Blocks(stream.valid, self.context)
         text = corpus.prepare(
             self.source,
@@ -328,7 +382,9 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
     above = (*above, path)
     if path.resolve() in [file.resolve() for file in above[:-1]]:
-        raise ValueError(f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:")
+        raise ValueError(
+            f"{path} is its own base: {' -> '.join(map(str, above))}; change or remove the line base:"
+        )
     try:
         fields = yaml.load(path.read_text(encoding="utf-8-sig"), _OnceLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -337,7 +393,9 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
     if not isinstance(base, str | None):
-        raise ValueError(f"{path}: base is {base!r}; expected the name of a configuration or of a file")
+        raise ValueError(
+            f"{path}: base is {base!r}; expected the name of a configuration or of a file"
+        )
     return fields if base is None else _read_config(base, above) | fields
 
 
@@ -356,7 +414,9 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: corpus.Blocks, batch: int = 
     total = 0.0
     for start in range(0, len(blocks), batch):
         tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
-        total += float(model(input_ids=tokens, labels=tokens, use_cache=False).cross_entropy) * len(tokens)
+        total += float(model(input_ids=tokens, labels=tokens, use_cache=False).cross_entropy) * len(
+            tokens
+        )
     model.train(training)
     model.recording = False
     layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
@@ -378,20 +438,26 @@ class Log:
         else:
             os.truncate(path, size)
 
-    def write(self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]) -> None:
+    def write(
+        self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
+    ) -> None:
         """One row for each number, and for each layer of a list."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for metric, value in values.items():
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
-            writer.writerows([step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered)
+            writer.writerows(
+                [step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered
+            )
         try:
             # "a" would write a deleted log anew, without its head.
             with open(self.path, "r+", encoding="utf-8") as file:
                 file.seek(0, os.SEEK_END)
                 file.write(text.getvalue())
         except OSError as error:  # the system names no file when the disk is full
-            raise OSError(error.errno, f"{self.path} could not be written: {error.strerror}") from None
+            raise OSError(
+                error.errno, f"{self.path} could not be written: {error.strerror}"
+            ) from None
 
 
 class DeadWindow:
@@ -427,14 +493,18 @@ class DeadWindow:
 
 
 @torch.no_grad()
-def reinitialize(model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share: float, seed: list[int]) -> None:
+def reinitialize(
+    model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share: float, seed: list[int]
+) -> None:
     """Mix noise into the weights that decide whether a dead neuron fires: w <- (1 - share) w + share N(0, 0.02^2).
 
     `dead`: for each layer [N] bool; only these rows of the gate (non-gated: up) projection change. The noise follows
     from `seed` alone, so that all processes draw the same, and the initial standard deviation is the configuration's
     `initializer_range`. Paper: App. C.3.
     """
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    generator = torch.Generator().manual_seed(
+        int(np.random.SeedSequence(seed).generate_state(1)[0])
+    )
     for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
         weight = (ffn.gate_proj or ffn.up_proj).weight
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
@@ -472,7 +542,12 @@ def _placed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    config: TrainConfig, folder: str | Path, *, overwrite: bool = False, resume: bool = False, quiet: bool = False
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Train a model and leave the run in `folder`.
 
@@ -500,11 +575,15 @@ def train(
         if state == "else":
             missing = ", ".join(results.missing_of_run(folder))
             remedy = "put back a copy of it" if resume else "choose another folder"
-            raise FileExistsError(f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}")
+            raise FileExistsError(
+                f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}"
+            )
         if state == "nothing" and resume:
             raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
         if state != "nothing" and not (resume or overwrite):
-            raise FileExistsError(f"{folder} already holds a run; choose another folder, --resume or --overwrite it")
+            raise FileExistsError(
+                f"{folder} already holds a run; choose another folder, --resume or --overwrite it"
+            )
         if resume and (folder / "config.yaml").is_file():
             _check_same(config, folder)
         if resume and results.load_provenance(folder).get("complete"):
@@ -540,12 +619,17 @@ def _changes(before: dict, config: TrainConfig) -> str:
     return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
 
 
-def text_hashes(config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks) -> dict[str, str]:
+def text_hashes(
+    config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks
+) -> dict[str, str]:
     """Return the SHA-256 of a run's tokens: of the validation part, and of the training part unless it is a stream."""
     tokens = {"validation": valid.tokens[: config.valid_tokens]}
     if isinstance(blocks, corpus.Blocks):
         tokens["training"] = blocks.tokens
-    return {part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest() for part, array in tokens.items()}
+    return {
+        part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+        for part, array in tokens.items()
+    }
 
 
 def run_text(
@@ -556,7 +640,9 @@ def run_text(
     Raises ValueError when the text has changed since the run started.
     """
     config = TrainConfig.load(Path(run) / "config.yaml")
-    longer = config if valid_tokens is None else dataclasses.replace(config, valid_tokens=valid_tokens)
+    longer = (
+        config if valid_tokens is None else dataclasses.replace(config, valid_tokens=valid_tokens)
+    )
     tokenizer, blocks, valid = longer.prepare_text()
     _check_text(run, text_hashes(config, blocks, valid))
     return tokenizer, blocks, valid
@@ -601,49 +687,74 @@ class _Run:
     def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
         self.main = accelerator.is_main_process
-        _check_shares(config, accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP)
+        _check_shares(
+            config, accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP
+        )
         set_seed(config.seed)
         with accelerator.main_process_first():
             self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
                 accelerator.process_index, accelerator.num_processes
             )
         self.text = text_hashes(config, self.blocks, self.valid_blocks)
-        ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+        ends = {
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+        }
         # The kernels store weights in an order of their own, which would take random numbers in another order.
-        self.model = SparseLlamaForCausalLM(dataclasses.replace(config, backend="dense").model_config(**ends))
+        self.model = SparseLlamaForCausalLM(
+            dataclasses.replace(config, backend="dense").model_config(**ends)
+        )
         self.model.set_ffn_backend(config.backend)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         # The kernels are for 16-bit inputs.
-        self.sparse = SparseTraining(self.model, path="union" if config.precision == "bf16" else None)
+        self.sparse = SparseTraining(
+            self.model, path="union" if config.precision == "bf16" else None
+        )
         if config.compile:
             if self.sparse.active:
                 self.sparse.allow_recompiling()
-            torch._dynamo.config.optimize_ddp = False  # it would cut each layer in pieces; here layers are the pieces
+            torch._dynamo.config.optimize_ddp = (
+                False  # it would cut each layer in pieces; here layers are the pieces
+            )
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True)
-                if config.checkpoint_activations:  # around the compiled layer: within it the L1 term could not leave
+                if (
+                    config.checkpoint_activations
+                ):  # around the compiled layer: within it the L1 term could not leave
                     compiled = layer._compiled_call_impl
-                    layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
+                    layer._compiled_call_impl = functools.partial(
+                        checkpoint, compiled, use_reentrant=False
+                    )
         elif config.checkpoint_activations:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if accelerator.distributed_type == DistributedType.FSDP:  # it takes no strides but the usual
+        if (
+            accelerator.distributed_type == DistributedType.FSDP
+        ):  # it takes no strides but the usual
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.contiguous()
         # As usual for transformers, the norms' gains do not decay.
         decay = [p for p in self.model.parameters() if p.dim() >= 2]
         rest = [p for p in self.model.parameters() if p.dim() < 2]
         optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            [
+                {"params": decay, "weight_decay": config.weight_decay},
+                {"params": rest, "weight_decay": 0.0},
+            ],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             fused=accelerator.device.type == "cuda" or None,  # one pass over memory
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.schedule = get_cosine_schedule_with_warmup(self.optimizer.optimizer, config.warmup_steps, config.steps)
+        self.schedule = get_cosine_schedule_with_warmup(
+            self.optimizer.optimizer, config.warmup_steps, config.steps
+        )
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
         self.checkpoints = Checkpoints(folder, folder / "log.csv")
-        self.sums, self.spent = torch.zeros(4, device=accelerator.device), 0.0  # and seconds, since the last row
+        self.sums, self.spent = (
+            torch.zeros(4, device=accelerator.device),
+            0.0,
+        )  # and seconds, since the last row
 
     def train(self, resume: bool) -> Path:
         config, done, size = self.config, 0, None
@@ -655,7 +766,11 @@ class _Run:
         if self.main:
             starts = results.load_provenance(self.folder)["starts"] if resume else []
             origin = results.provenance()
-            self.origin = origin | {"parameters": self.parameters, "complete": False, "text_sha256": self.text}
+            self.origin = origin | {
+                "parameters": self.parameters,
+                "complete": False,
+                "text_sha256": self.text,
+            }
             self.origin["starts"] = [*starts, origin | {"step": done}]
             if resume:
                 results.remove_unfinished(self.folder)
@@ -701,7 +816,9 @@ class _Run:
             return pressed
         if step % self.config.log_every:
             return False
-        return bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.accelerator.device)))
+        return bool(
+            self.accelerator.reduce(torch.tensor(float(pressed), device=self.accelerator.device))
+        )
 
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint: weights, optimiser, schedule, windows and choices, random state, places, the row begun."""
@@ -723,13 +840,19 @@ class _Run:
         }
         if step % self.config.log_every:  # one process alone stops between two rows
             counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.model.ffns]
-            state["row"] = {"sums": self.sums, "counters": counters, "seconds": time.perf_counter() - self.since}
+            state["row"] = {
+                "sums": self.sums,
+                "counters": counters,
+                "seconds": time.perf_counter() - self.since,
+            }
         self.checkpoints.write(state)
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Take up the newest whole checkpoint; returns its step and the size of the log at that step."""
         state = self.checkpoints.read(self.say if self.main else lambda _: None)
-        if changed := _changes(state.get("config", {}), self.config):  # older versions wrote no configuration
+        if changed := _changes(
+            state.get("config", {}), self.config
+        ):  # older versions wrote no configuration
             raise ValueError(
                 f"{self.checkpoints.good} was written with another configuration: {changed}; "
                 "set it back in config.yaml, or train a new run"
@@ -756,7 +879,9 @@ class _Run:
             device = self.accelerator.device
             self.sums, self.spent = row["sums"].to(device), row["seconds"]
             for ffn, counters in zip(self.model.ffns, row["counters"], strict=True):
-                ffn.stats.neuron_counts, ffn.stats.histogram = (counts.to(device) for counts in counters)
+                ffn.stats.neuron_counts, ffn.stats.histogram = (
+                    counts.to(device) for counts in counters
+                )
         return state["step"], state["log"]
 
     def step(self, step: int) -> torch.Tensor:
@@ -766,23 +891,39 @@ class _Run:
         first = (step - 1) * sequences
         share = range(first + self.accelerator.process_index, first + sequences, world)
         micro = config.micro_batch or len(share)
-        totals = {"num_items_in_batch": sequences * (config.context - 1), "num_tokens_in_batch": config.batch_tokens}
+        totals = {
+            "num_items_in_batch": sequences * (config.context - 1),
+            "num_tokens_in_batch": config.batch_tokens,
+        }
         totals["l1_scale"] = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         # Drawn once: a step that is done again is the same step. All before the first pass, and from pinned memory, so that no
         # pass waits for its text.
         on_gpu = self.accelerator.device.type == "cuda"
         drawn = [self.blocks.draw(share[at : at + micro]) for at in range(0, len(share), micro)]
-        batches = [(d.pin_memory() if on_gpu else d).to(self.accelerator.device, non_blocking=True) for d in drawn]
+        batches = [
+            (d.pin_memory() if on_gpu else d).to(self.accelerator.device, non_blocking=True)
+            for d in drawn
+        ]
         self.wrapped.train()
         for _ in self.sparse.attempts():
             self.optimizer.zero_grad()
             parts = torch.zeros(3, device=self.accelerator.device)
             for number, tokens in enumerate(batches, 1):
-                with self.accelerator.no_sync(self.wrapped) if number < len(batches) else contextlib.nullcontext():
+                with (
+                    self.accelerator.no_sync(self.wrapped)
+                    if number < len(batches)
+                    else contextlib.nullcontext()
+                ):
                     with self.autocast():
-                        output = self.wrapped(input_ids=tokens, labels=tokens, use_cache=False, **totals)
-                    self.accelerator.backward(output.loss * world)  # gradients are averaged over processes
-                parts += torch.stack([output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()])
+                        output = self.wrapped(
+                            input_ids=tokens, labels=tokens, use_cache=False, **totals
+                        )
+                    self.accelerator.backward(
+                        output.loss * world
+                    )  # gradients are averaged over processes
+                parts += torch.stack(
+                    [output.loss.detach(), output.cross_entropy.detach(), output.l1.detach()]
+                )
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
         self.learning_rate = self.optimizer.param_groups[0]["lr"]  # before the schedule goes on
         self.optimizer.step()
@@ -835,7 +976,9 @@ class _Run:
     def remedy(self) -> str:
         """Say which fields can make a run diverge."""
         names = "learning_rate", "l1_coefficient", "weight_decay"
-        values = [f"{name} (now {value})" for name in names if (value := getattr(self.config, name))]
+        values = [
+            f"{name} (now {value})" for name in names if (value := getattr(self.config, name))
+        ]
         return f"lower {' or '.join(values)}"
 
     def restart_meters(self) -> None:
@@ -850,7 +993,9 @@ class _Run:
         with self.autocast():
             found = evaluate(self.model, self.valid_blocks)
         if not math.isfinite(found["cross_entropy"]):  # the last step may be the one that diverges
-            raise FloatingPointError(f"the validation loss is {found['cross_entropy']} at step {step}; {self.remedy()}")
+            raise FloatingPointError(
+                f"the validation loss is {found['cross_entropy']} at step {step}; {self.remedy()}"
+            )
         values = {"cross_entropy": found["cross_entropy"]} | activity_columns(found["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
@@ -858,22 +1003,30 @@ class _Run:
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, "valid", values)
-            self.say(f"{self.folder.name}  step {step}/{self.config.steps}  validation {found['cross_entropy']:.3f}")
+            self.say(
+                f"{self.folder.name}  step {step}/{self.config.steps}  validation {found['cross_entropy']:.3f}"
+            )
         self.restart_meters()
 
     def finish(self) -> Path:
-        weights = get_model_state_dict(self.wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        weights = get_model_state_dict(
+            self.wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         if self.main:
             # What computed it is no part of a model, and kernels are not for fp32.
             self.model.config.ffn_backend = "dense"
             save(self.model.eval(), self.tokenizer, self.folder / "model", state_dict=weights)
-            results.write_run(self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True})
+            results.write_run(
+                self.folder, dataclasses.asdict(self.config), self.origin | {"complete": True}
+            )
             self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
         return self.folder
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+        return torch.autocast(
+            self.accelerator.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"
+        )
 
     def say(self, line: str) -> None:
         if not self.quiet:
@@ -900,17 +1053,29 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.pressed = True
         if self.loud:  # not by print, which may be what was interrupted
-            os.write(2, b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n")
+            os.write(
+                2,
+                b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n",
+            )
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
     """Return the factor on the L1 coefficient at a step (from 1): 0, then linear, then 1. Paper: App. C.3."""
-    return min(max(step - zero_steps, 0) / warmup_steps, 1.0) if warmup_steps else float(step > zero_steps)
+    return (
+        min(max(step - zero_steps, 0) / warmup_steps, 1.0)
+        if warmup_steps
+        else float(step > zero_steps)
+    )
 
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
     """The per-layer metrics of a log from summarize_activity's results."""
-    names = {"active_mean": "mean", "active_p99": "p99", "active_max": "max", "dead_fraction": "dead"}
+    names = {
+        "active_mean": "mean",
+        "active_p99": "p99",
+        "active_max": "max",
+        "dead_fraction": "dead",
+    }
     return {metric: [layer[key] for layer in layers] for metric, key in names.items()}
 
 

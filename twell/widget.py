@@ -16,7 +16,9 @@ try:
     import traitlets
 except ModuleNotFoundError as error:
     package = error.name.partition(".")[0]
-    raise ModuleNotFoundError(f"twell.inspect needs the package {package}: pip install 'twell[notebooks]'") from None
+    raise ModuleNotFoundError(
+        f"twell.inspect needs the package {package}: pip install 'twell[notebooks]'"
+    ) from None
 
 from twell import inspector, plots, results
 from twell.inspector import COLOURS, FILES, SCALES, Side, Source
@@ -45,7 +47,9 @@ class Inspector(anywidget.AnyWidget):
     colour = traitlets.Enum(COLOURS, "count").tag(sync=True)
     scale = traitlets.Enum(SCALES, "all").tag(sync=True)
     limit = traitlets.Float(None, allow_none=True).tag(sync=True)
-    layers = traitlets.List(traitlets.Int(), default_value=None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
+    layers = traitlets.List(
+        traitlets.Int(), default_value=None, minlen=2, maxlen=2, allow_none=True
+    ).tag(sync=True)
     skip_first = traitlets.Bool(True).tag(sync=True)
     compression = traitlets.Enum((0, *COMPRESSIONS), 8).tag(sync=True)
     difference = traitlets.Bool(False).tag(sync=True)
@@ -96,13 +100,17 @@ class Inspector(anywidget.AnyWidget):
     def _check_layers(self, proposal: dict) -> list[int] | None:
         value, most = proposal["value"], max(side.shape[0] for side in self.sides) - 1
         if value is not None and not 0 <= value[0] <= value[1] <= most:
-            raise traitlets.TraitError(f"layers is {value}; use [first, last] of layers 0 to {most}, or None for all")
+            raise traitlets.TraitError(
+                f"layers is {value}; use [first, last] of layers 0 to {most}, or None for all"
+            )
         return value
 
     @traitlets.validate("limit")
     def _check_limit(self, proposal: dict) -> float | None:
         if proposal["value"] is not None and not proposal["value"] > 0:
-            raise traitlets.TraitError(f"limit is {proposal['value']}; it has to be above 0, or None")
+            raise traitlets.TraitError(
+                f"limit is {proposal['value']}; it has to be above 0, or None"
+            )
         return proposal["value"]
 
     @staticmethod
@@ -127,8 +135,14 @@ class Inspector(anywidget.AnyWidget):
         """Run the texts; a mistake is one line beneath the text, and what was shown before stays."""
         try:
             if not self.runs:
-                raise ValueError("there is no model to run a text; give inspect a model instead of a trace")
-            texts = self.texts if len(self.texts) == len(self.sides) else self.texts[:1] * len(self.sides)
+                raise ValueError(
+                    "there is no model to run a text; give inspect a model instead of a trace"
+                )
+            texts = (
+                self.texts
+                if len(self.texts) == len(self.sides)
+                else self.texts[:1] * len(self.sides)
+            )
             if not texts:
                 raise ValueError("texts is empty; give one text, or one for each side")
             self.busy = True
@@ -146,7 +160,11 @@ class Inspector(anywidget.AnyWidget):
         known = self.presets
         if name not in known:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(known)}")
-        begin = dict.fromkeys(("token", "layer", "neuron", "layers")) | {"side": 0, "colour": "count", "scale": "all"}
+        begin = dict.fromkeys(("token", "layer", "neuron", "layers")) | {
+            "side": 0,
+            "colour": "count",
+            "scale": "all",
+        }
         for trait, value in (begin | known[name]).items():
             setattr(self, trait, value)
 
@@ -192,7 +210,9 @@ def inspect(
     texts = list(text) if isinstance(text, tuple | list) else [text or ""]
     unknown = [name for name in view if name not in inspector.VIEW]
     if unknown:
-        raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(inspector.VIEW)}")
+        raise TypeError(
+            f"inspect has no argument {unknown[0]!r}; a view has {', '.join(inspector.VIEW)}"
+        )
     shown = inspector.sides(
         what,
         text,

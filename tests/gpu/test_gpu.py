@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from twell import reference
 from twell.kernels import gate, ops, union
 from twell.measure import synthetic_layer
+from twell.sparse import reference
 
 # One for all workers of pytest-xdist; it is part of every case that a failure prints.
 SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
@@ -36,10 +36,17 @@ def assert_close(y, tensors):
 
 def skewed(num_tokens, hidden_size=2048, intermediate_size=5632, **options):
     parts = synthetic_layer(num_tokens, hidden_size, intermediate_size, **{"seed": SEED, **options})
-    return dict(zip(("x", "w_gate", "w_up", "w_down"), parts, strict=True), b_gate=None, b_up=None, b_down=None)
+    return dict(
+        zip(("x", "w_gate", "w_up", "w_down"), parts, strict=True),
+        b_gate=None,
+        b_up=None,
+        b_down=None,
+    )
 
 
-@pytest.mark.parametrize("shape", [(1024, 2816), (2048, 5632), (3072, 8192), (4096, 14_336), (1040, 2827)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1024, 2816), (2048, 5632), (3072, 8192), (4096, 14_336), (1040, 2827)], ids=str
+)
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 256, 2048])
 @pytest.mark.parametrize("path", PATHS)
 def test_skewed_layer(path, num_tokens, shape):
@@ -63,7 +70,9 @@ def test_many_tokens(path, dtype):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_integers_are_exact_at_real_shapes(path):
-    case = fuzz.Case(path, 200, 5632, 2048, pattern="heavy", values="integer", biases=True, seed=SEED)
+    case = fuzz.Case(
+        path, 200, 5632, 2048, pattern="heavy", values="integer", biases=True, seed=SEED
+    )
     assert fuzz.check(case, "cuda") == 0
 
 
@@ -71,15 +80,20 @@ def test_integers_are_exact_at_real_shapes(path):
 @pytest.mark.parametrize("pattern", ["heavy", "tile", "full", "edges"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_overflow(gated, pattern, compression):
-    case = fuzz.Case("rowwise", 65, 8192, 2048, gated=gated, pattern=pattern, compression=compression, seed=SEED)
+    case = fuzz.Case(
+        "rowwise", 65, 8192, 2048, gated=gated, pattern=pattern, compression=compression, seed=SEED
+    )
     fuzz.check(case, "cuda")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 16_384 + 7])
 def test_gate_words_are_those_of_the_format(num_tokens):
-    from twell.format import PackedTwELL
+    from twell.sparse.formats import PackedTwELL
 
-    t = fuzz.layer(fuzz.Case("rowwise", num_tokens, 5632, 2048, values="integer", pattern="skewed", seed=SEED), "cuda")
+    t = fuzz.layer(
+        fuzz.Case("rowwise", num_tokens, 5632, 2048, values="integer", pattern="skewed", seed=SEED),
+        "cuda",
+    )
     g = torch.relu(t["x"].double() @ t["w_gate"].double().t()).to(torch.bfloat16)
     assert torch.equal(gate.gate_words(t["x"], t["w_gate"]), PackedTwELL.pack(g).words)
 
@@ -169,7 +183,10 @@ def test_nothing_waits_for_the_device():
 def test_reference_agrees():
     tensors = skewed(20)
     y = reference.up_down(
-        tensors["x"], reference.gate_pack(tensors["x"], tensors["w_gate"]), tensors["w_up"], tensors["w_down"]
+        tensors["x"],
+        reference.gate_pack(tensors["x"], tensors["w_gate"]),
+        tensors["w_up"],
+        tensors["w_down"],
     )
     for path in PATHS:
         assert fuzz.relative_rms(ops.PATHS[path](**tensors), y.double()) <= 5e-3
@@ -190,12 +207,16 @@ def large_layer(num_tokens, intermediate_size, hidden_size):
     w_gate, w_up = (normal(intermediate_size, hidden_size) / hidden_size**0.5 for _ in range(2))
     x[:, 0], w_gate[:, 0] = 1, -3.1
     x, w_gate, w_up, w_down = (t.bfloat16() for t in (x, w_gate, w_up, w_down))
-    return dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down.t(), b_gate=None, b_up=None, b_down=None)
+    return dict(
+        x=x, w_gate=w_gate, w_up=w_up, w_down=w_down.t(), b_gate=None, b_up=None, b_down=None
+    )
 
 
 def some_rows(num_tokens):
     """The first and last tokens, and some between."""
-    return torch.cat([torch.arange(256), torch.randint(num_tokens, (256,)), num_tokens - 1 - torch.arange(256)]).cuda()
+    return torch.cat(
+        [torch.arange(256), torch.randint(num_tokens, (256,)), num_tokens - 1 - torch.arange(256)]
+    ).cuda()
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
@@ -207,7 +228,10 @@ def test_more_than_2_to_the_31_entries(path, shape):
     rows = some_rows(shape[0])
     _, expected = fuzz.exact({**tensors, "x": tensors["x"][rows]}, None, None)
     assert fuzz.relative_rms(y[rows], expected) <= 5e-3
-    assert torch.equal(ops.PATHS[path](**{**tensors, "x": tensors["x"][-64:]}), y[-64:]) or path == "union"
+    assert (
+        torch.equal(ops.PATHS[path](**{**tensors, "x": tensors["x"][-64:]}), y[-64:])
+        or path == "union"
+    )
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -221,6 +245,8 @@ def test_a_device_that_is_not_the_current_one(path):
     there["w_down"] = there["w_down"].t().contiguous().t()
     expected = ops.run(path, *tensors.values())
     with torch.cuda.device(0):
-        for call in (ops.run, lambda path, *t: ops.PATHS[path](*t)) if path != "dense" else (ops.run,):
+        for call in (
+            (ops.run, lambda path, *t: ops.PATHS[path](*t)) if path != "dense" else (ops.run,)
+        ):
             y = call(path, *there.values())
             assert y.device == there["x"].device and torch.equal(y.to("cuda:0"), expected)

@@ -41,7 +41,13 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     assert {row["mode"] for row in kept["model"] if row["batch"] == 2} == {"graph"}
     assert all(row["p50"] > 0 and row["peak"] > 1e6 for row in kept["model"])
     for row in kept["model"] + kept["decode"]:
-        expected = "dense" if row["provider"].startswith("dense") else "decode" if row["tokens"] <= 64 else "union"
+        expected = (
+            "dense"
+            if row["provider"].startswith("dense")
+            else "decode"
+            if row["tokens"] <= 64
+            else "union"
+        )
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in kept["decode"])
     named = [part for part in measure_model.PARTS if part != "between kernels"]
@@ -50,7 +56,14 @@ def test_a_model_is_measured_in_every_way(tmp_path):
 
 def test_decoding_with_tuned_layers():
     rows = measure_model.model(
-        "0.5b", SMALL, shapes=[], active=[10], decode=[1], decode_context=50, compiled=True, tuned=True
+        "0.5b",
+        SMALL,
+        shapes=[],
+        active=[10],
+        decode=[1],
+        decode_context=50,
+        compiled=True,
+        tuned=True,
     )
     assert [row["provider"] for row in rows["decode"]] == measure_model.providers(True, tuned=True)
     assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])
@@ -75,8 +88,13 @@ def test_all_layers_share_the_compiled_code():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_training_steps_are_measured(tmp_path, checkpointed):
     sizes = [*SMALL, "context=256", "micro_batch=4", f"checkpoint_activations={checkpointed}"]
-    rows = measure_training.train_step("0.5b", sizes, active=20, profile="paper", compiled=True, out=tmp_path)
-    assert [row["provider"] for row in rows] == ["dense torch.compile", "triton union torch.compile"]
+    rows = measure_training.train_step(
+        "0.5b", sizes, active=20, profile="paper", compiled=True, out=tmp_path
+    )
+    assert [row["provider"] for row in rows] == [
+        "dense torch.compile",
+        "triton union torch.compile",
+    ]
     assert all(row["peak"] > 1e6 and row["p50"] > 0 for row in rows)
 
 

@@ -40,7 +40,9 @@ def models():
     sparse.set_ffn_backend("triton")
     active = []
     hooks = [
-        ffn.register_forward_hook(lambda f, x, _: active.append((f.activations(x[0])[0] != 0).float().mean()))
+        ffn.register_forward_hook(
+            lambda f, x, _: active.append((f.activations(x[0])[0] != 0).float().mean())
+        )
         for ffn in dense.ffns
     ]
     with torch.no_grad():
@@ -113,4 +115,6 @@ def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
     assert torch.equal(sparse.generate(sequence[:, :12], **options), expected)
     torch.compiler.reset()
     # with a static cache transformers compiles the forward pass and captures it in CUDA graphs
-    assert torch.equal(sparse.generate(sequence[:, :12], cache_implementation="static", **options), expected)
+    assert torch.equal(
+        sparse.generate(sequence[:, :12], cache_implementation="static", **options), expected
+    )

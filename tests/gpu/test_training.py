@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 from tests import fuzz
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import results
-from twell.ffn import SparseFFN
 from twell.kernels import ops
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.sparse_training import SparseTraining
+from twell.sparse.layer import SparseFFN
+from twell.sparse.training import SparseTraining
 from twell.train import Log, TrainConfig, train
 
 PATHS = sorted(ops.TRAIN_PATHS)
@@ -36,26 +36,38 @@ def test_gradients_at_full_width(active, skew, path):
     dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
     dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
     exact = fuzz.exact_training(tensors, dy, dl1)
-    fewest, most = (fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in (fuzz.EDGE, -fuzz.EDGE))
-    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    fewest, most = (
+        fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in (fuzz.EDGE, -fuzz.EDGE)
+    )
+    leaves = {
+        name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()
+    }
     given = {name: t for name, t in leaves.items() if t is not None}
     found = ops.train(path, 5632, **leaves)
     gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
-    for name, value in {"y": found.y, "l1": found.l1, **dict(zip(given, gradients, strict=True))}.items():
+    for name, value in {
+        "y": found.y,
+        "l1": found.l1,
+        **dict(zip(given, gradients, strict=True)),
+    }.items():
         error = (value.double() - exact[name][0]).norm() - (most[name][0] - fewest[name][0]).norm()
         assert error <= 5e-3 * exact[name][0].norm(), name
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_less_is_kept_than_by_a_dense_layer(path):
-    tensors = {name: None if t is None else t.requires_grad_() for name, t in skewed(16_384).items()}
+    tensors = {
+        name: None if t is None else t.requires_grad_() for name, t in skewed(16_384).items()
+    }
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     capacity = {"union": 48, "hybrid": 192}[path]  # of the latter for backup rows alone
     found = ops.train(path, capacity, **tensors)
     assert int(found.needed) <= capacity
     x = tensors["x"]
-    held = torch.cuda.memory_allocated() - before  # y, which is not kept, is as large as x, which is
+    held = (
+        torch.cuda.memory_allocated() - before
+    )  # y, which is not kept, is as large as x, which is
     assert held <= 0.25 * (2 * x.numel() + 3 * 2 * 16_384 * 5632)
 
 
@@ -94,7 +106,11 @@ def test_a_step_that_overflows_is_the_step_with_enough_room():
     for name in ("small", "large"):
         torch.manual_seed(0)
         config = SparseLlamaConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=3,
+            num_attention_heads=4,
         )
         config.ffn_backend = "triton"
         model = SparseLlamaForCausalLM(config).cuda().train()
@@ -167,7 +183,10 @@ def test_200_steps_follow_the_dense_ones(tmp_path, monkeypatch):
         row, log = results.load_run(folder)
         rows = log[log.split == "train"]
         memory = rows[rows.metric == "peak_memory"]
-        assert memory.step.tolist() == rows[rows.metric == "loss"].step.tolist() and memory.layer.isna().all()
+        assert (
+            memory.step.tolist() == rows[rows.metric == "loss"].step.tolist()
+            and memory.layer.isna().all()
+        )
         # fp32 weights, gradients and the two moments of AdamW are there at once.
         assert (memory.value >= 4 * 4 * row["parameters"]).all()
         assert memory.value.max() < large  # each row has its own steps alone
@@ -182,7 +201,9 @@ def test_200_steps_follow_the_dense_ones(tmp_path, monkeypatch):
 
     for name in ("sparse", "auto"):
         assert distance(name, losses) <= 2 * distance("compiled", losses) + 2e-3
-        assert distance(name, active) <= 2 * distance("compiled", active) + 0.02 * active["dense"][-1]
+        assert (
+            distance(name, active) <= 2 * distance("compiled", active) + 0.02 * active["dense"][-1]
+        )
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
@@ -198,21 +219,35 @@ def test_more_than_2_to_the_31_entries(path, shape):
     capacity = max(1, int(ops.train(path, 1, **leaves).needed))
     found = ops.train(path, capacity, **leaves)
     assert int(found.needed) <= capacity
-    gradients = dict(zip(given, torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1]), strict=True))
+    gradients = dict(
+        zip(
+            given,
+            torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1]),
+            strict=True,
+        )
+    )
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
     rows, neurons = some_rows(num_tokens), slice(-256, None)
     got = {"y": found.y[rows].detach(), "l1": found.l1[rows].detach(), "x": gradients["x"][rows]}
     got |= {"w_gate": gradients["w_gate"][neurons], "w_up": gradients["w_up"][neurons]}
     got["w_down"] = gradients["w_down"][:, neurons]
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
-    part = {name: None if t is None else t[neurons] for name, t in tensors.items() if name.startswith(("w_g", "w_u"))}
+    part = {
+        name: None if t is None else t[neurons]
+        for name, t in tensors.items()
+        if name.startswith(("w_g", "w_u"))
+    }
     part = {**tensors, **part, "w_down": tensors["w_down"][:, neurons]}
 
     def exact(edge):
-        of_rows = fuzz.exact_training({**tensors, "x": tensors["x"][rows]}, dy[rows], dl1[rows], edge=edge)
+        of_rows = fuzz.exact_training(
+            {**tensors, "x": tensors["x"][rows]}, dy[rows], dl1[rows], edge=edge
+        )
         results = {name: of_rows[name][0] for name in ("y", "l1", "x")}
         for chunk in torch.arange(num_tokens, device="cuda").split(8192):
-            of_chunk = fuzz.exact_training({**part, "x": tensors["x"][chunk]}, dy[chunk], dl1[chunk], edge=edge)
+            of_chunk = fuzz.exact_training(
+                {**part, "x": tensors["x"][chunk]}, dy[chunk], dl1[chunk], edge=edge
+            )
             for name in ("w_gate", "w_up", "w_down"):
                 results[name] = results.get(name, 0) + of_chunk[name][0]
         return results
@@ -247,7 +282,9 @@ def test_layers_on_two_gpus_train_sparsely():
     losses = []
     for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
         torch.manual_seed(0)
-        layers = torch.nn.ModuleList(SparseFFN(256, 704, backend="triton", bias=True) for _ in range(2))
+        layers = torch.nn.ModuleList(
+            SparseFFN(256, 704, backend="triton", bias=True) for _ in range(2)
+        )
         with torch.no_grad():
             for ffn, device in zip(layers, devices, strict=True):
                 ffn.gate_proj.bias.fill_(-0.7)
@@ -263,7 +300,9 @@ def test_layers_on_two_gpus_train_sparsely():
                 with torch.autocast("cuda", torch.bfloat16):
                     for ffn, device in zip(layers, devices, strict=True):
                         y = y.to(device) + ffn(y.to(device))
-                loss = y.float().square().mean() + 1e-3 * sum(ffn.l1.mean().to(devices[0]) for ffn in layers).to(device)
+                loss = y.float().square().mean() + 1e-3 * sum(
+                    ffn.l1.mean().to(devices[0]) for ffn in layers
+                ).to(device)
                 loss.backward()
             optimizer.step()
             losses[-1].append(float(loss))

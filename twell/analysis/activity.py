@@ -28,7 +28,9 @@ def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     intermediate_size), max_over_mean, dead (fraction of neurons never active in the trace).
     """
     number = np.arange(trace.intermediate_size + 1)
-    counts = [np.repeat(number, tokens) for tokens in trace.histogram()]  # of every token, ascending
+    counts = [
+        np.repeat(number, tokens) for tokens in trace.histogram()
+    ]  # of every token, ascending
     table = pd.DataFrame(
         {
             "layer": np.arange(trace.num_layers),
@@ -44,7 +46,9 @@ def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     return table
 
 
-def per_token(trace: twell.Trace | twell.Aggregate, min_frequency: float = 2**-14, min_count: int = 16) -> pd.DataFrame:
+def per_token(
+    trace: twell.Trace | twell.Aggregate, min_frequency: float = 2**-14, min_count: int = 16
+) -> pd.DataFrame:
     """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
 
     Columns: token_id, token, count, frequency, mean_active (over its occurrences and all layers). Tokens are
@@ -97,10 +101,14 @@ def value_histogram(aggregate: twell.Aggregate, layer: int, neuron: int) -> pd.D
     """
     _check_neuron(aggregate, layer, neuron)
     edges = aggregate.value_edges
-    return pd.DataFrame({"low": edges[:-1], "high": edges[1:], "count": aggregate.value_histogram[layer, neuron]})
+    return pd.DataFrame(
+        {"low": edges[:-1], "high": edges[1:], "count": aggregate.value_histogram[layer, neuron]}
+    )
 
 
-def contexts(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top") -> pd.DataFrame:
+def contexts(
+    aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top"
+) -> pd.DataFrame:
     """Return places in the text where a neuron fires: the strongest ("top"), or one at each of set quantiles.
 
     Columns: value (h, signed); quantile (of the neuron's signed values; NaN for the strongest); before, token,
@@ -109,7 +117,9 @@ def contexts(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "t
     has fewer. Raises ValueError for another kind, IndexError for a neuron that does not exist.
     """
     rows = places(aggregate, layer, neuron, kind)
-    return pd.DataFrame(rows, columns=["value", "quantile", "before", "token", "after", "sequence", "position"])
+    return pd.DataFrame(
+        rows, columns=["value", "quantile", "before", "token", "after", "sequence", "position"]
+    )
 
 
 def places(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top") -> list[tuple]:
@@ -123,7 +133,9 @@ def places(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top
     else:
         raise ValueError(f"kind is {kind!r}; use 'top' or 'quantile'")
     rows = []
-    for place, h, quantile in zip(at[layer, neuron].tolist(), value[layer, neuron], quantiles, strict=True):
+    for place, h, quantile in zip(
+        at[layer, neuron].tolist(), value[layer, neuron], quantiles, strict=True
+    ):
         if place < 0:
             continue
         sequence, position, ids, here = aggregate.context(place)
@@ -136,7 +148,9 @@ def places(aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top
 def _check_neuron(aggregate: twell.Aggregate, layer: int, neuron: int) -> None:
     layers, neurons = aggregate.num_layers, aggregate.intermediate_size
     if not (0 <= layer < layers and 0 <= neuron < neurons):
-        raise IndexError(f"layer {layer}, neuron {neuron} does not exist: there are {layers} layers of {neurons}")
+        raise IndexError(
+            f"layer {layer}, neuron {neuron} does not exist: there are {layers} layers of {neurons}"
+        )
 
 
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
@@ -163,14 +177,18 @@ def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.Da
     Raises IndexError for tokens that the trace does not have.
     """
     if not 0 <= start < start + num_tokens <= trace.num_tokens:
-        raise IndexError(f"tokens {start} to {start + num_tokens - 1}: the trace has 0 to {trace.num_tokens - 1}")
+        raise IndexError(
+            f"tokens {start} to {start + num_tokens - 1}: the trace has 0 to {trace.num_tokens - 1}"
+        )
     active = trace.layer(layer)[start : start + num_tokens]
     place = np.repeat(np.arange(num_tokens), np.diff(active.indptr))
     words = np.array(trace.strings[start : start + num_tokens])
     return pd.DataFrame({"place": place, "token": words[place], "neuron": active.indices})
 
 
-def union_sizes(trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)) -> pd.DataFrame:
+def union_sizes(
+    trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)
+) -> pd.DataFrame:
     """Return how many different neurons a block of consecutive tokens activates.
 
     Columns: layer, block, mean and max over the blocks, mean_active. A kernel that treats `block` tokens
@@ -181,13 +199,21 @@ def union_sizes(trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (1
     blocks = np.array([block for block in blocks if block <= trace.num_tokens], dtype=np.int64)
     total, largest, active = trace.unions(blocks.tolist())
     num_blocks = trace.num_tokens // blocks
-    columns = {"layer": np.arange(trace.num_layers)[:, None], "block": blocks, "mean": total / num_blocks}
+    columns = {
+        "layer": np.arange(trace.num_layers)[:, None],
+        "block": blocks,
+        "mean": total / num_blocks,
+    }
     columns |= {"max": largest, "mean_active": active / (num_blocks * blocks)}
-    return pd.DataFrame({name: np.broadcast_to(part, total.shape).reshape(-1) for name, part in columns.items()})
+    return pd.DataFrame(
+        {name: np.broadcast_to(part, total.shape).reshape(-1) for name, part in columns.items()}
+    )
 
 
 def tile_overflow(
-    trace: twell.Trace | twell.Aggregate, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)
+    trace: twell.Trace | twell.Aggregate,
+    tile_n: int = 256,
+    compressions: Sequence[int] = (2, 4, 8, 16),
 ) -> pd.DataFrame:
     """Return how often TwELL's tiles are too small (section 3.2, App. A.1).
 
@@ -198,13 +224,17 @@ def tile_overflow(
     """
     for compression in compressions:
         if tile_n % compression:
-            raise ValueError(f"compression {compression} does not divide tile_n {tile_n}; use one that does")
+            raise ValueError(
+                f"compression {compression} does not divide tile_n {tile_n}; use one that does"
+            )
     rows, tiles = trace.overflows(tile_n, compressions)
     compression = np.array(compressions)
     columns = {"layer": np.arange(trace.num_layers)[:, None], "compression": compression}
     columns |= {"capacity": tile_n // compression - 1, "overflow_rows": rows / trace.num_tokens}
     columns["overflow_tiles"] = tiles / (trace.num_tokens * -(-trace.intermediate_size // tile_n))
-    return pd.DataFrame({name: np.broadcast_to(part, rows.shape).reshape(-1) for name, part in columns.items()})
+    return pd.DataFrame(
+        {name: np.broadcast_to(part, rows.shape).reshape(-1) for name, part in columns.items()}
+    )
 
 
 # --- questions about neurons ----------------------------------------------------------------------
@@ -212,7 +242,11 @@ def tile_overflow(
 
 
 def specific(
-    trace: twell.Trace, to: str = "token", min_fires: int = 8, min_count: int = 8, skip_first: bool = True
+    trace: twell.Trace,
+    to: str = "token",
+    min_fires: int = 8,
+    min_count: int = 8,
+    skip_first: bool = True,
 ) -> pd.DataFrame:
     """Return for each neuron the token or the position that it is most specific to, the most specific first.
 
@@ -224,11 +258,19 @@ def specific(
     """
     if to not in ("token", "position"):
         raise ValueError(f"to is {to!r}; use 'token' or 'position'")
-    kept = np.flatnonzero(trace.position > 0) if skip_first and to == "token" else np.arange(trace.num_tokens)
-    labels, which, count = np.unique(
-        (trace.token_ids if to == "token" else trace.position)[kept], return_inverse=True, return_counts=True
+    kept = (
+        np.flatnonzero(trace.position > 0)
+        if skip_first and to == "token"
+        else np.arange(trace.num_tokens)
     )
-    onehot = scipy.sparse.csr_array((np.ones(len(kept)), (which, np.arange(len(kept)))), (len(labels), len(kept)))
+    labels, which, count = np.unique(
+        (trace.token_ids if to == "token" else trace.position)[kept],
+        return_inverse=True,
+        return_counts=True,
+    )
+    onehot = scipy.sparse.csr_array(
+        (np.ones(len(kept)), (which, np.arange(len(kept)))), (len(labels), len(kept))
+    )
     tables = []
     for layer in range(trace.num_layers):
         active = _active(trace, layer)[kept]
@@ -243,15 +285,27 @@ def specific(
         )  # of each neuron the first: highest phi, of equal ones the lowest label
         best = best[np.unique(neuron[best], return_index=True)[1]]
         label, neuron, n, phi = label[best], neuron[best], n[best], phi[best]
-        columns = {"layer": layer, "neuron": neuron, to: labels[label], "fires": fires[neuron], "count": count[label]}
-        columns |= {"both": n.astype(np.int64), "share": n / fires[neuron], "coverage": n / count[label]}
+        columns = {
+            "layer": layer,
+            "neuron": neuron,
+            to: labels[label],
+            "fires": fires[neuron],
+            "count": count[label],
+        }
+        columns |= {
+            "both": n.astype(np.int64),
+            "share": n / fires[neuron],
+            "coverage": n / count[label],
+        }
         columns |= {"lift": n / fires[neuron] * len(kept) / count[label], "phi": phi}
         tables.append(pd.DataFrame(columns))
     table = pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "neuron", to, "phi"])
     if to == "token":
         strings = dict(zip(trace.token_ids.tolist(), trace.strings, strict=True))
         table["token"] = table["token"].map(strings)
-    return table.sort_values(["phi", "layer", "neuron"], ascending=[False, True, True], ignore_index=True)
+    return table.sort_values(
+        ["phi", "layer", "neuron"], ascending=[False, True, True], ignore_index=True
+    )
 
 
 def together(
@@ -275,10 +329,23 @@ def together(
         enough &= first < second
     first, second, both = first[enough], second[enough], both[enough]
     n, m = fires[first], other_fires[second]
-    table = {"layer": layer, "neuron": first, "other_layer": other_layer, "other": second, "fires": n, "other_fires": m}
-    table |= {"both": both.astype(np.int64), "expected": n * m / max(len(kept), 1), "jaccard": both / (n + m - both)}
+    table = {
+        "layer": layer,
+        "neuron": first,
+        "other_layer": other_layer,
+        "other": second,
+        "fires": n,
+        "other_fires": m,
+    }
+    table |= {
+        "both": both.astype(np.int64),
+        "expected": n * m / max(len(kept), 1),
+        "jaccard": both / (n + m - both),
+    }
     table = pd.DataFrame(table | {"phi": _phi(both, n, m, len(kept))})
-    return table.sort_values(["phi", "neuron", "other"], ascending=[False, True, True], ignore_index=True).head(top)
+    return table.sort_values(
+        ["phi", "neuron", "other"], ascending=[False, True, True], ignore_index=True
+    ).head(top)
 
 
 def surprise(trace: twell.Trace, layers: Sequence[int] | None = None) -> pd.DataFrame:
@@ -291,11 +358,15 @@ def surprise(trace: twell.Trace, layers: Sequence[int] | None = None) -> pd.Data
     active = trace.counts() if layers is None else trace.counts()[list(layers)]
     columns = {"sequence": trace.sequence, "position": trace.position, "token": trace.strings}
     columns |= {"active": active.mean(axis=0), "surprise": -trace.logprob}
-    columns["next_surprise"] = np.where(following, np.append(-trace.logprob[1:], np.nan)[: trace.num_tokens], np.nan)
+    columns["next_surprise"] = np.where(
+        following, np.append(-trace.logprob[1:], np.nan)[: trace.num_tokens], np.nan
+    )
     return pd.DataFrame(columns)
 
 
-def surprise_correlation(trace: twell.Trace, block: int = 64, draws: int = 1000, seed: int = 0) -> pd.DataFrame:
+def surprise_correlation(
+    trace: twell.Trace, block: int = 64, draws: int = 1000, seed: int = 0
+) -> pd.DataFrame:
     """Return how activity goes with surprise, layer by layer and for their mean: correlations with 95% intervals.
 
     Columns: layer (-1: the mean over layers), of ("surprise" or "next_surprise", see `surprise`), n (tokens), spearman, low,
@@ -305,7 +376,9 @@ def surprise_correlation(trace: twell.Trace, block: int = 64, draws: int = 1000,
     """
     table = surprise(trace)
     kept = np.flatnonzero(trace.position > 0)
-    blocks = np.unique(np.stack([trace.sequence, trace.position // block])[:, kept], axis=1, return_inverse=True)[1]
+    blocks = np.unique(
+        np.stack([trace.sequence, trace.position // block])[:, kept], axis=1, return_inverse=True
+    )[1]
     counts = np.concatenate([trace.counts(), table["active"].to_numpy()[None]])[:, kept]
     names = [*range(trace.num_layers), -1]
     rows = []
@@ -315,11 +388,18 @@ def surprise_correlation(trace: twell.Trace, block: int = 64, draws: int = 1000,
         where = np.unique(blocks[known], return_inverse=True)[1]
         number = where.max(initial=-1) + 1
         y = scipy.stats.rankdata(values[known])
-        weights = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / max(number, 1)), draws)
+        weights = np.random.default_rng(seed).multinomial(
+            number, np.full(number, 1 / max(number, 1)), draws
+        )
         for name, active in zip(names, counts, strict=True):
             x = scipy.stats.rankdata(active[known])
             # Six sums of each block are all that a correlation of any sample of blocks needs.
-            sums = np.stack([np.bincount(where, part, number) for part in (x * 0 + 1, x, y, x * x, y * y, x * y)])
+            sums = np.stack(
+                [
+                    np.bincount(where, part, number)
+                    for part in (x * 0 + 1, x, y, x * x, y * y, x * y)
+                ]
+            )
             low, high = np.nan, np.nan
             if number >= 8:
                 low, high = np.nanquantile(_correlation(*(weights @ sums.T).T), [0.025, 0.975])
@@ -352,7 +432,9 @@ def _phi(both: np.ndarray, first: np.ndarray, second: np.ndarray, total: int) ->
     """The correlation of two yes-or-no properties with these counts; NaN where one is always or never so."""
     first, second = first.astype(np.float64), second.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (both * total - first * second) / np.sqrt(first * second * (total - first) * (total - second))
+        return (both * total - first * second) / np.sqrt(
+            first * second * (total - first) * (total - second)
+        )
 
 
 def _correlation(

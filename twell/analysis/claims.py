@@ -230,7 +230,11 @@ def _wrap(text: str) -> str:
 
 def _counts(recorded: dict[str, dict[str, Any]]) -> dict[str, int]:
     """How many claims have each verdict."""
-    verdicts = [row["verdict"] for subject in load()["subjects"] for row in rows(subject, recorded.get(subject, {}))]
+    verdicts = [
+        row["verdict"]
+        for subject in load()["subjects"]
+        for row in rows(subject, recorded.get(subject, {}))
+    ]
     return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
 
@@ -289,7 +293,9 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}
     total = sum(judged.values())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in judged.items())
-    return "\n".join([*lines, "", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."])
+    return "\n".join(
+        [*lines, "", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."]
+    )
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:

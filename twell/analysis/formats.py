@@ -1,6 +1,6 @@
 """Tables of the formats: small matrices cell by cell, and the bytes that a format takes as activations grow denser (Fig. 1).
 
-twell.format needs torch, whose import takes seconds, and nothing else of this package does: it is imported where it is
+twell.sparse.formats needs torch, whose import takes seconds, and nothing else of this package does: it is imported where it is
 used.
 """
 
@@ -22,7 +22,7 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
     """
     import torch
 
-    from twell.format import ELL, Hybrid, PackedTwELL
+    from twell.sparse.formats import ELL, Hybrid, PackedTwELL
 
     matrix = torch.from_numpy(dense).bfloat16()
     ell = ELL.pack(matrix)
@@ -30,14 +30,21 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
     hybrid = Hybrid.pack(matrix, ell_width)
 
     def dense_row(row: torch.Tensor) -> list[tuple[str, int]]:
-        return [("value", column) if value else ("zero", -1) for column, value in enumerate(row.tolist())]
+        return [
+            ("value", column) if value else ("zero", -1)
+            for column, value in enumerate(row.tolist())
+        ]
 
     def slot_row(indices: torch.Tensor, count: int) -> list[tuple[str, int]]:
-        return [("value", i) if slot < count else ("unused", -1) for slot, i in enumerate(indices.tolist())]
+        return [
+            ("value", i) if slot < count else ("unused", -1)
+            for slot, i in enumerate(indices.tolist())
+        ]
 
     def ell_part(ell: ELL) -> list[list[tuple[str, int]]]:
         return [
-            [("count", count), *slot_row(i, count)] for i, count in zip(ell.indices, ell.counts.tolist(), strict=True)
+            [("count", count), *slot_row(i, count)]
+            for i, count in zip(ell.indices, ell.counts.tolist(), strict=True)
         ]
 
     def twell_row(indices: torch.Tensor, counts: torch.Tensor) -> list[tuple[str, int]]:
@@ -60,7 +67,12 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
             [dense_row(row) for row in twell.overflow_values],
         ),
         ("Hybrid", "ELL rows", short, ell_part(hybrid.ell)),
-        ("Hybrid", "backup rows", long, [dense_row(hybrid.backup[~slots[token]]) for token in long]),
+        (
+            "Hybrid",
+            "backup rows",
+            long,
+            [dense_row(hybrid.backup[~slots[token]]) for token in long],
+        ),
     ]
     return pd.DataFrame(
         [
@@ -93,13 +105,16 @@ def format_bytes(
     """
     import torch
 
-    from twell.format import ELL, Hybrid, PackedTwELL
+    from twell.sparse.formats import ELL, Hybrid, PackedTwELL
 
     generator = np.random.default_rng(seed)
     rows = []
     for mean in active:
         row_means = generator.lognormal(np.log(mean) - spread**2 / 2, spread, (num_tokens, 1))
-        mask = generator.random((num_tokens, intermediate_size), dtype=np.float32) < row_means / intermediate_size
+        mask = (
+            generator.random((num_tokens, intermediate_size), dtype=np.float32)
+            < row_means / intermediate_size
+        )
         dense = torch.from_numpy(mask).bfloat16()
         packed = {
             "Dense": dense,
@@ -110,5 +125,7 @@ def format_bytes(
             packed[f"TwELL, C = {compression}"] = PackedTwELL.pack(dense, tile_n, compression)
         drawn = mask.sum() / num_tokens
         for name, form in packed.items():
-            rows.append((drawn, drawn / intermediate_size, name, form.nbytes, form.nbytes / dense.nbytes))
+            rows.append(
+                (drawn, drawn / intermediate_size, name, form.nbytes, form.nbytes / dense.nbytes)
+            )
     return pd.DataFrame(rows, columns=["active", "active_share", "format", "nbytes", "relative"])

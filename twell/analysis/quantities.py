@@ -47,7 +47,7 @@ def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
     """Of a small tensor with full, empty and overflowing rows; of the fuzz cases all."""
     import torch
 
-    from twell.format import PackedTwELL
+    from twell.sparse.formats import PackedTwELL
 
     dense = torch.zeros(4, 5632, dtype=torch.bfloat16)
     dense[0], dense[1, ::100], dense[2, :40] = 1, 2, 3

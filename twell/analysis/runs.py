@@ -21,11 +21,24 @@ STATUSES = ["alive", "unused", "dead layer"]
 # The rise of cross-entropy over L1 = 0, in %, that the paper accepts at its levels up to 3e-5 (section 4.2).
 MAX_PRICE = 2.0
 # What the recipe leaves out. A configuration without one of these fields is older than the choice.
-RECIPE = {"activation": "relu", "gated": True, "reinit": 0.0, "l1_zero_steps": 0, "l1_warmup_steps": 0}
+RECIPE = {
+    "activation": "relu",
+    "gated": True,
+    "reinit": 0.0,
+    "l1_zero_steps": 0,
+    "l1_warmup_steps": 0,
+}
 RECIPE |= {"balance_every": 0}
 # What runs of one sweep may differ in: the level, the seed, how and when it was computed, what was looked at.
 MAY_DIFFER = ["run", "path", "complete", "parameters", *("device", "versions", "commit", "command")]
-MAY_DIFFER += ["l1_coefficient", "seed", "backend", "micro_batch", "checkpoint_activations", "compile"]
+MAY_DIFFER += [
+    "l1_coefficient",
+    "seed",
+    "backend",
+    "micro_batch",
+    "checkpoint_activations",
+    "compile",
+]
 MAY_DIFFER += ["log_every", "valid_every", "checkpoint_every"]
 
 
@@ -61,10 +74,14 @@ def level_name(l1: float) -> str:
 def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], what: str) -> None:
     """Raise ValueError naming the first field of the configuration, outside of `may_differ`, in which runs differ."""
     for field in runs.columns.drop(list(may_differ), errors="ignore"):
-        first = runs.drop_duplicates(field)  # a configuration that does not have the field is like any
+        first = runs.drop_duplicates(
+            field
+        )  # a configuration that does not have the field is like any
         first = first[first[field].notna()]
         if len(first) > 1:
-            found = ", ".join(f"{value} ({run})" for value, run in zip(first[field], first["run"], strict=True))
+            found = ", ".join(
+                f"{value} ({run})" for value, run in zip(first[field], first["run"], strict=True)
+            )
             raise ValueError(f"{what}; these differ in {field}: {found}")
 
 
@@ -90,7 +107,11 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         raise ValueError(
             f"a sweep compares levels of one choice; these runs are of several: {found}; see analysis.choice"
         )
-    check_alike(complete, MAY_DIFFER, "a sweep compares runs of one model and token budget, by level and seed")
+    check_alike(
+        complete,
+        MAY_DIFFER,
+        "a sweep compares runs of one model and token budget, by level and seed",
+    )
 
     table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
     valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
@@ -108,14 +129,18 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["active_init"] = init.groupby("run")["value"].mean()
     table["fall"] = table["active_init"] / table["active"]
     table["cross_entropy_change"] = cross_entropy_change(table)
-    table["min_layer_active"] = layers.loc[layers["metric"] == "active_mean", "value"].groupby("run").min()
+    table["min_layer_active"] = (
+        layers.loc[layers["metric"] == "active_mean", "value"].groupby("run").min()
+    )
     table["dead_fraction"] = means["dead_fraction"]
     table["dead_fraction_train"] = dead_windows.groupby("run")["value"].last()
 
     most_dead = layers.loc[layers["metric"] == "dead_fraction", "value"].groupby("run").max()
     dead_layer = (table["min_layer_active"] < MIN_LAYER_ACTIVE) | (most_dead >= 1)
     table["status"] = "alive"
-    table.loc[~(table["ffn_gain"] >= MIN_FFN_GAIN), "status"] = "unused"  # NaN too: no gain was shown
+    table.loc[~(table["ffn_gain"] >= MIN_FFN_GAIN), "status"] = (
+        "unused"  # NaN too: no gain was shown
+    )
     table.loc[dead_layer, "status"] = "dead layer"
     table["choice"] = chosen.iloc[0]
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
@@ -139,8 +164,16 @@ def levels(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True))
     groups = table.groupby(["choice", "l1_coefficient"], sort=False)
     means = groups.mean(numeric_only=True).drop(columns="tokens")
-    deviating = ["cross_entropy", "cross_entropy_change", "active", "active_fraction", "dead_fraction_train"]
-    means = means.join(groups[deviating].std().add_suffix("_std")).join(groups.size().rename("runs"))
+    deviating = [
+        "cross_entropy",
+        "cross_entropy_change",
+        "active",
+        "active_fraction",
+        "dead_fraction_train",
+    ]
+    means = means.join(groups[deviating].std().add_suffix("_std")).join(
+        groups.size().rename("runs")
+    )
     means = means.join(groups["status"].max().astype(str)).join(groups[["run", "tokens"]].first())
     return means.reset_index()
 
@@ -165,16 +198,27 @@ def price_at(table: pd.DataFrame, active_fraction: float) -> float:
 
     Between two levels it is linear in the logarithm of activity. NaN outside of the alive levels.
     """
-    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values("active_fraction")
+    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values(
+        "active_fraction"
+    )
     known = np.log(alive["active_fraction"].to_numpy())
     price = alive["cross_entropy_change"].to_numpy()
-    return float(np.interp(np.log(active_fraction), known, price, left=np.nan, right=np.nan)) if len(alive) else np.nan
+    return (
+        float(np.interp(np.log(active_fraction), known, price, left=np.nan, right=np.nan))
+        if len(alive)
+        else np.nan
+    )
 
 
 def activity_at(table: pd.DataFrame, max_price: float = MAX_PRICE) -> float:
     """Return the lowest share of neurons active at which that line is still at most `max_price` %; NaN where it never is."""
-    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values("active_fraction")
-    known, price = np.log(alive["active_fraction"].to_numpy()), alive["cross_entropy_change"].to_numpy()
+    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)].sort_values(
+        "active_fraction"
+    )
+    known, price = (
+        np.log(alive["active_fraction"].to_numpy()),
+        alive["cross_entropy_change"].to_numpy(),
+    )
     cheap = np.flatnonzero(price <= max_price)
     if not len(cheap):
         return np.nan
@@ -215,14 +259,18 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
     Levels are columns with "l1" in their name. Columns of which nothing is known are left out.
     """
-    table = table.assign(**{name: table[name].map(level_name, "ignore") for name in table if "l1" in name})
+    table = table.assign(
+        **{name: table[name].map(level_name, "ignore") for name in table if "l1" in name}
+    )
     short = table.dropna(axis=1, how="all").map(
         lambda cell: f"{round(cell, 9) + 0:.4g}" if isinstance(cell, float) else cell  # no -0
     )
     return short.replace("nan", "–")
 
 
-def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train") -> pd.DataFrame:
+def training_curves(
+    runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train"
+) -> pd.DataFrame:
     """Return one metric over training, by coefficient and step (Figs 2, 8, 9).
 
     Columns: run, choice, l1_coefficient, step, tokens, value. Metrics of layers are averaged over layers. Empty when
@@ -230,7 +278,9 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: s
     full). Raises ValueError for a metric that no run has.
     """
     if metric not in set(log["metric"]):
-        raise ValueError(f"no run logged {metric!r}; the log has {', '.join(sorted(set(log['metric'])))}")
+        raise ValueError(
+            f"no run logged {metric!r}; the log has {', '.join(sorted(set(log['metric'])))}"
+        )
     rows = log[(log["metric"] == metric) & (log["split"] == split)]
     curves = rows.groupby(["run", "step", "tokens"], as_index=False)["value"].mean()
     curves = curves.merge(runs[["run", "l1_coefficient"]].assign(choice=choice(runs)), on="run")
@@ -258,9 +308,22 @@ def logged_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
     rows = log[(log["split"] == "valid") & log["layer"].notna()]
     if rows.empty:
         raise ValueError("the log has no validation; let the run finish")
-    last = rows[rows["step"] == rows["step"].max()].pivot(index="layer", columns="metric", values="value")
-    names = {"active_mean": "mean", "active_p99": "p99", "active_max": "max", "dead_fraction": "dead"}
-    table = last[list(names)].rename(columns=names).rename_axis(columns=None).reset_index().astype({"layer": int})
+    last = rows[rows["step"] == rows["step"].max()].pivot(
+        index="layer", columns="metric", values="value"
+    )
+    names = {
+        "active_mean": "mean",
+        "active_p99": "p99",
+        "active_max": "max",
+        "dead_fraction": "dead",
+    }
+    table = (
+        last[list(names)]
+        .rename(columns=names)
+        .rename_axis(columns=None)
+        .reset_index()
+        .astype({"layer": int})
+    )
     table["active_fraction"] = table["mean"] / intermediate_size
     table["max_over_mean"] = table["max"] / table["mean"]
     return table

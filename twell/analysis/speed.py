@@ -15,14 +15,29 @@ from twell.analysis.runs import MIN_LAYER_ACTIVE
 
 BASELINE = "dense torch.compile"  # what every speed-up is over
 # What makes two measured rows the same case, together with `active`; rows of kernels have no mode and weight_sets.
-CASE = ["tokens", "hidden_size", "intermediate_size", "gated", "dtype", "pattern", "device", "mode", "weight_sets"]
+CASE = [
+    "tokens",
+    "hidden_size",
+    "intermediate_size",
+    "gated",
+    "dtype",
+    "pattern",
+    "device",
+    "mode",
+    "weight_sets",
+]
 STEP_CASE = "model num_layers hidden_size intermediate_size num_heads vocab_size gated context micro_batch".split()
 STEP_CASE += ["tokens", "precision", "checkpoint_activations", "profile", "device"]
 MODEL_CASE = "model num_layers hidden_size intermediate_size num_heads vocab_size gated dtype profile sdpa".split()
 MODEL_CASE += ["batch", "context", "tokens", "device"]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
-WRITTEN_BY = {"training.csv": "twell measure ffn --backward", "train_step.csv": "twell measure train-step"}
-WRITTEN_BY |= dict.fromkeys(("model.csv", "model_layers.csv", "model_parts.csv", "decode.csv"), "twell measure model")
+WRITTEN_BY = {
+    "training.csv": "twell measure ffn --backward",
+    "train_step.csv": "twell measure train-step",
+}
+WRITTEN_BY |= dict.fromkeys(
+    ("model.csv", "model_layers.csv", "model_parts.csv", "decode.csv"), "twell measure model"
+)
 SAME_ACTIVE = 0.01  # the same seed gives the same activity but for rounding; levels of a grid are further apart
 
 
@@ -30,11 +45,15 @@ def _case_of(rows: pd.DataFrame) -> list[str]:
     return [column for column in CASE if column in rows]
 
 
-def _check_rows(rows: pd.DataFrame, file: str, columns: Sequence[str], or_empty: Sequence[str] = ()) -> None:
+def _check_rows(
+    rows: pd.DataFrame, file: str, columns: Sequence[str], or_empty: Sequence[str] = ()
+) -> None:
     missing = [column for column in (*columns, *or_empty) if column not in rows]
     if missing:
         command = WRITTEN_BY.get(file, "twell measure ffn")
-        raise ValueError(f"rows of {file} need the columns {', '.join(missing)}; `{command}` writes such rows")
+        raise ValueError(
+            f"rows of {file} need the columns {', '.join(missing)}; `{command}` writes such rows"
+        )
     if rows.empty:
         raise ValueError(f"{file} has no row")
     empty = [column for column in columns if rows[column].isna().any()]
@@ -45,18 +64,29 @@ def _check_rows(rows: pd.DataFrame, file: str, columns: Sequence[str], or_empty:
 def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     """Of each case, with `active` the same within SAME_ACTIVE, the rows of the newest date."""
     ordered = rows.sort_values("active", kind="stable")
-    steps = ordered.groupby(case)["active"].transform(lambda active: (active.diff() > SAME_ACTIVE * active).cumsum())
+    steps = ordered.groupby(case)["active"].transform(
+        lambda active: (active.diff() > SAME_ACTIVE * active).cumsum()
+    )
     newest = ordered.groupby([*case, steps.rename("level")])["date"].transform("max")
     return ordered[ordered["date"] == newest].sort_index()
 
 
-def _beside_dense(rows: pd.DataFrame, file: str, case: list[str], compared: Sequence[str]) -> pd.DataFrame:
+def _beside_dense(
+    rows: pd.DataFrame, file: str, case: list[str], compared: Sequence[str]
+) -> pd.DataFrame:
     """Rows of the newest call of each case, each with `compared` of dense torch.compile as NAME_dense, and its speed-up."""
-    _check_rows(rows, file, [*case, *CALL, "active", "provider", "p50"], [name for name in compared if name != "p50"])
+    _check_rows(
+        rows,
+        file,
+        [*case, *CALL, "active", "provider", "p50"],
+        [name for name in compared if name != "p50"],
+    )
     wrong = rows[rows["p50"] <= 0]
     if len(wrong):
         first = wrong.iloc[0]
-        raise ValueError(f"p50 of {first['provider']} is {first['p50']:g} ms on {first['date']}; a time is above 0")
+        raise ValueError(
+            f"p50 of {first['provider']} is {first['p50']:g} ms on {first['date']}; a time is above 0"
+        )
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
     dense = rows.loc[rows["provider"] == BASELINE, [*call, *compared]]
@@ -123,14 +153,18 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
         crossing = np.nan
         if len(falls):
             at = falls[0]
-            crossing = np.exp(active[at] + (active[at + 1] - active[at]) * gain[at] / (gain[at] - gain[at + 1]))
+            crossing = np.exp(
+                active[at] + (active[at + 1] - active[at]) * gain[at] / (gain[at] - gain[at + 1])
+            )
             verdict = f"faster below {crossing:.0f} active"
         elif gain[-1] >= 0:
             verdict = f"faster at {highest:.0f} active, the most measured"
         else:
             verdict = f"slower from {lowest:.0f} active on, the fewest measured"
         found.append((*keys, line["speedup"].max(), lowest, highest, crossing, verdict))
-    return pd.DataFrame(found, columns=[*case, "provider", "best", "lowest", "highest", "crossover", "verdict"])
+    return pd.DataFrame(
+        found, columns=[*case, "provider", "best", "lowest", "highest", "crossover", "verdict"]
+    )
 
 
 def training_crossover(table: pd.DataFrame, provider: str = "triton union") -> float:
@@ -165,16 +199,31 @@ def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
     """
     short = table["commit"].str.replace(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", regex=True)
     table = table.assign(date=table["date"].str[:10], commit=short)
-    index = ["pattern", "hidden_size", "intermediate_size", "gated", "tokens", "active", "mode", "weight_sets"]
+    index = [
+        "pattern",
+        "hidden_size",
+        "intermediate_size",
+        "gated",
+        "tokens",
+        "active",
+        "mode",
+        "weight_sets",
+    ]
     index = [column for column in index if column in table]
-    return table.pivot_table(index=[*index, "device", "date", "commit"], columns="provider", values=column)
+    return table.pivot_table(
+        index=[*index, "device", "date", "commit"], columns="provider", values=column
+    )
 
 
 def short(cases: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """Return what a table of `by_case` was measured on ("device day commit", joined by "; "), and it without these levels."""
     levels = [name for name in ("device", "date", "commit") if name in cases.index.names]
-    origin = dict.fromkeys(" ".join(map(str, key)) for key in cases.index.to_frame()[levels].to_numpy())
-    return "; ".join(origin), cases.droplevel([name for name in (*levels, "weight_sets") if name in cases.index.names])
+    origin = dict.fromkeys(
+        " ".join(map(str, key)) for key in cases.index.to_frame()[levels].to_numpy()
+    )
+    return "; ".join(origin), cases.droplevel(
+        [name for name in (*levels, "weight_sets") if name in cases.index.names]
+    )
 
 
 def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
@@ -188,27 +237,42 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     Raises ValueError for rows that lack columns or values, other units, and a device without both ceilings. Ours.
     """
     case = [column for column in CASE if column not in ("mode", "weight_sets")]
-    _check_rows(kernels, "kernels.csv", [*case, "active", "provider", "kernel", "ms", "date"], ["flops", "bytes"])
+    _check_rows(
+        kernels,
+        "kernels.csv",
+        [*case, "active", "provider", "kernel", "ms", "date"],
+        ["flops", "bytes"],
+    )
     _check_rows(ceilings, "ceilings.csv", ["metric", "value", "unit", "device", "date"])
     units = {"matmul": "TFLOP/s", "copy bandwidth": "GB/s"}
     for row in ceilings.itertuples():
         if units.get(row.metric, row.unit) != row.unit:
-            raise ValueError(f"the ceiling {row.metric!r} is in {row.unit!r}; it has to be in {units[row.metric]}")
+            raise ValueError(
+                f"the ceiling {row.metric!r} is in {row.unit!r}; it has to be in {units[row.metric]}"
+            )
     last = (
-        ceilings.sort_values("date").groupby(["device", "metric"])["value"].last().unstack().reindex(columns=[*units])
+        ceilings.sort_values("date")
+        .groupby(["device", "metric"])["value"]
+        .last()
+        .unstack()
+        .reindex(columns=[*units])
     )
     table = _newest(kernels, [*case, "provider"]).reset_index(drop=True)
     table["peak"], table["bandwidth"] = (table["device"].map(last[metric]) for metric in units)
     without = table.loc[table[["peak", "bandwidth"]].isna().any(axis=1), "device"]
     if len(without):
-        raise ValueError(f"ceilings.csv lacks {' or '.join(units)} of {without.iloc[0]}; measure them in the same call")
+        raise ValueError(
+            f"ceilings.csv lacks {' or '.join(units)} of {without.iloc[0]}; measure them in the same call"
+        )
     compute = table["flops"] / table["peak"] / 1e9  # ms
     memory = table["bytes"] / table["bandwidth"] / 1e6
     table["intensity"] = table["flops"] / table["bytes"]
     table["tflops"] = table["flops"] / table["ms"] / 1e9
     table["floor"] = np.fmax(compute, memory)
     table["share"] = table["floor"] / table["ms"]
-    table["bound"] = np.where(table["floor"].isna(), "", np.where(table["floor"] == compute, "compute", "memory"))
+    table["bound"] = np.where(
+        table["floor"].isna(), "", np.where(table["floor"] == compute, "compute", "memory")
+    )
     return table
 
 
@@ -234,9 +298,13 @@ def model_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     Added columns as in `speedups`, with peak_change (% of dense), and, the idle power taken off, energy_net (mJ a token) and
     energy_net_change (% of dense). Left out and raised: as there. Paper: Table 1, Fig. 4.
     """
-    table = _in_order(_beside_dense(rows, "model.csv", [*MODEL_CASE, "mode"], ["p50", "energy", "peak"]))
+    table = _in_order(
+        _beside_dense(rows, "model.csv", [*MODEL_CASE, "mode"], ["p50", "energy", "peak"])
+    )
     table["peak_change"] = 100 * (table["peak"] / table.pop("peak_dense") - 1)
-    dense = table["energy"] / (1 + table["energy_change"] / 100) - table["idle"] * table["p50_dense"]
+    dense = (
+        table["energy"] / (1 + table["energy_change"] / 100) - table["idle"] * table["p50_dense"]
+    )
     net = table["energy"] - table["idle"] * table["p50"]
     return table.assign(energy_net=net / table["tokens"], energy_net_change=100 * (net / dense - 1))
 
@@ -251,7 +319,9 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     case = [*MODEL_CASE, "steps", "tuned"]
     _check_rows(rows, "decode.csv", [*case[:-1], *CALL, "active", "provider", "p50"])
     names = rows["provider"]
-    rows = rows.assign(provider=names.str.removesuffix(" tuned"), tuned=names.str.endswith(" tuned"))
+    rows = rows.assign(
+        provider=names.str.removesuffix(" tuned"), tuned=names.str.endswith(" tuned")
+    )
     fastest = rows[rows["tuned"]].sort_values("p50").drop_duplicates([*case, "active", "provider"])
     # Ratios are taken within a call, so that these are given one.
     fastest = fastest.assign(**fastest.groupby([*case, "active"])[CALL].transform("first"))
@@ -261,12 +331,16 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _in_order(table: pd.DataFrame) -> pd.DataFrame:
     """Smaller models first, then smaller batches, then fewer active neurons; of one case as they were."""
-    return table.sort_values(["num_layers", "model", "tokens", "active"], kind="stable", ignore_index=True)
+    return table.sort_values(
+        ["num_layers", "model", "tokens", "active"], kind="stable", ignore_index=True
+    )
 
 
 def _check_checkpointed(steps: pd.DataFrame) -> None:
     if "checkpoint_activations" in steps and steps["checkpoint_activations"].nunique() > 1:
-        raise ValueError("these steps are with and without checkpointed activations; choose one of them")
+        raise ValueError(
+            "these steps are with and without checkpointed activations; choose one of them"
+        )
 
 
 def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
@@ -294,11 +368,16 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
     where they take longer. Raises ValueError for rows that lack columns and when none has times.
     """
     _check_rows(
-        rows, "model_layers.csv", [*MODEL_CASE, "level", "layer", "active", "date"], ["dense", "sparse", "auto"]
+        rows,
+        "model_layers.csv",
+        [*MODEL_CASE, "level", "layer", "active", "date"],
+        ["dense", "sparse", "auto"],
     )
     timed = rows[rows[["dense", "sparse", "auto"]].notna().all(axis=1)]
     if timed.empty:
-        raise ValueError("model_layers.csv has no times; `twell measure model --layers` measures them")
+        raise ValueError(
+            "model_layers.csv has no times; `twell measure model --layers` measures them"
+        )
     levels = timed.rename(columns={"level": "active", "active": "of_layer"})
     table = timed.loc[_newest(levels, MODEL_CASE).index]
     saved, auto = table["dense"] - table["sparse"], table["dense"] - table["auto"]

@@ -36,7 +36,11 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     paper's seven. Raises ValueError for a model whose l1_coefficient is no number.
     """
     records = list(records)
-    known = {_weights(record): tokens for record in records if (tokens := record["model"]["training_tokens"])}
+    known = {
+        _weights(record): tokens
+        for record in records
+        if (tokens := record["model"]["training_tokens"])
+    }
     known.pop((), None)
     rows = []
     for record in records:
@@ -44,8 +48,17 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
         tokens = about["training_tokens"] or known.get(_weights(record), np.nan)
         level = about["l1_coefficient"]
         if not isinstance(level, int | float):
-            raise ValueError(f"the evaluation of {about['name']} has l1_coefficient {level}; it has to be one number")
-        origin = about["name"], about["parameters"], tokens, float(level), record["backend"], record["dtype"]
+            raise ValueError(
+                f"the evaluation of {about['name']} has l1_coefficient {level}; it has to be one number"
+            )
+        origin = (
+            about["name"],
+            about["parameters"],
+            tokens,
+            float(level),
+            record["backend"],
+            record["dtype"],
+        )
         for task, facts in record["tasks"].items():
             found = record["lm_eval"]["results"][task]
             for key, accuracy in found.items():
@@ -53,10 +66,25 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
                 if not metric.startswith("acc") or metric.endswith("_stderr"):
                     continue
                 stderr = found[f"{metric}_stderr,{kind}"]
-                stderr, chance = (np.nan if value in ("N/A", None) else value for value in (stderr, facts["chance"]))
+                stderr, chance = (
+                    np.nan if value in ("N/A", None) else value
+                    for value in (stderr, facts["chance"])
+                )
                 verdict = _near_chance(accuracy, stderr, chance)
-                rows.append((*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict))
-    columns = [*EVALUATED, *COMPUTED, "task", "metric", "items", "accuracy", "stderr", "chance", "verdict"]
+                rows.append(
+                    (*origin, task, metric, found["sample_len"], accuracy, stderr, chance, verdict)
+                )
+    columns = [
+        *EVALUATED,
+        *COMPUTED,
+        "task",
+        "metric",
+        "items",
+        "accuracy",
+        "stderr",
+        "chance",
+        "verdict",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -82,13 +110,20 @@ def seven_tasks(table: pd.DataFrame) -> pd.DataFrame:
     table = table[(table["metric"] == "acc") & table["task"].isin(TASKS)]
     means = table[table["task"] == MEAN]
     means = means.assign(rounded=means["dtype"] != "float32", sparse=means["backend"] != "dense")
-    means = means.sort_values(["items", "rounded", "sparse"], ascending=[False, True, True], kind="stable")
+    means = means.sort_values(
+        ["items", "rounded", "sparse"], ascending=[False, True, True], kind="stable"
+    )
     means = means.drop_duplicates(EVALUATED)[[*EVALUATED, *COMPUTED]]
-    rows = table.merge(means, on=[*EVALUATED, *COMPUTED]).sort_values("items", ascending=False, kind="stable")
+    rows = table.merge(means, on=[*EVALUATED, *COMPUTED]).sort_values(
+        "items", ascending=False, kind="stable"
+    )
     return rows.drop_duplicates([*EVALUATED, "task"]).sort_index().reset_index(drop=True)
 
 
-SIZE = ["parameters", "training_tokens"]  # models that differ in these are not compared with each other
+SIZE = [
+    "parameters",
+    "training_tokens",
+]  # models that differ in these are not compared with each other
 
 
 def by_level(seven: pd.DataFrame) -> pd.DataFrame:
@@ -99,9 +134,15 @@ def by_level(seven: pd.DataFrame) -> pd.DataFrame:
     (how many), accuracy, stderr, chance, verdict; by size and level. The error is the mean of theirs, not less: all were asked
     the same items.
     """
-    numbers = {"models": ("model", "size")} | {name: (name, "mean") for name in ("accuracy", "stderr", "chance")}
-    found = seven.groupby([*SIZE, "l1_coefficient", "task"], dropna=False).agg(**numbers).reset_index()
-    found["verdict"] = [_near_chance(*row) for row in found[["accuracy", "stderr", "chance"]].to_numpy()]
+    numbers = {"models": ("model", "size")} | {
+        name: (name, "mean") for name in ("accuracy", "stderr", "chance")
+    }
+    found = (
+        seven.groupby([*SIZE, "l1_coefficient", "task"], dropna=False).agg(**numbers).reset_index()
+    )
+    found["verdict"] = [
+        _near_chance(*row) for row in found[["accuracy", "stderr", "chance"]].to_numpy()
+    ]
     return found
 
 
@@ -152,18 +193,31 @@ def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for between, same in (COMPUTED, COMPUTED[::-1]):
         for (model, alike), found in table.groupby(["model", same], sort=False):
-            wide = found.pivot_table(index=["task", "metric", "items"], columns=between, values="accuracy").dropna()
+            wide = found.pivot_table(
+                index=["task", "metric", "items"], columns=between, values="accuracy"
+            ).dropna()
             if wide.shape[1] > 1 and len(wide):
                 largest = (wide.max(axis=1) - wide.min(axis=1)).max()
                 rows.append((model, between, ", ".join(wide.columns), alike, len(wide), largest))
-    return pd.DataFrame(rows, columns=["model", "between", "compared", "alike", "accuracies", "difference"])
+    return pd.DataFrame(
+        rows, columns=["model", "between", "compared", "alike", "accuracies", "difference"]
+    )
 
 
 def paper_levels(paper: pd.DataFrame) -> pd.DataFrame:
     """Return the mean accuracy that the paper prints at each level of its gated 1.5B model, columns as of `paper_tasks`."""
-    rows = paper[(paper["source"] == "Table 4") & (paper["metric"] == TASKS[MEAN][1]) & paper["gated"].eq(True)]
-    values = {"l1_coefficient": rows["l1"].astype(float), "accuracy": rows["value"].astype(float) / 100}
-    return pd.DataFrame({"model": rows["model"], "parameters": 1.5e9, **values, "task": MEAN}).reset_index(drop=True)
+    rows = paper[
+        (paper["source"] == "Table 4")
+        & (paper["metric"] == TASKS[MEAN][1])
+        & paper["gated"].eq(True)
+    ]
+    values = {
+        "l1_coefficient": rows["l1"].astype(float),
+        "accuracy": rows["value"].astype(float) / 100,
+    }
+    return pd.DataFrame(
+        {"model": rows["model"], "parameters": 1.5e9, **values, "task": MEAN}
+    ).reset_index(drop=True)
 
 
 def accuracies(table: pd.DataFrame) -> pd.DataFrame:
@@ -175,15 +229,27 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     table = table.sort_values([*SIZE, "l1_coefficient"], kind="stable")
     column = table["task"] + np.where(table["metric"] == "acc", "", ", " + table["metric"])
     not_above = table["verdict"].isin(["near chance", "below chance"])
-    cell = (100 * table["accuracy"]).map("{:.1f}".format) + " ± " + (100 * table["stderr"]).map("{:.1f}".format)
+    cell = (
+        (100 * table["accuracy"]).map("{:.1f}".format)
+        + " ± "
+        + (100 * table["stderr"]).map("{:.1f}".format)
+    )
     cell = cell.where(~not_above, "(" + cell + ")")
     how = table["backend"] + " " + table["dtype"]
     name = table["model"] + ", " + how + ", L1 = " + table["l1_coefficient"].map(level_name)
-    wide = pd.DataFrame({"model": name, "column": column, "cell": cell}).drop_duplicates(["model", "column"])
-    wide = wide.pivot(index="model", columns="column", values="cell").loc[name.unique(), column.unique()]
+    wide = pd.DataFrame({"model": name, "column": column, "cell": cell}).drop_duplicates(
+        ["model", "column"]
+    )
+    wide = wide.pivot(index="model", columns="column", values="cell").loc[
+        name.unique(), column.unique()
+    ]
     first = table.assign(column=column).drop_duplicates("column").set_index("column")
-    heads = pd.DataFrame([(100 * first["chance"]).map("{:.1f}".format), first["items"].map("{:,}".format)])
-    return pd.concat([heads.set_axis(["chance", "items"]), wide]).fillna("").rename_axis(None, axis=1)
+    heads = pd.DataFrame(
+        [(100 * first["chance"]).map("{:.1f}".format), first["items"].map("{:,}".format)]
+    )
+    return (
+        pd.concat([heads.set_axis(["chance", "items"]), wide]).fillna("").rename_axis(None, axis=1)
+    )
 
 
 def against_dense(table: pd.DataFrame) -> pd.DataFrame:

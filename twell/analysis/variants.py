@@ -92,7 +92,11 @@ def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float
     deviation, freedom = seed_noise(table, column)
     if not (freedom and runs and other_runs):
         return np.nan
-    return float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * deviation * np.sqrt(1 / runs + 1 / other_runs))
+    return float(
+        scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+        * deviation
+        * np.sqrt(1 / runs + 1 / other_runs)
+    )
 
 
 def noise_verdict(difference: float, limit: float) -> str:
@@ -104,7 +108,9 @@ def noise_verdict(difference: float, limit: float) -> str:
     return "within noise" if abs(difference) <= limit else "more" if difference > 0 else "less"
 
 
-def contrast(table: pd.DataFrame, column: str, first: tuple[str, float], second: tuple[str, float]) -> dict:
+def contrast(
+    table: pd.DataFrame, column: str, first: tuple[str, float], second: tuple[str, float]
+) -> dict:
     """Return by how much two settings of `choices`, (choice, l1_coefficient), differ in a column, and whether seeds explain it.
 
     Keys: runs and value (mean) of the first, other_runs and other of the second; difference, first less second, and limit, the
@@ -115,7 +121,9 @@ def contrast(table: pd.DataFrame, column: str, first: tuple[str, float], second:
         table.loc[(table["choice"] == c) & (table["l1_coefficient"] == l1), column].dropna()
         for c, l1 in (first, second)
     ]
-    (runs, value), (other_runs, other) = ((len(f), float(f.mean()) if len(f) else np.nan) for f in found)
+    (runs, value), (other_runs, other) = (
+        (len(f), float(f.mean()) if len(f) else np.nan) for f in found
+    )
     limit, difference = noise_limit(table, column, runs, other_runs), value - other
     verdict = noise_verdict(difference, limit)
     if column == "active_fraction":
@@ -140,7 +148,17 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
             if column == "dead_fraction_train":
                 found |= {key: 100 * found[key] for key in ("difference", "limit")}
             rows.append({"choice": name, "l1_coefficient": l1, "quantity": quantity} | found)
-    columns = ["choice", "l1_coefficient", "quantity", "runs", "value", "other_runs", "other", "difference", "limit"]
+    columns = [
+        "choice",
+        "l1_coefficient",
+        "quantity",
+        "runs",
+        "value",
+        "other_runs",
+        "other",
+        "difference",
+        "limit",
+    ]
     return pd.DataFrame(rows, columns=[*columns, "verdict"])
 
 
@@ -155,25 +173,55 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     """
     every = levels(table) if len(table) else table
     recipe = every[every["choice"] == "recipe"]
-    columns = ["choice", "l1_coefficient", "runs", "status", "active_fraction", "price", "line_price", "difference"]
-    columns += ["limit", "verdict", "line_active_fraction", "dead", "line_dead", "dead_limit", "dead_verdict"]
+    columns = [
+        "choice",
+        "l1_coefficient",
+        "runs",
+        "status",
+        "active_fraction",
+        "price",
+        "line_price",
+        "difference",
+    ]
+    columns += [
+        "limit",
+        "verdict",
+        "line_active_fraction",
+        "dead",
+        "line_dead",
+        "dead_limit",
+        "dead_verdict",
+    ]
     rows = []
     alive = (
         recipe.query("status == 'alive' and active_fraction > 0").sort_values("active_fraction")
         if len(recipe)
         else recipe
     )
-    gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")] if len(alive) else every[:0]
+    gated = (
+        every[~every["choice"].str.contains("recipe|SiLU|non-gated")] if len(alive) else every[:0]
+    )
     known = np.log(alive["active_fraction"].to_numpy(float))
     for row in gated[gated["active_fraction"] > 0].itertuples():
         at, line_price = np.log(row.active_fraction), price_at(recipe, row.active_fraction)
-        weights = np.array([np.interp(at, known, one) for one in np.eye(len(known))])  # of each level in this point
-        beside = 1 / (weights**2 / alive["runs"]).sum()  # so many runs of one level would scatter alike
+        weights = np.array(
+            [np.interp(at, known, one) for one in np.eye(len(known))]
+        )  # of each level in this point
+        beside = (
+            1 / (weights**2 / alive["runs"]).sum()
+        )  # so many runs of one level would scatter alike
         limit = noise_limit(table, "cross_entropy_change", row.runs, beside)
         dead_limit = noise_limit(table, "dead_fraction_train", row.runs, beside)
         difference, dead = row.cross_entropy_change - line_price, row.dead_fraction_train
         line_dead = float(np.interp(at, known, alive["dead_fraction_train"], np.nan, np.nan))
-        found = [row.choice, row.l1_coefficient, row.runs, row.status, row.active_fraction, row.cross_entropy_change]
+        found = [
+            row.choice,
+            row.l1_coefficient,
+            row.runs,
+            row.status,
+            row.active_fraction,
+            row.cross_entropy_change,
+        ]
         found += [line_price, difference, limit, noise_verdict(difference, limit)]
         found += [activity_at(recipe, row.cross_entropy_change), dead, line_dead, dead_limit]
         rows.append([*found, noise_verdict(dead - line_dead, dead_limit)])
@@ -193,17 +241,27 @@ def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.Da
     warm-up, stand beside our `compared_level`; its other levels have no partner. Raises ValueError for another source.
     """
     if source not in ("Table 3", "Table 4", "Table 5"):
-        raise ValueError(f"{source!r} is no table of choices; use 'Table 3', 'Table 4' or 'Table 5'")
+        raise ValueError(
+            f"{source!r} is no table of choices; use 'Table 3', 'Table 4' or 'Table 5'"
+        )
     printed = paper[paper["source"] == source]
     named = np.select(
-        [printed["activation"] == "SiLU", ~printed["gated"].astype(bool)], ["SiLU", "non-gated"], "recipe"
+        [printed["activation"] == "SiLU", ~printed["gated"].astype(bool)],
+        ["SiLU", "non-gated"],
+        "recipe",
     )
-    named = printed["training_modification"].map(_MODIFICATIONS).fillna(pd.Series(named, printed.index))
+    named = (
+        printed["training_modification"].map(_MODIFICATIONS).fillna(pd.Series(named, printed.index))
+    )
     every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else None
     level, rows = compared_level(table), []
     for (name, l1), theirs in printed.groupby([named, "l1"], sort=False):
         value = theirs.set_index("metric")["value"].astype(float)
-        row = {"choice": name, "paper_l1": float(l1), "paper_accuracy": value.get("mean_task_accuracy", np.nan)}
+        row = {
+            "choice": name,
+            "paper_l1": float(l1),
+            "paper_accuracy": value.get("mean_task_accuracy", np.nan),
+        }
         row |= {
             "paper_cross_entropy": value.get("cross_entropy", np.nan),
             "paper_active": value.get("avg_nonzeros", np.nan),
@@ -212,11 +270,22 @@ def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.Da
         if every is not None and (name, ours) in every.index:
             found = every.loc[name, ours]
             row |= {"l1": ours, "runs": found["runs"], "cross_entropy": found["cross_entropy"]}
-            row |= {"cross_entropy_std": found["cross_entropy_std"], "change": found["cross_entropy_change"]}
+            row |= {
+                "cross_entropy_std": found["cross_entropy_std"],
+                "change": found["cross_entropy_change"],
+            }
             row |= {"active": found["active"], "active_std": found["active_std"]}
             row |= {"dead": 100 * found["dead_fraction_train"]}
         rows.append(row)
-    columns = ["choice", "paper_l1", "paper_accuracy", "paper_cross_entropy", "paper_active", "l1", "runs"]
+    columns = [
+        "choice",
+        "paper_l1",
+        "paper_accuracy",
+        "paper_cross_entropy",
+        "paper_active",
+        "l1",
+        "runs",
+    ]
     columns += ["cross_entropy", "cross_entropy_std", "change", "active", "active_std", "dead"]
     return pd.DataFrame(rows).reindex(columns=columns)
 
@@ -255,32 +324,63 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     most), and peak_memory_whole, over all of it (NaN on a CPU, where it is not logged). Without a complete run no rows.
     Raises ValueError when runs differ in more than how they were computed, or are of different devices, whose speeds do not compare.
     """
-    columns = ["run", "way", "backend", "devices", "parameters", "batch_tokens", "vocab_size", "cross_entropy"]
-    columns += ["active", "apart", "apart_mean", "tokens_per_second", "peak_memory", "peak_memory_whole"]
+    columns = [
+        "run",
+        "way",
+        "backend",
+        "devices",
+        "parameters",
+        "batch_tokens",
+        "vocab_size",
+        "cross_entropy",
+    ]
+    columns += [
+        "active",
+        "apart",
+        "apart_mean",
+        "tokens_per_second",
+        "peak_memory",
+        "peak_memory_whole",
+    ]
     complete = runs[runs["complete"].astype(bool)] if len(runs) else runs
     if complete.empty:
         return pd.DataFrame(columns=columns)
-    may_differ = [field for field in MAY_DIFFER if field not in ("l1_coefficient", "seed", "device")]
+    may_differ = [
+        field for field in MAY_DIFFER if field not in ("l1_coefficient", "seed", "device")
+    ]
     check_alike(
-        complete, may_differ, "one training, computed in several ways, has one configuration and kind of device"
+        complete,
+        may_differ,
+        "one training, computed in several ways, has one configuration and kind of device",
     )
-    table = complete.set_index("run").reindex(columns=["backend", "parameters", "batch_tokens", "vocab_size", "tokens"])
+    table = complete.set_index("run").reindex(
+        columns=["backend", "parameters", "batch_tokens", "vocab_size", "tokens"]
+    )
     table["parameters"] = table["parameters"].astype(float)  # None in a run that does not say
     # Accelerate's launcher is part of the recorded command.
-    processes = complete.set_index("run")["command"].astype(str).str.extract(r"--num_processes[ =](\d+)")[0]
+    processes = (
+        complete.set_index("run")["command"].astype(str).str.extract(r"--num_processes[ =](\d+)")[0]
+    )
     table["devices"] = processes.fillna("1").astype(int)
     table["way"] = _ways(complete.set_index("run"), table["devices"])
     order = table.assign(sparse=table["backend"] != "dense", name=table.index)
     table = table.loc[order.sort_values(["devices", "sparse", "name"]).index]
     valid = log[(log["split"] == "valid") & log["run"].isin(table.index)]
     last = valid[valid["step"] == valid.groupby("run")["step"].transform("max")]
-    last = last.groupby(["run", "metric"])["value"].mean().unstack().reindex(columns=["cross_entropy", "active_mean"])
+    last = (
+        last.groupby(["run", "metric"])["value"]
+        .mean()
+        .unstack()
+        .reindex(columns=["cross_entropy", "active_mean"])
+    )
     table["cross_entropy"], table["active"] = last["cross_entropy"], last["active_mean"]
     curves = computed_curves(complete, log)
     losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "step"])
     # A row is a mean over the steps since the last one: only rows of the same steps compare.
     losses = losses.assign(since=losses.groupby("run")["step"].shift(fill_value=0))
-    losses = losses.pivot(index=["since", "step"], columns="run", values="value").reindex(columns=table.index)
+    losses = losses.pivot(index=["since", "step"], columns="run", values="value").reindex(
+        columns=table.index
+    )
     apart = losses.sub(losses[table.index[0]], axis=0).abs()
     table["apart"], table["apart_mean"] = apart.max(), apart.mean()
     late = curves[curves["tokens"] > table["tokens"].iloc[0] / 2]
@@ -314,7 +414,11 @@ def computed_curves(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """
     complete = runs.loc[runs["complete"].astype(bool), "run"] if len(runs) else ()
     wanted = ("cross_entropy", "tokens_per_second", "peak_memory")
-    rows = log[(log["split"] == "train") & log["metric"].isin(wanted) & log["run"].isin(complete)] if len(log) else log
+    rows = (
+        log[(log["split"] == "train") & log["metric"].isin(wanted) & log["run"].isin(complete)]
+        if len(log)
+        else log
+    )
     return rows.reindex(columns=["run", "metric", "step", "tokens", "value"]).reset_index(drop=True)
 
 
@@ -325,12 +429,24 @@ def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:
     """
     printed = paper[(paper["source"] == "Table 1") & (paper["metric"] == "mean_task_accuracy")]
     accuracy = printed.pivot(index="model", columns="sparse", values="value").astype(float)
-    at = paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)].groupby("model")["value"].first()
+    at = (
+        paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)]
+        .groupby("model")["value"]
+        .first()
+    )
     loss = paper[
-        (paper["source"] == "Table 3") & (paper["activation"] == "ReLU") & (paper["metric"] == "cross_entropy")
+        (paper["source"] == "Table 3")
+        & (paper["activation"] == "ReLU")
+        & (paper["metric"] == "cross_entropy")
     ]
-    loss = loss.pivot(index="model", columns="sparse", values="value").astype(float).reindex(accuracy.index)
-    table = pd.DataFrame({"parameters": 1e9 * accuracy.index.str.removesuffix("B").astype(float)}, accuracy.index)
+    loss = (
+        loss.pivot(index="model", columns="sparse", values="value")
+        .astype(float)
+        .reindex(accuracy.index)
+    )
+    table = pd.DataFrame(
+        {"parameters": 1e9 * accuracy.index.str.removesuffix("B").astype(float)}, accuracy.index
+    )
     tokens = 1e9 * printed.groupby("model")["train_tokens_B"].first().astype(float)
     table = table.assign(tokens=tokens, intermediate_size=5632, l1_coefficient=2e-5)
     table["active"] = at.reindex(table.index).astype(float)

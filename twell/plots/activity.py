@@ -31,7 +31,16 @@ from twell.plots.base import (
 # through the background to orange. Steps of lightness, so that they are read without seeing colour.
 PALETTES = {
     "light": {
-        "sequential": ["#ffffff", "#e4f2df", "#b5e0c6", "#7bcac6", "#43a9c4", "#2a80b4", "#27549b", "#202a68"],
+        "sequential": [
+            "#ffffff",
+            "#e4f2df",
+            "#b5e0c6",
+            "#7bcac6",
+            "#43a9c4",
+            "#2a80b4",
+            "#27549b",
+            "#202a68",
+        ],
         "diverging": [
             "#123e7c",
             "#2f74b8",
@@ -45,7 +54,16 @@ PALETTES = {
         ],
     },
     "dark": {
-        "sequential": ["#15181d", "#2b2f56", "#34508b", "#2a788e", "#22a884", "#63cb5f", "#b8de3b", "#fde725"],
+        "sequential": [
+            "#15181d",
+            "#2b2f56",
+            "#34508b",
+            "#2a788e",
+            "#22a884",
+            "#63cb5f",
+            "#b8de3b",
+            "#fde725",
+        ],
         "diverging": [
             "#a9d3ff",
             "#5aa4f0",
@@ -80,8 +98,20 @@ def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
     ax.set_xticks(layer[:: max(1, len(layer) // 10)])
     ax.grid(False, axis="x")
     _plain(ax.yaxis)
-    handles = {"mean": bars, f"mean of all: {overall:.3g}": line, "99th percentile": p99, "maximum": largest}
-    figure.legend(handles.values(), handles.keys(), title=title, loc="outside upper center", ncols=2, labelspacing=0.3)
+    handles = {
+        "mean": bars,
+        f"mean of all: {overall:.3g}": line,
+        "99th percentile": p99,
+        "maximum": largest,
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        title=title,
+        loc="outside upper center",
+        ncols=2,
+        labelspacing=0.3,
+    )
     return figure
 
 
@@ -105,7 +135,9 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
     both = pd.concat([lowest, highest])
     figure, axes = _figure(COLUMN, 0.55 + 0.19 * len(both))
     ax = axes[0, 0]
-    y = np.arange(len(both)) + 0.6 * (np.arange(len(both)) >= len(lowest))  # a gap between the two groups
+    y = np.arange(len(both)) + 0.6 * (
+        np.arange(len(both)) >= len(lowest)
+    )  # a gap between the two groups
     ax.barh(y, both["mean_active"], 0.75, color=[BLUE] * len(lowest) + [ORANGE] * len(highest))
     ax.invert_yaxis()
     ax.set_yticks(y, [visible(token)[:16] for token in both["token"]])
@@ -113,8 +145,12 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
         label.set_parse_math(False)
     for at, value, count in zip(y, both["mean_active"], both["count"], strict=True):
         text = f"{value:.3g} (n = {count})"
-        ax.annotate(text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5)
-    ax.set_xlim(0, 1.02 * both["mean_active"].max())  # notes go beyond: the layout leaves them as much as they need
+        ax.annotate(
+            text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5
+        )
+    ax.set_xlim(
+        0, 1.02 * both["mean_active"].max()
+    )  # notes go beyond: the layout leaves them as much as they need
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("active neurons per token")
@@ -136,7 +172,12 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
             color=colours[l1],
             label=analysis.level_name(l1),
         )
-    ax.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="active neurons per token")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="position in the sequence",
+        ylabel="active neurons per token",
+    )
     _plain(ax.xaxis)
     _plain(ax.yaxis)
     ax.legend(title="L1 coefficient")
@@ -161,12 +202,23 @@ def _typeset(tokens: Iterable[str], columns: int) -> tuple[list[tuple[int, int, 
 
 def _write(ax: Axes, places: list, lines: int, colours: Sequence[tuple], columns: int) -> None:
     """Write tokens on their colours."""
-    size = 72 * (PAGE - 0.15) / columns / 0.602  # points; the advance of DejaVu Sans Mono is 0.602 of its size
+    size = (
+        72 * (PAGE - 0.15) / columns / 0.602
+    )  # points; the advance of DejaVu Sans Mono is 0.602 of its size
     for (x, y, token), colour in zip(places, colours, strict=True):
         ax.add_patch(Rectangle((x, y), len(token), 0.94, facecolor=colour, linewidth=0))
         ink = "white" if np.dot(colour[:3], (0.3, 0.59, 0.11)) < 0.5 else "black"
         text = token.replace("␣", " ")
-        ax.text(x, y + 0.5, text, color=ink, family=FIXED_WIDTH, fontsize=size, va="center", parse_math=False)
+        ax.text(
+            x,
+            y + 0.5,
+            text,
+            color=ink,
+            family=FIXED_WIDTH,
+            fontsize=size,
+            va="center",
+            parse_math=False,
+        )
     ax.set(xlim=(0, columns), ylim=(lines, 0))
     ax.axis("off")
 
@@ -187,7 +239,12 @@ def fig_passage(table: pd.DataFrame, columns: int = 96) -> Figure:
     ax = axes[0, 0]
     _write(ax, places, lines, [colours(norm(value)) for value in active], columns)
     bar = figure.colorbar(
-        mpl.cm.ScalarMappable(norm, colours), ax=ax, location="bottom", aspect=60, shrink=0.6, pad=0.02
+        mpl.cm.ScalarMappable(norm, colours),
+        ax=ax,
+        location="bottom",
+        aspect=60,
+        shrink=0.6,
+        pad=0.02,
     )
     bar.set_label("active neurons per token, mean over layers")
     _plain(bar.ax.xaxis)
@@ -224,22 +281,33 @@ def fig_inspector(
     figure = Figure(figsize=(PAGE, sum(heights)), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=heights)
     text, heat = above.subplots(), below.subplots()
-    shades = [colours(norm(value)) if value == value else (1, 1, 1, 1) for value in passage["value"]]
+    shades = [
+        colours(norm(value)) if value == value else (1, 1, 1, 1) for value in passage["value"]
+    ]
     _write(text, places, lines, shades, columns)
-    bar = above.colorbar(mpl.cm.ScalarMappable(norm, colours), ax=text, location="top", aspect=60, shrink=0.6, pad=0.02)
+    bar = above.colorbar(
+        mpl.cm.ScalarMappable(norm, colours),
+        ax=text,
+        location="top",
+        aspect=60,
+        shrink=0.6,
+        pad=0.02,
+    )
     bar.set_label(label)
     bar.outline.set_visible(False)
     if low > 0:
         _plain(bar.ax.xaxis)
     shown = counts.to_numpy(np.float64)
     most = max(float(np.nanmax(shown, initial=1)), 2)
-    cells = LinearSegmentedColormap.from_list("twell", PALETTES["light"]["sequential"]).with_extremes(
-        bad="0.85", under="white"
-    )
+    cells = LinearSegmentedColormap.from_list(
+        "twell", PALETTES["light"]["sequential"]
+    ).with_extremes(bad="0.85", under="white")
     left = counts.columns[0] - 0.5
     extent = (left, left + len(counts.columns), len(counts) - 0.5, -0.5)
     shown = np.where(shown == 0, 0.5, shown)  # below the scale
-    image = heat.imshow(shown, cells, LogNorm(1, most), aspect="auto", interpolation="nearest", extent=extent)
+    image = heat.imshow(
+        shown, cells, LogNorm(1, most), aspect="auto", interpolation="nearest", extent=extent
+    )
     for row, column in np.argwhere(over.to_numpy()):
         heat.add_patch(Rectangle((left + column, row - 0.5), 1, 0.2, facecolor=RED, linewidth=0))
     heat.set(xlabel="token", ylabel="layer")
@@ -260,14 +328,25 @@ def fig_specific(table: pd.DataFrame, rows: int = 12) -> Figure:
     Raises ValueError for an empty table.
     """
     if table.empty:
-        raise ValueError("no neuron fires often enough; lower min_fires or min_count, or trace a longer text")
+        raise ValueError(
+            "no neuron fires often enough; lower min_fires or min_count, or trace a longer text"
+        )
     shown = table.head(rows)
     figure, axes = _figure(COLUMN, 0.75 + 0.2 * len(shown))
     ax = axes[0, 0]
     y = np.arange(len(shown))
-    ax.hlines(y, 100 * shown["share"], 100 * shown["coverage"], color="0.8", linewidth=1.5, zorder=1)
+    ax.hlines(
+        y, 100 * shown["share"], 100 * shown["coverage"], color="0.8", linewidth=1.5, zorder=1
+    )
     ax.scatter(100 * shown["share"], y, 18, color=BLUE, label="its firings that are at this token")
-    ax.scatter(100 * shown["coverage"], y, 18, color=ORANGE, marker="D", label="occurrences at which it fires")
+    ax.scatter(
+        100 * shown["coverage"],
+        y,
+        18,
+        color=ORANGE,
+        marker="D",
+        label="occurrences at which it fires",
+    )
     names = [f"{row.layer} · {row.neuron}  {visible(row.token)[:14]}" for row in shown.itertuples()]
     ax.set_yticks(y, names)
     for name in ax.get_yticklabels():
@@ -290,12 +369,25 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     figure, axes = _figure(PAGE, 2.4, 1, 2)
     left, right = axes[0]
     left.fill_between(
-        bins["surprise"], bins["q25"], bins["q75"], color=BLUE, alpha=0.18, linewidth=0, label="middle half"
+        bins["surprise"],
+        bins["q25"],
+        bins["q75"],
+        color=BLUE,
+        alpha=0.18,
+        linewidth=0,
+        label="middle half",
     )
     left.plot(bins["surprise"], bins["active"], "o-", color=BLUE, markersize=3.5, label="mean")
-    left.set(xlabel="surprise of the token, $-$log p (nats)", ylabel="active neurons per token", ylim=(0, None))
+    left.set(
+        xlabel="surprise of the token, $-$log p (nats)",
+        ylabel="active neurons per token",
+        ylim=(0, None),
+    )
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-    looks = {"surprise": ("this token", BLUE, "o", -0.12), "next_surprise": ("the next token", ORANGE, "D", 0.12)}
+    looks = {
+        "surprise": ("this token", BLUE, "o", -0.12),
+        "next_surprise": ("the next token", ORANGE, "D", 0.12),
+    }
     layers = correlations["layer"].max() + 1
     for of, rows in correlations.groupby("of", sort=False):
         name, colour, marker, aside = looks[of]
@@ -313,7 +405,9 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         )
     right.axhline(0, color="0.4", linewidth=0.6)
     every = max(1, -(-layers // 10))
-    right.set_xticks([*range(0, layers, every), layers + 0.5], [*map(str, range(0, layers, every)), "mean"])
+    right.set_xticks(
+        [*range(0, layers, every), layers + 0.5], [*map(str, range(0, layers, every)), "mean"]
+    )
     right.set(xlabel="layer", ylabel="rank correlation\nwith active neurons")
     right.margins(y=0.15)
     figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)

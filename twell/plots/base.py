@@ -26,9 +26,13 @@ _SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
 ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
-DRAWN_WITH = ("matplotlib", "numpy", "pandas")  # only these: tracked figures must not change with the torch build
+DRAWN_WITH = (
+    "matplotlib",
+    "numpy",
+    "pandas",
+)  # only these: tracked figures must not change with the torch build
 # What a figure depends on beside its inputs: the commit in its JSON is the last one that changed these.
-MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "format.py", "plots")]
+MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "sparse/formats.py", "plots")]
 
 
 def style() -> None:
@@ -64,7 +68,9 @@ def style() -> None:
     )
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, np.ndarray]:
+def _figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options
+) -> tuple[Figure, np.ndarray]:
     """A figure in the style with its axes, [rows, columns]."""
     style()
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -98,7 +104,12 @@ def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
 
 
 def save(
-    figure: Figure, path: str | Path, inputs: Sequence[Path], parameters: dict, source: str, device: str | None = None
+    figure: Figure,
+    path: str | Path,
+    inputs: Sequence[Path],
+    parameters: dict,
+    source: str,
+    device: str | None = None,
 ) -> Path:
     """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the PNG.
 
@@ -120,10 +131,16 @@ def save(
     origin = {
         "source": source,
         "device": device,
-        "inputs": {os.path.relpath(file, results.root()): results.file_hash(file) for file in inputs},
+        "inputs": {
+            os.path.relpath(file, results.root()): results.file_hash(file) for file in inputs
+        },
         "parameters": parameters,
         "commit": results.source_commit(MODULES),
-        "versions": {name: version for name, version in results.versions().items() if name in DRAWN_WITH},
+        "versions": {
+            name: version for name, version in results.versions().items() if name in DRAWN_WITH
+        },
     }
-    results.write_atomically(path.with_name(f"{path.name}.json"), json.dumps(origin, indent=2) + "\n")
+    results.write_atomically(
+        path.with_name(f"{path.name}.json"), json.dumps(origin, indent=2) + "\n"
+    )
     return path.with_name(f"{path.name}.png")

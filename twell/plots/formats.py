@@ -16,7 +16,9 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     tiles = [BLUE, ORANGE, GREEN, PURPLE]
     names = [["Dense", "TwELL"], ["ELL", "Hybrid"]]
     panels = dict(list(cells.groupby("format")))
-    heights = {name: (panel.groupby("part")["row"].max() + 2).sum() for name, panel in panels.items()}
+    heights = {
+        name: (panel.groupby("part")["row"].max() + 2).sum() for name, panel in panels.items()
+    }
     rows = [max(heights[name] for name in row) for row in names]
     width = cells["slot"].max() + 3.5
     figure, axes = _figure(PAGE, PAGE * sum(rows) / (2 * width) + 0.7, 2, 2, height_ratios=rows)
@@ -35,17 +37,34 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
                 }[cell.kind]
                 ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
                 if text:
-                    ax.text(x + 0.5, y + 0.53, cell.label, color=text, fontsize=6, ha="center", va="center")
+                    ax.text(
+                        x + 0.5,
+                        y + 0.53,
+                        cell.label,
+                        color=text,
+                        fontsize=6,
+                        ha="center",
+                        va="center",
+                    )
             for row, token in table.groupby("row")["token"].first().items():
-                ax.text(-0.3, top + row + 0.53, f"$t_{{{token}}}$", fontsize=7, ha="right", va="center")
+                ax.text(
+                    -0.3, top + row + 0.53, f"$t_{{{token}}}$", fontsize=7, ha="right", va="center"
+                )
             top += table["row"].max() + 2.0
-        ax.set(xlim=(-1.3, cells["slot"].max() + 1.1), ylim=(height - 0.7, -0.1), aspect="equal", anchor="NW")
+        ax.set(
+            xlim=(-1.3, cells["slot"].max() + 1.1),
+            ylim=(height - 0.7, -0.1),
+            aspect="equal",
+            anchor="NW",
+        )
         ax.set_title(name, loc="left", weight="bold")
         ax.axis("off")
     kinds = [(tiles[t], f"non-zero of tile {t}, with its column") for t in range(2)]
     kinds += [("0.25", "count"), ("0.93", "unused slot")]
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour, _ in kinds]
-    figure.legend(handles, [name for _, name in kinds], loc="outside lower center", ncols=4, handlelength=1)
+    figure.legend(
+        handles, [name for _, name in kinds], loc="outside lower center", ncols=4, handlelength=1
+    )
     return figure
 
 
@@ -57,9 +76,23 @@ def fig01_bytes(table: pd.DataFrame) -> Figure:
     looks = {"Dense": ("black", "--"), "ELL": (ORANGE, "-"), "Hybrid": (GREEN, "-")}
     for name, line in table.groupby("format", sort=False):
         colour, dash = looks.get(name.split(",")[0]) or (next(shades), "-")
-        order = 3 if name == "Dense" else 2  # its dashes lie on TwELL's line at C = 2, which is as large as dense
-        ax.plot(100 * line["active_share"], line["relative"], dash, color=colour, label=name, zorder=order)
-    ax.set(xscale="log", yscale="log", xlabel="active neurons (%)", ylabel="bytes / bytes of dense bf16")
+        order = (
+            3 if name == "Dense" else 2
+        )  # its dashes lie on TwELL's line at C = 2, which is as large as dense
+        ax.plot(
+            100 * line["active_share"],
+            line["relative"],
+            dash,
+            color=colour,
+            label=name,
+            zorder=order,
+        )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="active neurons (%)",
+        ylabel="bytes / bytes of dense bf16",
+    )
     _plain(ax.xaxis)
     _plain(ax.yaxis)
     ax.legend(loc="lower right", labelspacing=0.25)

@@ -9,7 +9,17 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from twell import analysis
-from twell.plots.base import ACTIVE_FLOOR, BLUE, COLUMN, GREEN, ORANGE, PAGE, _figure, _level_colours, _plain
+from twell.plots.base import (
+    ACTIVE_FLOOR,
+    BLUE,
+    COLUMN,
+    GREEN,
+    ORANGE,
+    PAGE,
+    _figure,
+    _level_colours,
+    _plain,
+)
 
 # --- downstream tasks (Table 6, Fig. 3) ------------------------------------------------------------
 
@@ -34,15 +44,33 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for place, level in enumerate(theirs):
             line = printed[printed["l1_coefficient"] == level].sort_values("parameters")
             x = _dodged(line["parameters"], place, len(theirs))
-            ax.plot(x, 100 * line["accuracy"], "s-", color=colours[level], markersize=3, linewidth=0.6)
+            ax.plot(
+                x, 100 * line["accuracy"], "s-", color=colours[level], markersize=3, linewidth=0.6
+            )
         for place, level in enumerate(ours):
             line = rows[rows["l1_coefficient"] == level].sort_values("parameters")
             x = _dodged(line["parameters"], place, len(ours))
-            ax.errorbar(x, 100 * line["accuracy"], 100 * line["stderr"], fmt="-", color=colours[level], linewidth=0.6)
+            ax.errorbar(
+                x,
+                100 * line["accuracy"],
+                100 * line["stderr"],
+                fmt="-",
+                color=colours[level],
+                linewidth=0.6,
+            )
             above = line["verdict"] == "above chance"
             for chosen, fill in ((~above, "white"), (above, colours[level])):
-                ax.plot(x[chosen], 100 * line["accuracy"][chosen], "o", color=colours[level], mfc=fill, markersize=4)
-        ax.axhline(100 * rows["chance"].iloc[0], color="0.4", linestyle="--", linewidth=0.8, zorder=1)
+                ax.plot(
+                    x[chosen],
+                    100 * line["accuracy"][chosen],
+                    "o",
+                    color=colours[level],
+                    mfc=fill,
+                    markersize=4,
+                )
+        ax.axhline(
+            100 * rows["chance"].iloc[0], color="0.4", linestyle="--", linewidth=0.8, zorder=1
+        )
         ax.set(xscale="log", title=title)
         ax.margins(0.08, 0.12)
         ax.xaxis.set_minor_locator(NullLocator())
@@ -52,15 +80,20 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         ax.set_ylabel("accuracy (%)")
     dot = {"marker": "o", "linestyle": "", "markersize": 4}
     handles = {
-        f"ours, L1 = {analysis.level_name(level)}": Line2D([], [], color=colours[level], **dot) for level in ours
+        f"ours, L1 = {analysis.level_name(level)}": Line2D([], [], color=colours[level], **dot)
+        for level in ours
     }
     handles |= {
-        f"paper, L1 = {analysis.level_name(level)}": Line2D([], [], color=colours[level], **(dot | {"marker": "s"}))
+        f"paper, L1 = {analysis.level_name(level)}": Line2D(
+            [], [], color=colours[level], **(dot | {"marker": "s"})
+        )
         for level in theirs
     }
     handles["not above chance"] = Line2D([], [], color="0.4", mfc="white", **dot)
     handles["chance"] = Line2D([], [], color="0.4", linestyle="--", linewidth=0.8)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, columnspacing=1.2)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=4, columnspacing=1.2
+    )
     return figure
 
 
@@ -69,19 +102,28 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
     table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error, the dashed line is chance.
     """
-    sizes = [rows for _, rows in table[table["task"] == analysis.MEAN].groupby(analysis.SIZE, dropna=False)]
+    sizes = [
+        rows
+        for _, rows in table[table["task"] == analysis.MEAN].groupby(analysis.SIZE, dropna=False)
+    ]
     panels = [rows.sort_values("l1_coefficient") for rows in [*sizes, paper]]
     ratios = [1 + len(rows) for rows in panels]
-    figure, (row,) = _figure(min(PAGE, 0.5 * sum(ratios)), 2.3, 1, len(panels), sharey=True, width_ratios=ratios)
+    figure, (row,) = _figure(
+        min(PAGE, 0.5 * sum(ratios)), 2.3, 1, len(panels), sharey=True, width_ratios=ratios
+    )
     chance = 100 * sizes[0]["chance"].iloc[0]
     for ax, rows in zip(row, panels, strict=True):
         x, y = range(len(rows)), 100 * rows["accuracy"]
         colours = list(_level_colours(rows["l1_coefficient"]).values())
         ax.plot(x, y, color="0.7", linewidth=1, zorder=1)
-        ax.scatter(x, y, 22, colours[-len(rows) :], marker="s" if rows is panels[-1] else "o", zorder=3)
+        ax.scatter(
+            x, y, 22, colours[-len(rows) :], marker="s" if rows is panels[-1] else "o", zorder=3
+        )
         name = f"{rows['parameters'].iloc[0] / 1e6:,.3g} M parameters"
         if "stderr" in rows:
-            ax.errorbar(x, y, 100 * rows["stderr"], fmt="none", ecolor="0.4", elinewidth=1, zorder=2)
+            ax.errorbar(
+                x, y, 100 * rows["stderr"], fmt="none", ecolor="0.4", elinewidth=1, zorder=2
+            )
             if not np.isnan(tokens := rows["training_tokens"].iloc[0]):
                 name += f",\n{tokens / 1e6:,.3g} M tokens"
         ax.axhline(chance, color="0.4", linestyle="--", linewidth=0.8, zorder=1)
@@ -89,7 +131,9 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         ax.set(xlabel="L1 coefficient", title=name)
         ax.margins(0.15, 0.12)
     note = {"textcoords": "offset points", "fontsize": 7, "color": "0.3", "ha": "center"}
-    row[-1].annotate(f"chance {chance:.1f}", (0.5, chance), (0, 3), xycoords=("axes fraction", "data"), **note)
+    row[-1].annotate(
+        f"chance {chance:.1f}", (0.5, chance), (0, 3), xycoords=("axes fraction", "data"), **note
+    )
     row[-1].set_title(f"the paper, {paper['parameters'].iloc[0] / 1e9:g} B")
     row[0].set_ylabel("mean accuracy (%)")
     return figure
@@ -129,12 +173,24 @@ def _gains(table: pd.DataFrame, labels: tuple[str, str], title: str) -> Figure:
     for ax, column, label in zip(axes.flat, ("faster", "saved"), labels, strict=True):
         for place, name in enumerate(names):
             rows = table[(table["provider"] == name) & table[column].notna()]
-            x = [levels.index(active) + (place - (len(names) - 1) / 2) * width for active in rows["active"]]
+            x = [
+                levels.index(active) + (place - (len(names) - 1) / 2) * width
+                for active in rows["active"]
+            ]
             bars = ax.bar(x, rows[column], width, color=SIDES[name][0], label=SIDES[name][1])
             texts = [f"{round(value) + 0:+d}" for value in rows[column]]
-            ax.bar_label(bars, texts, fontsize=6.5, padding=2, rotation=90 if len(levels) * len(names) > 12 else 0)
+            ax.bar_label(
+                bars,
+                texts,
+                fontsize=6.5,
+                padding=2,
+                rotation=90 if len(levels) * len(names) > 12 else 0,
+            )
         ax.axhline(0, color="black", linewidth=0.8)
-        ax.set_xticks(range(len(levels)), [f"{active:.2g}" if active < 100 else f"{active:.0f}" for active in levels])
+        ax.set_xticks(
+            range(len(levels)),
+            [f"{active:.2g}" if active < 100 else f"{active:.0f}" for active in levels],
+        )
         ax.set_xlim(
             -max(0.6, 1.6 - len(levels) / 2), len(levels) - 1 + max(0.6, 1.6 - len(levels) / 2)
         )  # no bar is a wall
@@ -142,7 +198,9 @@ def _gains(table: pd.DataFrame, labels: tuple[str, str], title: str) -> Figure:
         ax.margins(y=0.18)
         ax.set(xlabel="active neurons per token", ylabel=label)
     figure.suptitle(title, fontsize=8)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, handlelength=1)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, handlelength=1
+    )
     return figure
 
 
@@ -174,7 +232,9 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
     """
     title = _model(table)
     if table["level"].nunique() != 1:
-        raise ValueError(f"this figure shows one level of activity; this table has {table['level'].nunique()}")
+        raise ValueError(
+            f"this figure shows one level of activity; this table has {table['level'].nunique()}"
+        )
     table = table.sort_values("layer")
     figure, axes = _figure(COLUMN, 3.9, 2, 1, sharex=True)
     top, bottom = axes[0, 0], axes[1, 0]
@@ -208,13 +268,17 @@ def model_parts(table: pd.DataFrame) -> Figure:
     """
     title = _model(table)
     decoding = table["tokens"] == table["batch"]
-    if decoding.nunique() != 1 or table["context"].nunique() != 1 or table.duplicated(["batch", "provider"]).any():
+    if (
+        decoding.nunique() != 1
+        or table["context"].nunique() != 1
+        or table.duplicated(["batch", "provider"]).any()
+    ):
         raise ValueError("this figure shows batches of one kind, each once; this table has others")
     after = list(table.columns).index("provider") + 1
     parts = list(table.columns[after : list(table.columns).index("total")])
-    table = table.sort_values("provider", key=lambda names: names.map(list(SIDES).index)).sort_values(
-        "batch", kind="stable", ignore_index=True
-    )
+    table = table.sort_values(
+        "provider", key=lambda names: names.map(list(SIDES).index)
+    ).sort_values("batch", kind="stable", ignore_index=True)
     cases = list(dict.fromkeys(table["batch"]))
     # Bars of a batch touch each other, batches do not.
     y = np.arange(len(table)) + 0.5 * table["batch"].map(cases.index).to_numpy()
@@ -231,21 +295,46 @@ def model_parts(table: pd.DataFrame) -> Figure:
             ink = "black" if colours[part] == "0.8" else "white"
             for text in (f"{value:.3g}", f"{value:.2g}", f"{value:.1g}"):
                 if len(text) * 0.0125 * total.max() < value:  # there is room for it
-                    ax.text(start + value / 2, place, text, ha="center", va="center", fontsize=6.5, color=ink)
+                    ax.text(
+                        start + value / 2,
+                        place,
+                        text,
+                        ha="center",
+                        va="center",
+                        fontsize=6.5,
+                        color=ink,
+                    )
                     break
         left += widths.to_numpy()
     for row, place in zip(table.itertuples(), y, strict=True):
-        text = f"{scale * row.total:.3g} {unit}" + (f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else "")
-        ax.annotate(text, (scale * row.total, place), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        text = f"{scale * row.total:.3g} {unit}" + (
+            f", {100 * (row.speedup - 1):+.0f}%" if row.speedup != 1 else ""
+        )
+        ax.annotate(
+            text,
+            (scale * row.total, place),
+            (3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+        )
     for batch in cases:
         of = table["batch"] == batch
         limit = table.loc[of, "limit"].iloc[0]
         least = total[of & (table["provider"] == analysis.BASELINE)].iloc[0] / limit
-        for place in (*(y[of] - 0.45), y[of].max() + 0.45):  # between bars, not across their numbers
+        for place in (
+            *(y[of] - 0.45),
+            y[of].max() + 0.45,
+        ):  # between bars, not across their numbers
             ax.plot([least] * 2, [place - 0.08, place + 0.08], color="black", linewidth=1.2)
         note = f"dense without up and down: {100 * (limit - 1):+.0f}%"
         rightward = least < 0.4 * total.max()
-        look = {"textcoords": "offset points", "ha": "left" if rightward else "right", "va": "center", "fontsize": 6.5}
+        look = {
+            "textcoords": "offset points",
+            "ha": "left" if rightward else "right",
+            "va": "center",
+            "fontsize": 6.5,
+        }
         ax.annotate(note, (least, y[of].min() - 0.58), (3 if rightward else -3, 0), **look)
     names = [SIDES[name][1] for name in table["provider"]]
     context, several = f"{table['context'].iloc[0]:.0f}", len(cases) > 1
@@ -255,7 +344,9 @@ def model_parts(table: pd.DataFrame) -> Figure:
     else:
         kinds = [f"{batch:.0f} x {context}" for batch in table["batch"]]
         said = "forward" if several else f"{kinds[0]} tokens"
-    names = [f"{kind}, {name}" for kind, name in zip(kinds, names, strict=True)] if several else names
+    names = (
+        [f"{kind}, {name}" for kind, name in zip(kinds, names, strict=True)] if several else names
+    )
     low, high = table["active"].min(), table["active"].max()
     said += f", {low:.3g} active" if low == high else f", {low:.3g} to {high:.3g} active"
     ax.set_yticks(y, names)
@@ -265,7 +356,13 @@ def model_parts(table: pd.DataFrame) -> Figure:
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
     figure.suptitle(f"{title}; {said}", fontsize=8)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6, handlelength=1, columnspacing=1)
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=6,
+        handlelength=1,
+        columnspacing=1,
+    )
     return figure
 
 
@@ -276,7 +373,9 @@ def model_decode(table: pd.DataFrame) -> Figure:
     """
     title = _model(table)
     if table["context"].nunique() != 1:
-        raise ValueError(f"this figure shows one length of context; this table has {table['context'].nunique()}")
+        raise ValueError(
+            f"this figure shows one length of context; this table has {table['context'].nunique()}"
+        )
     figure, axes = _figure(PAGE, 2.5)
     ax = axes[0, 0]
     batches = sorted(table["batch"].unique())
@@ -284,7 +383,12 @@ def model_decode(table: pd.DataFrame) -> Figure:
     tuned, table = table[table["tuned"]], table[~table["tuned"]]
     looks = {
         "triton torch.compile": {"marker": "o", "markersize": 5},
-        "auto torch.compile": {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": ":"},
+        "auto torch.compile": {
+            "marker": "o",
+            "markersize": 10,
+            "markerfacecolor": "none",
+            "linestyle": ":",
+        },
     }
     for name, look in looks.items():
         rows = table[table["provider"] == name].sort_values("x")
@@ -292,17 +396,30 @@ def model_decode(table: pd.DataFrame) -> Figure:
             ax.plot(rows["x"], rows["gain"], color=SIDES[name][0], label=SIDES[name][1], **look)
         for row in rows.itertuples():
             if name.startswith("triton"):
-                ax.annotate(f"{row.gain:+.0f}%", (row.x, row.gain), (9, 4), textcoords="offset points", fontsize=7)
+                ax.annotate(
+                    f"{row.gain:+.0f}%",
+                    (row.x, row.gain),
+                    (9, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
             elif row.path.startswith("dense"):
                 ax.annotate(
-                    "auto is dense", (row.x, row.gain), (0, 9), textcoords="offset points", ha="center", fontsize=7
+                    "auto is dense",
+                    (row.x, row.gain),
+                    (0, 9),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
                 )
     tuned = tuned[tuned["provider"] == "triton torch.compile"].sort_values("x")
     if len(tuned):
         look = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": "--"}
         ax.plot(tuned["x"], tuned["gain"], color=BLUE, label="sparse, both sides tuned", **look)
     for row in tuned.itertuples():
-        ax.annotate(f"{row.gain:+.0f}%", (row.x, row.gain), (9, -4), textcoords="offset points", fontsize=7)
+        ax.annotate(
+            f"{row.gain:+.0f}%", (row.x, row.gain), (9, -4), textcoords="offset points", fontsize=7
+        )
     dense = table[table["provider"] == analysis.BASELINE].set_index("batch")
     ax.axhline(0, color=SIDES[analysis.BASELINE][0], linewidth=0.8)
     ticks = [
@@ -312,7 +429,9 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax.set_xticks(range(len(batches)), ticks)
     ax.margins(0.12, 0.25)
     ax.set(xlabel="documents continued at once", ylabel="tokens/s, % over dense")
-    figure.suptitle(f"{title}; {table['context'].iloc[0]} tokens in the cache, CUDA graphs", fontsize=8)
+    figure.suptitle(
+        f"{title}; {table['context'].iloc[0]} tokens in the cache, CUDA graphs", fontsize=8
+    )
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
@@ -322,7 +441,11 @@ def table1_scale(table: pd.DataFrame) -> Figure:
 
     table: `analysis.scale_table`; a row of panels for each quantity that was measured. Raises ValueError where none was.
     """
-    measured = [quantity for quantity, rows in table.groupby("quantity", sort=False) if rows["dense"].notna().any()]
+    measured = [
+        quantity
+        for quantity, rows in table.groupby("quantity", sort=False)
+        if rows["dense"].notna().any()
+    ]
     if not measured:
         raise ValueError("none of the quantities of Table 1 was measured")
     figure, axes = _figure(PAGE, 0.7 + 1.45 * len(measured), len(measured), 2)
@@ -334,9 +457,25 @@ def table1_scale(table: pd.DataFrame) -> Figure:
             ax.bar(rows.index + 0.2, sparse, 0.38, color=BLUE, label="sparse")
             for place, change in rows[f"{side}change"].dropna().items():
                 at = place, max(dense[place], sparse[place])
-                ax.annotate(f"{change:+.1f}%", at, (0, 3), textcoords="offset points", ha="center", fontsize=6.5)
+                ax.annotate(
+                    f"{change:+.1f}%",
+                    at,
+                    (0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=6.5,
+                )
             for place in rows.index[dense.isna()]:
-                ax.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=6.5, color="0.4")
+                ax.text(
+                    place,
+                    0,
+                    " not measured",
+                    rotation=90,
+                    ha="center",
+                    va="bottom",
+                    fontsize=6.5,
+                    color="0.4",
+                )
             ax.set_xticks(rows.index, rows["model"])
             ax.set_xlim(-0.6, len(rows) - 0.4)  # also where the last is missing
             ax.margins(y=0.2)
@@ -346,5 +485,7 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     axes[0, 0].set_title(f"paper, {table['paper_device'].iloc[0]}", loc="left")
     imposed = ", imposed activity" if set(table["profile"]) - {"", "checkpoint"} else ""
     axes[0, 1].set_title(f"ours, {devices}{imposed}", loc="left")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, handlelength=1)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, handlelength=1
+    )
     return figure

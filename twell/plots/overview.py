@@ -17,7 +17,9 @@ _KERNELS = {
 }
 
 
-def overview(activity: pd.DataFrame, neurons: int, kernels: pd.DataFrame, scale: pd.DataFrame) -> Figure:
+def overview(
+    activity: pd.DataFrame, neurons: int, kernels: pd.DataFrame, scale: pd.DataFrame
+) -> Figure:
     """Draw three panels: which neurons fire, the time of one layer, and the gain of whole models.
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
@@ -33,7 +35,9 @@ def overview(activity: pd.DataFrame, neurons: int, kernels: pd.DataFrame, scale:
 
 def _tokens(ax, activity: pd.DataFrame, neurons: int) -> None:
     words = activity.drop_duplicates("place").set_index("place")["token"]
-    ax.plot(activity["neuron"], activity["place"], "|", color=BLUE, markersize=4, markeredgewidth=0.8)
+    ax.plot(
+        activity["neuron"], activity["place"], "|", color=BLUE, markersize=4, markeredgewidth=0.8
+    )
     ax.set_yticks(words.index, [word.strip() for word in words], fontsize=6.5)
     ax.invert_yaxis()
     share = 100 * len(activity) / (len(words) * neurons)
@@ -63,26 +67,52 @@ def _layer(ax, kernels: pd.DataFrame) -> None:
 
 
 def _models(ax, scale: pd.DataFrame) -> None:
-    kinds = (("forward speed", BLUE, "o", "forward pass"), ("training speed", ORANGE, "s", "training step"))
+    kinds = (
+        ("forward speed", BLUE, "o", "forward pass"),
+        ("training speed", ORANGE, "s", "training step"),
+    )
     models = list(dict.fromkeys(scale["model"]))
-    ours, paper = (scale[column].iloc[0].removeprefix("NVIDIA ").split()[0] for column in ("device", "paper_device"))
+    ours, paper = (
+        scale[column].iloc[0].removeprefix("NVIDIA ").split()[0]
+        for column in ("device", "paper_device")
+    )
     highest = scale[["change", "paper_change"]].max(axis=None)
     for quantity, colour, marker, _ in kinds:
         rows = scale[scale["quantity"] == quantity].set_index("model").loc[models]
         x = np.arange(len(models))
         ax.plot(x, rows["change"], marker + "-", color=colour, markersize=4)
-        ax.plot(x, rows["paper_change"], marker + ":", color=colour, mfc="white", markersize=4, linewidth=0.8)
+        ax.plot(
+            x,
+            rows["paper_change"],
+            marker + ":",
+            color=colour,
+            mfc="white",
+            markersize=4,
+            linewidth=0.8,
+        )
     ax.axhline(0, color="0.4", linewidth=0.8)
     ax.set_xticks(range(len(models)), models)
     ax.set(xlabel="model", ylabel="tokens/s over dense (%)")
     ax.set_ylim(top=1.6 * highest)  # room for the legend
     ax.set_title("Whole models are faster", fontsize=8)
     handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=4, label=label) for _, colour, marker, label in kinds
+        Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
+        for _, colour, marker, label in kinds
     ]
     handles += [
         Line2D([], [], color="0.3", label=f"ours, {ours}"),
-        Line2D([], [], color="0.3", linestyle=":", marker="o", mfc="white", markersize=4, label=f"paper, {paper}"),
+        Line2D(
+            [],
+            [],
+            color="0.3",
+            linestyle=":",
+            marker="o",
+            mfc="white",
+            markersize=4,
+            label=f"paper, {paper}",
+        ),
     ]
-    ax.legend(handles=handles, loc="upper left", ncols=2, fontsize=6, columnspacing=0.8, borderaxespad=0.1)
+    ax.legend(
+        handles=handles, loc="upper left", ncols=2, fontsize=6, columnspacing=0.8, borderaxespad=0.1
+    )
     ax.grid(axis="x", visible=False)

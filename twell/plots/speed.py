@@ -27,15 +27,23 @@ PROVIDERS = {
     "dense eager": ("0.45", "v"),
     analysis.BASELINE: ("black", ""),
 }
-STYLES = [("-", True), ((0, (3.5, 1.5)), False), ((0, (1, 1)), False)]  # dashes, and whether markers are filled
+STYLES = [
+    ("-", True),
+    ((0, (3.5, 1.5)), False),
+    ((0, (1, 1)), False),
+]  # dashes, and whether markers are filled
 NEAR = 1.25  # a case within this factor of the wanted activity is drawn without a word
 
 
 def _layer(table: pd.DataFrame) -> str:
     """What was measured, on what: a figure's title. Raises ValueError unless it is one layer on one device."""
-    about = table[["hidden_size", "intermediate_size", "gated", "dtype", "device"]].drop_duplicates()
+    about = table[
+        ["hidden_size", "intermediate_size", "gated", "dtype", "device"]
+    ].drop_duplicates()
     if len(about) != 1:
-        raise ValueError(f"a figure of speed shows one layer on one device; this table has {len(about)}")
+        raise ValueError(
+            f"a figure of speed shows one layer on one device; this table has {len(about)}"
+        )
     hidden_size, intermediate_size, gated, dtype, device = about.iloc[0]
     return f"{'gated' if gated else 'non-gated'} layer, {hidden_size} x {intermediate_size}, {dtype}, {device}"
 
@@ -67,14 +75,20 @@ def _speed_legend(figure: Figure, names: Iterable[str], styles: dict) -> None:
         entries[name] = Line2D([], [], color=colour, marker=marker, markersize=4, linewidth=width)
     for text, (dashes, filled) in styles.items():
         face = "0.6" if filled else "white"
-        entries[text] = Line2D([], [], color="0.6", linestyle=dashes, marker="o", markersize=4, markerfacecolor=face)
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, handlelength=2.6)
+        entries[text] = Line2D(
+            [], [], color="0.6", linestyle=dashes, marker="o", markersize=4, markerfacecolor=face
+        )
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=4, handlelength=2.6
+    )
 
 
 def _styles(values: Iterable, what: str) -> dict:
     values = list(values)
     if len(values) > len(STYLES):
-        raise ValueError(f"{len(values)} {what} cannot be told apart in one figure; give at most {len(STYLES)}")
+        raise ValueError(
+            f"{len(values)} {what} cannot be told apart in one figure; give at most {len(STYLES)}"
+        )
     return dict(zip(values, STYLES, strict=False))
 
 
@@ -83,9 +97,13 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame, styles: dict) -> None:
     falls = crossovers[crossovers["tokens"].isin(list(styles)) & crossovers["crossover"].notna()]
     last = {}  # where the last number of a side stands, and how high
     for row in falls.sort_values("crossover").itertuples():
-        above = list(styles).index(row.tokens) == 0  # the largest batch above the line, others below
+        above = (
+            list(styles).index(row.tokens) == 0
+        )  # the largest batch above the line, others below
         colour = PROVIDERS[row.provider][0]
-        ax.plot(row.crossover, 1, marker="|", markersize=9, markeredgewidth=1.4, color=colour, zorder=4)
+        ax.plot(
+            row.crossover, 1, marker="|", markersize=9, markeredgewidth=1.4, color=colour, zorder=4
+        )
         text = f"{row.crossover:.0f}"
         at, height = last.get(above, (0, 6))
         height = height + 8 if row.crossover < 1.5 * at else 6
@@ -106,11 +124,15 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """
     title = _layer(table)
     names = [
-        name for name in ("auto", "triton union", "triton rowwise", "dense eager") if name in set(table["provider"])
+        name
+        for name in ("auto", "triton union", "triton rowwise", "dense eager")
+        if name in set(table["provider"])
     ]
     table = table[table["provider"].isin(names)]
     styles = _styles(sorted(table["tokens"].unique(), reverse=True), "batch sizes")
-    patterns = sorted(table["pattern"].unique(), reverse=True)  # skewed, as trained models are, before even
+    patterns = sorted(
+        table["pattern"].unique(), reverse=True
+    )  # skewed, as trained models are, before even
     figure, axes = _figure(PAGE, 3.0, 1, len(patterns), sharey=True)
     for ax, pattern in zip(axes.flat, patterns, strict=True):
         _speed_lines(ax, table[table["pattern"] == pattern], "active", "tokens", styles)
@@ -133,7 +155,11 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     dense. Raises ValueError for several layers or none, and for more than three batch sizes.
     """
     title = _layer(table)
-    names = [name for name in ("triton union", "triton hybrid", "dense eager") if name in set(table["provider"])]
+    names = [
+        name
+        for name in ("triton union", "triton hybrid", "dense eager")
+        if name in set(table["provider"])
+    ]
     table = table[table["provider"].isin(names)]
     styles = _styles(sorted(table["tokens"].unique(), reverse=True), "batch sizes")
     patterns = sorted(table["pattern"].unique(), reverse=True)
@@ -142,7 +168,9 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         panel = table[table["pattern"] == pattern]
         _speed_lines(left, panel, "active", "tokens", styles)
         _mark_crossovers(
-            left, crossovers[(crossovers["pattern"] == pattern) & crossovers["provider"].isin(names)], styles
+            left,
+            crossovers[(crossovers["pattern"] == pattern) & crossovers["provider"].isin(names)],
+            styles,
         )
         _lines(right, panel, "active", "held_share", "tokens", styles)
         right.axhline(100, color=PROVIDERS[analysis.BASELINE][0], linewidth=0.8)
@@ -166,13 +194,19 @@ def training_devices(table: pd.DataFrame, provider: str = "triton union") -> Fig
     none, and for more than four devices.
     """
     table = table[table["provider"] == provider]
-    cases = table[["hidden_size", "intermediate_size", "gated", "dtype", "pattern", "tokens"]].drop_duplicates()
+    cases = table[
+        ["hidden_size", "intermediate_size", "gated", "dtype", "pattern", "tokens"]
+    ].drop_duplicates()
     if len(cases) != 1:
-        raise ValueError(f"a figure of devices shows one layer, pattern and batch size; this table has {len(cases)}")
+        raise ValueError(
+            f"a figure of devices shows one layer, pattern and batch size; this table has {len(cases)}"
+        )
     devices = sorted(table["device"].unique())
     fills = [(BLUE, ""), (ORANGE, "////"), (GREEN, "...."), (PURPLE, "xxxx")]
     if len(devices) > len(fills):
-        raise ValueError(f"{len(devices)} devices cannot be told apart in one figure; give at most {len(fills)}")
+        raise ValueError(
+            f"{len(devices)} devices cannot be told apart in one figure; give at most {len(fills)}"
+        )
     table = table.assign(
         level=table["active"].map(lambda active: float(f"{active:.2g}")),
         faster=100 * (table["speedup"] - 1),
@@ -184,11 +218,16 @@ def training_devices(table: pd.DataFrame, provider: str = "triton union") -> Fig
     for ax, column in zip(axes.flat, ("faster", "smaller"), strict=True):
         for place, (device, (colour, hatch)) in enumerate(zip(devices, fills, strict=False)):
             rows = table[table["device"] == device].drop_duplicates("level", keep="last")
-            x = [levels.index(level) + (place - (len(devices) - 1) / 2) * width for level in rows["level"]]
+            x = [
+                levels.index(level) + (place - (len(devices) - 1) / 2) * width
+                for level in rows["level"]
+            ]
             look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
             bars = ax.bar(x, rows[column], width, label=device, **look)
             labels = [f"{value:+.0f}" for value in rows[column]]
-            ax.bar_label(bars, labels, fontsize=6.5, padding=2, rotation=90 if len(devices) > 1 else 0)
+            ax.bar_label(
+                bars, labels, fontsize=6.5, padding=2, rotation=90 if len(devices) > 1 else 0
+            )
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set_xticks(range(len(levels)), [f"{level:g}" for level in levels])
         ax.grid(False, axis="x")
@@ -197,8 +236,12 @@ def training_devices(table: pd.DataFrame, provider: str = "triton union") -> Fig
     axes[0, 0].set_ylabel("training speed, % over dense")
     axes[0, 1].set_ylabel("held for backward, % over dense")
     hidden_size, intermediate_size, gated, dtype, pattern, tokens = cases.iloc[0]
-    kind = f"{'gated' if gated else 'non-gated'} layer, {hidden_size} x {intermediate_size}, {dtype}"
-    figure.suptitle(f"{kind}; {tokens:,} tokens, {pattern}; {provider} against {analysis.BASELINE}", fontsize=8)
+    kind = (
+        f"{'gated' if gated else 'non-gated'} layer, {hidden_size} x {intermediate_size}, {dtype}"
+    )
+    figure.suptitle(
+        f"{kind}; {tokens:,} tokens, {pattern}; {provider} against {analysis.BASELINE}", fontsize=8
+    )
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.6)
     return figure
@@ -213,18 +256,23 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     """
     title = _layer(table)
     if table["pattern"].nunique() != 1:
-        raise ValueError(f"one figure shows one pattern; this table has {', '.join(sorted(table['pattern'].unique()))}")
+        raise ValueError(
+            f"one figure shows one pattern; this table has {', '.join(sorted(table['pattern'].unique()))}"
+        )
     words = {"stream": "one call after the other", "graph": "CUDA graph"}
     sets = table["weight_sets"].map(lambda n: f", {n} sets of weights in turn" if n > 1 else "")
     table = table.assign(way=table["mode"].map(words) + sets)
     ways = table.sort_values(["mode", "weight_sets"], ascending=[False, True])["way"].unique()
     styles = _styles(ways, "ways of calling")
-    names = [name for name in PROVIDERS if name in set(table["provider"]) and name != analysis.BASELINE]
+    names = [
+        name for name in PROVIDERS if name in set(table["provider"]) and name != analysis.BASELINE
+    ]
     figure, axes = _figure(PAGE, 3.3)
     ax = axes[0, 0]
     _speed_lines(ax, table[table["provider"].isin(names)], "tokens", "way", styles)
     batches = {
-        n: f"{n // 1024:,}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}" for n in sorted(table["tokens"].unique())
+        n: f"{n // 1024:,}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}"
+        for n in sorted(table["tokens"].unique())
     }
     far = table[(table["active"] > active * NEAR) | (table["active"] < active / NEAR)]
     for tokens, measured in far.groupby("tokens")["active"].first().items():
@@ -252,7 +300,9 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
         raise ValueError(f"one figure shows one case; this table has {len(cases)}")
     tokens, pattern, active = cases.iloc[0]
     known = {name: at for at, name in enumerate(PROVIDERS)}
-    table = table.sort_values("provider", key=lambda names: names.map(known), kind="stable").reset_index(drop=True)
+    table = table.sort_values(
+        "provider", key=lambda names: names.map(known), kind="stable"
+    ).reset_index(drop=True)
     figure, (pair,) = _figure(PAGE, max(2.8, 0.6 + 0.2 * len(table)), 1, 2)
     left, right = pair
 
@@ -260,22 +310,60 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
     drawn = table[(table["intensity"] > 0) & (table["tflops"] > 0)]
     ridge = 1000 * peak / bandwidth
     ends = min([ridge, *drawn["intensity"]]) / 3, max([ridge, *drawn["intensity"]]) * 3
-    left.plot([ends[0], ridge, ends[1]], [ends[0] * bandwidth / 1000, peak, peak], color="black", linewidth=1)
+    left.plot(
+        [ends[0], ridge, ends[1]],
+        [ends[0] * bandwidth / 1000, peak, peak],
+        color="black",
+        linewidth=1,
+    )
     note = {"textcoords": "offset points", "fontsize": 7}
     left.annotate(f"matmul {peak:.0f} TFLOP/s", (ends[1], peak), (0, 3), ha="right", **note)
-    left.annotate(f"copy {bandwidth:.0f} GB/s", (ends[0], ends[0] * bandwidth / 1000), (8, -3), **note)
-    labels: dict[tuple[float, float], list[str]] = {}  # kernels that lie close together share a label
+    left.annotate(
+        f"copy {bandwidth:.0f} GB/s", (ends[0], ends[0] * bandwidth / 1000), (8, -3), **note
+    )
+    labels: dict[
+        tuple[float, float], list[str]
+    ] = {}  # kernels that lie close together share a label
     for row in drawn.itertuples():
-        near = (at for at in labels if max(abs(np.log(at[0] / row.intensity)), abs(np.log(at[1] / row.tflops))) < 0.35)
+        near = (
+            at
+            for at in labels
+            if max(abs(np.log(at[0] / row.intensity)), abs(np.log(at[1] / row.tflops))) < 0.35
+        )
         numbers = labels.setdefault(next(near, (row.intensity, row.tflops)), [])
         numbers.append(str(row.Index + 1))
         # Each one of a label lies larger beneath the one before, so that none is hidden.
-        look = {"markersize": 2 + 3 * len(numbers), "markeredgecolor": "white", "markeredgewidth": 0.5}
-        left.plot(row.intensity, row.tflops, "o", color=PROVIDERS[row.provider][0], zorder=4 - row.Index / 99, **look)
+        look = {
+            "markersize": 2 + 3 * len(numbers),
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.5,
+        }
+        left.plot(
+            row.intensity,
+            row.tflops,
+            "o",
+            color=PROVIDERS[row.provider][0],
+            zorder=4 - row.Index / 99,
+            **look,
+        )
     for at, numbers in labels.items():
         halo = [withStroke(linewidth=1.5, foreground="white")]
-        left.annotate(", ".join(numbers), at, (0, -5), ha="center", va="top", path_effects=halo, zorder=5, **note)
-    left.set(xscale="log", yscale="log", xlabel="operations / least bytes (flop / byte)", ylabel="achieved TFLOP/s")
+        left.annotate(
+            ", ".join(numbers),
+            at,
+            (0, -5),
+            ha="center",
+            va="top",
+            path_effects=halo,
+            zorder=5,
+            **note,
+        )
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations / least bytes (flop / byte)",
+        ylabel="achieved TFLOP/s",
+    )
     for axis in (left.xaxis, left.yaxis):
         _plain(axis)
 
@@ -286,8 +374,12 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
     right.invert_yaxis()
     right.set_yticks(y, [f"{row.kernel}  {row.Index + 1}" for row in table.itertuples()])
     for at, row in zip(y, table.itertuples(), strict=True):
-        text = f"{row.ms:.3g} ms" + (f", {100 * row.share:.0f}%" if row.share == row.share else ", floor not known")
-        right.annotate(text, (row.ms, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5)
+        text = f"{row.ms:.3g} ms" + (
+            f", {100 * row.share:.0f}%" if row.share == row.share else ", floor not known"
+        )
+        right.annotate(
+            text, (row.ms, at), (3, 0), textcoords="offset points", va="center", fontsize=6.5
+        )
     right.set_xlim(0, 1.5 * table["ms"].max())
     right.set_xlabel("ms a call (dark: the least; its share in %)")
     right.grid(False, axis="y")

@@ -23,7 +23,10 @@ from twell.plots.base import (
 )
 
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
-_ON_WHITE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}, "zorder": 4}  # text above lines
+_ON_WHITE = {
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+    "zorder": 4,
+}  # text above lines
 
 
 # --- sweeps (Figs 2, 3, 9) ----------------------------------------------------------------------
@@ -62,7 +65,9 @@ def fig02_training_curves(curves: pd.DataFrame) -> Figure:
     axes[0, 0].set(ylabel="training cross-entropy (nats)")
     axes[0, 1].set_title("last half", loc="left")
     axes[0, 0].set_title("whole run", loc="left")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center"
+    )
     return figure
 
 
@@ -85,13 +90,23 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
         ax.plot(heights, color="0.7", linewidth=1, zorder=1)
         for status, rows in table.groupby("status"):
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
-            ax.scatter(rows["level"], rows[column].clip(lower=floor), 28, colour, marker=STATUS_MARKERS[status])
+            ax.scatter(
+                rows["level"],
+                rows[column].clip(lower=floor),
+                28,
+                colour,
+                marker=STATUS_MARKERS[status],
+            )
         for level, note in notes[column].items():  # where the line does not go
             if column == "active":  # the line falls to the right
                 place = {"xy": (level, heights[level]), "xytext": (4, 4), "ha": "left"}
             else:
                 rises = level - 1 in heights.index and heights[level - 1] < heights[level]
-                place = {"xy": (level, lowest[level]), "xytext": (3 * rises, -12), "ha": "left" if rises else "center"}
+                place = {
+                    "xy": (level, lowest[level]),
+                    "xytext": (3 * rises, -12),
+                    "ha": "left" if rises else "center",
+                }
             ax.annotate(note, textcoords="offset points", fontsize=6.5, **place, **_ON_WHITE)
         ax.margins(0.09, 0.2)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
@@ -100,10 +115,15 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
     _plain(axes[1, 0].yaxis)
     names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
     shown = [status for status in names if status in set(table["status"])]
-    handles = [Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5) for s in shown]
+    handles = [
+        Line2D([], [], color="0.55", marker=STATUS_MARKERS[s], linestyle="", markersize=5)
+        for s in shown
+    ]
     labels = [names[status] for status in shown]
     if shown != ["alive"]:
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0)
+        figure.legend(
+            handles, labels, loc="outside upper center", ncols=3, columnspacing=1, handletextpad=0
+        )
     return figure
 
 
@@ -121,35 +141,63 @@ def frontier(table: pd.DataFrame) -> Figure:
         rows = table[table["tokens"] == tokens].sort_values("active")
         share = 100 * rows["active_fraction"].clip(lower=1e-6)
         alive = rows["status"] == "alive"
-        ax.plot(share[alive], rows["cross_entropy"][alive], color=colour, label=f"{tokens / 1e6:.3g} M tokens")
+        ax.plot(
+            share[alive],
+            rows["cross_entropy"][alive],
+            color=colour,
+            label=f"{tokens / 1e6:.3g} M tokens",
+        )
         seeds = rows["runs"] > 1
         neurons = (rows["active"] / rows["active_fraction"]).max()
-        bars = {"xerr": 100 * rows["active_std"][seeds] / neurons, "yerr": rows["cross_entropy_std"][seeds]}
-        ax.errorbar(share[seeds], rows["cross_entropy"][seeds], **bars, fmt="none", ecolor=colour, capsize=2)
+        bars = {
+            "xerr": 100 * rows["active_std"][seeds] / neurons,
+            "yerr": rows["cross_entropy_std"][seeds],
+        }
+        ax.errorbar(
+            share[seeds], rows["cross_entropy"][seeds], **bars, fmt="none", ecolor=colour, capsize=2
+        )
         for status, some in rows.groupby("status"):
             marker = {"color": colour, "marker": STATUS_MARKERS[status], "s": 22, "zorder": 3}
             ax.scatter(share[some.index], some["cross_entropy"], **marker)
         dense = rows.loc[rows["l1_coefficient"] == 0, "cross_entropy"]
         if len(dense):
-            ax.axhline((1 + analysis.MAX_PRICE / 100) * dense.item(), color=colour, linestyle="--", linewidth=0.8)
+            ax.axhline(
+                (1 + analysis.MAX_PRICE / 100) * dense.item(),
+                color=colour,
+                linestyle="--",
+                linewidth=0.8,
+            )
         if tokens == budgets[0]:
             # Below the points, where the line of a frontier does not go, and upright, since levels may be close.
             lowest = rows["cross_entropy"] - rows["cross_entropy_std"].fillna(0)
             for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
-                place = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
-                ax.annotate(analysis.level_name(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE)
+                place = {
+                    "xytext": (0, -6),
+                    "textcoords": "offset points",
+                    "ha": "center",
+                    "va": "top",
+                }
+                ax.annotate(
+                    analysis.level_name(l1), (x, y), fontsize=6.5, rotation=90, **place, **_ON_WHITE
+                )
     inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
-    ax.set(xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)")
+    ax.set(
+        xscale="log", xlabel="active neurons per token (% of all)", ylabel="cross-entropy (nats)"
+    )
     ax.margins(0.1, 0.4)
     _plain(ax.xaxis)
     price = Line2D([], [], color="0.5", linestyle="--", linewidth=0.8)
     lines, names = ax.get_legend_handles_labels()
     others = {f"{analysis.MAX_PRICE:g}% above L1 = 0": price, "95% inactive": inactive}
-    figure.legend([*lines, *others.values()], [*names, *others], loc="outside upper center", ncols=2)
+    figure.legend(
+        [*lines, *others.values()], [*names, *others], loc="outside upper center", ncols=2
+    )
     return figure
 
 
-def fig09_activity_over_training(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int) -> Figure:
+def fig09_activity_over_training(
+    active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int
+) -> Figure:
     """Draw active neurons and the dead fraction over training for each L1 level.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for how many
@@ -162,10 +210,14 @@ def fig09_activity_over_training(active: pd.DataFrame, dead: pd.DataFrame, windo
     if len(dead):
         _level_lines(axes[0, 1], dead.assign(value=100 * dead["value"]), marker=".", markersize=4)
     else:
-        axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
+        axes[0, 1].text(
+            0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes
+        )
     axes[0, 1].set(ylabel=f"dead neurons (%)\n(silent for {window_tokens:,} tokens)")
     axes[0, 1].set_xlim(axes[0, 0].get_xlim())
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), title="L1 coefficient", loc="outside right center"
+    )
     return figure
 
 
@@ -186,7 +238,9 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
     tokens a neuron that counts as dead was silent. Raises ValueError for several levels.
     """
     if active["l1_coefficient"].nunique() != 1:
-        raise ValueError(f"this figure shows one level of L1; these curves have {active['l1_coefficient'].nunique()}")
+        raise ValueError(
+            f"this figure shows one level of L1; these curves have {active['l1_coefficient'].nunique()}"
+        )
     figure, axes = _figure(PAGE, 2.4, 1, 2)
     for ax, curves, unit in zip(axes.flat, (active, dead), (1, 100), strict=True):
         for name, (colour, _, dash) in CHOICES.items():
@@ -199,14 +253,23 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
             label = f"{name}, {seeds} seed{'s' if seeds > 1 else ''}"
             ax.plot(values.index / 1e6, values["mean"], dash, color=colour, label=label)
             if seeds > 1:
-                ax.fill_between(values.index / 1e6, values["min"], values["max"], color=colour, alpha=0.25, linewidth=0)
+                ax.fill_between(
+                    values.index / 1e6,
+                    values["min"],
+                    values["max"],
+                    color=colour,
+                    alpha=0.25,
+                    linewidth=0,
+                )
         ax.set_xlabel("training tokens (millions)")
     axes[0, 0].set(yscale="log", ylabel="active neurons per token")
     _plain(axes[0, 0].yaxis)
     axes[0, 1].set(ylabel=f"dead neurons (%)\n(silent for {window_tokens:,} tokens)")
     axes[0, 1].set_xlim(axes[0, 0].get_xlim())
     if dead.empty:
-        axes[0, 1].text(0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes)
+        axes[0, 1].text(
+            0.5, 0.5, "no window was filled", ha="center", transform=axes[0, 1].transAxes
+        )
     handles = axes[0, 0].get_legend_handles_labels()
     title = f"L1 = {analysis.level_name(active['l1_coefficient'].iloc[0])}"
     figure.legend(*handles, title=title, loc="outside lower center", ncols=len(handles[0]))
@@ -221,7 +284,9 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
     """
     figure, axes = _figure(PAGE, 2.7, 1, 2)
     table = table[table["status"] == "alive"]
-    for ax, column, unit in zip(axes.flat, ("cross_entropy_change", "dead_fraction_train"), (1, 100), strict=True):
+    for ax, column, unit in zip(
+        axes.flat, ("cross_entropy_change", "dead_fraction_train"), (1, 100), strict=True
+    ):
         for name, (colour, marker, dash) in CHOICES.items():
             rows = table[table["choice"] == name].sort_values("active_fraction")
             if rows.empty:
@@ -229,8 +294,19 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
             share, height = 100 * rows["active_fraction"], unit * rows[column]
             ax.plot(share, height, dash, color=colour, marker=marker, markersize=3.5, label=name)
             seeds = rows["runs"] > 1
-            bars = {"xerr": 100 * rows["active_fraction_std"][seeds], "yerr": unit * rows[f"{column}_std"][seeds]}
-            ax.errorbar(share[seeds], height[seeds], **bars, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
+            bars = {
+                "xerr": 100 * rows["active_fraction_std"][seeds],
+                "yerr": unit * rows[f"{column}_std"][seeds],
+            }
+            ax.errorbar(
+                share[seeds],
+                height[seeds],
+                **bars,
+                fmt="none",
+                ecolor=colour,
+                capsize=2,
+                linewidth=0.8,
+            )
             if name == "recipe" and unit == 100:  # where the line falls, and nothing is above it
                 for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
                     place = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 6.5}
@@ -256,17 +332,32 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
     for rows, colour, marker, label in ((table, BLUE, "o", "ours"), (paper, "black", "s", "paper")):
         rows = rows.sort_values("parameters")
-        for ax, column, unit in zip(axes.flat, ("active_fraction", "change"), (100, 1), strict=True):
+        for ax, column, unit in zip(
+            axes.flat, ("active_fraction", "change"), (100, 1), strict=True
+        ):
             known = rows.dropna(subset=column)
             size, height = known["parameters"] / 1e6, unit * known[column]
-            ax.plot(size, height, color=colour, marker=marker, markersize=4.5, linewidth=1, label=label)
+            ax.plot(
+                size, height, color=colour, marker=marker, markersize=4.5, linewidth=1, label=label
+            )
             # Of a logarithm, and of the difference of two models.
-            bar = height * noise["active_fraction"] if unit == 100 else np.sqrt(2) * noise["cross_entropy_change"]
+            bar = (
+                height * noise["active_fraction"]
+                if unit == 100
+                else np.sqrt(2) * noise["cross_entropy_change"]
+            )
             if label == "ours" and np.isfinite(bar).all():
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
             if column == "active_fraction":
                 for x, y, active in zip(size, height, known["active"], strict=True):
-                    ax.annotate(f"{active:.3g}", (x, y), (4, 4), textcoords="offset points", fontsize=6.5, color=colour)
+                    ax.annotate(
+                        f"{active:.3g}",
+                        (x, y),
+                        (4, 4),
+                        textcoords="offset points",
+                        fontsize=6.5,
+                        color=colour,
+                    )
     for ax in axes.flat:
         ax.set(xscale="log", xlabel="parameters (millions)")
         ax.margins(0.12)
@@ -275,13 +366,18 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     _plain(axes[0, 0].yaxis)
     price = axes[0, 1].axhline(analysis.MAX_PRICE, color="0.5", linestyle="--", linewidth=0.8)
     low, high = axes[0, 1].get_ylim()
-    axes[0, 1].set(ylabel="cross-entropy (% over dense)", ylim=(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE)))
+    axes[0, 1].set(
+        ylabel="cross-entropy (% over dense)",
+        ylim=(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE)),
+    )
     lines, names = axes[0, 0].get_legend_handles_labels()
     names = [
         f"{name}, L1 = {analysis.level_name(rows['l1_coefficient'].iloc[0])}"
         for name, rows in zip(names, (table, paper), strict=True)
     ]
-    figure.legend([*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3)
+    figure.legend(
+        [*lines, price], [*names, f"{analysis.MAX_PRICE:g}%"], loc="outside lower center", ncols=3
+    )
     return figure
 
 
@@ -293,7 +389,9 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
     """
     colours = ("0.65", BLUE, ORANGE, GREEN, PURPLE)
     if len(table) > len(colours):
-        raise ValueError(f"this figure shows up to {len(colours)} runs; this table has {len(table)}")
+        raise ValueError(
+            f"this figure shows up to {len(colours)} runs; this table has {len(table)}"
+        )
     figure, axes = _figure(PAGE, 2.3, 1, 3)
     panels = {
         "cross_entropy": ("cross-entropy (nats)", 1),
@@ -313,5 +411,7 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
         if metric != "cross_entropy":
             ax.set_ylim(bottom=0)
     axes[0, 2].set_xlim(axes[0, 0].get_xlim())
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(table))
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(table)
+    )
     return figure

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twell.choose import default
-from twell.ffn import SparseFFN, backend_status
+from twell.sparse.layer import SparseFFN, backend_status
+from twell.sparse.plan import default
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,9 @@ class SparseTraining:
         if path not in (None, "union", "hybrid"):
             raise ValueError(f"path {path!r} is unknown; use 'union', 'hybrid' or None")
         if reduce is not None and group is not None:
-            raise ValueError("reduce and group are both given; a function that reduces knows its processes")
+            raise ValueError(
+                "reduce and group are both given; a function that reduces knows its processes"
+            )
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self.path = path if backend_status()["triton"] is None else None
         self.reduce = reduce or partial(_largest, group=group)
@@ -94,7 +96,9 @@ class SparseTraining:
         self.repeated = 0
         self.activity: list[float | None] = [None] * len(self.layers)
         self.sparse = [False] * len(self.layers)
-        self._recent: deque[int] = deque(maxlen=RECENT)  # the most that a sparse layer needed, by step
+        self._recent: deque[int] = deque(
+            maxlen=RECENT
+        )  # the most that a sparse layer needed, by step
         self._running: object = None  # stands for the attempts that are under way
         self._decide()
 
@@ -110,7 +114,9 @@ class SparseTraining:
         Call it once where the model or its layers are compiled. Code is made for dense and sparse layers, with and without statistics, and
         the second time that a room is seen for all rooms at once. Limits of recompilation are never lowered.
         """
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's capacity need not be a constant
+        torch._dynamo.config.allow_unspec_int_on_nn_module = (
+            True  # a layer's capacity need not be a constant
+        )
         most = 16 * max(len(self.layers), 1)
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
@@ -128,7 +134,11 @@ class SparseTraining:
 
     def summary(self) -> dict[str, int]:
         """Return capacity, the number of layers that train sparsely from now on, and the attempts made again so far."""
-        return {"capacity": self.capacity, "sparse_layers": sum(self.sparse), "repeated_steps": self.repeated}
+        return {
+            "capacity": self.capacity,
+            "sparse_layers": sum(self.sparse),
+            "repeated_steps": self.repeated,
+        }
 
     def attempts(self) -> Iterator[int]:
         """Yield 0, then 1, 2, ... as long as buffers were too small: see the class. All processes have to take part."""
@@ -175,7 +185,9 @@ class SparseTraining:
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave. Raises ValueError for that of a model with another number of layers."""
         if len(state["activity"]) != len(self.layers):
-            raise ValueError(f"the state is of {len(state['activity'])} layers; the model has {len(self.layers)}")
+            raise ValueError(
+                f"the state is of {len(state['activity'])} layers; the model has {len(self.layers)}"
+            )
         self.capacity, self.repeated = state["capacity"], state["repeated"]
         self.activity, self.sparse = list(state["activity"]), list(state["sparse"])
         self._recent = deque(state["recent"], maxlen=RECENT)
@@ -190,7 +202,9 @@ class SparseTraining:
             if device not in nothing:
                 nothing[device] = torch.full((), -1, dtype=torch.int64, device=device)
             ffn.watched = self._crossover(ffn) > 0
-            ffn.needed = nothing[device]  # not None, for which compiled layers would need code of their own
+            ffn.needed = nothing[
+                device
+            ]  # not None, for which compiled layers would need code of their own
             ffn.train_path = self.path if sparse else None
             ffn.capacity = self._capacity(ffn)
 
@@ -211,7 +225,9 @@ class SparseTraining:
             if activity is None or most in (0, math.inf):
                 self.sparse[place] = most == math.inf
             else:
-                self.sparse[place] = activity <= most if self.sparse[place] else activity < BEGIN * most
+                self.sparse[place] = (
+                    activity <= most if self.sparse[place] else activity < BEGIN * most
+                )
 
     def _crossover(self, ffn: SparseFFN) -> float:
         """Active neurons per token up to which the layer is to train sparsely: 0 never, inf always."""
@@ -229,7 +245,10 @@ class SparseTraining:
             if number >= 0:
                 self.activity[place] = number if old is None else old + (number - old) / SMOOTHING
         self._decide()
-        most = max((number for number, sparse in zip(needed, self.sparse, strict=True) if sparse), default=-1)
+        most = max(
+            (number for number, sparse in zip(needed, self.sparse, strict=True) if sparse),
+            default=-1,
+        )
         if most < 0:
             return
         self._recent.append(most)
@@ -241,12 +260,17 @@ class SparseTraining:
 
     def _room(self, needed: int) -> int:
         """The first room that is CAPACITY_MARGIN times what was needed; the last where none is."""
-        return self.rooms[min(bisect_left(self.rooms, CAPACITY_MARGIN * needed), len(self.rooms) - 1)]
+        return self.rooms[
+            min(bisect_left(self.rooms, CAPACITY_MARGIN * needed), len(self.rooms) - 1)
+        ]
 
     def _first_short(self, needed: list[int]) -> int | None:
         """What the first layer needed that had less room; layers after it saw wrong inputs."""
         layers = zip(self.layers, self.sparse, needed, strict=True)
-        return next((number for ffn, sparse, number in layers if sparse and number > self._capacity(ffn)), None)
+        return next(
+            (number for ffn, sparse, number in layers if sparse and number > self._capacity(ffn)),
+            None,
+        )
 
     def _read(self) -> list[int]:
         """What each layer needed, on no process more; -1 for a layer that computed nothing. Waits for the device, once."""
@@ -256,7 +280,12 @@ class SparseTraining:
 
 def rooms(most: int) -> tuple[int, ...]:
     """Return the rooms, entries per token, that buffers may have: 32, 48, 64, 96, 128, ..., and last `most` neurons. Ours."""
-    found = [room for n in range(most.bit_length()) for room in (SMALLEST << n, 3 * SMALLEST << n >> 1) if room < most]
+    found = [
+        room
+        for n in range(most.bit_length())
+        for room in (SMALLEST << n, 3 * SMALLEST << n >> 1)
+        if room < most
+    ]
     return (*found, most)
 
 

@@ -81,18 +81,40 @@ class Calibration:
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size"):
-            _require(isinstance(size := getattr(self, name), int) and size >= 1, name, size, "an integer from 1")
+            _require(
+                isinstance(size := getattr(self, name), int) and size >= 1,
+                name,
+                size,
+                "an integer from 1",
+            )
         _require(isinstance(self.gated, bool), "gated", self.gated, "true or false")
-        _require(_is_number(self.margin) and 0 <= self.margin < 1, "margin", self.margin, "0 or more and below 1")
+        _require(
+            _is_number(self.margin) and 0 <= self.margin < 1,
+            "margin",
+            self.margin,
+            "0 or more and below 1",
+        )
         if self.expected is not None:
             pair = isinstance(self.expected, tuple) and len(self.expected) == 2
-            good = pair and all(_is_number(value) and 0 <= value <= self.intermediate_size for value in self.expected)
-            _require(good, "expected", self.expected, f"two numbers from 0 to {self.intermediate_size}")
+            good = pair and all(
+                _is_number(value) and 0 <= value <= self.intermediate_size
+                for value in self.expected
+            )
+            _require(
+                good, "expected", self.expected, f"two numbers from 0 to {self.intermediate_size}"
+            )
         if self.training is not None:
             good = _is_number(self.training) and 0 <= self.training <= self.intermediate_size
-            _require(good, "training", self.training, f"a number from 0 to {self.intermediate_size}")
+            _require(
+                good, "training", self.training, f"a number from 0 to {self.intermediate_size}"
+            )
         for point in self.times:
-            _require(_is_number(point.tokens) and point.tokens > 0, "tokens", point.tokens, "a number above 0")
+            _require(
+                _is_number(point.tokens) and point.tokens > 0,
+                "tokens",
+                point.tokens,
+                "a number above 0",
+            )
             for name in ("active", "union"):
                 value = getattr(point, name)
                 good = _is_number(value) and 0 <= value <= self.intermediate_size
@@ -101,7 +123,9 @@ class Calibration:
             for path, ms in point.ms.items():
                 _require(path in DEPENDS_ON, "a path", path, f"one of {', '.join(DEPENDS_ON)}")
                 _require(_is_number(ms) and ms > 0, f"the time of {path!r}", ms, "a number above 0")
-        _require(any("dense" in point.ms for point in self.times), "times", "without dense ones", "some")
+        _require(
+            any("dense" in point.ms for point in self.times), "times", "without dense ones", "some"
+        )
 
     def __deepcopy__(self, memo: dict) -> Calibration:
         return self  # never changes
@@ -145,14 +169,23 @@ class Calibration:
                 fields["expected"] = tuple(fields["expected"])
             return _made(cls, fields, "the file")
         except (ValueError, UnicodeDecodeError) as problem:
-            reason = f"it is not JSON ({problem})" if isinstance(problem, json.JSONDecodeError) else problem
+            reason = (
+                f"it is not JSON ({problem})"
+                if isinstance(problem, json.JSONDecodeError)
+                else problem
+            )
             raise ValueError(f"{path} is no calibration: {reason}") from None
 
     def check_shape(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
         """Raise ValueError unless the calibration is one for layers of this kind."""
-        own, other = (self.hidden_size, self.intermediate_size, self.gated), (hidden_size, intermediate_size, gated)
+        own, other = (
+            (self.hidden_size, self.intermediate_size, self.gated),
+            (hidden_size, intermediate_size, gated),
+        )
         if own != other:
-            raise ValueError(f"the calibration is for {_kind(*own)}; this layer has {_kind(*other)}")
+            raise ValueError(
+                f"the calibration is for {_kind(*own)}; this layer has {_kind(*other)}"
+            )
 
     # --- the choice
 
@@ -166,7 +199,8 @@ class Calibration:
                 found.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
         return {
             path: [
-                (tokens, [(x, median(ms)) for x, ms in sorted(curve.items())]) for tokens, curve in sorted(by.items())
+                (tokens, [(x, median(ms)) for x, ms in sorted(curve.items())])
+                for tokens, curve in sorted(by.items())
             ]
             for path, by in found.items()
         }
@@ -179,10 +213,15 @@ class Calibration:
         given that were measured at this activity or above, and at as few tokens: what lies outside is not known.
         """
         at = {None: 0.0, "active": active, "union": union}
-        times = {path: _interpolate(curves, num_tokens, at[DEPENDS_ON[path]]) for path, curves in self._curves.items()}
+        times = {
+            path: _interpolate(curves, num_tokens, at[DEPENDS_ON[path]])
+            for path, curves in self._curves.items()
+        }
         fewest = {path: curves[0][0] for path, curves in self._curves.items()}
         return {
-            path: ms for path, ms in times.items() if path == "dense" or (ms is not None and num_tokens >= fewest[path])
+            path: ms
+            for path, ms in times.items()
+            if path == "dense" or (ms is not None and num_tokens >= fewest[path])
         }
 
     def choose(self, num_tokens: float, active: float, union: float) -> str:
@@ -209,10 +248,14 @@ class Calibration:
             if gated == self.gated:
                 return dict(ms)
             gate = ms["dense"] / 3
-            return {path: 2 * gate if path == "dense" else min(time, (gate + time) / 2) for path, time in ms.items()}
+            return {
+                path: 2 * gate if path == "dense" else min(time, (gate + time) / 2)
+                for path, time in ms.items()
+            }
 
         times = tuple(
-            Point(p.tokens / wider, p.active * other / own, p.union * other / own, halve(p.ms)) for p in self.times
+            Point(p.tokens / wider, p.active * other / own, p.union * other / own, halve(p.ms))
+            for p in self.times
         )
         return Calibration(
             device=f"{self.device}, scaled from {_kind(self.hidden_size, self.intermediate_size, self.gated)}",
@@ -228,7 +271,9 @@ class Calibration:
         )
 
 
-def _interpolate(curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float) -> float | None:
+def _interpolate(
+    curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float
+) -> float | None:
     """ms at (tokens, x), or None where x is above all that was measured at the tokens on either side."""
     place = bisect_left(curves, tokens, key=lambda curve: curve[0])
     if place == len(curves):
@@ -334,15 +379,25 @@ class Chooser:
         self.shape = hidden_size, intermediate_size, gated
         self.observed: tuple[float, float] | None = None
         self._calibration: Calibration | None = None
-        self._known: dict[int, tuple[float, float]] = {}  # by class: the observations behind the plan
-        self._choices: dict[int, tuple[tuple[float, float] | None, str]] = {}  # by power: observation and path
+        self._known: dict[
+            int, tuple[float, float]
+        ] = {}  # by class: the observations behind the plan
+        self._choices: dict[
+            int, tuple[tuple[float, float] | None, str]
+        ] = {}  # by power: observation and path
         self.plan: tuple[tuple[int, str], ...] = ()
-        self._paths: list[str] = []  # the same by power; of a list torch.compile guards what it read, of a tuple all
+        self._paths: list[
+            str
+        ] = []  # the same by power; of a list torch.compile guards what it read, of a tuple all
         self._forget_counters()
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_counters", "_copy")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_counters", "_copy")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -368,8 +423,15 @@ class Chooser:
         """
         size = self.shape[1]
         for name, value in (("active", active), ("union", union)):
-            _require(_is_number(value) and 0 <= value <= size, name, value, f"a number from 0 to {size}")
-        _require(isinstance(tokens, int) and 1 <= tokens <= BLOCK, "tokens", tokens, f"an integer from 1 to {BLOCK}")
+            _require(
+                _is_number(value) and 0 <= value <= size, name, value, f"a number from 0 to {size}"
+            )
+        _require(
+            isinstance(tokens, int) and 1 <= tokens <= BLOCK,
+            "tokens",
+            tokens,
+            f"an integer from 1 to {BLOCK}",
+        )
         self.observed = active, union
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
@@ -423,7 +485,9 @@ class Chooser:
     def _forget_counters(self) -> None:
         self._counters: Tensor | None = None
         self._read = [[0] * 4 for _ in CLASSES]  # the totals up to the newest window
-        self._copy: tuple[Tensor, Callable[[], bool]] | None = None  # under way, and whether it arrived
+        self._copy: tuple[Tensor, Callable[[], bool]] | None = (
+            None  # under way, and whether it arrived
+        )
         self._changed = False  # since the last copy
         self._unread, self._unprobed = READ_EVERY, PROBE_EVERY  # the first is due at once
 
@@ -447,7 +511,12 @@ class Chooser:
             self._changed, self._unread = False, 0
         if self._copy is not None and self._copy[1]():
             totals, self._copy = self._copy[0].tolist(), None
-            self._notice([[b - a for a, b in zip(*pair, strict=True)] for pair in zip(self._read, totals, strict=True)])
+            self._notice(
+                [
+                    [b - a for a, b in zip(*pair, strict=True)]
+                    for pair in zip(self._read, totals, strict=True)
+                ]
+            )
             self._read = totals
 
     def _notice(self, window: list[list[int]]) -> None:
