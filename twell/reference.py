@@ -1,7 +1,4 @@
-"""The public name of twell.sparse.reference."""
+"""The layer in plain torch: the public name of twell.sparse.reference and hybrid_reference."""
 
-import sys
-
-from twell.sparse import reference
-
-sys.modules[__name__] = reference
+from twell.sparse.hybrid_reference import *  # noqa: F403
+from twell.sparse.reference import *  # noqa: F403

@@ -1,4 +1,5 @@
-"""The sparse feed-forward layer: formats, references, the layer, its plan, and sparse training steps.
+"""The sparse feed-forward layer: formats, references, the layer, its plan, and sparse training
+steps.
 
 formats     how few active neurons are stored
 reference   the layer over active neurons in plain torch: what every kernel computes

@@ -5,51 +5,40 @@ A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
     gated:      g = act(x Wg)   u = x Wu   h = u * g   y = h Wd
     non-gated:  h = act(x Wu)              y = h Wd
 
-With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h;
-a neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
+With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h.
+A neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
 
-    dense      three matrix products; works for every activation
-    reference  the sparse steps in plain torch (twell/sparse/reference.py): exact and slow
-    triton     the sparse steps as GPU kernels (kernels/), in bf16 or fp16; where gradients are asked for it computes
-               densely, unless twell.SparseTraining has the layer train sparsely
-    auto       the fastest for the number of tokens and the activity that the layer sees (twell/sparse/plan.py): dense or one
-               of triton's paths; dense wherever triton cannot be used
+    dense      three matrix products, for every activation
+    reference  the sparse steps in plain torch (reference.py): exact and slow
+    triton     the sparse steps as GPU kernels (kernels/), in bf16 or fp16
+    auto       the fastest path for the number of tokens and the activity of the layer (plan.py)
 
-Sparse backends read the weights of the projections. They may where a projection is an `nn.Linear` and nothing else; with
-an adapter, a hook, a parametrisation or a quantised weight it is called, and the layer computes densely.
-
-Gradients on the sparse path need buffers whose size is chosen before the activity is known. That they were large enough
-is for twell/sparse/training.py to check, once a step; without it gradients are always computed densely.
+The layer computes; its observer (observe.py) keeps the L1 term and the statistics. Layers whose
+projections may not be read compute densely (projections.py). Gradients on the sparse path need
+buffers whose capacity is chosen before the activity is known; training.py checks them once a step.
+Without it gradients are always computed densely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import reference
+from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import DEPENDS_ON, POWERS, Calibration, Chooser
+from twell.sparse.projections import HOOKS, is_plain, why_called
+from twell.sparse.reference import ACTIVATIONS
 
-if TYPE_CHECKING:
-    from twell.kernels.ops import Trained
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
+__all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
 
 def backend_status() -> dict[str, str | None]:
     """Return for each backend None when it can be used here, else the reason why not."""
-    return {
-        "dense": None,
-        "reference": None,
-        "triton": _why_no_triton(),
-        "auto": None,
-    }
+    return {"dense": None, "reference": None, "triton": _why_no_triton(), "auto": None}
 
 
 def _why_no_triton() -> str | None:
@@ -62,202 +51,53 @@ def _why_no_triton() -> str | None:
     return None
 
 
-class ActivityStats:
-    """Exact counters of a layer's activity, kept on the layer's device without synchronising with it.
+def _observed(name: str, doc: str) -> property:
+    """Return an attribute of the layer that its observer holds."""
 
-    `neuron_counts` [N] int64: tokens for which each neuron was active. `histogram` [N + 1] int64:
-    tokens by their number of active neurons, so that mean, maximum and every percentile are exact.
-    The counters appear on the device of the first recorded tokens. They are no buffers of the module:
-    DistributedDataParallel would overwrite them with those of the first process.
-    """
+    def read(layer: SparseFFN) -> Any:
+        return getattr(layer.observer, name)
 
-    def __init__(self, intermediate_size: int):
-        self.intermediate_size = intermediate_size
-        self.neuron_counts: Tensor | None = None
-        self.histogram: Tensor | None = None
+    def write(layer: SparseFFN, value: Any) -> None:
+        setattr(layer.observer, name, value)
 
-    @torch.no_grad()
-    def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
-        """Count tokens: `active` [M, N] bool, `token_mask` [M], zero for the tokens to leave out (padding)."""
-        if token_mask is not None:
-            active = active & (token_mask.reshape(-1, 1) != 0)
-        self.add(active.sum(0), active.sum(1), token_mask)
-
-    @torch.no_grad()
-    def add(
-        self, neuron_counts: Tensor, token_counts: Tensor, token_mask: Tensor | None = None
-    ) -> None:
-        """Add counts: `neuron_counts` [N] of the tokens that `token_mask` keeps, `token_counts` [M] of all.
-
-        The counters are replaced, not written, so that who holds the old ones can put them back.
-        """
-        device = neuron_counts.device
-        if self.neuron_counts is None or self.neuron_counts.device != device:
-            self.neuron_counts = torch.zeros(
-                self.intermediate_size, dtype=torch.int64, device=device
-            )
-            self.histogram = torch.zeros(
-                self.intermediate_size + 1, dtype=torch.int64, device=device
-            )
-        if token_mask is None:
-            keep = torch.ones(token_counts.shape[0], dtype=torch.int64, device=device)
-        else:
-            keep = (token_mask.reshape(-1) != 0).to(torch.int64)
-        self.neuron_counts = self.neuron_counts + neuron_counts
-        self.histogram = self.histogram.scatter_add(0, token_counts.to(torch.int64), keep)
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return (neuron_counts, histogram) and start again from zero."""
-        zeros = torch.zeros(2 * self.intermediate_size + 1, dtype=torch.int64)
-        taken = (self.neuron_counts, self.histogram)
-        if self.neuron_counts is None:
-            taken = (zeros[: self.intermediate_size], zeros[self.intermediate_size :])
-        self.neuron_counts = self.histogram = None
-        return taken
-
-
-def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, float]:
-    """Return tokens, active neurons per token (mean, p99, max), and the fraction of neurons never active.
-
-    `neuron_counts` [N] and `histogram` [N + 1] as ActivityStats counts them. p99 is the smallest
-    number of active neurons that at least 99% of the tokens do not exceed. NaN when no token was counted.
-    """
-    tokens = int(histogram.sum())
-    if tokens == 0:
-        return dict.fromkeys(("mean", "p99", "max", "dead"), float("nan")) | {"tokens": 0}
-    number = torch.arange(len(histogram), device=histogram.device)
-    cumulative = histogram.cumsum(0)
-    return {
-        "tokens": tokens,
-        "mean": float((number * histogram).sum() / tokens),
-        "p99": int((cumulative * 100 < 99 * tokens).sum()),
-        "max": int(number[histogram > 0].max()),
-        "dead": float((neuron_counts == 0).double().mean()),
-    }
-
-
-class _ReferenceTraining(torch.autograd.Function):
-    """The sparse training step in plain torch: (y, per-token L1 of h, active entries)."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        y, l1, _, saved = reference.ffn_forward(*arguments)
-        pattern = saved.h if saved.g is None else saved.g
-        active = pattern.unpack() != 0
-        ctx.mark_non_differentiable(active)
-        ctx.save_for_backward(*arguments)
-        ctx.entries = saved.g, saved.u, saved.h  # neither inputs nor outputs
-        return y, l1, active
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dl1, _):
-        gradients = reference.ffn_backward(
-            reference.Saved(*ctx.saved_tensors, *ctx.entries), dy, dl1
-        )
-        return tuple(
-            g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=True)
-        )
-
-
-# What hooks a module has; a layer and the module that it replaces share these.
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-)
-
-
-def _is_plain(part: nn.Module | None) -> bool:
-    """What `_why_called` finds of nearly every projection, in a microsecond: every call of a layer asks it."""
-    if type(part) is not nn.Linear:
-        return part is None
-    own = part.__dict__
-    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-    hooks = (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    )
-    plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
-    return plain and not hooks and "forward" not in own
-
-
-def _why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
-    """Why a projection has to be called; None where reading its weight and bias gives the same.
-
-    `sharded`: the weight may be a DTensor, as FSDP has it until it gathers it for a forward pass.
-    """
-    if type(part) is not nn.Linear:
-        return f"a {type(part).__module__}.{type(part).__qualname__}"
-    if "forward" in part.__dict__ and not _only_moves_inputs(part):
-        return "an nn.Linear with a forward of its own"
-    if (
-        part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-    ):
-        return "an nn.Linear with hooks"
-    for name in ("weight", "bias"):
-        tensor = getattr(part, name)
-        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
-            if sharded and type(tensor).__name__ == "DTensor":
-                continue
-            return f"an nn.Linear whose {name} is a {type(tensor).__module__}.{type(tensor).__qualname__}"
-    return None
-
-
-def _only_moves_inputs(part: nn.Module) -> bool:
-    """Whether the module's own forward is Accelerate's for a device map, with the weights at home."""
-    from accelerate.hooks import AlignDevicesHook
-
-    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
-    return (
-        type(hook) is AlignDevicesHook
-        and not hook.offload
-        and getattr(forward, "__func__", None) is nn.Linear.forward
-    )
+    return property(read, write, doc=doc)
 
 
 class SparseFFN(nn.Module):
-    """Feed-forward layer with sparse activations, gated or not; parameters are named as in Llama's MLP.
+    """Feed-forward layer with sparse activations, gated or not, with the parameter names of Llama.
 
     Args:
         hidden_size: K, width of input and output.
         intermediate_size: N, number of neurons.
         gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
-        activation: "relu", or "silu" for comparison (dense backend only: nothing is zero after SiLU).
+        activation: "relu", or "silu" for comparison (backend "dense" only).
         bias: whether the two or three projections have biases.
         backend: "dense", "reference", "triton" or "auto".
 
-    Input [..., K], output [..., K]. After a forward pass with `collect_l1` set (always on in training mode)
-    `l1` holds sum_n |h| for each token, fp32, of the input's leading shape, part of the autograd graph;
-    with `record` set, `stats` has counted the pass, without the tokens where `token_mask` [...] is zero. With
-    `silenced` set the output is zero; neurons that `muted` [N] marks add nothing to it. Both still count in `l1` and `stats`.
+    Input [..., K], output [..., K].
 
-    The backend "auto" goes by `plan`, pairs (most tokens, path), which follows from `calibration` (measured times; None:
-    those of an H200) and from `observed`, the layer's newest activity. It counts and plans in ordinary calls; code
-    compiled by torch.compile or captured in a CUDA graph keeps to the path of its making (compiled code is compiled
-    again for another). So run a batch before, call `observe`, or have a calibration that says what to expect.
+    Watching. `l1` holds sum_n |h| of each token after a pass in training mode or with `collect_l1`
+    set: fp32, of the input's leading shape, part of the autograd graph. With `record` set, `stats`
+    counts the pass, without the tokens where `token_mask` [...] is zero.
 
-    `path` chooses between the paths of the backend "triton": "rowwise", "union", "decode" or "dense"; None, the default,
-    goes by the number of tokens. It is "dense" on every sparse backend while `readable` is False: a projection is no plain
-    `nn.Linear`, so that the projections are called and nothing is skipped. `repr` says which one, and why.
+    Silencing. With `silenced` set the output is zero. Neurons that `muted` [N] marks add nothing to
+    the output. Both still count in `l1` and `stats`.
 
-    With `train_path` set (by twell.SparseTraining, which sees to it that nothing is lost) the backends "triton" and "auto"
-    compute gradients sparsely, with room for `capacity` active entries per token. With `watched` set, `needed` is the most
-    room that any pass in training mode needed since it was last set to None (int64, on the device).
+    Choosing. The backend "auto" follows `plan`, pairs (most tokens, path). The plan follows from
+    `calibration` (measured times; None: an H200's) and from `observed`, the newest activity. The
+    layer counts and plans in ordinary calls. Code of torch.compile or in a CUDA graph keeps the path
+    of its making, so run a batch before, call `observe`, or give a calibration with expectations.
+    `path` sets the path of the backend "triton": "rowwise", "union", "decode" or "dense"; None
+    chooses by the number of tokens. While `readable` is False every sparse backend takes the path
+    "dense": it calls the projections and skips nothing. `repr` says which one, and why.
 
-    Raises ValueError for an activation or backend that does not exist, and RuntimeError for one that
-    cannot be used here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1 for its sparse
-    computation.
+    Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
+    steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers of
+    `capacity` active entries per token.
+
+    Raises ValueError for an activation or backend that does not exist, and RuntimeError with the
+    reason for one that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1 for
+    its sparse computation.
     """
 
     def __init__(
@@ -287,37 +127,30 @@ class SparseFFN(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
-        self.stats = ActivityStats(intermediate_size)
-        self.collect_l1 = False
-        self.record = False
-        self.silenced = (
-            False  # a switch, not a hook: compiled layers do not see hooks that come later
-        )
-        self.muted: Tensor | None = None  # bool
-        self.token_mask: Tensor | None = None
-        self.l1: Tensor | None = None
-        self._path: str | None = None
-        self.chooser = Chooser(hidden_size, intermediate_size, gated)  # of the auto backend
-        self.train_path: str | None = (
-            None  # how gradients are computed sparsely: "union" or "hybrid"; None: densely
-        )
-        self.capacity = 0  # of the buffers of a sparse training pass: entries per token
-        self.watched = False  # whether `needed` is kept
-        self.needed: Tensor | None = None
+        self.observer = Observer(intermediate_size)
+        self.chooser = Chooser(hidden_size, intermediate_size, gated)
+        # Attributes, not hooks: torch.compile ignores hooks added after compilation.
+        self.silenced = False
+        self.muted: Tensor | None = None
+        self.train_path: str | None = None
+        self.capacity = 0
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
+        self._path: str | None = None
         self.backend = backend
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "l1": None,
-            "needed": None,
-        }  # of the last pass, and part of its graph
+    l1 = _observed("l1", "The L1 term of the last pass, see Observer.")
+    stats = _observed("stats", "Counters of the layer's activity, see Observer.")
+    record = _observed("record", "Whether passes are counted in `stats`, see Observer.")
+    collect_l1 = _observed("collect_l1", "Whether evaluation passes keep `l1`, see Observer.")
+    token_mask = _observed("token_mask", "Tokens that `stats` counts, see Observer.")
 
     @classmethod
     def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
-        """Return a gated ReLU layer that shares the projections and hooks of an MLP with Llama's names; it keeps `mlp`."""
+        """Return a gated ReLU layer with the projections and hooks of an MLP with Llama's names.
+
+        The layer keeps `mlp` for `restored`.
+        """
         ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta")
         ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         ffn.backend = backend
@@ -332,7 +165,7 @@ class SparseFFN(nn.Module):
 
     @torch.no_grad()
     def restored(self) -> nn.Module:
-        """Return the module that `around` took, now with ReLU, with this layer's projections and hooks as they are."""
+        """Return the module of `around` with ReLU, and this layer's projections and hooks."""
         (mlp,) = self.replaced
         mlp.gate_proj, mlp.up_proj, mlp.down_proj = self.gate_proj, self.up_proj, self.down_proj
         mlp.act_fn = nn.ReLU()
@@ -349,7 +182,7 @@ class SparseFFN(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """That of the first weight that is not offloaded; the CPU where all are."""
+        """The device of the first weight that is not offloaded; the CPU where all are."""
         return next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
 
     @property
@@ -368,7 +201,7 @@ class SparseFFN(nn.Module):
                 f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}"
             )
         self._backend = name
-        # Looked up here: torch.compile traces what stands in forward.
+        # Set here, not in forward, which torch.compile traces.
         self._has_kernels = name in ("triton", "auto") and status["triton"] is None
         self._keep_strides()
 
@@ -386,24 +219,24 @@ class SparseFFN(nn.Module):
 
     @property
     def readable(self) -> bool:
-        """Whether reading the weights of the projections gives what calling them does, as sparse backends need."""
+        """Whether reading the projections' weights gives the same as calling them."""
         return self._why_dense(sharded=True) is None
 
     def _why_dense(self, *, sharded: bool = False) -> str | None:
         if _has_any_global_hook():
             return "every module has hooks"
-        if not torch.compiler.is_compiling() and all(map(_is_plain, self._modules.values())):
+        if not torch.compiler.is_compiling() and all(map(is_plain, self._modules.values())):
             return None
         for name in ("gate_proj", "up_proj", "down_proj"):
             part = getattr(self, name)
-            reason = None if part is None else _why_called(part, sharded=sharded)
+            reason = None if part is None else why_called(part, sharded=sharded)
             if reason is not None:
                 return f"{name} is {reason}"
         return None
 
     @property
     def calibration(self) -> Calibration | None:
-        """Measured times of such layers, for the backend "auto"; ValueError for a calibration of others."""
+        """Measured times for the backend "auto"; ValueError for those of other layers."""
         return self.chooser.calibration
 
     @calibration.setter
@@ -412,12 +245,12 @@ class SparseFFN(nn.Module):
 
     @property
     def observed(self) -> tuple[float, float] | None:
-        """Mean active neurons per token and mean union of a block, newest; None when "auto" has seen nothing yet."""
+        """Newest mean of active neurons per token and of a block's union; None at first."""
         return self.chooser.observed
 
     @property
     def plan(self) -> tuple[tuple[int, str], ...]:
-        """Pairs (most tokens, path) of the backend "auto"; the last path for any number above too."""
+        """Pairs (most tokens, path) of "auto"; the last path serves any number above too."""
         return self.chooser.plan if self.readable else ((POWERS[-1], "dense"),)
 
     def observe(self, active: float, union: float, tokens: int = 64) -> None:
@@ -426,8 +259,11 @@ class SparseFFN(nn.Module):
 
     @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
-        """Store the down weight [K, N] by neurons, strides (1, K), as the kernels read it; loading may undo that."""
-        if self._has_kernels and _why_called(self.down_proj) is None:
+        """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it.
+
+        Loading may undo that.
+        """
+        if self._has_kernels and why_called(self.down_proj) is None:
             weight = self.down_proj.weight
             if not weight.t().is_contiguous():
                 weight.data = weight.t().contiguous().t()
@@ -437,83 +273,65 @@ class SparseFFN(nn.Module):
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
             )
-        rows = x.reshape(-1, self.hidden_size)
-        with_l1 = self.training or self.collect_l1
-        watched = self.watched and self.training
-        backend = self.backend if self.backend == "dense" or self._why_dense() is None else "dense"
-        y, l1, active = getattr(self, f"_{backend}")(rows, with_l1, self.record or watched)
-        self.l1 = l1.reshape(x.shape[:-1]) if with_l1 else None
-        if self.record:
-            self._record(active)
-        if watched:
-            self._need(active)
-        if self.silenced:
-            y = torch.zeros_like(y)
-        return y.reshape(*x.shape[:-1], self.hidden_size)
+        rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
+        wants_l1 = self.observer.wants_l1(self.training)
+        wants_activity = self.observer.wants_activity(self.training)
+        backend = self.backend
+        if backend != "dense" and self._why_dense() is not None:
+            backend = "dense"
+        result = getattr(self, f"_{backend}")(rows, wants_l1, wants_activity)
+        self.observer.see(result, leading, self.training)
+        y = torch.zeros_like(result.y) if self.silenced else result.y
+        return y.reshape(*leading, self.hidden_size)
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0. Non-gated: g is h."""
+        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
+
+        In a non-gated layer g is h.
+        """
         gate = self.up_proj if self.gate_proj is None else self.gate_proj
         g = ACTIVATIONS[self.activation](gate(x))
         return g, g if self.gate_proj is None else g * self.up_proj(x)
 
     @torch.no_grad()
     def direction(self, neuron: int) -> Tensor:
-        """Return what a neuron adds to the output where its h is 1, [K]: its column of the down projection."""
-        if _is_plain(self.down_proj):
+        """Return the output [K] that a neuron adds per unit of h: its column of down."""
+        if is_plain(self.down_proj):
             return self.down_proj.weight[:, neuron]
-        h = torch.zeros(
-            2, self.intermediate_size, device=self.device, dtype=next(self.parameters()).dtype
-        )
+        dtype = next(self.parameters()).dtype
+        h = torch.zeros(2, self.intermediate_size, device=self.device, dtype=dtype)
         h[1, neuron] = 1
-        without, with_it = self.down_proj(h)
-        return with_it - without
+        zero, one = self.down_proj(h)
+        return one - zero
 
-    def _record(self, active: Tensor | Trained) -> None:
-        if isinstance(active, Tensor):
-            self.stats.record(active, self.token_mask)
-        else:
-            self.stats.add(active.neuron_counts, active.token_counts, self.token_mask)
+    # --- the backends: rows [M, K] -> Result
 
-    @torch.no_grad()
-    def _need(self, active: Tensor | Trained) -> None:
-        """Keep the largest mean of active neurons per token, rounded up, and the largest room that a pass needed."""
-        tokens = max(
-            active.shape[0] if isinstance(active, Tensor) else active.token_counts.shape[0], 1
-        )
-        entries = (active if isinstance(active, Tensor) else active.token_counts).sum()
-        needed = (entries + (tokens - 1)) // tokens
-        if not isinstance(active, Tensor):
-            needed = torch.maximum(needed, active.needed)
-        self.needed = needed if self.needed is None else torch.maximum(self.needed, needed)
-
-    # Each backend takes rows [M, K] and returns y [M, K], l1 [M] fp32 or None, and what was active or None: [M, N] bool, or
-    # what ops.train counted.
-
-    def _dense(self, rows: Tensor, with_l1: bool, with_active: bool):
+    def _dense(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         g, h = self.activations(rows)
-        if (with_l1 or with_active) and g.shape[-1] != self.intermediate_size:
+        if (wants_l1 or wants_activity) and g.shape[-1] != self.intermediate_size:
             raise ValueError(
-                f"the first projection returns {g.shape[-1]} neurons, and the layer has {self.intermediate_size}: of "
-                "tensor-parallel shards neither the L1 term nor statistics can be computed; load the model without tp_plan"
+                f"the first projection returns {g.shape[-1]} neurons, and the layer has "
+                f"{self.intermediate_size}: neither the L1 term nor statistics can be computed of "
+                "tensor-parallel shards; load the model without tp_plan"
             )
-        l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32)) if with_l1 else None
+        l1 = activity = None
+        if wants_l1:
+            l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
+        if wants_activity:
+            activity = Activity.of(g != 0, self.token_mask)
         if self.muted is not None:
             h = h.masked_fill(self.muted.to(h.device), 0)
-        return self.down_proj(h), l1, g != 0 if with_active else None
+        return Result(self.down_proj(h), l1, activity)
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:
-        """Arguments of a sparse layer: rows, three weights, three biases, in the type that autocast asks for.
+        """Arguments of a sparse layer: rows, three weights, three biases, in autocast's type.
 
-        A weight that lost the kernels' strides, as a gathered shard or by assigning to `parameter.data`, is copied in every
-        call; setting `backend` stores it anew.
+        A weight that lost the kernels' strides, as a gathered shard or by assigning to
+        `parameter.data`, is copied in every call; setting `backend` stores it anew.
         """
         parts = (self.gate_proj, self.up_proj, self.down_proj)
-        tensors = [
-            rows,
-            *(part and part.weight for part in parts),
-            *(part and part.bias for part in parts),
-        ]
+        tensors = [rows, *(part and part.weight for part in parts)]
+        tensors += [part and part.bias for part in parts]
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             tensors = [None if t is None else t.to(dtype) for t in tensors]
@@ -526,76 +344,74 @@ class SparseFFN(nn.Module):
                 tensors[place] = tensors[place].contiguous()
         return tensors
 
-    def _reference(self, rows: Tensor, with_l1: bool, with_active: bool):
+    def _reference(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
-            if with_l1 or torch.is_grad_enabled():
-                return _ReferenceTraining.apply(*tensors)
-            rows, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
-            if w_gate is None:
-                active = reference.gate_pack(rows, w_up, b_up)
-                y = reference.down(active, w_down, b_down)
+            if wants_l1 or torch.is_grad_enabled():
+                y, l1, active = reference.union_train(*tensors)
             else:
-                active = reference.gate_pack(rows, w_gate, b_gate)
-                y = reference.up_down(rows, active, w_up, w_down, b_up, b_down)
-            return y, None, active.unpack() != 0 if with_active else None
+                g = reference.gate_pack(tensors[0], *reference.first_weights(*tensors[1:]))
+                y, l1 = reference.rowwise_ffn(g, *tensors), None
+                active = g.unpack() != 0 if wants_activity else None
+        activity = Activity.of(active, self.token_mask) if wants_activity else None
+        return Result(y, l1 if wants_l1 else None, activity)
 
-    def _infers(self, rows: Tensor, with_l1: bool, with_active: bool) -> bool:
-        """Whether y alone is wanted."""
-        trains = torch.is_grad_enabled() and any(
-            p.requires_grad for p in (rows, *self.parameters())
-        )
-        return not (trains or with_l1 or with_active)
+    def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
+        trains = any(tensor.requires_grad for tensor in (rows, *self.parameters()))
+        return not ((torch.is_grad_enabled() and trains) or wants_l1 or wants_activity)
 
-    def _train(self, rows: Tensor, with_l1: bool, with_active: bool):
-        """What `_triton` and `_auto` do where more than y is wanted: gradients sparsely if they may be, else all densely."""
+    def _train(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+        """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
         if self.train_path is None or not (torch.is_grad_enabled() and rows.numel()):
-            return self._dense(rows, with_l1, with_active)
-        from twell.kernels import ops
+            return self._dense(rows, wants_l1, wants_activity)
+        from twell.kernels import ops, training_ops
 
         tensors = self._tensors(rows)
-        fits = self.capacity * rows.shape[0] < ops.MAX_ENTRIES
+        fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
-            return self._dense(rows, with_l1, with_active)
+            return self._dense(rows, wants_l1, wants_activity)
         with torch.autocast(rows.device.type, enabled=False):
-            found = ops.train(self.train_path, self.capacity, *tensors, token_mask=self.token_mask)
-        return found.y, found.l1 if with_l1 else None, found
+            trained = training_ops.train(
+                self.train_path, self.capacity, *tensors, token_mask=self.token_mask
+            )
+        activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
+        return Result(trained.y, trained.l1 if wants_l1 else None, activity)
 
-    def _triton(self, rows: Tensor, with_l1: bool, with_active: bool):
-        if not self._infers(rows, with_l1, with_active):
-            return self._train(rows, with_l1, with_active)
+    def _triton(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+        if not self._wants_only_y(rows, wants_l1, wants_activity):
+            return self._train(rows, wants_l1, wants_activity)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
-            return ops.run(self.path or ops.choose(rows.shape[0]), *tensors), None, None
+            return Result(ops.run(self.path or ops.choose(rows.shape[0]), *tensors))
 
-    def _auto(self, rows: Tensor, with_l1: bool, with_active: bool):
+    def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         if not self._has_kernels:
-            return self._dense(rows, with_l1, with_active)
-        if not self._infers(rows, with_l1, with_active):
-            return self._train(rows, with_l1, with_active)
+            return self._dense(rows, wants_l1, wants_activity)
+        if not self._wants_only_y(rows, wants_l1, wants_activity):
+            return self._train(rows, wants_l1, wants_activity)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
         if not ops.takes(tensors[0], self.intermediate_size):
-            return self._dense(rows, with_l1, with_active)
+            return self._dense(rows, wants_l1, wants_activity)
         num_tokens = rows.shape[0]
-        watched = not torch.compiler.is_compiling() and num_tokens > 0
-        watched = watched and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+        counts = not torch.compiler.is_compiling() and num_tokens > 0
+        counts = counts and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
         with torch.autocast(rows.device.type, enabled=False):
-            if watched:
+            if counts:
                 self.chooser.update(num_tokens)
             path = self.chooser.path(num_tokens)
-            if path != "dense":
-                activity = self.chooser.counters(num_tokens, rows.device) if watched else None
-                return ops.run(path, *tensors, activity=activity), None, None
-            if watched:
-                rows, w_gate, w_up, _, b_gate, b_up, _ = tensors
-                self.chooser.probe(rows, *((w_gate, b_gate) if self.gated else (w_up, b_up)))
-            return ops.run("dense", *tensors), None, None
+            if path == "dense":
+                if counts:
+                    weight, bias = reference.first_weights(*tensors[1:])
+                    self.chooser.probe(tensors[0], weight, bias)
+                return Result(ops.run("dense", *tensors))
+            activity = self.chooser.counters(num_tokens, rows.device) if counts else None
+            return Result(ops.run(path, *tensors, activity=activity))
 
     def extra_repr(self) -> str:
-        reason = None if self.backend == "dense" else self._why_dense(sharded=True)
         text = f"activation={self.activation}, backend={self.backend}"
+        reason = None if self.backend == "dense" else self._why_dense(sharded=True)
         return text if reason is None else f"{text}, path=dense ({reason})"

@@ -1,10 +1,11 @@
-"""Which path computes a layer: measured times, the activity that was seen, and the choice between the paths.
+"""Which path computes a layer: measured times, the activity that was seen, and the choice between
+the paths.
 
-A sparse path is fast or slow by the inputs it meets: row-wise work grows with the active neurons of a token, work by
-unions with the neurons that any token of a block has active, and dense work with neither. `Calibration` holds times
-measured on one device and predicts from them; `Chooser` belongs to one layer, keeps count of its activity without ever
-waiting for the device, and says which path a number of tokens takes. The choice concerns speed alone: every path is
-exact for every input.
+A sparse path is fast or slow by the inputs it meets: row-wise work grows with the active neurons of
+a token, work by unions with the neurons that any token of a block has active, and dense work with
+neither. `Calibration` holds times measured on one device and predicts from them; `Chooser` belongs
+to one layer, keeps count of its activity without ever waiting for the device, and says which path a
+number of tokens takes. The choice concerns speed alone: every path is exact for every input.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch.nn import functional as F
 
 # What each path's time depends on besides the number of tokens.
 DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
-# A sparse path has to be predicted so much faster than dense. Two measurements of the same call differ by 1 to 2%,
-# and where the two are this close a wrong choice for sparse costs more than is to be won.
+# A sparse path has to be predicted so much faster than dense. Two measurements of the same call
+# differ by 1 to 2%, and where the two are this close a wrong choice for sparse costs more than is
+# to be won.
 MARGIN = 0.03
 # Times that were scaled from another layer's, and perhaps are another device's, say less.
 SCALED_MARGIN = 0.10
@@ -40,7 +42,9 @@ DEFAULT = Path(__file__).with_name("default_calibration.json")
 
 @dataclass(frozen=True)
 class Point:
-    """Times of one case: ms by path at `tokens` with a mean of `active` neurons and unions of a mean of `union`."""
+    """Times of one case: ms by path at `tokens` with a mean of `active` neurons and unions of a
+    mean of `union`.
+    """
 
     tokens: float
     active: float
@@ -53,18 +57,18 @@ class Calibration:
     """Times of the paths of one layer on one device, and the choice that follows from them. Ours.
 
     Args:
-        device: its name, as torch gives it.
-        hidden_size, intermediate_size, gated: the layer, K, N and kind.
-        dtype: of weights and inputs.
-        versions, date: of the measurement, for the reader.
-        times: one Point for each case; every calibration has dense times.
-        expected: mean active neurons and mean union of 64 tokens of the model that was calibrated: what a layer
+        device: its name, as torch gives it. hidden_size, intermediate_size, gated: the layer, K, N
+        and kind. dtype: of weights and inputs. versions, date: of the measurement, for the reader.
+        times: one Point for each case; every calibration has dense times. expected: mean active
+        neurons and mean union of 64 tokens of the model that was calibrated: what a layer
             assumes until it has seen its own. None: it starts densely.
-        margin: by how much a sparse path has to be predicted faster than dense to be chosen, as a fraction.
-        training: mean active neurons per token below which a sparse training step is faster than a dense one. None: a
+        margin: by how much a sparse path has to be predicted faster than dense to be chosen, as a
+        fraction. training: mean active neurons per token below which a sparse training step is
+        faster than a dense one. None: a
             sparse one never is.
 
-    Raises ValueError for a size below 1, a time that is not positive, and other values that cannot be.
+    Raises ValueError for a size below 1, a time that is not positive, and other values that cannot
+    be.
     """
 
     device: str
@@ -136,8 +140,9 @@ class Calibration:
     def fit(cls, rows: Iterable[Mapping[str, Any]], **about: Any) -> Calibration:
         """Return the calibration that measured rows give; `about` are the other fields.
 
-        Rows have tokens, active, union, path and p50 (ms). Rows of a `provider` that is not the layer's own
-        ("dense eager", "dense torch.compile", "auto") are left out; of several for one case the median counts.
+        Rows have tokens, active, union, path and p50 (ms). Rows of a `provider` that is not the
+        layer's own ("dense eager", "dense torch.compile", "auto") are left out; of several for one
+        case the median counts.
         """
         cases: dict[tuple[int, float, float], dict[str, list[float]]] = {}
         for row in rows:
@@ -159,7 +164,9 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration that `save` wrote. Raises ValueError, with the file and what is wrong in it."""
+        """Read a calibration that `save` wrote. Raises ValueError, with the file and what is wrong
+        in it.
+        """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(fields, dict) or not isinstance(fields.get("times"), list):
@@ -191,7 +198,9 @@ class Calibration:
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
-        """For each path, by rising tokens, a curve: pairs (what the time depends on, ms), rising too."""
+        """For each path, by rising tokens, a curve: pairs (what the time depends on, ms), rising
+        too.
+        """
         found: dict[str, dict[float, dict[float, list[float]]]] = {}
         for point in self.times:
             for path, ms in point.ms.items():
@@ -206,11 +215,13 @@ class Calibration:
         }
 
     def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
-        """Return ms by path for so many tokens, a mean of `active` neurons per token and unions of a mean of `union`.
+        """Return ms by path for so many tokens, a mean of `active` neurons per token and unions of
+        a mean of `union`.
 
-        `union`: of blocks of 64 consecutive tokens, of all tokens where there are fewer. Linear in the activity and in
-        log tokens, log time; in proportion to tokens beyond the most that were measured. Of sparse paths only those are
-        given that were measured at this activity or above, and at as few tokens: what lies outside is not known.
+        `union`: of blocks of 64 consecutive tokens, of all tokens where there are fewer. Linear in
+        the activity and in log tokens, log time; in proportion to tokens beyond the most that were
+        measured. Of sparse paths only those are given that were measured at this activity or above,
+        and at as few tokens: what lies outside is not known.
         """
         at = {None: 0.0, "active": active, "union": union}
         times = {
@@ -225,16 +236,20 @@ class Calibration:
         }
 
     def choose(self, num_tokens: float, active: float, union: float) -> str:
-        """Return the fastest path by `predict`; a sparse one only where it beats dense by the margin."""
+        """Return the fastest path by `predict`; a sparse one only where it beats dense by the
+        margin.
+        """
         times = self.predict(num_tokens, active, union)
         best = min(times, key=times.get)
         return best if times[best] <= (1 - self.margin) * times["dense"] else "dense"
 
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-        """Return what these times suggest for another layer: the same time for the same floating-point operations.
+        """Return what these times suggest for another layer: the same time for the same
+        floating-point operations.
 
-        So a layer with half the weights needs twice the tokens for it. Activity counts as a share of N. A non-gated
-        layer has no up projection: dense saves a third, a sparse path half of what it does after the gate.
+        So a layer with half the weights needs twice the tokens for it. Activity counts as a share
+        of N. A non-gated layer has no up projection: dense saves a third, a sparse path half of
+        what it does after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
@@ -274,7 +289,9 @@ class Calibration:
 def _interpolate(
     curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float
 ) -> float | None:
-    """ms at (tokens, x), or None where x is above all that was measured at the tokens on either side."""
+    """ms at (tokens, x), or None where x is above all that was measured at the tokens on either
+    side.
+    """
     place = bisect_left(curves, tokens, key=lambda curve: curve[0])
     if place == len(curves):
         last, curve = curves[-1]
@@ -333,46 +350,51 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 @cache
 def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-    """Return what is assumed about a layer of this kind without a calibration: that of DEFAULT, scaled."""
+    """Return what is assumed about a layer of this kind without a calibration: that of DEFAULT,
+    scaled.
+    """
     return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)
 
 
-# --- one layer's choice -----------------------------------------------------------------------------------------
+# --- one layer's choice
+# -----------------------------------------------------------------------------------------
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
 POWERS = tuple(2**n for n in range(21))
-# Observations are kept apart by the number of tokens in a call, up to these: the union of a block depends on how many
-# tokens stand in it, and reading a prompt differs from writing.
+# Observations are kept apart by the number of tokens in a call, up to these: the union of a block
+# depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-# What watching costs, in tokens. On an H200 a layer of the paper's width takes 0.1 us a token, and no call less than
-# some 50 us, as many as SMALLEST_CALL tokens.
-# - Reading: one copy of 224 bytes and one event, about 10 us of the host's time, once in READ_EVERY tokens = 1.6 ms,
-#   which is every 32nd small call: 0.6%.
-# - Probing: the gate of at most 1,024 tokens and a dozen small kernels, 60 to 100 us, once in PROBE_EVERY tokens
-#   = 13 ms, which is every 256th small call: under 0.8%.
+# What watching costs, in tokens. On an H200 a layer of the paper's width takes 0.1 us a token, and
+# no call less than some 50 us, as many as SMALLEST_CALL tokens.
+# - Reading: one copy of 224 bytes and one event, about 10 us of the host's time, once in READ_EVERY
+#   tokens = 1.6 ms,   which is every 32nd small call: 0.6%.
+# - Probing: the gate of at most 1,024 tokens and a dozen small kernels, 60 to 100 us, once in
+#   PROBE_EVERY tokens   = 13 ms, which is every 256th small call: under 0.8%.
 SMALLEST_CALL = 512
 READ_EVERY = 2**14
 PROBE_EVERY = 2**17
 PROBE_BLOCKS = 1024 // BLOCK
-# Plans are made anew when an observation differs from the one behind the plan by this factor: code compiled for a plan
-# is compiled again for another.
+# Plans are made anew when an observation differs from the one behind the plan by this factor: code
+# compiled for a plan is compiled again for another.
 NOTICEABLE = 1.2
 
 
 class Chooser:
-    """Chooses the path of one layer for every number of tokens, from a calibration and from what the layer saw. Ours.
+    """Chooses the path of one layer for every number of tokens, from a calibration and from what
+    the layer saw. Ours.
 
-    `plan` says it all: pairs (most tokens, path) in rising order, the last for any number above too. Code which
-    torch.compile made for a number of tokens notices when these take another path, and is compiled again; layers whose
-    plans differ for other numbers share it.
-    `observed` holds the newest mean of active neurons per token and of neurons in a block's union; None at first.
+    `plan` says it all: pairs (most tokens, path) in rising order, the last for any number above
+    too. Code which torch.compile made for a number of tokens notices when these take another path,
+    and is compiled again; layers whose plans differ for other numbers share it. `observed` holds
+    the newest mean of active neurons per token and of neurons in a block's union; None at first.
     While nothing was observed, and the calibration expects nothing, the plan is dense.
 
-    Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them. Now and then they are
-    copied to the host, and whichever later call finds the copy complete uses it; no call waits. What was added since
-    the copy before is the newest window, and it alone decides: older activity is forgotten. Copies and pickles of a
-    chooser keep its plan and start with counters of their own.
+    Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them. Now
+    and then they are copied to the host, and whichever later call finds the copy complete uses it;
+    no call waits. What was added since the copy before is the newest window, and it alone decides:
+    older activity is forgotten. Copies and pickles of a chooser keep its plan and start with
+    counters of their own.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool):
@@ -417,9 +439,11 @@ class Chooser:
         self._make_plan()
 
     def observe(self, active: float, union: float, tokens: int = BLOCK) -> None:
-        """Plan for a mean of `active` neurons per token and of `union` in blocks of `tokens` (1 to 64) tokens.
+        """Plan for a mean of `active` neurons per token and of `union` in blocks of `tokens` (1 to
+        64) tokens.
 
-        In place of all that was observed before. Later calls of the layer observe for themselves again.
+        In place of all that was observed before. Later calls of the layer observe for themselves
+        again.
         """
         size = self.shape[1]
         for name, value in (("active", active), ("union", union)):
@@ -492,7 +516,9 @@ class Chooser:
         self._unread, self._unprobed = READ_EVERY, PROBE_EVERY  # the first is due at once
 
     def counters(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the int64 tensor [4] to which a call of so many tokens adds, as the kernels' operators define it."""
+        """Return the int64 tensor [4] to which a call of so many tokens adds, as the kernels'
+        operators define it.
+        """
         if self._counters is None or self._counters.device != device:
             self._forget_counters()
             # Tensors made in inference mode could not be written outside of it.
@@ -502,7 +528,9 @@ class Chooser:
         return self._counters[_class(num_tokens)]
 
     def update(self, num_tokens: int) -> None:
-        """Take notice of a copy that arrived, and begin the next when it is time; called before each call's choice."""
+        """Take notice of a copy that arrived, and begin the next when it is time; called before
+        each call's choice.
+        """
         work = max(num_tokens, SMALLEST_CALL)
         self._unread += work
         self._unprobed += work
@@ -535,10 +563,12 @@ class Chooser:
             self._make_plan()
 
     def probe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Count the activity of some of the tokens x [M, K] when it is time: on the dense path nothing else does.
+        """Count the activity of some of the tokens x [M, K] when it is time: on the dense path
+        nothing else does.
 
-        `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's. Blocks of 64 consecutive tokens from the
-        whole batch, 16 at most; all tokens where there are fewer than 64.
+        `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's. Blocks of 64
+        consecutive tokens from the whole batch, 16 at most; all tokens where there are fewer than
+        64.
         """
         if self._unprobed < PROBE_EVERY:
             return
@@ -547,18 +577,23 @@ class Chooser:
 
 
 def sampled_blocks(x: Tensor) -> Tensor:
-    """Return up to 16 blocks of 64 consecutive tokens of x [M, K], as [blocks, 64, K]; M < 64: all, [1, M, K]."""
+    """Return up to 16 blocks of 64 consecutive tokens of x [M, K], as [blocks, 64, K]; M < 64: all,
+    [1, M, K].
+    """
     num_blocks = len(x) // BLOCK
     if num_blocks == 0:
         return x[None]
-    # An odd step: sequences mostly have a power of two of tokens, and their first ones are more active than others.
+    # An odd step: sequences mostly have a power of two of tokens, and their first ones are more
+    # active than others.
     step = max(num_blocks // PROBE_BLOCKS - 1, 0) | 1
     return x[: num_blocks * BLOCK].view(num_blocks, BLOCK, -1)[::step][:PROBE_BLOCKS]
 
 
 @torch.no_grad()
 def count_activity(blocks: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> None:
-    """Add tokens, blocks, active entries and entries of unions of `blocks` [B, T, K] to `counters`, without waiting."""
+    """Add tokens, blocks, active entries and entries of unions of `blocks` [B, T, K] to `counters`,
+    without waiting.
+    """
     active = F.relu(F.linear(blocks, weight, bias)) != 0
     # Numbers of the host are arguments of a kernel here; as a tensor they would have to be copied.
     counters[0] += active.shape[0] * active.shape[1]

@@ -1,57 +1,73 @@
-"""The feed-forward layer over active neurons only, in plain torch: what every kernel must compute.
+"""The feed-forward layer in plain torch: the formula of every kernel, one function a computation.
 
-The idea: a format of twell.sparse.formats lists, for each token, its active neurons and their values (`rows`).
-Everything here is a loop over that list which reads the weight rows of active neurons and no others. Nothing
-is tuned.
+    function                    computes                              kernel
+    ffn                         the dense layer, every activation     kernels/dense.py
+    gate_pack                   the gate, packed                      kernels/gate.py
+    up_down, down               one token after the other             kernels/rowwise.py
+    union_up_down, union_down   blocks of tokens                      kernels/union.py
+    union_up_down, one block    up to 64 tokens                       kernels/decode.py
+    union_train_forward         a training step by unions: forward    kernels/training.py
+    union_train_backward        ... and backward                      kernels/training.py
+    ffn_forward, ffn_backward   the paper's training step             kernels/paper/hybrid.py
 
-Shapes: M tokens, K = hidden_size, N = intermediate_size. x [M, K]; w_gate and w_up [N, K] (as nn.Linear has
-them); w_down [K, N]; b_gate and b_up [N]; b_down [K]. Without w_gate the layer is the non-gated one.
+The last two stand in hybrid_reference.py.
 
-Precision: products are accumulated in fp32 (fp64 inputs stay fp64) and rounded to x.dtype where a kernel
-stores its result: g, and in training u, h, du and dg. The fused inference kernel does not store u and h, and
-the backward pass does not store dh, so these are not rounded.
+A format of twell.sparse.formats lists the active neurons of each token. The functions loop over
+that list and read the weight rows of active neurons and no others. Nothing is tuned.
 
-Non-finite values: a NaN in a row of x reaches that row of y and no other, since a NaN gate counts as active.
-An inf or NaN in weights of a neuron that is inactive for a token does not reach the token. The one exception
-is w_down in the union form, where a neuron active for one token of a block is multiplied, by 0, for the
-others too.
+Shapes: M tokens, K = hidden_size, N = intermediate_size. x [M, K]; w_gate and w_up [N, K] (as
+nn.Linear stores them); w_down [K, N]; b_gate and b_up [N]; b_down [K]. A layer without w_gate is
+non-gated.
+
+Precision: sums are in fp32 (fp64 inputs stay fp64). Values are rounded to x.dtype where a kernel
+stores them: g, and in training u, h, du and dg, by unions also dh. The fused inference kernel does
+not store u and h.
+
+Non-finite values: a NaN in a row of x reaches that row of y and no other, since a NaN gate counts
+as active. An inf or NaN in weights of a neuron that is inactive for a token does not reach the
+token. The one exception is w_down by unions, where a neuron that is active for one token of a block
+is multiplied by 0 for the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from twell.sparse.formats import Hybrid, SparseRows, TileUnion, TwELL, check_tensor
+from twell.sparse.formats import SparseRows, TileUnion, TwELL, check_tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """The type to accumulate in: fp64 stays, anything else becomes fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _matmul(sparse: SparseRows, weight: Tensor) -> Tensor:
+def matmul(sparse: SparseRows, weight: Tensor) -> Tensor:
     """Sparse [M, N] times dense [N, K], not rounded; reads the weight rows of active columns only."""
     check_tensor("weight", weight, (sparse.shape[1], weight.shape[1]))
-    weight = _wide(weight)
+    weight = wide(weight)
     out = weight.new_zeros(sparse.shape[0], weight.shape[1])
     for m, (columns, values) in enumerate(sparse.rows()):
-        out[m] = _wide(values) @ weight[columns]
+        out[m] = wide(values) @ weight[columns]
     return out
 
 
-def _add_bias(y: Tensor, b: Tensor | None) -> Tensor:
+def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
     return y if b is None else y + b
 
 
-def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return _add_bias(_wide(x) @ _wide(w).t(), b)
+def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return add_bias(wide(x) @ wide(w).t(), b)
 
 
-def _check_layer(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> None:
+def check_layer(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> None:
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
     if w_gate is None and b_gate is not None:
@@ -71,6 +87,13 @@ def _check_pattern(name: str, sparse: SparseRows, shape: tuple[int, int]) -> Non
         )
 
 
+def first_weights(
+    w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, b_gate=None, b_up=None, b_down=None
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the projection that decides which neurons are active."""
+    return (w_up, b_up) if w_gate is None else (w_gate, b_gate)
+
+
 def ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -81,22 +104,19 @@ def ffn(
     b_down: Tensor | None = None,
     activation: str = "relu",
 ) -> Tensor:
-    """The dense layer: y [M, K] = h w_down^T, h = act(x w_gate^T) * (x w_up^T) or non-gated act(x w_up^T).
+    """Return the dense layer y [M, K] = h w_down^T in torch's operators, differentiable.
 
-    g, u and h are rounded to x.dtype. `activation` is "relu" or "silu". Raises ValueError for another one or
-    for shapes that do not fit. Differentiable. Paper: the feed-forward block.
+    h = act(x w_gate^T + b_gate) * (x w_up^T + b_up), non-gated act(x w_up^T + b_up). Any dtype; g,
+    u and h are rounded to it. `activation` is "relu" or "silu". Raises ValueError for another one
+    or for shapes that do not fit. Paper: the feed-forward block.
     """
-    _check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    activations = {"relu": torch.relu, "silu": torch.nn.functional.silu}
-    if activation not in activations:
-        raise ValueError(f"activation={activation!r}, expected one of {sorted(activations)}")
-    act = activations[activation]
-    u = _linear(x, w_up, b_up)
-    if w_gate is None:
-        h = act(u).to(x.dtype)
-    else:
-        h = act(_linear(x, w_gate, b_gate)).to(x.dtype) * u.to(x.dtype)
-    return _linear(h, w_down, b_down).to(x.dtype)
+    check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")
+    act = ACTIVATIONS[activation]
+    u = F.linear(x, w_up, b_up)
+    h = act(u) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * u
+    return F.linear(h, w_down, b_down)
 
 
 # Inference: one kernel for the gate, which packs, and one for all the rest.
@@ -105,11 +125,12 @@ def ffn(
 def gate_pack(
     x: Tensor, w: Tensor, b: Tensor | None = None, tile_n: int = 256, compression: int = 8
 ) -> TwELL:
-    """relu(x w^T + b) [M, N], rounded to x.dtype and packed; w [N, K] is w_gate, in a non-gated layer w_up.
+    """relu(x w^T + b) [M, N], rounded to x.dtype and packed; w [N, K] is w_gate, in a non-gated
+    layer w_up.
 
     Raises ValueError for tile sizes that `TwELL.pack` refuses. Paper: inference, gate kernel.
     """
-    return TwELL.pack(torch.relu(_linear(x, w, b)).to(x.dtype), tile_n, compression)
+    return TwELL.pack(torch.relu(linear(x, w, b)).to(x.dtype), tile_n, compression)
 
 
 def up_down(
@@ -120,30 +141,32 @@ def up_down(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """y [M, K]: per token the sum of g[n] (x . w_up[n] + b_up[n]) w_down[:, n] over active n, plus b_down.
+    """y [M, K]: per token the sum of g[n] (x . w_up[n] + b_up[n]) w_down[:, n] over active n, plus
+    b_down.
 
-    g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another format. y is in x.dtype; u
-    and h are not rounded. Raises ValueError for shapes that do not fit. Paper: inference, fused up and down
-    projection.
+    g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another format. y is in
+    x.dtype; u and h are not rounded. Raises ValueError for shapes that do not fit. Paper:
+    inference, fused up and down projection.
     """
-    _check_layer(x, None, w_up, w_down, None, b_up, b_down)
+    check_layer(x, None, w_up, w_down, None, b_up, b_down)
     _check_pattern("g", g, (x.shape[0], w_up.shape[0]))
-    wide_x, wide_up, wide_down = _wide(x), _wide(w_up), _wide(w_down.t())
+    wide_x, wide_up, wide_down = wide(x), wide(w_up), wide(w_down.t())
     y = torch.zeros_like(wide_x)
     for m, (neurons, gate) in enumerate(g.rows()):
         u = wide_up[neurons] @ wide_x[m]
         if b_up is not None:
             u += b_up[neurons]
         y[m] = (gate * u) @ wide_down[neurons]
-    return _add_bias(y, b_down).to(x.dtype)
+    return add_bias(y, b_down).to(x.dtype)
 
 
 def down(h: SparseRows, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
     """y [M, K] in h's dtype: per token the sum of h[n] w_down[:, n] over its active n, plus b_down.
 
-    h [M, N] is any format. Raises ValueError for shapes that do not fit. Paper: inference, non-gated layer.
+    h [M, N] is any format. Raises ValueError for shapes that do not fit. Paper: inference,
+    non-gated layer.
     """
-    return _add_bias(_matmul(h, w_down.t()), b_down).to(h.dtype)
+    return add_bias(matmul(h, w_down.t()), b_down).to(h.dtype)
 
 
 def union_up_down(
@@ -154,22 +177,24 @@ def union_up_down(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """As `up_down`, by blocks of tokens: two dense products with the weight rows of the block's union.
+    """As `up_down`, by blocks of tokens: two dense products with the weight rows of the block's
+    union.
 
-    Ours, not the paper's: it exchanges some work on zeros for matrix products. Raises as `up_down` does.
+    Ours, not the paper's: it exchanges some work on zeros for matrix products. Raises as `up_down`
+    does.
     """
-    _check_layer(x, None, w_up, w_down, None, b_up, b_down)
+    check_layer(x, None, w_up, w_down, None, b_up, b_down)
     _check_pattern("g", g, (x.shape[0], w_up.shape[0]))
-    y = _wide(torch.zeros_like(x))
+    y = wide(torch.zeros_like(x))
     for b in range(len(g.offsets) - 1):
         tokens = slice(b * g.block_m, (b + 1) * g.block_m)
         neurons, gate = g.block(b)
         neurons = neurons.long()
-        u = _linear(x[tokens], w_up[neurons], None if b_up is None else b_up[neurons])
+        u = linear(x[tokens], w_up[neurons], None if b_up is None else b_up[neurons])
         # Where a token is inactive u may be anything, also infinite, and 0 * inf is NaN.
         h = torch.where(gate != 0, gate * u, 0)
-        y[tokens] = h @ _wide(w_down.t()[neurons])
-    return _add_bias(y, b_down).to(x.dtype)
+        y[tokens] = h @ wide(w_down.t()[neurons])
+    return add_bias(y, b_down).to(x.dtype)
 
 
 def union_down(h: TileUnion, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
@@ -178,105 +203,16 @@ def union_down(h: TileUnion, w_down: Tensor, b_down: Tensor | None = None) -> Te
     Raises ValueError for shapes that do not fit.
     """
     check_tensor("w_down", w_down, (w_down.shape[0], h.shape[1]))
-    w_down = _wide(w_down)
+    w_down = wide(w_down)
     y = w_down.new_zeros(h.shape[0], w_down.shape[0])
     for b in range(len(h.offsets) - 1):
         neurons, values = h.block(b)
-        y[b * h.block_m : (b + 1) * h.block_m] = _wide(values) @ w_down.t()[neurons.long()]
-    return _add_bias(y, b_down).to(h.dtype)
+        y[b * h.block_m : (b + 1) * h.block_m] = wide(values) @ w_down.t()[neurons.long()]
+    return add_bias(y, b_down).to(h.dtype)
 
 
-# Training: the hybrid format, and the parts of a step that work on it.
-
-
-def to_hybrid(
-    g: TwELL, ell_width: int = 128, backup_rows: int | None = None
-) -> tuple[Hybrid, Tensor]:
-    """The same matrix as a Hybrid, and the number of non-zeros of each token, l0 [M] int32.
-
-    Raises BufferOverflow if `backup_rows` is too small. Paper: training, conversion to the hybrid format.
-    """
-    return Hybrid.pack(g.unpack(), ell_width, backup_rows), g.counts.sum(1, dtype=torch.int32)
-
-
-def sampled_matmul(x: Tensor, w: Tensor, pattern: Hybrid, b: Tensor | None = None) -> Hybrid:
-    """x[m] . w[n] + b[n] at the pattern's active entries (m, n) only, in x.dtype; elsewhere 0.
-
-    x [M, K], w [N, K], b [N]; of the pattern [M, N] the values do not matter. Raises ValueError for shapes
-    that do not fit. Paper: training, sampled dense-dense product.
-    """
-    check_tensor("w", w, (pattern.shape[1], w.shape[1]))
-    check_tensor("x", x, (pattern.shape[0], w.shape[1]))
-    wide_x, wide_w = _wide(x), _wide(w)
-    products = [wide_w[columns] @ wide_x[m] for m, (columns, _) in enumerate(pattern.rows())]
-    values = torch.cat([wide_x.new_zeros(0), *products])
-    if b is not None:
-        values += b[pattern.entries()[1]]
-    return pattern.with_entries(values.to(x.dtype))
-
-
-def _row_l1(h: Hybrid) -> Tensor:
-    rows, _, values = h.entries()
-    values = _wide(values).abs()
-    return values.new_zeros(h.shape[0]).index_add_(0, rows, values)
-
-
-def multiply(u: Hybrid, g: Hybrid) -> tuple[Hybrid, Tensor]:
-    """h = u * g for two of the same pattern, in g's dtype, and l1 [M], the sum of |h| of each token.
-
-    l1 is that of h as rounded, fp32 (fp64 for fp64). Paper: training, element-wise step.
-    """
-    h = g.with_entries((_wide(u.entries()[2]) * _wide(g.entries()[2])).to(g.dtype))
-    return h, _row_l1(h)
-
-
-# The sparse-dense product of a training step is the sum that `down` is; only the kernels differ.
-hybrid_matmul = down
-
-
-def transpose_matmul(h: Hybrid, x: Tensor) -> Tensor:
-    """h^T x [N, K] in x.dtype, through the transposed Hybrid; h [M, N], x [M, K].
-
-    Raises ValueError for shapes that do not fit. Paper: training, weight gradients.
-    """
-    return _matmul(h.transpose(), x).to(x.dtype)
-
-
-def _column_sums(h: Hybrid) -> Tensor:
-    _, columns, values = h.entries()
-    values = _wide(values)
-    return values.new_zeros(h.shape[1]).index_add_(0, columns, values).to(h.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """What `ffn_backward` needs of a forward step; non-gated, g and u are None and h is the pattern."""
-
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-    g: Hybrid | None
-    u: Hybrid | None
-    h: Hybrid
-
-
-class Gradients(NamedTuple):
-    """Gradients in the order of `ffn_forward`'s arguments; None for those that were not given."""
-
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-
-
-def ffn_forward(
+def rowwise_ffn(
+    g: SparseRows,
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
@@ -284,59 +220,153 @@ def ffn_forward(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *,
-    ell_width: int = 128,
-    backup_rows: int | None = None,
-    tile_n: int = 256,
-    compression: int = 8,
-) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """The forward half of a training step (ReLU): y [M, K], l1 [M], l0 [M] int32, and what backward needs.
-
-    l1 is the sum over neurons of |h|, fp32 (fp64 for fp64), l0 the number of active neurons: those where g,
-    non-gated h, is not 0 after ReLU and rounding to x.dtype. Raises BufferOverflow if `backup_rows` is too
-    small, ValueError for shapes that do not fit. Paper: training, forward pass.
-    """
-    _check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    first, first_bias = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
-    packed = gate_pack(x, first, first_bias, tile_n, compression)
-    active, l0 = to_hybrid(packed, ell_width, backup_rows)
+) -> Tensor:
+    """Return y [M, K] of the layer from its packed gate g [M, N] (`gate_pack`)."""
     if w_gate is None:
-        g, u, h, l1 = None, None, active, _row_l1(active)
-    else:
-        g, u = active, sampled_matmul(x, w_up, active, b_up)
-        h, l1 = multiply(u, g)
-    y = hybrid_matmul(h, w_down, b_down)
-    return y, l1, l0, Saved(x, w_gate, w_up, w_down, b_gate, b_up, b_down, g, u, h)
+        return down(g, w_down, b_down)
+    return up_down(x, g, w_up, w_down, b_up, b_down)
 
 
-def ffn_backward(saved: Saved, dy: Tensor, dl1: Tensor) -> Gradients:
-    """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype and in their arguments' shapes.
+# Training by unions: dense products over each block's union, weight gradients over active entries.
 
-    dy [M, K]; dl1 [M], the gradient with respect to each token's l1, so that h gets sign(h) * dl1[m]. The
-    gradient of ReLU at 0 is 0. Raises ValueError for shapes that do not fit. Paper: training, backward pass.
+
+class Gradients(NamedTuple):
+    """Gradients in the order of the layer's arguments; None for those that were not given."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+
+
+class UnionSaved(NamedTuple):
+    """What `union_train_backward` needs of a forward pass.
+
+    tensors: the arguments of the forward pass. g and u [M, N]: the gate and, in a gated layer, the
+    up projection, rounded, 0 where inactive. The kernels keep their active entries alone.
     """
-    x, g, u, h = saved.x, saved.g, saved.u, saved.h
+
+    tensors: tuple[Tensor | None, ...]
+    g: Tensor
+    u: Tensor | None
+    block: int
+
+
+def _unions(active: Tensor, block: int):
+    """Yield the tokens of each block as a slice, and the neurons that any of them has active."""
+    for start in range(0, len(active), block):
+        tokens = slice(start, start + block)
+        yield tokens, active[tokens].any(0).nonzero().flatten()
+
+
+def union_train_forward(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    block: int = 64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, UnionSaved]:
+    """The forward half of a training step by unions of `block` tokens (ReLU).
+
+    Returns y [M, K] in x.dtype; l1 [M], the sum over neurons of |h|, fp32 (fp64 for fp64);
+    token_counts [M] int32, the active neurons of each token; neuron_counts [N] int32, the tokens of
+    each neuron; and the tensors for `union_train_backward`. Raises ValueError for shapes that do
+    not fit. Ours; the paper trains in the hybrid format (App. B.2).
+    """
+    tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
+    check_layer(*tensors)
+    g = torch.relu(linear(x, *first_weights(*tensors[1:]))).to(x.dtype)
+    active = g != 0
+    u = None if w_gate is None else torch.zeros_like(g)
+    y, l1 = wide(torch.zeros_like(x)), wide(x.new_zeros(len(x)))
+    for tokens, neurons in _unions(active, block):
+        h = g[tokens, neurons]
+        if u is not None:
+            bias = None if b_up is None else b_up[neurons]
+            product = linear(x[tokens], w_up[neurons], bias).to(x.dtype)
+            # Inactive entries may hold infinite products, and 0 * inf is NaN: select, do not
+            # multiply.
+            u[tokens, neurons] = torch.where(active[tokens, neurons], product, 0)
+            h = (wide(h) * wide(u[tokens, neurons])).to(x.dtype)
+        l1[tokens] = wide(h).abs().sum(1)
+        y[tokens] = wide(h) @ wide(w_down.t()[neurons])
+    y = add_bias(y, b_down).to(x.dtype)
+    token_counts, neuron_counts = active.sum(1).int(), active.sum(0).int()
+    return y, l1, token_counts, neuron_counts, UnionSaved(tensors, g, u, block)
+
+
+def union_train_backward(saved: UnionSaved, dy: Tensor, dl1: Tensor) -> Gradients:
+    """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype.
+
+    dy [M, K]; dl1 [M], the gradient of each token's l1, so that h gets sign(h) * dl1[m]:
+
+        dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
+        dWu = du^T x    dWg = dg^T x    dWd = dy^T h             (non-gated: h is g, du is dh)
+
+    The gradient of ReLU at 0 is 0. Raises ValueError for shapes that do not fit. Ours.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = saved.tensors
     check_tensor("dy", dy, tuple(x.shape))
     check_tensor("dl1", dl1, (x.shape[0],))
+    g, u, active = saved.g, saved.u, saved.g != 0
+    h = g if u is None else (wide(g) * wide(u)).to(x.dtype)
+    dx, du, dg = wide(torch.zeros_like(x)), torch.zeros_like(g), torch.zeros_like(g)
+    for tokens, neurons in _unions(active, saved.block):
+        here = tokens, neurons
+        dh = wide(dy[tokens]) @ wide(w_down.t()[neurons]).t()
+        sign = wide(h[here]).sign() * dl1[tokens, None]
+        if u is None:
+            du[here] = torch.where(active[here], dh + sign, 0).to(x.dtype)
+        else:
+            dh = wide(dh.to(x.dtype)) + sign
+            du[here] = torch.where(active[here], dh * wide(g[here]), 0).to(x.dtype)
+            dg[here] = torch.where(active[here], dh * wide(u[here]), 0).to(x.dtype)
+            dx[tokens] += wide(dg[here]) @ wide(w_gate[neurons])
+        dx[tokens] += wide(du[here]) @ wide(w_up[neurons])
+    return Gradients(
+        dx.to(x.dtype),
+        None if w_gate is None else _weight_gradient(dg, x, active),
+        _weight_gradient(du, x, active),
+        _weight_gradient(h, dy, active).t(),
+        None if b_gate is None else wide(dg).sum(0).to(x.dtype),
+        None if b_up is None else wide(du).sum(0).to(x.dtype),
+        None if b_down is None else wide(dy).sum(0).to(x.dtype),
+    )
 
-    dh = sampled_matmul(_wide(dy), saved.w_down.t(), h).entries()[
-        2
-    ]  # of wide inputs, so not rounded
-    rows, _, h_values = h.entries()
-    dh += h_values.sign() * dl1[rows]
-    d_w_down = transpose_matmul(h, dy).t()
-    d_b_down = None if saved.b_down is None else _wide(dy).sum(0).to(x.dtype)
 
-    if g is None:
-        du = h.with_entries(dh.to(x.dtype))
-        dx = _matmul(du, saved.w_up)
-        d_w_gate = d_b_gate = None
-    else:
-        du = g.with_entries((dh * g.entries()[2]).to(x.dtype))
-        dg = g.with_entries((dh * u.entries()[2]).to(x.dtype))
-        dx = _matmul(du, saved.w_up) + _matmul(dg, saved.w_gate)
-        d_w_gate = transpose_matmul(dg, x)
-        d_b_gate = None if saved.b_gate is None else _column_sums(dg)
-    d_w_up = transpose_matmul(du, x)
-    d_b_up = None if saved.b_up is None else _column_sums(du)
-    return Gradients(dx.to(x.dtype), d_w_gate, d_w_up, d_w_down, d_b_gate, d_b_up, d_b_down)
+def _weight_gradient(values: Tensor, rows: Tensor, active: Tensor) -> Tensor:
+    """values^T rows [N, K]: for each neuron the sum over its active tokens and no others."""
+    gradient = rows.new_zeros(values.shape[1], rows.shape[1])
+    for neuron in active.any(0).nonzero().flatten().tolist():
+        tokens = active[:, neuron]
+        gradient[neuron] = (wide(values[tokens, neuron]) @ wide(rows[tokens])).to(rows.dtype)
+    return gradient
+
+
+class _UnionTraining(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        y, l1, _, _, saved = union_train_forward(*tensors)
+        active = saved.g != 0
+        ctx.mark_non_differentiable(active)
+        ctx.save_for_backward(*tensors)
+        ctx.entries = saved.g, saved.u, saved.block  # neither inputs nor outputs
+        return y, l1, active
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dl1, _):
+        gradients = union_train_backward(UnionSaved(ctx.saved_tensors, *ctx.entries), dy, dl1)
+        needs = ctx.needs_input_grad
+        return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+def union_train(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, l1 and the active entries [M, N] bool of `union_train_forward`, differentiable."""
+    return _UnionTraining.apply(*tensors)

@@ -1,13 +1,15 @@
-"""Sparse training that drops nothing, for any training loop, and the switch between dense and sparse.
+"""Sparse training that drops nothing, for any training loop, and the switch between dense and
+sparse.
 
-A layer that trains sparsely keeps its active entries in buffers with room for `capacity` entries per token. The
-room is chosen before the activity is known, since to ask the device first would be to wait for it in every layer. So
-each layer counts what it would have needed, and the loop reads one number a layer at the end of a step. Where a buffer was
-too small the step is done again with more room, from the random state and the statistics it began with: a step
-that counts is always exact, and the same as if the room had been enough from the start.
+A layer that trains sparsely keeps its active entries in buffers with room for `capacity` entries
+per token. The room is chosen before the activity is known, since to ask the device first would be
+to wait for it in every layer. So each layer counts what it would have needed, and the loop reads
+one number a layer at the end of a step. Where a buffer was too small the step is done again with
+more room, from the random state and the statistics it began with: a step that counts is always
+exact, and the same as if the room had been enough from the start.
 
-The same numbers say how active each layer is. With the backend "auto" they decide whether it trains densely or sparsely.
-All processes read the maximum over processes, so that all decide the same.
+The same numbers say how active each layer is. With the backend "auto" they decide whether it trains
+densely or sparsely. All processes read the maximum over processes, so that all decide the same.
 """
 
 from __future__ import annotations
@@ -32,20 +34,23 @@ if TYPE_CHECKING:
 # Room over the most that recent steps needed: memory spent so that a step is seldom done again.
 CAPACITY_MARGIN = 1.5
 RECENT = 64  # steps that count as recent
-# The smallest room, in entries per token. The others are 2^n and 1.5 * 2^n, so that code that torch.compile makes for a
-# room is seldom made again.
+# The smallest room, in entries per token. The others are 2^n and 1.5 * 2^n, so that code that
+# torch.compile makes for a room is seldom made again.
 SMALLEST = 32
 # A layer's activity is its mean over about so many steps.
 SMOOTHING = 8
-# A layer begins to train sparsely at this share of the activity at which it stops, so that it does not go to and fro.
+# A layer begins to train sparsely at this share of the activity at which it stops, so that it does
+# not go to and fro.
 BEGIN = 0.9
-# Each attempt but the last makes room by what the first layer without enough needed (layers after it saw wrong inputs,
-# and their numbers say nothing); the last has room for everything, for this step alone.
+# Each attempt but the last makes room by what the first layer without enough needed (layers after
+# it saw wrong inputs, and their numbers say nothing); the last has room for everything, for this
+# step alone.
 ATTEMPTS = 4
 
 
 class SparseTraining:
-    """Has the SparseFFN layers of a model train sparsely, in any loop, and repeats a step where buffers were too small.
+    """Has the SparseFFN layers of a model train sparsely, in any loop, and repeats a step where
+    buffers were too small.
 
         sparse = twell.SparseTraining(model)
         for batch in data:
@@ -55,19 +60,22 @@ class SparseTraining:
                 loss.backward()  # as many micro-batches as you like
             optimizer.step()
 
-    An attempt has to compute the whole step, from zero gradients. Its losses may be NaN: look at them, and count tokens,
-    after the attempts. Repeated attempts begin with the random state of torch, on the CPU and the layers' devices, and the
-    layers' statistics as they were. An attempt that is left by an exception or `break` was not checked, and what it
-    computed is of no use. Gradients outside of attempts are computed densely.
+    An attempt has to compute the whole step, from zero gradients. Its losses may be NaN: look at
+    them, and count tokens, after the attempts. Repeated attempts begin with the random state of
+    torch, on the CPU and the layers' devices, and the layers' statistics as they were. An attempt
+    that is left by an exception or `break` was not checked, and what it computed is of no use.
+    Gradients outside of attempts are computed densely.
 
-    Layers with the backend "triton" always train sparsely. Those with "auto" begin densely and change to and fro by
-    their activity and `Calibration.training`. Others, those with adapters or hooks (`SparseFFN.readable`), and all where
-    the kernels cannot be used, are left dense; without any layer that could train sparsely nothing is read from the device. Where layers are compiled, call `allow_recompiling`.
+    Layers with the backend "triton" always train sparsely. Those with "auto" begin densely and
+    change to and fro by their activity and `Calibration.training`. Others, those with adapters or
+    hooks (`SparseFFN.readable`), and all where the kernels cannot be used, are left dense; without
+    any layer that could train sparsely nothing is read from the device. Where layers are compiled,
+    call `allow_recompiling`.
 
     Args:
-        model: any module; its layers are looked up once.
-        path: how gradients are computed, "union" or "hybrid" (the paper's); None: densely, for a loop that decides.
-        reduce: takes an int64 tensor [layers] and returns its elementwise maximum over all processes; by default
+        model: any module; its layers are looked up once. path: how gradients are computed, "union"
+        or "hybrid" (the paper's); None: densely, for a loop that decides. reduce: takes an int64
+        tensor [layers] and returns its elementwise maximum over all processes; by default
             that of torch.distributed, where it is initialised.
         group: the processes that train this model, for the default `reduce`; None: all.
 
@@ -111,8 +119,9 @@ class SparseTraining:
     def allow_recompiling(self) -> None:
         """Set what compiled layers need of torch.compile, for the whole process.
 
-        Call it once where the model or its layers are compiled. Code is made for dense and sparse layers, with and without statistics, and
-        the second time that a room is seen for all rooms at once. Limits of recompilation are never lowered.
+        Call it once where the model or its layers are compiled. Code is made for dense and sparse
+        layers, with and without statistics, and the second time that a room is seen for all rooms
+        at once. Limits of recompilation are never lowered.
         """
         torch._dynamo.config.allow_unspec_int_on_nn_module = (
             True  # a layer's capacity need not be a constant
@@ -133,7 +142,9 @@ class SparseTraining:
         return any(self._crossover(ffn) > 0 for ffn in self.layers)
 
     def summary(self) -> dict[str, int]:
-        """Return capacity, the number of layers that train sparsely from now on, and the attempts made again so far."""
+        """Return capacity, the number of layers that train sparsely from now on, and the attempts
+        made again so far.
+        """
         return {
             "capacity": self.capacity,
             "sparse_layers": sum(self.sparse),
@@ -141,7 +152,9 @@ class SparseTraining:
         }
 
     def attempts(self) -> Iterator[int]:
-        """Yield 0, then 1, 2, ... as long as buffers were too small: see the class. All processes have to take part."""
+        """Yield 0, then 1, 2, ... as long as buffers were too small: see the class. All processes
+        have to take part.
+        """
         if not self.active:
             yield 0
             return
@@ -173,7 +186,9 @@ class SparseTraining:
                 self._release()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain numbers and lists: a run that takes it up makes the same choices."""
+        """What a checkpoint keeps, in plain numbers and lists: a run that takes it up makes the
+        same choices.
+        """
         return {
             "capacity": self.capacity,
             "recent": list(self._recent),
@@ -183,7 +198,9 @@ class SparseTraining:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Raises ValueError for that of a model with another number of layers."""
+        """Take up what `state` gave. Raises ValueError for that of a model with another number of
+        layers.
+        """
         if len(state["activity"]) != len(self.layers):
             raise ValueError(
                 f"the state is of {len(state['activity'])} layers; the model has {len(self.layers)}"
@@ -239,7 +256,9 @@ class SparseTraining:
         return (ffn.calibration or default(*shape)).training or 0.0
 
     def _notice(self, needed: list[int], forced: bool) -> None:
-        """Decide for the next step, from what this one needed; `forced`: its room was everything, as nothing was known."""
+        """Decide for the next step, from what this one needed; `forced`: its room was everything,
+        as nothing was known.
+        """
         for place, number in enumerate(needed):
             old = self.activity[place]
             if number >= 0:
@@ -273,13 +292,17 @@ class SparseTraining:
         )
 
     def _read(self) -> list[int]:
-        """What each layer needed, on no process more; -1 for a layer that computed nothing. Waits for the device, once."""
+        """What each layer needed, on no process more; -1 for a layer that computed nothing. Waits
+        for the device, once.
+        """
         device = self.layers[0].needed.device
         return self.reduce(torch.stack([ffn.needed.to(device) for ffn in self.layers])).tolist()
 
 
 def rooms(most: int) -> tuple[int, ...]:
-    """Return the rooms, entries per token, that buffers may have: 32, 48, 64, 96, 128, ..., and last `most` neurons. Ours."""
+    """Return the rooms, entries per token, that buffers may have: 32, 48, 64, 96, 128, ..., and
+    last `most` neurons. Ours.
+    """
     found = [
         room
         for n in range(most.bit_length())
@@ -297,7 +320,9 @@ def _largest(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _RandomState:
-    """torch's random state on the CPU, the current GPU, and the GPUs of the layers; to copy it waits for no device."""
+    """torch's random state on the CPU, the current GPU, and the GPUs of the layers; to copy it
+    waits for no device.
+    """
 
     def __init__(self, layers: list[SparseFFN]):
         self.cpu = torch.get_rng_state()

@@ -1,0 +1,69 @@
+"""Whether a layer may read the weights of its projections, or has to call them as modules.
+
+The sparse backends read weights. Reading gives the same as calling only for an `nn.Linear` with plain
+parameters and no hooks. With an adapter, a hook, a parametrisation or a quantised weight the layer
+calls the projection and computes densely.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+# The hooks of a module; a layer and the module that it replaces share them.
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+CALLED_WITH = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(part: nn.Module | None) -> bool:
+    """Return whether `why_called` is None, for nearly every projection within a microsecond.
+
+    Every call of a layer asks. False where only the slow check can tell.
+    """
+    if type(part) is not nn.Linear:
+        return part is None
+    own = part.__dict__
+    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+    # Not `any` over CALLED_WITH: this runs three times in every call of a layer.
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    hooks = hooks or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+    return plain and not hooks and "forward" not in own
+
+
+def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
+    """Return why a projection has to be called; None where reading its weight gives the same.
+
+    `sharded`: the weight may be a DTensor, as FSDP keeps it until it gathers it for a pass.
+    """
+    if type(part) is not nn.Linear:
+        return f"a {type(part).__module__}.{type(part).__qualname__}"
+    if "forward" in part.__dict__ and not _only_moves_inputs(part):
+        return "an nn.Linear with a forward of its own"
+    if any(getattr(part, name) for name in CALLED_WITH):
+        return "an nn.Linear with hooks"
+    for name in ("weight", "bias"):
+        kind = type(getattr(part, name))
+        if kind in (nn.Parameter, Tensor, type(None)):
+            continue
+        if not (sharded and kind.__name__ == "DTensor"):
+            return f"an nn.Linear whose {name} is a {kind.__module__}.{kind.__qualname__}"
+    return None
+
+
+def _only_moves_inputs(part: nn.Module) -> bool:
+    """Whether `part.forward` is Accelerate's for a device map, and the weights stay in place."""
+    from accelerate.hooks import AlignDevicesHook
+
+    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
+    if type(hook) is not AlignDevicesHook or hook.offload:
+        return False
+    return getattr(forward, "__func__", None) is nn.Linear.forward
