@@ -3,7 +3,7 @@
     twell::ffn_rowwise   any M; weight rows of each token's active neurons
     twell::ffn_union     many tokens; tensor-core products over the unions of blocks of 64 or 128 tokens
     twell::ffn_decode    1 to 64 tokens; each weight row read at most once
-    twell::train_*       the same y with gradients, on two paths: see `train`
+    twell::train_*       the same y with gradients, on two paths: see training_ops.py
 
 They compute the same y [M, K] for x [M, K]:
 
@@ -31,13 +31,12 @@ may in a dense layer.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twell.kernels import decode, dense, hybrid, rowwise, training, union
+from twell.kernels import decode, dense, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED
 from twell.kernels.gate import COMPRESSIONS
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
@@ -45,7 +44,7 @@ from twell.sparse.formats import MAX_COLUMNS, check_tensor
 PLAIN = Tensor, nn.Parameter
 
 
-def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
+def check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
     if x.dtype not in DTYPES:
@@ -98,25 +97,25 @@ def _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None
         )
 
 
-def _prepare(x: Tensor) -> Tensor:
+def prepare(x: Tensor) -> Tensor:
     """x contiguous and aligned. Raises ValueError where there is no GPU for it."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError(
             "x is on cpu, expected a GPU (or TRITON_INTERPRET=1, set before the kernels are imported)"
         )
-    return _aligned(x.contiguous())
+    return aligned(x.contiguous())
 
 
-def _aligned(tensor: Tensor | None) -> Tensor | None:
+def aligned(tensor: Tensor | None) -> Tensor | None:
     """The tensor, copied where it begins at an address that tensor descriptors do not accept."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
 def _run(path, x, w_gate, w_up, w_down, b_gate, b_up, b_down, **options) -> Tensor:
-    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
+    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    x, w_gate, w_up = _prepare(x), _aligned(w_gate), _aligned(w_up)
+    x, w_gate, w_up = prepare(x), aligned(w_gate), aligned(w_up)
     # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         return path(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, **options)
@@ -187,7 +186,7 @@ def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=
 @ffn_union.register_fake
 @ffn_decode.register_fake
 def _fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
-    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return x.new_empty(x.shape)
 
 
@@ -215,7 +214,7 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
             raise ValueError("activity cannot be counted under torch.compile")
         if path != "dense":
             return PATHS[path](x, *tensors)
-        _check(x, *tensors)
+        check_tensors(x, *tensors)
         return dense.plain(x, *tensors)
     options = {} if activity is None or path == "dense" else {"activity": activity}
     kernels = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
@@ -230,164 +229,10 @@ def choose(num_tokens: int) -> str:
     return "decode" if num_tokens <= decode.MAX_TOKENS else "union"
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+def __getattr__(name: str):
+    # training_ops imports this module, so its names follow at their first use.
+    if name in ("MAX_ENTRIES", "TRAIN_PATHS", "Trained", "train"):
+        from twell.kernels import training_ops
 
-
-MAX_ENTRIES = (
-    2**31 - 2**12
-)  # places are 32-bit integers, and kernels step past the last one by up to 256
-
-
-class Trained(NamedTuple):
-    """What `train` returns.
-
-    y [M, K], and l1 [M] fp32, the sum over neurons of |h|, h as rounded: both differentiable. token_counts [M] int32,
-    active neurons of each token; neuron_counts [N] int32, tokens that have each neuron active, without those that
-    token_mask leaves out. needed, int64 0-d: the least capacity that suffices: if it is above that given, y, l1 and the
-    gradients are wrong, and the step has to be done again with more.
-    """
-
-    y: Tensor
-    l1: Tensor
-    token_counts: Tensor
-    neuron_counts: Tensor
-    needed: Tensor
-
-
-def train(
-    path: str,
-    capacity: int,
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    *,
-    token_mask: Tensor | None = None,
-) -> Trained:
-    """The layer with gradients for x, weights, biases and the L1 term; between forward and backward entries are kept.
-
-    `path` is "union" or "hybrid" (see training.py and hybrid.py, the paper's); `capacity`, at least 1, is the room for
-    entries, per token, which hybrid takes for backup rows. `token_mask`, of M entries in any shape, is 0 for tokens that
-    neuron_counts leaves out. Other shapes, dtypes and errors: see the module; M is at least 1. Raises ValueError for another path. Paper: App. B.2.
-    """
-    if path not in TRAIN_PATHS:
-        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
-    found = TRAIN_PATHS[path](x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-    return Trained(*found[:5])
-
-
-def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity) -> None:
-    _check(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    if x.shape[0] == 0:
-        raise ValueError("x has no token, expected at least 1")
-    if not 1 <= capacity < MAX_ENTRIES / x.shape[0]:
-        raise ValueError(
-            f"capacity={capacity} for {x.shape[0]} tokens, expected 1 or more, and below {MAX_ENTRIES} entries in all"
-        )
-    if token_mask is not None and token_mask.numel() != x.shape[0]:
-        raise ValueError(
-            f"token_mask has shape {tuple(token_mask.shape)}, expected {x.shape[0]} entries, one a token"
-        )
-
-
-def _register(name: str, path) -> torch.library.CustomOpDef:
-    """The operators of one way to train: `path` has forward, backward, saved_like and Saved as kernels/training.py has."""
-    fields = ("y", "l1", "token_counts", "neuron_counts", "needed", *path.Saved._fields)
-    arguments = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
-    outputs = ", ".join(["Tensor"] * len(fields))
-    saved = ", ".join(f"Tensor {field}" for field in path.Saved._fields)
-
-    def forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
-        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-        x, w_gate, w_up = _prepare(x), _aligned(w_gate), _aligned(w_up)
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            if token_mask is not None:
-                token_mask = token_mask.reshape(-1) != 0
-            return path.forward(
-                x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, token_mask, capacity
-            )
-
-    def backward(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        *saved, dy, dl1, needs = rest
-        x, dy = _prepare(x), _prepare(dy.to(x.dtype))
-        w_gate, w_up = _aligned(w_gate), _aligned(w_up)
-        saved = path.Saved(*saved)
-        # A copy, though it may be fp32 already: in a thread of autograd's the device has no context before PyTorch runs
-        # something on it, and tensor descriptors need one.
-        dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            gradients = path.backward(
-                x, w_gate, w_up, w_down.t(), b_gate, b_up, saved, dy, dl1, needs
-            )
-        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-    forward_op = torch.library.custom_op(
-        f"twell::train_{name}",
-        forward,
-        mutates_args=(),
-        # A SymInt: compiled code serves every capacity.
-        schema=f"({arguments}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> ({outputs})",
-    )
-    backward_op = torch.library.custom_op(
-        f"twell::train_{name}_backward",
-        backward,
-        mutates_args=(),
-        schema=f"({arguments}, {saved}, Tensor dy, Tensor dl1, bool[] needs) -> ({', '.join(['Tensor'] * 6)})",
-    )
-
-    @forward_op.register_fake
-    def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
-        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-        num_tokens, intermediate_size = x.shape[0], w_up.shape[0]
-        return (
-            x.new_empty(x.shape),
-            x.new_empty(num_tokens, dtype=torch.float32),
-            x.new_empty(num_tokens, dtype=torch.int32),
-            x.new_empty(intermediate_size, dtype=torch.int32),
-            x.new_empty((), dtype=torch.int64),
-            *path.saved_like(x, intermediate_size, capacity, w_gate is not None),
-        )
-
-    @backward_op.register_fake
-    def _(x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        given = (x, w_gate, w_up, w_down.t(), b_gate, b_up)
-        return tuple(
-            t.new_empty(t.shape) if need else x.new_empty(0)
-            for t, need in zip(given, rest[-1], strict=True)
-        )
-
-    def keep(ctx, inputs, output):
-        x, w_gate, w_up, w_down, b_gate, b_up, *_ = inputs
-        ctx.set_materialize_grads(False)  # else zeros are made for all that is kept
-        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *output[5:])
-
-    def differentiate(ctx, dy, dl1, *_):
-        tensors = ctx.saved_tensors
-        dy = torch.zeros_like(tensors[0]) if dy is None else dy
-        dl1 = dy.new_zeros(len(dy), dtype=torch.float32) if dl1 is None else dl1
-        # Of x, the weights and the first two biases: only what is asked for is computed.
-        needs = [
-            t is not None and need
-            for t, need in zip(tensors, ctx.needs_input_grad[:6], strict=False)
-        ]
-        gradients = [None] * 6
-        if any(needs):
-            gradients = backward_op(*tensors, dy, dl1, needs)
-        gradients = [
-            gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
-        ]
-        if needs[3]:
-            gradients[3] = gradients[3].t()
-        d_b_down = (
-            dy.sum(0, dtype=torch.float32).to(tensors[0].dtype) if ctx.needs_input_grad[6] else None
-        )
-        return *gradients, d_b_down, None, None
-
-    forward_op.register_autograd(differentiate, setup_context=keep)
-    return forward_op
-
-
-TRAIN_PATHS = {"union": _register("union", training), "hybrid": _register("hybrid", hybrid)}
+        return getattr(training_ops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -231,7 +231,7 @@ def up_down(
             BK=block_k,
             # 32 values of x and 32 of the sum in a thread; more warps only make the sums over K dearer.
             num_warps=min(max(block_k // 1024, 1), 16),
-            **config("rowwise", x.device),
+            **config("twell_rowwise", x.device),
         )
     return y
 

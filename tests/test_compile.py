@@ -277,7 +277,7 @@ def use(architecture: str, launch: Callable) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from twell.kernels import common
+    from twell.kernels import options
 
     target = GPUTarget("hip", architecture, 64)
     if architecture.startswith("sm_"):
@@ -300,7 +300,7 @@ def use(architecture: str, launch: Callable) -> None:
 
     JITFunction.run = lambda *args, **options: launch(compile_only, *args, **options)
     driver.set_active(Driver())
-    common.architecture = lambda device: architecture
+    options.architecture = lambda device: architecture
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from twell.kernels import common, decode, dense, gate, ops, pack, rowwise, union
+from twell.kernels import common, decode, dense, gate, ops, options, pack, rowwise, union
 from twell.sparse import formats as format
 from twell.sparse import reference
 
@@ -101,7 +101,7 @@ def test_overflow_is_exact(pattern, compression, gated, dtype):
 def test_every_configuration(path, architecture, monkeypatch):
     if DEVICE == "cuda":
         pytest.skip("a GPU runs its own configuration")
-    monkeypatch.setattr(common, "architecture", lambda device: architecture)
+    monkeypatch.setattr(options, "architecture", lambda device: architecture)
     assert (
         fuzz.check(
             integer_case(path, num_tokens=2 if path == "rowwise" else 130, hidden_size=80), DEVICE

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 
 from tests import fuzz
 from tests.test_kernels import DEVICE, SEED, pytestmark, unwritten_memory_is_nan  # noqa: F401
-from twell.kernels import common, ops, training
+from twell.kernels import common, ops, training, training_ops
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
 
-PATHS = sorted(ops.TRAIN_PATHS)
+PATHS = sorted(training_ops.TRAIN_PATHS)
 
 
 @pytest.fixture
@@ -163,11 +163,11 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     with torch.no_grad():
         leaves["w_gate" if gated else "w_up"][::3, 0] = 40
     dy = torch.randn(70, 48, device=DEVICE).to(case.dtype)
-    needed = int(ops.train(path, 140, **leaves).needed)
+    needed = int(training_ops.train(path, 140, **leaves).needed)
     assert 1 < needed < 130
     results = []
     for capacity in (needed, needed + 3, 140):
-        found = ops.train(path, capacity, **leaves)
+        found = training_ops.train(path, capacity, **leaves)
         results.append(
             [found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))]
         )
@@ -215,7 +215,7 @@ def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch)
     if not wanted:
         pytest.skip("a non-gated layer has no gate")
     dy = torch.randn(33, 16, device=DEVICE).to(case.dtype)
-    found = ops.train(path, 40, **leaves)
+    found = training_ops.train(path, 40, **leaves)
     expected = dict(
         zip(
             [n for n in NAMES if leaves[n] is not None],
@@ -225,7 +225,7 @@ def test_only_the_gradients_that_are_asked_for(path, wanted, gated, monkeypatch)
     )
     returned, backward = [], getattr(torch.ops.twell, f"train_{path}_backward")
     given = {name: t if t is None or name in wanted else t.detach() for name, t in leaves.items()}
-    found = ops.train(path, 40, **given)
+    found = training_ops.train(path, 40, **given)
     saved = found.y.grad_fn.saved_tensors if hasattr(found.y.grad_fn, "saved_tensors") else None
     assert saved is not None
     needs = [name in wanted for name in NAMES[:6]]
@@ -251,18 +251,18 @@ def test_too_little_room_is_told_and_counts_stay_right():
     path = "union"  # tests/test_hybrid.py has the other
     case = case_of(path, pattern="skewed", values="normal")
     leaves = leaves_of(case)
-    enough = ops.train(path, 140, **leaves)
+    enough = training_ops.train(path, 140, **leaves)
     needed = int(enough.needed)
     assert needed == -(-int(enough.token_counts.sum()) // 70) and needed > 2
     for capacity in (1, needed - 1):
-        found = ops.train(path, capacity, **leaves)
+        found = training_ops.train(path, capacity, **leaves)
         assert int(found.needed) > capacity
         assert torch.equal(found.token_counts, enough.token_counts)
         assert torch.equal(found.neuron_counts, enough.neuron_counts)
         gradients_of(
             found, leaves, torch.ones_like(found.y), torch.ones_like(found.l1)
         )  # wrong, but nothing breaks
-    exactly = ops.train(path, needed, **leaves)
+    exactly = training_ops.train(path, needed, **leaves)
     assert int(exactly.needed) == needed
     assert torch.equal(exactly.y, enough.y) and torch.equal(exactly.l1, enough.l1)
 
@@ -277,7 +277,7 @@ def test_two_calls_give_the_same_bits(monkeypatch):
     dy = torch.randn(size, 48, device=DEVICE).to(case.dtype)
     results = []
     for _ in range(2):
-        found = ops.train("union", 2 * size, **leaves)
+        found = training_ops.train("union", 2 * size, **leaves)
         results.append(
             [found.y, found.l1, *gradients_of(found, leaves, dy, torch.ones_like(found.l1))]
         )
@@ -296,26 +296,26 @@ def test_operators_keep_the_rules_of_pytorch(path, gated):
     # depends on; there tests/gpu compares what Inductor makes of it instead.
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks += ["test_aot_dispatch_dynamic"] if DEVICE == "cpu" else []
-    torch.library.opcheck(ops.TRAIN_PATHS[path], tuple(arguments), test_utils=checks)
+    torch.library.opcheck(training_ops.operator(path), tuple(arguments), test_utils=checks)
 
 
 def test_bad_input_is_named():
     leaves = leaves_of(case_of("union"))
     with pytest.raises(ValueError, match="path 'ell' is unknown; use one of .*union"):
-        ops.train("ell", 8, **leaves)
+        training_ops.train("ell", 8, **leaves)
     with pytest.raises(ValueError, match="capacity=0"):
-        ops.train("union", 0, **leaves)
+        training_ops.train("union", 0, **leaves)
     with pytest.raises(ValueError, match="capacity=40000000 for 70 tokens"):
-        ops.train("union", 40_000_000, **leaves)
+        training_ops.train("union", 40_000_000, **leaves)
     entries = (
         2**31 - 31
     )  # to the place of an entry that does not fit 31 are added, and that has to fit 32 bits
     with pytest.raises(ValueError, match=f"capacity={entries} for 1 tokens"):
-        ops.train("union", entries, **{**leaves, "x": leaves["x"][:1]})
+        training_ops.train("union", entries, **{**leaves, "x": leaves["x"][:1]})
     with pytest.raises(ValueError, match=r"token_mask has shape \(3,\), expected 70"):
-        ops.train("union", 8, **leaves, token_mask=torch.ones(3, device=DEVICE))
+        training_ops.train("union", 8, **leaves, token_mask=torch.ones(3, device=DEVICE))
     with pytest.raises(ValueError, match="x has no token"):
-        ops.train("union", 8, **{**leaves, "x": leaves["x"][:0]})
+        training_ops.train("union", 8, **{**leaves, "x": leaves["x"][:0]})
 
 
 # The layer

@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 from tests import fuzz
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import results
-from twell.kernels import ops
+from twell.kernels import training_ops
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
 from twell.train import Log, TrainConfig, train
 
-PATHS = sorted(ops.TRAIN_PATHS)
+PATHS = sorted(training_ops.TRAIN_PATHS)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -43,7 +43,7 @@ def test_gradients_at_full_width(active, skew, path):
         name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()
     }
     given = {name: t for name, t in leaves.items() if t is not None}
-    found = ops.train(path, 5632, **leaves)
+    found = training_ops.train(path, 5632, **leaves)
     gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
     for name, value in {
         "y": found.y,
@@ -62,7 +62,7 @@ def test_less_is_kept_than_by_a_dense_layer(path):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     capacity = {"union": 48, "hybrid": 192}[path]  # of the latter for backup rows alone
-    found = ops.train(path, capacity, **tensors)
+    found = training_ops.train(path, capacity, **tensors)
     assert int(found.needed) <= capacity
     x = tensors["x"]
     held = (
@@ -216,8 +216,8 @@ def test_more_than_2_to_the_31_entries(path, shape):
     given = {name: t for name, t in leaves.items() if t is not None}
     dy = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16()
     dl1 = torch.rand(num_tokens, device="cuda")
-    capacity = max(1, int(ops.train(path, 1, **leaves).needed))
-    found = ops.train(path, capacity, **leaves)
+    capacity = max(1, int(training_ops.train(path, 1, **leaves).needed))
+    found = training_ops.train(path, capacity, **leaves)
     assert int(found.needed) <= capacity
     gradients = dict(
         zip(
@@ -269,7 +269,7 @@ def test_a_device_that_is_not_the_current_one(path):
         leaves["w_down"] = leaves["w_down"].t().contiguous().t()
         leaves = {name: None if t is None else t.requires_grad_() for name, t in leaves.items()}
         with torch.cuda.device(0):
-            found = ops.train(path, 5632, **leaves)
+            found = training_ops.train(path, 5632, **leaves)
             (found.y.float().square().sum() + found.l1.sum()).backward()
         results.append([found.y, found.l1, *(t.grad for t in leaves.values() if t is not None)])
     for a, b in zip(*results, strict=True):

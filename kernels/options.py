@@ -1,0 +1,218 @@
+"""Launch options of every kernel: block sizes, warps and stages by architecture and by size.
+
+The table is fixed; nothing is autotuned. So a result never depends on earlier calls, a CUDA graph
+can capture the first launch, and a test compiles exactly the code that each device will run.
+docs/kernel-log.md has the measurements behind the numbers, in sections named here in brackets.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+# Architectures without a row of their own that have the shared memory of another one.
+LIKE = {"sm_86": "sm_89", "sm_87": "sm_80"}
+LIKE |= dict.fromkeys(("sm_100", "sm_103"), "sm_90") | dict.fromkeys(("sm_120", "sm_121"), "sm_89")
+
+Options = dict[str, dict[str, int]]
+
+
+def _one(**options: int) -> Options:
+    """The same options on every architecture."""
+    return {"default": options}
+
+
+# By kernel and architecture. "default" serves the architectures without a row and Triton's
+# interpreter ("cpu"), and fits the 64 KiB of shared memory of gfx942. In products BM is tokens, BN
+# neurons (in products with w_down outputs), BK entries of the summed axis in one step.
+OPTIONS: dict[str, Options] = {
+    # The largest tiles that fit: within 5% of cuBLAS, smaller ones within 9% [Gate and unions].
+    "gate_tokens": {
+        "default": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_90": {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
+    },
+    "gate_neurons": {
+        "default": {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_90": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    },
+    # 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
+    "gate_words": {
+        "default": {"BM": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    },
+    # One pass over the words of a block; not tuned.
+    "union_lists": _one(CHUNK=4096, num_warps=8, num_stages=1),
+    # By the tokens of a block. PER_SM programs stay resident on each multiprocessor, so that many
+    # bytes are in flight: 1.37 ms with three, 1.43 with two; 1.26 for blocks of 128, 1.55 with
+    # 8 warps [Gate and unions].
+    "union_up_64": {
+        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
+    },
+    "union_up_128": {
+        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+    },
+    # Short steps and many stages, two of which go to reading the list in the same loop:
+    # 1.00 ms; steps of 64 with 3 stages 1.24 [Gate and unions].
+    "union_down_64": {
+        "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
+        "sm_90": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
+    },
+    "union_down_128": {
+        "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
+        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
+        "sm_90": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
+    },
+    # One warp packs a token's words: 0.13 ms beside the 3.5 of the row-wise kernel [Row-wise].
+    "token_lists": _one(num_warps=1, num_stages=1),
+    # Only counts activity; not tuned.
+    "count_activity": _one(num_warps=4, num_stages=1),
+    # Unrolling 2 or 4 neurons: 3.3 ms skewed (3.5), but 3.9 to 4.2 even (3.7) [Row-wise].
+    "rowwise": _one(num_stages=2),
+    # Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number.
+    # 4 neurons in pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is
+    # slow per loop iteration, so it takes larger blocks.
+    "twell_rowwise": {
+        "default": {"AGAIN_N": 4, "AGAIN_K": 512, "num_stages": 2},
+        "cpu": {"AGAIN_N": 256, "AGAIN_K": 128, "num_stages": 2},
+    },
+    # By the tokens of a block: 16, or 32 and 64. Other tiles, warps and stages: no difference
+    # [2026-11-21, Decoding].
+    "decode_up_16": {
+        "default": {"BN": 16, "BK": 64, "num_warps": 2, "num_stages": 2},
+        "sm_80": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_89": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        "sm_90": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+    },
+    "decode_up_64": {
+        "default": {"BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
+    },
+    # Narrow tiles, so that many programs read: 128 for 2,048 outputs. Others: below 1% [Decoding].
+    "decode_down": {
+        "default": {"BN": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 5},
+        "sm_89": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
+        "sm_90": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
+    },
+    # BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
+    "decode_few_down": {
+        "default": {"BN": 16, "BK": 16, "num_warps": 4, "num_stages": 1},
+        "sm_80": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+        "sm_89": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+        "sm_90": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
+    },
+    # 16 values a thread, two loads of 16 bytes of each operand; no size is measurably better.
+    "dense": _one(BLOCK=4096, num_warps=8, num_stages=1),
+    # Segments or rows of a program, and columns or slots in one step. For tests; not tuned.
+    "pack": _one(SEGMENTS=16, CHUNK=128, num_warps=4, num_stages=1),
+    # WORDS of 32 tokens in one step; not tuned.
+    "training_index": _one(BN=16, WORDS=128, num_warps=4, num_stages=1),
+    # BN divides the neurons of a tile of "union_up_64". 0.126 ms; 64 neurons 0.165 [Tuning].
+    "training_elements": _one(BN=32, num_warps=8, num_stages=1),
+    # Four entries at a time: 0.43 ms; eight 0.44, one slower by a third [Tuning].
+    "training_lists": _one(UNROLL=4, num_stages=1),
+    # Wide tiles win where the backup has many rows: 1.24 ms; 128 x 128 1.51 [Tuning].
+    "training_backup": {
+        "default": {"BH": 64, "BN": 64, "BT": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
+        "sm_89": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BH": 128, "BN": 256, "BT": 64, "num_warps": 8, "num_stages": 3},
+    },
+    # SLOTS entries of a list at a time: registers limit them on a GPU. Not tuned, as all of hybrid.
+    "hybrid_rows": {
+        "default": {"SLOTS": 1, "num_stages": 2},
+        "cpu": {"SLOTS": 32, "num_stages": 1},
+    },
+    "hybrid_weights": {
+        "default": {"SLOTS": 4, "num_stages": 2},
+        "cpu": {"SLOTS": 64, "num_stages": 1},
+    },
+    "hybrid_backup": {
+        "default": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "sm_80": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "sm_89": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+        "sm_90": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    },
+}
+
+# Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
+# of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate and unions].
+GATE_GROUP = 8
+# Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
+# blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
+LARGE_BLOCK_TOKENS = 16_384
+# Up to so many tokens decode without tensor cores, in the first launch and in the second.
+# In the second, 3 and 4 tokens lose 0.3 to 0.7 us [Decoding].
+FEW_UP_TOKENS = 4
+FEW_DOWN_TOKENS = 2
+
+
+def block_tokens(num_tokens: int) -> int:
+    """Tokens that share a union in inference."""
+    return 128 if num_tokens <= LARGE_BLOCK_TOKENS else 64
+
+
+def row_warps(block_k: int) -> int:
+    """Warps of a program that holds a row of x and a row of y, `block_k` entries each.
+
+    32 entries of each in a thread; more warps only make the sums over K more expensive.
+    """
+    return min(max(block_k // 1024, 1), 16)
+
+
+def decode_few_up(num_tokens: int, hidden_size: int) -> dict[str, int]:
+    """Launch options of decode_few_up_kernel: BN whole rows of weights in registers.
+
+    Two neurons a program: 14.5 us for 4 tokens (16.1), but slower for 1 and 2 [Decoding].
+    """
+    neurons, block_k = 1 if num_tokens <= 2 else 2, 1 << (hidden_size - 1).bit_length()
+    num_warps = min(max(neurons * block_k // 2048, 1), 16)
+    return with_fusion(BN=neurons, BK=block_k, num_warps=num_warps, num_stages=1)
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """The device's architecture, such as "sm_90" or "gfx942"; "cpu" for the interpreter's."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the device, 3 in the interpreter."""
+    if device.type == "cpu":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(kernel: str, device: torch.device) -> dict[str, int]:
+    """A copy of a kernel's options on a device. Raises KeyError for a name not in OPTIONS."""
+    table, name = OPTIONS[kernel], architecture(device)
+    return with_fusion(**table.get(LIKE.get(name, name), table["default"]))
+
+
+def with_fusion(**options: int) -> dict[str, int]:
+    """The options and fused multiply-add, whose default differs between versions of Triton."""
+    return {**options, "enable_fp_fusion": True}

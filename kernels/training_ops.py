@@ -1,0 +1,215 @@
+"""The layer with gradients, as PyTorch operators: one pair, forward and backward, for each path.
+
+    twell::train_union    products over the unions of blocks of 64 tokens: training.py
+    twell::train_hybrid   the paper's hybrid format: paper/hybrid.py, imported at its first use
+
+Both compute y [M, K] of ops.py's layer and each token's L1 term, for an M of at least 1:
+
+    l1[m] = sum over neurons of |h[m, n]|,   h = relu(x w_gate^T + b_gate) * (x w_up^T + b_up)
+
+Between forward and backward they keep x, the weights and the active entries of g and u. The buffers
+hold `capacity` entries per token. A step that needs more says so, in `needed`, and is wrong.
+
+Shapes, dtypes and errors: see ops.py. Reference: twell.sparse.reference; test: tests/test_training.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell.kernels import training
+from twell.kernels.ops import aligned, check_tensors, prepare
+
+TRAIN_PATHS = "union", "hybrid"
+# Places of entries are 32-bit integers, and kernels step past the last one by up to 256.
+MAX_ENTRIES = 2**31 - 2**12
+
+
+class Trained(NamedTuple):
+    """The results of a training step's forward pass, of which y and l1 are differentiable.
+
+    y             [M, K] in x.dtype
+    l1            [M] fp32, the sum over neurons of |h|, h rounded to x.dtype
+    token_counts  [M] int32, active neurons of each token
+    neuron_counts [N] int32, tokens for which each neuron is active, without those masked out
+    needed        0-d int64, the least capacity that suffices. Above the given capacity, y, l1 and
+                  the gradients are wrong, and the step has to be repeated with more.
+    """
+
+    y: Tensor
+    l1: Tensor
+    token_counts: Tensor
+    neuron_counts: Tensor
+    needed: Tensor
+
+
+def train(
+    path: str,
+    capacity: int,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    token_mask: Tensor | None = None,
+) -> Trained:
+    """The layer with gradients for x, weights, biases and the L1 term.
+
+    `path` is one of TRAIN_PATHS. `capacity`, at least 1, is the number of entries per token that
+    the buffers hold; "hybrid" uses it for backup rows. `token_mask`, of M entries in any shape, is
+    0 for tokens that neuron_counts leaves out. Raises ValueError for another path, and as ops.py
+    says. Paper: App. B.2.
+    """
+    if path not in TRAIN_PATHS:
+        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
+    tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
+    return Trained(*operator(path)(*tensors, token_mask, capacity)[:5])
+
+
+def operator(path: str) -> torch.library.CustomOpDef:
+    """The operator of a path; its results are Trained's, followed by the saved tensors."""
+    if path == "hybrid":
+        from twell.kernels.paper import hybrid_ops
+
+        return hybrid_ops.train_hybrid
+    return train_union
+
+
+def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity) -> None:
+    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    num_tokens = x.shape[0]
+    if num_tokens == 0:
+        raise ValueError("x has no token, expected at least 1")
+    if not 1 <= capacity < MAX_ENTRIES / num_tokens:
+        raise ValueError(
+            f"capacity={capacity} for {num_tokens} tokens, expected 1 or more, "
+            f"and below {MAX_ENTRIES} entries in all"
+        )
+    if token_mask is not None and token_mask.numel() != num_tokens:
+        raise ValueError(
+            f"token_mask has shape {tuple(token_mask.shape)}, "
+            f"expected {num_tokens} entries, one a token"
+        )
+
+
+def _on_device(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be that of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+class _Step:
+    """The two operators' implementations for one path.
+
+    `path` is a module with the functions forward, backward and saved_like of kernels/training.py,
+    and `saved_type` the NamedTuple of the tensors that its forward pass saves.
+    """
+
+    def __init__(self, path: ModuleType, saved_type: type):
+        self.path = path
+        self.saved_type = saved_type
+        self.backward_operator: torch.library.CustomOpDef | None = None
+
+    def forward(self, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
+        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
+        x, w_gate, w_up = prepare(x), aligned(w_gate), aligned(w_up)
+        with _on_device(x):
+            if token_mask is not None:
+                token_mask = token_mask.reshape(-1) != 0
+            biases = b_gate, b_up, b_down
+            return self.path.forward(x, w_gate, w_up, w_down.t(), *biases, token_mask, capacity)
+
+    def fake_forward(self, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
+        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
+        num_tokens, intermediate_size = x.shape[0], w_up.shape[0]
+        return (
+            x.new_empty(x.shape),
+            x.new_empty(num_tokens, dtype=torch.float32),
+            x.new_empty(num_tokens, dtype=torch.int32),
+            x.new_empty(intermediate_size, dtype=torch.int32),
+            x.new_empty((), dtype=torch.int64),
+            *self.path.saved_like(x, intermediate_size, capacity, w_gate is not None),
+        )
+
+    def backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
+        *saved, dy, dl1, needs = rest
+        x, dy = prepare(x), prepare(dy.to(x.dtype))
+        w_gate, w_up = aligned(w_gate), aligned(w_up)
+        # Copied even where it is fp32: in autograd's threads the device has no context before
+        # PyTorch runs something on it, and tensor descriptors need one.
+        dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        given = x, w_gate, w_up, w_down.t(), b_gate, b_up
+        with _on_device(x):
+            gradients = self.path.backward(*given, self.saved_type(*saved), dy, dl1, needs)
+        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+    def fake_backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
+        given = x, w_gate, w_up, w_down.t(), b_gate, b_up
+        return tuple(
+            tensor.new_empty(tensor.shape) if need else x.new_empty(0)
+            for tensor, need in zip(given, rest[-1], strict=True)
+        )
+
+    def save(self, ctx, inputs, output) -> None:
+        x, w_gate, w_up, w_down, b_gate, b_up, *_ = inputs
+        # Else autograd makes zeros for the gradients of all saved tensors.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *output[5:])
+
+    def differentiate(self, ctx, dy, dl1, *_):
+        tensors = ctx.saved_tensors
+        x = tensors[0]
+        dy = torch.zeros_like(x) if dy is None else dy
+        dl1 = dy.new_zeros(len(dy), dtype=torch.float32) if dl1 is None else dl1
+        # x, the weights and the first two biases: the operator computes the gradients needed.
+        requires = zip(tensors, ctx.needs_input_grad[:6], strict=False)
+        needs = [tensor is not None and need for tensor, need in requires]
+        gradients = [None] * 6
+        if any(needs):
+            computed = self.backward_operator(*tensors, dy, dl1, needs)
+            gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
+        if needs[3]:
+            gradients[3] = gradients[3].t()
+        d_b_down = None
+        if ctx.needs_input_grad[6]:
+            d_b_down = dy.sum(0, dtype=torch.float32).to(x.dtype)
+        return *gradients, d_b_down, None, None
+
+
+def register(name: str, path: ModuleType, saved_type: type) -> torch.library.CustomOpDef:
+    """Registers twell::train_`name` and its backward operator; see `_Step`."""
+    step = _Step(path, saved_type)
+    layer = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
+    saved = ", ".join(f"Tensor {field}" for field in saved_type._fields)
+
+    def outputs(number: int) -> str:
+        return ", ".join(["Tensor"] * number)
+
+    forward_operator = torch.library.custom_op(
+        f"twell::train_{name}",
+        step.forward,
+        mutates_args=(),
+        # capacity is a SymInt, so that compiled code serves every capacity.
+        schema=f"({layer}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> "
+        f"({outputs(len(Trained._fields) + len(saved_type._fields))})",
+    )
+    step.backward_operator = torch.library.custom_op(
+        f"twell::train_{name}_backward",
+        step.backward,
+        mutates_args=(),
+        schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs) -> ({outputs(6)})",
+    )
+    forward_operator.register_fake(step.fake_forward)
+    step.backward_operator.register_fake(step.fake_backward)
+    forward_operator.register_autograd(step.differentiate, setup_context=step.save)
+    return forward_operator
+
+
+train_union = register("union", training, training.Saved)
