@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from twell.sparse import plan as choose
-from twell.sparse.plan import BLOCK, CLASSES, POWERS, Calibration, Chooser, Point, default
+from twell.sparse.calibration import (
+    BLOCK,
+    DEPENDS_ON,
+    MARGIN,
+    SCALED_MARGIN,
+    Calibration,
+    Point,
+    default,
+)
+from twell.sparse.plan import CLASSES, POWERS, Chooser
 
 ABOUT = {
     "device": "a device",
@@ -20,7 +29,7 @@ ABOUT = {
     "versions": "torch 2",
     "date": "2026-01-01",
 }
-PATHS = tuple(choose.DEPENDS_ON)
+PATHS = tuple(DEPENDS_ON)
 
 
 def calibration(rows, **changes):
@@ -283,7 +292,7 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
     assert made.choose(131072, shape[1], shape[1]) == "dense"
     assert made.choose(131072, 911 * n, 0.9 * shape[1]) == "dense"
     assert made.choose(1, n, n) in ("dense", "decode")
-    assert made.margin == choose.SCALED_MARGIN > choose.MARGIN
+    assert made.margin == SCALED_MARGIN > MARGIN
 
 
 @pytest.mark.parametrize("intermediate_size", [1, 3, 100, 127, 2827, 14336])

@@ -9,8 +9,8 @@ from torch.nn.utils import parametrize, prune
 
 from twell.sparse import plan as choose
 from twell.sparse import reference
+from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
-from twell.sparse.plan import Calibration, Point
 
 
 def make(

@@ -29,8 +29,8 @@ from twell.model import (
     sparse_ffns,
     sparsify,
 )
+from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import SparseFFN, backend_status, summarize_activity
-from twell.sparse.plan import Calibration, Point
 from twell.sparse.training import SparseTraining
 
 VOCAB = 90

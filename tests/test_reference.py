@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
-from twell.sparse.reference import (
+from twell.reference import (
     down,
     ffn,
     ffn_backward,
@@ -24,6 +23,7 @@ from twell.sparse.reference import (
     union_up_down,
     up_down,
 )
+from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
 
 PATTERNS = ["empty", "full", "sparse", "heavy"]
 SIZES = [(0, 300), (1, 257), (7, 300), (130, 100)]

@@ -16,7 +16,7 @@ from tests.kills import differences
 from tests.test_train import launch, series, stop_after, stream_config
 from twell import SparseTraining, results
 from twell import train as train_module
-from twell.kernels import ops
+from twell.kernels import training_ops
 from twell.sparse import training as sparse_training
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import ATTEMPTS, RECENT, rooms
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Fake:
-    """ops.train by dense products: NaN where the capacity is too small, and random numbers as dropout would draw.
+    """training_ops.train by dense products: NaN where the capacity is too small, and random numbers as dropout would draw.
 
     It counts one in `scale` of a token's active neurons, and needs room for the mean of that and `extra` entries.
     """
@@ -77,7 +77,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     fake = Fake()
-    monkeypatch.setattr(ops, "train", fake)
+    monkeypatch.setattr(training_ops, "train", fake)
     return fake
 
 
@@ -111,9 +111,9 @@ def step(sparse, *needed):
     for _ in sparse.attempts():
         attempts += 1
         for ffn, number in zip(sparse.layers, needed, strict=True):
-            assert torch.equal(ffn.needed, torch.tensor(-1))
+            assert torch.equal(ffn.observer.needed, torch.tensor(-1))
             if number is not None:
-                ffn.needed = torch.tensor(number)
+                ffn.observer.needed = torch.tensor(number)
     return attempts
 
 
@@ -197,7 +197,7 @@ def test_layers_that_are_too_small_one_after_another(fake):
     def attempt():
         # What comes after the first layer without enough room is of no use: here, everything.
         for ffn, want, size in zip(sparse.layers, wants, (256, 256, 192), strict=True):
-            ffn.needed = torch.tensor(
+            ffn.observer.needed = torch.tensor(
                 want if all(n <= sparse.capacity for n in wants[: wants.index(want)]) else size
             )
         counts.append(sparse.capacity)
@@ -209,14 +209,14 @@ def test_layers_that_are_too_small_one_after_another(fake):
     sparse, seen = SparseTraining(Stack((256,) * 8)), []
     for _ in sparse.attempts():
         seen.append([ffn.capacity for ffn in sparse.layers])
-        sparse.layers[0].needed = torch.tensor(min(sparse.capacity + 1, 256))
+        sparse.layers[0].observer.needed = torch.tensor(min(sparse.capacity + 1, 256))
     assert [room[0] for room in seen] == [32, 64, 128, 256] and len(seen) == ATTEMPTS
     # What everything was needed for is known then: the next step has the room that it takes, and not all.
     sparse, wants, counts = SparseTraining(Stack((1024,) * 3)), [33, 65, 129], []
     for _ in sparse.attempts():
         counts.append(sparse.capacity)
         for ffn, want in zip(sparse.layers, wants, strict=True):
-            ffn.needed = torch.tensor(want)
+            ffn.observer.needed = torch.tensor(want)
     assert counts == [32, 64, 128, 1024] and sparse.capacity == 256
     mixed = roomy(SparseTraining(Stack((256, 100))))
     for _ in mixed.attempts():
@@ -278,7 +278,7 @@ def unlike(run, expected):
 @pytest.mark.parametrize("kind", ["blocks", "stream"])
 def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeypatch, kind):
     fake, ends = Fake(scale=8), []
-    monkeypatch.setattr(ops, "train", fake)
+    monkeypatch.setattr(training_ops, "train", fake)
     finishing(monkeypatch, ends)
     config = (
         tiny_config if kind == "blocks" else stream_config(tiny_config, tiny_text, tmp_path / "hub")
@@ -311,10 +311,10 @@ def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeyp
 TWO = """
 from tests.test_sparse_training import Fake
 from twell.sparse import training as sparse_training
-from twell.kernels import ops
+from twell.kernels import training_ops
 
 heavy = False
-ops.train = fake = Fake(scale=8)
+training_ops.train = fake = Fake(scale=8)
 inner = train._Run.step
 
 def step(self, number):
@@ -355,7 +355,7 @@ def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
 @ON_CPU
 def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch):
     fake = Fake()
-    monkeypatch.setattr(ops, "train", fake)
+    monkeypatch.setattr(training_ops, "train", fake)
     heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
     shape = sparse_training.default(32, 96, True)
     monkeypatch.setattr(
@@ -459,15 +459,15 @@ def test_layers_are_told_in_attempts_only():
     model = calibrated(Stack((256, 256, 128), backend="auto"), 100.0, 0.0, 100.0)
     model.ffns[1].backend = "triton"
     sparse = SparseTraining(model, path="hybrid")
-    told = lambda: [(ffn.train_path, ffn.watched) for ffn in model.ffns]  # noqa: E731
+    told = lambda: [(ffn.train_path, ffn.observer.watch_capacity) for ffn in model.ffns]  # noqa: E731
     for number in (300, 10, 300, 10, 10):
         assert told() == [(None, False)] * 3
         for _ in sparse.attempts():
             paths = ["hybrid" if at else None for at in sparse.sparse]
             assert told() == [(path, True) for path in paths] and paths[1] == "hybrid"
             for ffn in model.ffns:
-                ffn.needed = torch.tensor(min(number, ffn.intermediate_size))
-        assert all(ffn.needed is None for ffn in model.ffns)
+                ffn.observer.needed = torch.tensor(min(number, ffn.intermediate_size))
+        assert all(ffn.observer.needed is None for ffn in model.ffns)
     model.ffns[1].backend = "dense"  # changed under way
     for _ in sparse.attempts():
         assert told()[1] == (None, False)
@@ -617,8 +617,8 @@ def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch
         for _ in sparse.attempts():
             attempts += 1
             for ffn in sparse.layers:
-                assert ffn.train_path is None and not ffn.watched
-                ffn.needed = torch.tensor(60)
+                assert ffn.train_path is None and not ffn.observer.watch_capacity
+                ffn.observer.needed = torch.tensor(60)
         assert attempts == 1
     assert not sparse.active and reads == [] and sparse.summary()["sparse_layers"] == 0
 
@@ -642,23 +642,23 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(fake, attempt, late):
     with pytest.raises(InterruptedError):
         for number in left:
             for ffn in model.ffns:
-                assert torch.equal(ffn.needed, torch.tensor(-1))
-                ffn.needed = torch.tensor(200)
+                assert torch.equal(ffn.observer.needed, torch.tensor(-1))
+                ffn.observer.needed = torch.tensor(200)
             if number == attempt:
                 raise InterruptedError
     assert sparse.state() == before | ({"capacity": 256, "repeated": 1} if attempt else {})
     if not late:
         left.close()
-        assert all(ffn.train_path is None and not ffn.watched for ffn in model.ffns)
+        assert all(ffn.train_path is None and not ffn.observer.watch_capacity for ffn in model.ffns)
     # Steps after it count for themselves, also if the one that was left ends in their midst, as a traceback may have it.
     for _ in sparse.attempts():
-        assert all(ffn.needed == -1 and ffn.train_path == "union" for ffn in model.ffns)
+        assert all(ffn.observer.needed == -1 and ffn.train_path == "union" for ffn in model.ffns)
         left.close()
-        assert all(ffn.train_path == "union" and ffn.watched for ffn in model.ffns)
+        assert all(ffn.train_path == "union" and ffn.observer.watch_capacity for ffn in model.ffns)
         for ffn in model.ffns:
-            ffn.needed = torch.tensor(10)
+            ffn.observer.needed = torch.tensor(10)
     assert sparse.activity == [4 + 6 / 8, 5 + 5 / 8]
-    assert all(ffn.train_path is None and not ffn.watched for ffn in model.ffns)
+    assert all(ffn.train_path is None and not ffn.observer.watch_capacity for ffn in model.ffns)
 
 
 @ON_CPU

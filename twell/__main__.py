@@ -553,7 +553,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _measure_ffn(options: argparse.Namespace) -> None:
     from twell import measure
-    from twell.sparse.plan import Calibration
+    from twell.sparse.calibration import Calibration
 
     patterns = options.pattern.split(",")
     if (options.trace is None) != (options.layer is None):
@@ -614,7 +614,7 @@ def _measure_train_step(options: argparse.Namespace) -> None:
 
 def _measure_model(options: argparse.Namespace) -> None:
     from twell import measure, measure_model
-    from twell.sparse.plan import Calibration
+    from twell.sparse.calibration import Calibration
 
     if (options.model is None) != (options.text is None):
         raise ValueError(

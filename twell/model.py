@@ -39,8 +39,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
+from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
-from twell.sparse.plan import Calibration
 
 
 class SparseLlamaConfig(LlamaConfig):

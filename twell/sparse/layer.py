@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import reference
+from twell.sparse.calibration import DEPENDS_ON, Calibration
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
-from twell.sparse.plan import DEPENDS_ON, POWERS, Calibration, Chooser
+from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import HOOKS, is_plain, why_called
 from twell.sparse.reference import ACTIVATIONS
 
@@ -311,8 +312,8 @@ class SparseFFN(nn.Module):
         if (wants_l1 or wants_activity) and g.shape[-1] != self.intermediate_size:
             raise ValueError(
                 f"the first projection returns {g.shape[-1]} neurons, and the layer has "
-                f"{self.intermediate_size}: neither the L1 term nor statistics can be computed of "
-                "tensor-parallel shards; load the model without tp_plan"
+                f"{self.intermediate_size}: of tensor-parallel shards neither the L1 term nor "
+                "statistics can be computed; load the model without tp_plan"
             )
         l1 = activity = None
         if wants_l1:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from twell.sparse.calibration import default
 from twell.sparse.layer import SparseFFN, backend_status
-from twell.sparse.plan import default
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -218,8 +218,8 @@ class SparseTraining:
             device = ffn.device
             if device not in nothing:
                 nothing[device] = torch.full((), -1, dtype=torch.int64, device=device)
-            ffn.watched = self._crossover(ffn) > 0
-            ffn.needed = nothing[
+            ffn.observer.watch_capacity = self._crossover(ffn) > 0
+            ffn.observer.needed = nothing[
                 device
             ]  # not None, for which compiled layers would need code of their own
             ffn.train_path = self.path if sparse else None
@@ -228,7 +228,7 @@ class SparseTraining:
     def _release(self) -> None:
         self._running = None
         for ffn in self.layers:
-            ffn.watched, ffn.needed, ffn.train_path = False, None, None
+            ffn.observer.watch_capacity, ffn.observer.needed, ffn.train_path = False, None, None
 
     def _capacity(self, ffn: SparseFFN) -> int:
         return min(self.capacity, ffn.intermediate_size)
@@ -247,7 +247,8 @@ class SparseTraining:
                 )
 
     def _crossover(self, ffn: SparseFFN) -> float:
-        """Active neurons per token up to which the layer is to train sparsely: 0 never, inf always."""
+        """Active neurons per token up to which the layer is to train sparsely: 0 never, inf always.
+        """
         if self.path is None or ffn.backend not in ("triton", "auto") or not ffn.readable:
             return 0.0
         if ffn.backend == "triton":
@@ -295,8 +296,10 @@ class SparseTraining:
         """What each layer needed, on no process more; -1 for a layer that computed nothing. Waits
         for the device, once.
         """
-        device = self.layers[0].needed.device
-        return self.reduce(torch.stack([ffn.needed.to(device) for ffn in self.layers])).tolist()
+        device = self.layers[0].observer.needed.device
+        return self.reduce(
+            torch.stack([ffn.observer.needed.to(device) for ffn in self.layers])
+        ).tolist()
 
 
 def rooms(most: int) -> tuple[int, ...]:

@@ -1,0 +1,346 @@
+"""Measured times of a layer's paths on one device, and the fastest path that follows from them.
+
+Row-wise work grows with the active neurons of a token, work by unions with the neurons that any
+token of a block has active, and dense work with neither. `Calibration` holds measured times and
+predicts from them. The choice concerns speed alone: every path is exact for every input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# What each path's time depends on besides the number of tokens.
+DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
+# A sparse path has to be predicted so much faster than dense. Two measurements of the same call
+# differ by 1 to 2%, and where the two are this close a wrong choice for sparse costs more than is
+# to be won.
+MARGIN = 0.03
+# Times that were scaled from another layer's, and perhaps are another device's, say less.
+SCALED_MARGIN = 0.10
+# Tokens of a block whose active neurons are counted as one union, as in the kernels.
+BLOCK = 64
+
+# What is assumed without a calibration: one of an H200, K = 2048, N = 5632, gated.
+DEFAULT = Path(__file__).with_name("default_calibration.json")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Times of one case: ms by path at `tokens` with a mean of `active` neurons and unions of a
+    mean of `union`.
+    """
+
+    tokens: float
+    active: float
+    union: float
+    ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Times of the paths of one layer on one device, and the choice that follows from them. Ours.
+
+    Args:
+        device: its name, as torch gives it. hidden_size, intermediate_size, gated: the layer, K, N
+        and kind. dtype: of weights and inputs. versions, date: of the measurement, for the reader.
+        times: one Point for each case; every calibration has dense times. expected: mean active
+        neurons and mean union of 64 tokens of the model that was calibrated: what a layer
+            assumes until it has seen its own. None: it starts densely.
+        margin: by how much a sparse path has to be predicted faster than dense to be chosen, as a
+        fraction. training: mean active neurons per token below which a sparse training step is
+        faster than a dense one. None: a
+            sparse one never is.
+
+    Raises ValueError for a size below 1, a time that is not positive, and other values that cannot
+    be.
+    """
+
+    device: str
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    dtype: str
+    versions: str
+    date: str
+    times: tuple[Point, ...]
+    expected: tuple[float, float] | None = None
+    margin: float = MARGIN
+    training: float | None = None
+
+    def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size"):
+            require(
+                isinstance(size := getattr(self, name), int) and size >= 1,
+                name,
+                size,
+                "an integer from 1",
+            )
+        require(isinstance(self.gated, bool), "gated", self.gated, "true or false")
+        require(
+            is_number(self.margin) and 0 <= self.margin < 1,
+            "margin",
+            self.margin,
+            "0 or more and below 1",
+        )
+        if self.expected is not None:
+            pair = isinstance(self.expected, tuple) and len(self.expected) == 2
+            good = pair and all(
+                is_number(value) and 0 <= value <= self.intermediate_size for value in self.expected
+            )
+            require(
+                good, "expected", self.expected, f"two numbers from 0 to {self.intermediate_size}"
+            )
+        if self.training is not None:
+            good = is_number(self.training) and 0 <= self.training <= self.intermediate_size
+            require(good, "training", self.training, f"a number from 0 to {self.intermediate_size}")
+        for point in self.times:
+            require(
+                is_number(point.tokens) and point.tokens > 0,
+                "tokens",
+                point.tokens,
+                "a number above 0",
+            )
+            for name in ("active", "union"):
+                value = getattr(point, name)
+                good = is_number(value) and 0 <= value <= self.intermediate_size
+                require(good, name, value, f"a number from 0 to {self.intermediate_size}")
+            require(isinstance(point.ms, Mapping), "ms", point.ms, "times by path")
+            for path, ms in point.ms.items():
+                require(path in DEPENDS_ON, "a path", path, f"one of {', '.join(DEPENDS_ON)}")
+                require(is_number(ms) and ms > 0, f"the time of {path!r}", ms, "a number above 0")
+        require(
+            any("dense" in point.ms for point in self.times), "times", "without dense ones", "some"
+        )
+
+    def __deepcopy__(self, memo: dict) -> Calibration:
+        return self  # never changes
+
+    # --- from measurements, from and to files
+
+    @classmethod
+    def fit(cls, rows: Iterable[Mapping[str, Any]], **about: Any) -> Calibration:
+        """Return the calibration that measured rows give; `about` are the other fields.
+
+        Rows have tokens, active, union, path and p50 (ms). Rows of a `provider` that is not the
+        layer's own ("dense eager", "dense torch.compile", "auto") are left out; of several for one
+        case the median counts.
+        """
+        cases: dict[tuple[int, float, float], dict[str, list[float]]] = {}
+        for row in rows:
+            if row.get("provider") not in ("dense eager", "dense torch.compile", "auto"):
+                case = int(row["tokens"]), float(row["active"]), float(row["union"])
+                cases.setdefault(case, {}).setdefault(row["path"], []).append(float(row["p50"]))
+        times = tuple(
+            Point(*case, {path: median(times) for path, times in paths.items()})
+            for case, paths in sorted(cases.items())
+        )
+        return cls(times=times, **about)
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibration as JSON, one case a line."""
+        fields = asdict(self)
+        times = ",\n    ".join(json.dumps(point) for point in fields.pop("times"))
+        text = json.dumps(fields, indent=2).removesuffix("\n}")
+        Path(path).write_text(f'{text},\n  "times": [\n    {times}\n  ]\n}}\n', encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration that `save` wrote. Raises ValueError, with the file and what is wrong
+        in it.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(fields, dict) or not isinstance(fields.get("times"), list):
+                raise ValueError("it has no list 'times'")
+            fields["times"] = tuple(_made(Point, point, "times") for point in fields["times"])
+            if isinstance(fields.get("expected"), list):
+                fields["expected"] = tuple(fields["expected"])
+            return _made(cls, fields, "the file")
+        except (ValueError, UnicodeDecodeError) as problem:
+            reason = (
+                f"it is not JSON ({problem})"
+                if isinstance(problem, json.JSONDecodeError)
+                else problem
+            )
+            raise ValueError(f"{path} is no calibration: {reason}") from None
+
+    def check_shape(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
+        """Raise ValueError unless the calibration is one for layers of this kind."""
+        own, other = (
+            (self.hidden_size, self.intermediate_size, self.gated),
+            (hidden_size, intermediate_size, gated),
+        )
+        if own != other:
+            raise ValueError(
+                f"the calibration is for {_kind(*own)}; this layer has {_kind(*other)}"
+            )
+
+    # --- the choice
+
+    @cached_property
+    def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
+        """For each path, by rising tokens, a curve: pairs (what the time depends on, ms), rising
+        too.
+        """
+        found: dict[str, dict[float, dict[float, list[float]]]] = {}
+        for point in self.times:
+            for path, ms in point.ms.items():
+                x = getattr(point, DEPENDS_ON[path]) if DEPENDS_ON[path] else 0.0
+                found.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
+        return {
+            path: [
+                (tokens, [(x, median(ms)) for x, ms in sorted(curve.items())])
+                for tokens, curve in sorted(by.items())
+            ]
+            for path, by in found.items()
+        }
+
+    def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
+        """Return ms by path for so many tokens, a mean of `active` neurons per token and unions of
+        a mean of `union`.
+
+        `union`: of blocks of 64 consecutive tokens, of all tokens where there are fewer. Linear in
+        the activity and in log tokens, log time; in proportion to tokens beyond the most that were
+        measured. Of sparse paths only those are given that were measured at this activity or above,
+        and at as few tokens: what lies outside is not known.
+        """
+        at = {None: 0.0, "active": active, "union": union}
+        times = {
+            path: _interpolate(curves, num_tokens, at[DEPENDS_ON[path]])
+            for path, curves in self._curves.items()
+        }
+        fewest = {path: curves[0][0] for path, curves in self._curves.items()}
+        return {
+            path: ms
+            for path, ms in times.items()
+            if path == "dense" or (ms is not None and num_tokens >= fewest[path])
+        }
+
+    def choose(self, num_tokens: float, active: float, union: float) -> str:
+        """Return the fastest path by `predict`; a sparse one only where it beats dense by the
+        margin.
+        """
+        times = self.predict(num_tokens, active, union)
+        best = min(times, key=times.get)
+        return best if times[best] <= (1 - self.margin) * times["dense"] else "dense"
+
+    def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
+        """Return what these times suggest for another layer: the same time for the same
+        floating-point operations.
+
+        So a layer with half the weights needs twice the tokens for it. Activity counts as a share
+        of N. A non-gated layer has no up projection: dense saves a third, a sparse path half of
+        what it does after the gate.
+        """
+        if gated and not self.gated:
+            raise ValueError("times of a non-gated layer say nothing about a gated one")
+        wider = hidden_size * intermediate_size / (self.hidden_size * self.intermediate_size)
+        own, other = (
+            self.intermediate_size,
+            intermediate_size,
+        )  # multiplied before divided, so that all of N stays all of N
+
+        def halve(ms: Mapping[str, float]) -> dict[str, float]:
+            if gated == self.gated:
+                return dict(ms)
+            gate = ms["dense"] / 3
+            return {
+                path: 2 * gate if path == "dense" else min(time, (gate + time) / 2)
+                for path, time in ms.items()
+            }
+
+        times = tuple(
+            Point(p.tokens / wider, p.active * other / own, p.union * other / own, halve(p.ms))
+            for p in self.times
+        )
+        return Calibration(
+            device=f"{self.device}, scaled from {_kind(self.hidden_size, self.intermediate_size, self.gated)}",
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            gated=gated,
+            dtype=self.dtype,
+            versions=self.versions,
+            date=self.date,
+            times=times,
+            margin=SCALED_MARGIN,
+            training=None if self.training is None else self.training * other / own,
+        )
+
+
+def _interpolate(
+    curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float
+) -> float | None:
+    """ms at (tokens, x), or None where x is above all that was measured at the tokens on either
+    side.
+    """
+    place = bisect_left(curves, tokens, key=lambda curve: curve[0])
+    if place == len(curves):
+        last, curve = curves[-1]
+        ms = _at(curve, x)
+        return None if ms is None else ms * tokens / last
+    high, curve = curves[place]
+    above = _at(curve, x)
+    if place == 0 or high == tokens or above is None:
+        return above
+    low, curve = curves[place - 1]
+    below = _at(curve, x)
+    if below is None:
+        return None
+    share = math.log(tokens / low) / math.log(high / low)
+    return below ** (1 - share) * above**share
+
+
+def _at(curve: list[tuple[float, float]], x: float) -> float | None:
+    """ms at x: linear between the points, that of the first below it, None above the last."""
+    place = bisect_left(curve, x, key=lambda point: point[0])
+    if place == len(curve):
+        return None
+    high, above = curve[place]
+    if place == 0:
+        return above
+    low, below = curve[place - 1]
+    return below + (above - below) * (x - low) / (high - low)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require(good: bool, name: str, value: Any, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}; expected {wanted}")
+
+
+def _made(kind: type, fields: Any, where: str) -> Any:
+    """An object of a dataclass from a dict; ValueError for fields that are missing or unknown."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} holds {fields!r}; expected an object")
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    for name, field in known.items():
+        if name not in fields and field.default is dataclasses.MISSING:
+            raise ValueError(f"{where} has no field {name!r}")
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where} has an unknown field {name!r}")
+    return kind(**fields)
+
+
+def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
+    return f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, gated={gated}"
+
+
+@cache
+def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
+    """Return what is assumed about a layer of this kind without a calibration: that of DEFAULT,
+    scaled.
+    """
+    return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)
