@@ -1,14 +1,20 @@
-"""The reference against dense products and autograd in fp64; in 16 bits no worse than the dense layer."""
+"""The reference against dense products and autograd in fp64; in 16 bits no worse than the dense
+layer.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch import nn
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
 from twell.reference import (
+    activations,
     down,
     ffn,
     ffn_backward,
@@ -20,6 +26,8 @@ from twell.reference import (
     to_hybrid,
     transpose_matmul,
     union_down,
+    union_train_backward,
+    union_train_forward,
     union_up_down,
     up_down,
 )
@@ -72,7 +80,9 @@ def make_layer(
 
 
 def undecided(layer):
-    """Whether a gate is so near zero that the order of its sum, in fp32, decides whether it is active."""
+    """Whether a gate is so near zero that the order of its sum, in fp32, decides whether it is
+    active.
+    """
     with torch.no_grad():
         w, b = (layer.w_up, layer.b_up) if layer.w_gate is None else (layer.w_gate, layer.b_gate)
         x, w, b = layer.x.double(), w.double(), b.double()
@@ -91,16 +101,29 @@ def cast(layer, dtype):
 
 
 def dense_gate(layer):
-    w, b = (layer.w_up, layer.b_up) if layer.w_gate is None else (layer.w_gate, layer.b_gate)
-    return linear(layer.x, w, b).relu()
+    return activations(layer.x, layer.w_gate, layer.w_up, layer.b_gate, layer.b_up)[0]
 
 
 def dense_layer(layer):
-    """y and h by torch's own layers, in the type of the inputs."""
-    h = dense_gate(layer)
-    if layer.w_gate is not None:
-        h = h * linear(layer.x, layer.w_up, layer.b_up)
-    return linear(h, layer.w_down, layer.b_down), h
+    """y and h of the dense layer."""
+    first = layer.x, layer.w_gate, layer.w_up, layer.b_gate, layer.b_up
+    return ffn(**vars(layer)), activations(*first)[1]
+
+
+def hybrid_step(layer, dy, dl1):
+    """y, l1, active neurons of each token and the gradients by the paper's training step."""
+    y, l1, nnz, saved = ffn_forward(**vars(layer), ell_width=20, tile_n=64, compression=8)
+    return y, l1, nnz, ffn_backward(saved, dy, dl1)
+
+
+def union_step(layer, dy, dl1, block=64):
+    """The same by unions of blocks of tokens."""
+    y, l1, nnz, counts, saved = union_train_forward(**vars(layer), block=block)
+    assert counts.sum() == nnz.sum() and counts.shape == (len(layer.w_up),)
+    return y, l1, nnz, union_train_backward(saved, dy, dl1)
+
+
+STEPS = {"hybrid": hybrid_step, "union": union_step, "union of 5": partial(union_step, block=5)}
 
 
 def dense_gradients(layer, dy, dl1):
@@ -139,22 +162,36 @@ def test_patterns_are_what_they_say(generator):
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("biases", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_tokens", "n"), SIZES)
-def test_ffn(num_tokens, n, gated, biases, activation, generator):
-    layer = make_layer(num_tokens, n, "sparse", generator, gated, biases)
-    act = {"relu": torch.relu, "silu": silu}[activation]
-    h = act(
-        linear(
-            layer.x, layer.w_gate if gated else layer.w_up, layer.b_gate if gated else layer.b_up
-        )
+@torch.no_grad()
+def test_the_gated_layer_is_the_one_of_llama(num_tokens, n, biases, activation, generator):
+    layer = make_layer(num_tokens, n, "sparse", generator, biases=biases)
+    config = LlamaConfig(
+        hidden_size=K,
+        num_attention_heads=1,
+        intermediate_size=n,
+        hidden_act=activation,
+        mlp_bias=biases,
     )
-    if gated:
-        h = h * linear(layer.x, layer.w_up, layer.b_up)
-    y = ffn(**vars(layer), activation=activation)
-    assert_close(y, linear(h, layer.w_down, layer.b_down))
-    y.sum().backward()
-    assert torch.isfinite(layer.x.grad).all()
+    mlp = LlamaMLP(config).double()
+    for part, kind in ((mlp.gate_proj, "gate"), (mlp.up_proj, "up"), (mlp.down_proj, "down")):
+        part.weight.copy_(getattr(layer, f"w_{kind}"))
+        if biases:
+            part.bias.copy_(getattr(layer, f"b_{kind}"))
+    assert_close(ffn(**vars(layer), activation=activation), mlp(layer.x))
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@torch.no_grad()
+def test_the_non_gated_layer_is_two_linears_around_relu(biases, generator):
+    layer = make_layer(7, 300, "sparse", generator, gated=False, biases=biases)
+    module = nn.Sequential(nn.Linear(K, 300, biases), nn.ReLU(), nn.Linear(300, K, biases)).double()
+    module[0].weight.copy_(layer.w_up)
+    module[2].weight.copy_(layer.w_down)
+    if biases:
+        module[0].bias.copy_(layer.b_up)
+        module[2].bias.copy_(layer.b_down)
+    assert_close(ffn(**vars(layer)), module(layer.x))
 
 
 @pytest.mark.parametrize("biases", [True, False])
@@ -214,19 +251,19 @@ def test_training_parts(num_tokens, n, pattern, generator):
     assert_close(transpose_matmul(h, layer.x), dense_h.t() @ layer.x)
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("num_tokens", "n"), SIZES)
-def test_training_step_against_autograd(num_tokens, n, pattern, gated, biases, generator):
+def test_training_step_against_autograd(num_tokens, n, pattern, gated, biases, step, generator):
     layer = make_layer(num_tokens, n, pattern, generator, gated, biases)
     dy = torch.randn(num_tokens, K, generator=generator, dtype=torch.float64)
     dl1 = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     expected_y, expected_h = dense_layer(layer)
     expected = dense_gradients(layer, dy, dl1)
     with torch.no_grad():
-        y, l1, nnz, saved = ffn_forward(**vars(layer), ell_width=20, tile_n=64, compression=8)
-        gradients = ffn_backward(saved, dy, dl1)
+        y, l1, nnz, gradients = STEPS[step](layer, dy, dl1)
     assert_close(y, expected_y)
     assert_close(l1, expected_h.abs().sum(1))
     assert nnz.dtype == torch.int32
@@ -239,8 +276,11 @@ def test_training_step_against_autograd(num_tokens, n, pattern, gated, biases, g
             assert gradient is None
 
 
-def test_l1_gradient_where_an_active_h_is_zero(generator):
-    """u = 0 at an active neuron: h is 0 there, the L1 term has gradient 0, yet the other gradients go on."""
+@pytest.mark.parametrize("step", STEPS)
+def test_l1_gradient_where_an_active_h_is_zero(step, generator):
+    """u = 0 at an active neuron: h is 0 there, the L1 term has gradient 0, yet the other gradients
+    go on.
+    """
     layer = make_layer(7, 300, "full", generator, biases=False)
     with torch.no_grad():
         layer.w_up[:100] = 0
@@ -248,8 +288,7 @@ def test_l1_gradient_where_an_active_h_is_zero(generator):
     dy[3] = torch.randn(K, generator=generator, dtype=torch.float64)
     expected = dense_gradients(layer, dy, dl1)
     with torch.no_grad():
-        *_, nnz, saved = ffn_forward(**vars(layer), ell_width=20)
-        gradients = ffn_backward(saved, dy, dl1)
+        _, _, nnz, gradients = STEPS[step](layer, dy, dl1)
     assert nnz.tolist() == [300] * 7
     assert expected["w_up"][:100].norm() > 0
     for name in expected:
@@ -260,7 +299,8 @@ def test_l1_gradient_where_an_active_h_is_zero(generator):
 @pytest.mark.parametrize("pattern", ["full", "sparse", "heavy"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated, generator):
-    # Of a gate that rounding decides, fp64 may have the whole gradient where both layers have none, or one of them.
+    # Of a gate that rounding decides, fp64 may have the whole gradient where both layers have none,
+    # or one of them.
     while undecided(layer := make_layer(130, 1000, pattern, generator, gated, dtype=dtype, k=64)):
         pass
     exact = cast(layer, torch.float64)
@@ -283,26 +323,28 @@ def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated, generator):
         else:
             rest = layer.w_down, layer.b_down
             results = [down(g, *rest), down(packed, *rest), union_down(union, *rest)]
-        y, l1, _, saved = ffn_forward(**vars(layer))
-        gradients = ffn_backward(saved, dy, dl1)
-    for result in [*results, y]:
+    for result in results:
         assert result.dtype == dtype
         assert error(result, expected_y) <= bound
-    assert (
-        l1.dtype == torch.float32
-        and error(l1, expected_h.abs().sum(1)) < 3 * torch.finfo(dtype).eps
-    )
     expected = dense_gradients(exact, dy.double(), dl1.double())
     dense = dense_gradients(layer, dy, dl1)
-    for name, exact_gradient in expected.items():
-        got = getattr(gradients, name)
-        assert got.dtype == dtype
-        assert error(got, exact_gradient) <= 1.25 * error(dense[name], exact_gradient), name
+    for step in STEPS.values():
+        with torch.no_grad():
+            y, l1, _, gradients = step(layer, dy, dl1)
+        assert y.dtype == dtype and l1.dtype == torch.float32
+        assert error(y, expected_y) <= bound
+        assert error(l1, expected_h.abs().sum(1)) < 3 * torch.finfo(dtype).eps
+        for name, exact_gradient in expected.items():
+            got = getattr(gradients, name)
+            assert got.dtype == dtype
+            assert error(got, exact_gradient) <= 1.25 * error(dense[name], exact_gradient), name
 
 
 @torch.no_grad()
 def test_u_and_h_are_not_rounded_in_the_fused_kernel():
-    """u = 1 + 2^-10 is not a bf16 number; with g = 1 and a second neuron that takes 1 away, 2^-10 remains."""
+    """u = 1 + 2^-10 is not a bf16 number; with g = 1 and a second neuron that takes 1 away, 2^-10
+    remains.
+    """
     x = torch.tensor([[1.0, 2**-10]], dtype=torch.bfloat16)
     w_up = torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.bfloat16)
     w_down = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.bfloat16)
@@ -332,9 +374,10 @@ def test_dh_is_not_rounded_before_the_l1_term():
 @torch.no_grad()
 def test_nan_in_x_stays_in_its_row(gated, generator):
     layer = make_layer(130, 300, "heavy", generator, gated, dtype=torch.float32)
-    clean = ffn_forward(**vars(layer), ell_width=20)
+    step = torch.randn(130, K, generator=generator), torch.rand(130, generator=generator)
+    cleans = {name: function(layer, *step) for name, function in STEPS.items()}
+    clean = cleans["hybrid"]
     layer.x[[3, 65], 5] = torch.nan
-    y, l1, nnz, _ = ffn_forward(**vars(layer), ell_width=20)
     w, b = (layer.w_gate, layer.b_gate) if gated else (layer.w_up, layer.b_up)
     g = gate_pack(layer.x, w, b)
     union = TileUnion.pack(g.unpack())
@@ -346,11 +389,15 @@ def test_nan_in_x_stays_in_its_row(gated, generator):
         results = [down(g, *rest), union_down(union, *rest)]
     others = torch.ones(130, dtype=torch.bool)
     others[[3, 65]] = False
-    for result in [y, *results]:
+    for name, function in STEPS.items():
+        y, l1, nnz, gradients = function(layer, *step)
+        results.append(y)
+        assert nnz[~others].tolist() == [300, 300] and nnz[others].equal(cleans[name][2][others])
+        assert l1[~others].isnan().all() and error(l1[others], cleans[name][1][others]) < 1e-6
+        assert error(gradients.x[others], cleans[name][3].x[others]) < 1e-6
+    for result in results:
         assert result[~others].isnan().all()
         assert error(result[others], clean[0][others]) < 1e-6
-    assert nnz[~others].tolist() == [300, 300] and nnz[others].equal(clean[2][others])
-    assert l1[~others].isnan().all() and l1[others].equal(clean[1][others])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -380,6 +427,28 @@ def test_bad_weights_reach_only_tokens_where_their_neuron_is_active(bad, generat
     assert transpose_matmul(h, layer.x)[g[4] == 0].equal(gradient[g[4] == 0])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@torch.no_grad()
+def test_bad_values_reach_only_the_weight_gradients_of_active_neurons(bad, generator):
+    """In a step by unions: a token's dy is bad, and w_up of a neuron that is never active."""
+    layer = make_layer(9, 300, "sparse", generator, dtype=torch.float32)
+    dy, dl1 = torch.randn(9, K, generator=generator), torch.rand(9, generator=generator)
+    active = dense_gate(layer) != 0
+    token, idle = int(active.sum(1).argmax()), int((~active.any(0)).nonzero()[0])
+    clean = union_step(layer, dy, dl1, block=3)
+    layer.w_up[idle] = bad
+    dy[token] = bad
+    y, l1, _, gradients = union_step(layer, dy, dl1, block=3)
+    assert y.equal(clean[0]) and l1.equal(clean[1])
+    others = torch.arange(9) != token
+    assert gradients.x[others].equal(clean[3].x[others]) and not gradients.x[token].isfinite().any()
+    for name in ("w_gate", "w_up", "w_down"):
+        gradient, expected = (getattr(g, name) for g in (gradients, clean[3]))
+        if name == "w_down":
+            gradient, expected = gradient.t(), expected.t()
+        assert gradient[~active[token]].equal(expected[~active[token]])
+
+
 @torch.no_grad()
 def test_backup_too_small_is_raised_and_a_repeat_succeeds(generator):
     layer = make_layer(130, 300, "heavy", generator)
@@ -398,7 +467,7 @@ def test_inputs_that_do_not_fit_are_refused(generator):
     for name in NAMES[1:]:
         bad = SimpleNamespace(**vars(layer))
         setattr(bad, name, getattr(layer, name)[1:])
-        for function in (ffn, ffn_forward):
+        for function in (ffn, ffn_forward, union_train_forward):
             with pytest.raises(ValueError, match="has shape .* expected"):
                 function(**vars(bad))
     with pytest.raises(ValueError, match=r"w_down has shape \(300, 24\), expected \(24, 300\)"):
@@ -431,3 +500,8 @@ def test_inputs_that_do_not_fit_are_refused(generator):
         ffn_backward(saved, x[1:], g[:, 0])
     with pytest.raises(ValueError, match=r"dl1 has shape \(1,\)"):
         ffn_backward(saved, x, g[:1, 0])
+    saved = union_train_forward(**vars(layer))[-1]
+    with pytest.raises(ValueError, match=r"dy has shape \(6, 24\)"):
+        union_train_backward(saved, x[1:], g[:, 0])
+    with pytest.raises(ValueError, match=r"dl1 has shape \(1,\)"):
+        union_train_backward(saved, x, g[:1, 0])

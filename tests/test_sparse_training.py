@@ -19,7 +19,7 @@ from twell import train as train_module
 from twell.kernels import training_ops
 from twell.sparse import training as sparse_training
 from twell.sparse.layer import SparseFFN
-from twell.sparse.training import ATTEMPTS, RECENT, rooms
+from twell.sparse.training import ATTEMPTS, RECENT, capacities
 from twell.train import train
 
 ON_CPU = pytest.mark.skipif(
@@ -119,7 +119,7 @@ def step(sparse, *needed):
 
 def roomy(sparse):
     """With room for everything from the start."""
-    sparse.restore(sparse.state() | {"capacity": sparse.rooms[-1]})
+    sparse.restore(sparse.state() | {"capacity": sparse.capacities[-1]})
     return sparse
 
 
@@ -127,12 +127,12 @@ def roomy(sparse):
 
 
 def test_rooms_rise_by_half_at_most():
-    assert rooms(5632) == (
+    assert capacities(5632) == (
         *(32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
         5632,
     )
-    assert rooms(96) == (32, 48, 64, 96) and rooms(100) == (32, 48, 64, 96, 100)
-    assert rooms(32) == (32,) and rooms(20) == (20,) and rooms(1) == (1,)
+    assert capacities(96) == (32, 48, 64, 96) and capacities(100) == (32, 48, 64, 96, 100)
+    assert capacities(32) == (32,) and capacities(20) == (20,) and capacities(1) == (1,)
 
 
 def run_stack(fake, heavy, prepare=lambda sparse: sparse, steps=6):
@@ -222,7 +222,7 @@ def test_layers_that_are_too_small_one_after_another(fake):
     for _ in mixed.attempts():
         assert [ffn.capacity for ffn in mixed.layers] == [256, 100]
     with pytest.raises(
-        AssertionError, match="a layer needs room for 257 entries per token, and has 256: all"
+        AssertionError, match="a layer needs a capacity of 257 and has the largest, 256"
     ):
         step(mixed, 257, 0)
 

@@ -18,26 +18,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# What each path's time depends on besides the number of tokens.
+# The time of each path depends on the number of tokens and on this.
 DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
-# A sparse path has to be predicted so much faster than dense. Two measurements of the same call
-# differ by 1 to 2%, and where the two are this close a wrong choice for sparse costs more than is
-# to be won.
+# A sparse path must be predicted faster than dense by this share: two measurements of one call
+# differ by 1 to 2%, and a wrong sparse choice costs more than such a gain.
 MARGIN = 0.03
-# Times that were scaled from another layer's, and perhaps are another device's, say less.
+# Times scaled from another layer's, perhaps on another device, are less certain.
 SCALED_MARGIN = 0.10
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
-# What is assumed without a calibration: one of an H200, K = 2048, N = 5632, gated.
+# The default calibration: an H200, K = 2048, N = 5632, gated.
 DEFAULT = Path(__file__).with_name("default_calibration.json")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Times of one case: ms by path at `tokens` with a mean of `active` neurons and unions of a
-    mean of `union`.
-    """
+    """Times in ms by path at `tokens`, with means of `active` neurons and of `union`."""
 
     tokens: float
     active: float
@@ -50,18 +47,18 @@ class Calibration:
     """Times of the paths of one layer on one device, and the choice that follows from them. Ours.
 
     Args:
-        device: its name, as torch gives it. hidden_size, intermediate_size, gated: the layer, K, N
-        and kind. dtype: of weights and inputs. versions, date: of the measurement, for the reader.
-        times: one Point for each case; every calibration has dense times. expected: mean active
-        neurons and mean union of 64 tokens of the model that was calibrated: what a layer
-            assumes until it has seen its own. None: it starts densely.
-        margin: by how much a sparse path has to be predicted faster than dense to be chosen, as a
-        fraction. training: mean active neurons per token below which a sparse training step is
-        faster than a dense one. None: a
-            sparse one never is.
+        device: its name, as torch gives it.
+        hidden_size, intermediate_size, gated: K, N and kind of the layer.
+        dtype: of weights and inputs.
+        versions, date: of the measurement, for the reader.
+        times: one Point for each case; every calibration has dense times.
+        expected: mean active neurons and mean union of 64 tokens of the calibrated model; a layer
+            assumes them until it has seen its own. None: it starts densely.
+        margin: the share by which a sparse path must be predicted faster than dense.
+        training: mean active neurons per token below which a sparse training step is faster than a
+            dense one. None: it never is.
 
-    Raises ValueError for a size below 1, a time that is not positive, and other values that cannot
-    be.
+    Raises ValueError for a size below 1, a time that is not positive, and other impossible values.
     """
 
     device: str
@@ -78,48 +75,32 @@ class Calibration:
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size"):
-            require(
-                isinstance(size := getattr(self, name), int) and size >= 1,
-                name,
-                size,
-                "an integer from 1",
-            )
+            size = getattr(self, name)
+            require(isinstance(size, int) and size >= 1, name, size, "an integer from 1")
+        most = self.intermediate_size
         require(isinstance(self.gated, bool), "gated", self.gated, "true or false")
-        require(
-            is_number(self.margin) and 0 <= self.margin < 1,
-            "margin",
-            self.margin,
-            "0 or more and below 1",
-        )
+        good = is_number(self.margin) and 0 <= self.margin < 1
+        require(good, "margin", self.margin, "0 or more and below 1")
         if self.expected is not None:
-            pair = isinstance(self.expected, tuple) and len(self.expected) == 2
-            good = pair and all(
-                is_number(value) and 0 <= value <= self.intermediate_size for value in self.expected
-            )
-            require(
-                good, "expected", self.expected, f"two numbers from 0 to {self.intermediate_size}"
-            )
+            good = isinstance(self.expected, tuple) and len(self.expected) == 2
+            good = good and all(is_number_up_to(most, value) for value in self.expected)
+            require(good, "expected", self.expected, f"two numbers from 0 to {most}")
         if self.training is not None:
-            good = is_number(self.training) and 0 <= self.training <= self.intermediate_size
-            require(good, "training", self.training, f"a number from 0 to {self.intermediate_size}")
+            good = is_number_up_to(most, self.training)
+            require(good, "training", self.training, f"a number from 0 to {most}")
         for point in self.times:
-            require(
-                is_number(point.tokens) and point.tokens > 0,
-                "tokens",
-                point.tokens,
-                "a number above 0",
-            )
+            good = is_number(point.tokens) and point.tokens > 0
+            require(good, "tokens", point.tokens, "a number above 0")
             for name in ("active", "union"):
                 value = getattr(point, name)
-                good = is_number(value) and 0 <= value <= self.intermediate_size
-                require(good, name, value, f"a number from 0 to {self.intermediate_size}")
+                require(is_number_up_to(most, value), name, value, f"a number from 0 to {most}")
             require(isinstance(point.ms, Mapping), "ms", point.ms, "times by path")
             for path, ms in point.ms.items():
                 require(path in DEPENDS_ON, "a path", path, f"one of {', '.join(DEPENDS_ON)}")
-                require(is_number(ms) and ms > 0, f"the time of {path!r}", ms, "a number above 0")
-        require(
-            any("dense" in point.ms for point in self.times), "times", "without dense ones", "some"
-        )
+                good = is_number(ms) and ms > 0
+                require(good, f"the time of {path!r}", ms, "a number above 0")
+        dense = any("dense" in point.ms for point in self.times)
+        require(dense, "times", "without dense ones", "some")
 
     def __deepcopy__(self, memo: dict) -> Calibration:
         return self  # never changes
@@ -154,9 +135,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration that `save` wrote. Raises ValueError, with the file and what is wrong
-        in it.
-        """
+        """Read a file of `save`. Raises ValueError with the file and its first fault."""
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(fields, dict) or not isinstance(fields.get("times"), list):
@@ -166,88 +145,71 @@ class Calibration:
                 fields["expected"] = tuple(fields["expected"])
             return _made(cls, fields, "the file")
         except (ValueError, UnicodeDecodeError) as problem:
-            reason = (
-                f"it is not JSON ({problem})"
-                if isinstance(problem, json.JSONDecodeError)
-                else problem
-            )
-            raise ValueError(f"{path} is no calibration: {reason}") from None
+            if isinstance(problem, json.JSONDecodeError):
+                problem = f"it is not JSON ({problem})"
+            raise ValueError(f"{path} is no calibration: {problem}") from None
 
     def check_shape(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
         """Raise ValueError unless the calibration is one for layers of this kind."""
-        own, other = (
-            (self.hidden_size, self.intermediate_size, self.gated),
-            (hidden_size, intermediate_size, gated),
-        )
+        own = _kind(self.hidden_size, self.intermediate_size, self.gated)
+        other = _kind(hidden_size, intermediate_size, gated)
         if own != other:
-            raise ValueError(
-                f"the calibration is for {_kind(*own)}; this layer has {_kind(*other)}"
-            )
+            raise ValueError(f"the calibration is for {own}; this layer has {other}")
 
     # --- the choice
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
-        """For each path, by rising tokens, a curve: pairs (what the time depends on, ms), rising
-        too.
-        """
-        found: dict[str, dict[float, dict[float, list[float]]]] = {}
+        """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
+        times: dict[str, dict[float, dict[float, list[float]]]] = {}
         for point in self.times:
             for path, ms in point.ms.items():
                 x = getattr(point, DEPENDS_ON[path]) if DEPENDS_ON[path] else 0.0
-                found.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
-        return {
-            path: [
-                (tokens, [(x, median(ms)) for x, ms in sorted(curve.items())])
-                for tokens, curve in sorted(by.items())
-            ]
-            for path, by in found.items()
-        }
+                times.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
+        curves = {}
+        for path, by_tokens in times.items():
+            medians = {
+                tokens: [(x, median(ms)) for x, ms in sorted(by_x.items())]
+                for tokens, by_x in by_tokens.items()
+            }
+            curves[path] = sorted(medians.items())
+        return curves
 
     def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
-        """Return ms by path for so many tokens, a mean of `active` neurons per token and unions of
-        a mean of `union`.
+        """Return ms by path for means of `active` neurons per token and of `union`.
 
-        `union`: of blocks of 64 consecutive tokens, of all tokens where there are fewer. Linear in
-        the activity and in log tokens, log time; in proportion to tokens beyond the most that were
-        measured. Of sparse paths only those are given that were measured at this activity or above,
-        and at as few tokens: what lies outside is not known.
+        `union`: of blocks of 64 consecutive tokens, or of all tokens where there are fewer. Linear
+        in the activity, and in log time over log tokens; proportional to tokens beyond the largest
+        measured number. A sparse path is left out where neither this activity nor a higher one was
+        measured, and below its smallest measured number of tokens.
         """
-        at = {None: 0.0, "active": active, "union": union}
-        times = {
-            path: _interpolate(curves, num_tokens, at[DEPENDS_ON[path]])
-            for path, curves in self._curves.items()
-        }
-        fewest = {path: curves[0][0] for path, curves in self._curves.items()}
-        return {
-            path: ms
-            for path, ms in times.items()
-            if path == "dense" or (ms is not None and num_tokens >= fewest[path])
-        }
+        activity = {None: 0.0, "active": active, "union": union}
+        times = {}
+        for path, curves in self._curves.items():
+            ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
+            fewest_tokens, _ = curves[0]
+            if path == "dense" or (ms is not None and num_tokens >= fewest_tokens):
+                times[path] = ms
+        return times
 
     def choose(self, num_tokens: float, active: float, union: float) -> str:
-        """Return the fastest path by `predict`; a sparse one only where it beats dense by the
-        margin.
-        """
+        """Return the fastest path by `predict`, dense unless a sparse one wins by the margin."""
         times = self.predict(num_tokens, active, union)
         best = min(times, key=times.get)
         return best if times[best] <= (1 - self.margin) * times["dense"] else "dense"
 
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-        """Return what these times suggest for another layer: the same time for the same
-        floating-point operations.
+        """Return these times for another layer: the same time for the same operations.
 
-        So a layer with half the weights needs twice the tokens for it. Activity counts as a share
-        of N. A non-gated layer has no up projection: dense saves a third, a sparse path half of
-        what it does after the gate.
+        A layer with half the weights gets the time of half the tokens. Activity scales with N. A
+        non-gated layer has no up projection: dense saves a third, a sparse path half of its time
+        after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
         wider = hidden_size * intermediate_size / (self.hidden_size * self.intermediate_size)
-        own, other = (
-            self.intermediate_size,
-            intermediate_size,
-        )  # multiplied before divided, so that all of N stays all of N
+        # Multiply before dividing: N active neurons stay N.
+        own, other = self.intermediate_size, intermediate_size
 
         def halve(ms: Mapping[str, float]) -> dict[str, float]:
             if gated == self.gated:
@@ -262,8 +224,9 @@ class Calibration:
             Point(p.tokens / wider, p.active * other / own, p.union * other / own, halve(p.ms))
             for p in self.times
         )
+        kind = _kind(self.hidden_size, self.intermediate_size, self.gated)
         return Calibration(
-            device=f"{self.device}, scaled from {_kind(self.hidden_size, self.intermediate_size, self.gated)}",
+            device=f"{self.device}, scaled from {kind}",
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             gated=gated,
@@ -279,9 +242,7 @@ class Calibration:
 def _interpolate(
     curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float
 ) -> float | None:
-    """ms at (tokens, x), or None where x is above all that was measured at the tokens on either
-    side.
-    """
+    """Return ms at (tokens, x); None where x exceeds every measured one on either side."""
     place = bisect_left(curves, tokens, key=lambda curve: curve[0])
     if place == len(curves):
         last, curve = curves[-1]
@@ -300,7 +261,7 @@ def _interpolate(
 
 
 def _at(curve: list[tuple[float, float]], x: float) -> float | None:
-    """ms at x: linear between the points, that of the first below it, None above the last."""
+    """Return ms at x: linear between points, constant below the first, None above the last."""
     place = bisect_left(curve, x, key=lambda point: point[0])
     if place == len(curve):
         return None
@@ -315,9 +276,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def require(good: bool, name: str, value: Any, wanted: str) -> None:
+def is_number_up_to(most: float, value: Any) -> bool:
+    return is_number(value) and 0 <= value <= most
+
+
+def require(good: bool, name: str, value: Any, expected: str) -> None:
     if not good:
-        raise ValueError(f"{name} is {value!r}; expected {wanted}")
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 def _made(kind: type, fields: Any, where: str) -> Any:
@@ -340,7 +305,5 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 @cache
 def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-    """Return what is assumed about a layer of this kind without a calibration: that of DEFAULT,
-    scaled.
-    """
+    """Return the DEFAULT calibration, scaled to a layer of this kind."""
     return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)

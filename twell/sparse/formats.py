@@ -81,7 +81,8 @@ class _TileFormat(SparseRows):
         capacity = tile_n // compression - cls._words_for_count
         if capacity < 1:
             raise ValueError(
-                f"tile_n={tile_n} with compression={compression} leaves a tile no room for a non-zero; "
+                f"tile_n={tile_n} with compression={compression} "
+                "leaves a tile no slot for a non-zero; "
                 f"expected a compression of at most {tile_n // (1 + cls._words_for_count)}"
             )
         return capacity

@@ -1,6 +1,8 @@
-"""The paper's training step in plain torch, on the hybrid format (App. B.2): its parts and the whole.
+"""The paper's training step in plain torch, on the hybrid format (App. B.2): its parts and the
+whole.
 
-Shapes, precision and non-finite values: see reference.py. The kernels stand in kernels/paper/hybrid.py.
+Shapes, precision and non-finite values: see reference.py. The kernels stand in
+kernels/paper/hybrid.py.
 """
 
 from __future__ import annotations

@@ -86,15 +86,16 @@ class SparseFFN(nn.Module):
 
     Choosing. The backend "auto" follows `plan`, pairs (most tokens, path). The plan follows from
     `calibration` (measured times; None: an H200's) and from `observed`, the newest activity. The
-    layer counts and plans in ordinary calls. Code of torch.compile or in a CUDA graph keeps the path
-    of its making, so run a batch before, call `observe`, or give a calibration with expectations.
-    `path` sets the path of the backend "triton": "rowwise", "union", "decode" or "dense"; None
-    chooses by the number of tokens. While `readable` is False every sparse backend takes the path
-    "dense": it calls the projections and skips nothing. `repr` says which one, and why.
+    layer counts and plans in ordinary calls. Code of torch.compile or in a CUDA graph keeps the
+    path of its making, so run a batch before, call `observe`, or give a calibration with
+    expectations. `path` sets the path of the backend "triton": "rowwise", "union", "decode" or
+    "dense"; None chooses by the number of tokens. While `readable` is False every sparse backend
+    takes the path "dense": it calls the projections and skips nothing. `repr` says which one, and
+    why.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
-    steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers of
-    `capacity` active entries per token.
+    steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
+    of `capacity` active entries per token.
 
     Raises ValueError for an activation or backend that does not exist, and RuntimeError with the
     reason for one that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1 for

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.sparse.calibration import BLOCK, Calibration, default, is_number, require
+from twell.sparse.calibration import BLOCK, Calibration, default, is_number_up_to, require
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
 POWERS = tuple(2**n for n in range(21))
@@ -56,25 +56,19 @@ class Chooser:
         self.shape = hidden_size, intermediate_size, gated
         self.observed: tuple[float, float] | None = None
         self._calibration: Calibration | None = None
-        self._known: dict[
-            int, tuple[float, float]
-        ] = {}  # by class: the observations behind the plan
-        self._choices: dict[
-            int, tuple[tuple[float, float] | None, str]
-        ] = {}  # by power: observation and path
+        # By class: the observations behind the plan.
+        self._known: dict[int, tuple[float, float]] = {}
+        # By power: observation and path.
+        self._choices: dict[int, tuple[tuple[float, float] | None, str]] = {}
         self.plan: tuple[tuple[int, str], ...] = ()
-        self._paths: list[
-            str
-        ] = []  # the same by power; of a list torch.compile guards what it read, of a tuple all
+        # The plan by power. A list: torch.compile guards its read entries, of a tuple all entries.
+        self._paths: list[str] = []
         self._forget_counters()
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_counters", "_copy")
-        }
+        own = ("_counters", "_copy")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -82,8 +76,7 @@ class Chooser:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The measured times; None: `default`. Raises ValueError for a calibration of other layers.
-        """
+        """The measured times; None: `default`. Raises ValueError for a calibration of other layers."""
         return self._calibration
 
     @calibration.setter
@@ -95,29 +88,22 @@ class Chooser:
         self._make_plan()
 
     def observe(self, active: float, union: float, tokens: int = BLOCK) -> None:
-        """Plan for a mean of `active` neurons per token and of `union` in blocks of `tokens` (1 to
-        64) tokens.
+        """Plan for a mean of `active` neurons per token and of `union` in blocks of tokens.
 
-        In place of all that was observed before. Later calls of the layer observe for themselves
-        again.
+        `tokens`: 1 to 64, the size of these blocks. Replaces every earlier observation; later calls
+        of the layer observe again.
         """
         size = self.shape[1]
         for name, value in (("active", active), ("union", union)):
-            require(
-                is_number(value) and 0 <= value <= size, name, value, f"a number from 0 to {size}"
-            )
-        require(
-            isinstance(tokens, int) and 1 <= tokens <= BLOCK,
-            "tokens",
-            tokens,
-            f"an integer from 1 to {BLOCK}",
-        )
+            require(is_number_up_to(size, value), name, value, f"a number from 0 to {size}")
+        fits = isinstance(tokens, int) and 1 <= tokens <= BLOCK
+        require(fits, "tokens", tokens, f"an integer from 1 to {BLOCK}")
         self.observed = active, union
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
 
     def path(self, num_tokens: int) -> str:
-        """Name of the path that so many tokens take."""
+        """Return the path of a call with `num_tokens`."""
         place = 0
         while place + 1 < len(POWERS) and num_tokens > POWERS[place]:
             place += 1
@@ -142,7 +128,7 @@ class Chooser:
         self._paths = [self._choices[power][1] for power in POWERS]
 
     def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
-        """Active neurons and union to expect in calls of a class; None when nothing is known."""
+        """Return the active neurons and union to expect in calls of a class; None: unknown."""
         known = self._known
         if not known and calibration.expected is not None:
             known = {BLOCK: calibration.expected}
@@ -165,16 +151,14 @@ class Chooser:
     def _forget_counters(self) -> None:
         self._counters: Tensor | None = None
         self._read = [[0] * 4 for _ in CLASSES]  # the totals up to the newest window
-        self._copy: tuple[Tensor, Callable[[], bool]] | None = (
-            None  # under way, and whether it arrived
-        )
+        # A copy to the host, and whether it has arrived.
+        self._copy: tuple[Tensor, Callable[[], bool]] | None = None
         self._changed = False  # since the last copy
-        self._unread, self._unprobed = READ_EVERY, PROBE_EVERY  # the first is due at once
+        # Tokens since the last copy and probe; the first ones are due at once.
+        self._unread, self._unprobed = READ_EVERY, PROBE_EVERY
 
     def counters(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the int64 tensor [4] to which a call of so many tokens adds, as the kernels'
-        operators define it.
-        """
+        """Return the int64 tensor [4] to which a call of `num_tokens` adds (kernels/ops.py)."""
         if self._counters is None or self._counters.device != device:
             self._forget_counters()
             # Tensors made in inference mode could not be written outside of it.
@@ -184,9 +168,7 @@ class Chooser:
         return self._counters[_class(num_tokens)]
 
     def update(self, num_tokens: int) -> None:
-        """Take notice of a copy that arrived, and begin the next when it is time; called before
-        each call's choice.
-        """
+        """Use a copy that has arrived and begin the next when due; runs before each choice."""
         work = max(num_tokens, SMALLEST_CALL)
         self._unread += work
         self._unprobed += work
@@ -195,16 +177,13 @@ class Chooser:
             self._changed, self._unread = False, 0
         if self._copy is not None and self._copy[1]():
             totals, self._copy = self._copy[0].tolist(), None
-            self._notice(
-                [
-                    [b - a for a, b in zip(*pair, strict=True)]
-                    for pair in zip(self._read, totals, strict=True)
-                ]
-            )
+            pairs = zip(self._read, totals, strict=True)
+            self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
             self._read = totals
 
-    def _notice(self, window: list[list[int]]) -> None:
-        most, noticed = 0, False
+    def _use(self, window: list[list[int]]) -> None:
+        """Plan anew where the counts of a window differ from those behind the plan."""
+        most, changed = 0, False
         for size, (tokens, blocks, active, union) in zip(CLASSES, window, strict=True):
             if tokens == 0:
                 continue
@@ -212,19 +191,16 @@ class Chooser:
             old = self._known.get(size)
             if old is None or any(_differ(*pair) for pair in zip(old, new, strict=True)):
                 self._known[size] = new
-                noticed = True
+                changed = True
             if tokens > most:
                 most, self.observed = tokens, new
-        if noticed:
+        if changed:
             self._make_plan()
 
     def probe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Count the activity of some of the tokens x [M, K] when it is time: on the dense path
-        nothing else does.
+        """Count the activity of some of the tokens x [M, K] when due: the dense path counts none.
 
-        `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's. Blocks of 64
-        consecutive tokens from the whole batch, 16 at most; all tokens where there are fewer than
-        64.
+        `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's.
         """
         if self._unprobed < PROBE_EVERY:
             return
@@ -233,25 +209,27 @@ class Chooser:
 
 
 def sampled_blocks(x: Tensor) -> Tensor:
-    """Return up to 16 blocks of 64 consecutive tokens of x [M, K], as [blocks, 64, K]; M < 64: all,
-    [1, M, K].
+    """Return up to 16 blocks of 64 consecutive tokens of x [M, K]: [blocks, 64, K].
+
+    Fewer than 64 tokens are one block [1, M, K].
     """
     num_blocks = len(x) // BLOCK
     if num_blocks == 0:
         return x[None]
-    # An odd step: sequences mostly have a power of two of tokens, and their first ones are more
-    # active than others.
+    # An odd step: most sequences have a power of two of tokens, and their first tokens are the most
+    # active.
     step = max(num_blocks // PROBE_BLOCKS - 1, 0) | 1
     return x[: num_blocks * BLOCK].view(num_blocks, BLOCK, -1)[::step][:PROBE_BLOCKS]
 
 
 @torch.no_grad()
 def count_activity(blocks: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> None:
-    """Add tokens, blocks, active entries and entries of unions of `blocks` [B, T, K] to `counters`,
-    without waiting.
+    """Add the tokens, blocks, active entries and union entries of `blocks` [B, T, K] to `counters`.
+
+    Does not wait for the device.
     """
     active = F.relu(F.linear(blocks, weight, bias)) != 0
-    # Numbers of the host are arguments of a kernel here; as a tensor they would have to be copied.
+    # Host numbers are kernel arguments here; as tensors they would have to be copied.
     counters[0] += active.shape[0] * active.shape[1]
     counters[1] += active.shape[0]
     counters[2] += active.sum()
@@ -259,7 +237,7 @@ def count_activity(blocks: Tensor, weight: Tensor, bias: Tensor | None, counters
 
 
 def _begin_copy(counters: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """A copy on the host that will be complete once the second result says so."""
+    """Return a copy on the host, and a function that tells whether it is complete."""
     if not counters.is_cuda:
         return counters.clone(), lambda: True
     copy = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
@@ -270,7 +248,7 @@ def _begin_copy(counters: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def _class(num_tokens: int) -> int:
-    """Place in CLASSES of calls with so many tokens."""
+    """Return the place in CLASSES of calls with `num_tokens`."""
     return min((num_tokens - 1).bit_length(), len(CLASSES) - 1)
 
 

@@ -1,8 +1,8 @@
 """Whether a layer may read the weights of its projections, or has to call them as modules.
 
-The sparse backends read weights. Reading gives the same as calling only for an `nn.Linear` with plain
-parameters and no hooks. With an adapter, a hook, a parametrisation or a quantised weight the layer
-calls the projection and computes densely.
+The sparse backends read weights. Reading gives the same as calling only for an `nn.Linear` with
+plain parameters and no hooks. With an adapter, a hook, a parametrisation or a quantised weight the
+layer calls the projection and computes densely.
 """
 
 from __future__ import annotations

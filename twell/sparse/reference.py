@@ -94,6 +94,27 @@ def first_weights(
     return (w_up, b_up) if w_gate is None else (w_gate, b_gate)
 
 
+def activations(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    activation: str = "relu",
+) -> tuple[Tensor, Tensor]:
+    """Return (g, h) [M, N] of the dense layer: g = act(x w_gate^T + b_gate), h = g (x w_up^T + b_up).
+
+    Non-gated, both are act(x w_up^T + b_up). A neuron is active for a token where g != 0.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")
+    act, u = ACTIVATIONS[activation], F.linear(x, w_up, b_up)
+    if w_gate is None:
+        return (g := act(u)), g
+    g = act(F.linear(x, w_gate, b_gate))
+    return g, g * u
+
+
 def ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -104,18 +125,13 @@ def ffn(
     b_down: Tensor | None = None,
     activation: str = "relu",
 ) -> Tensor:
-    """Return the dense layer y [M, K] = h w_down^T in torch's operators, differentiable.
+    """Return the dense layer y [M, K] = h w_down^T + b_down in torch's operators, differentiable.
 
-    h = act(x w_gate^T + b_gate) * (x w_up^T + b_up), non-gated act(x w_up^T + b_up). Any dtype; g,
-    u and h are rounded to it. `activation` is "relu" or "silu". Raises ValueError for another one
-    or for shapes that do not fit. Paper: the feed-forward block.
+    h: see `activations`. Any dtype; g, u and h are rounded to it. `activation` is "relu" or "silu".
+    Raises ValueError for another one or for shapes that do not fit. Paper: the feed-forward block.
     """
     check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")
-    act = ACTIVATIONS[activation]
-    u = F.linear(x, w_up, b_up)
-    h = act(u) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * u
+    _, h = activations(x, w_gate, w_up, b_gate, b_up, activation)
     return F.linear(h, w_down, b_down)
 
 
