@@ -270,7 +270,7 @@ class TileUnion(SparseRows):
 
     @classmethod
     def pack(cls, dense: Tensor, block_m: int = 64) -> TileUnion:
-        """Pack dense [M, N] of bf16, fp16, fp32 or fp64. Raises ValueError if `block_m` is below 1."""
+        """Pack dense [M, N] of bf16, fp16, fp32 or fp64; ValueError for a `block_m` below 1."""
         check_dense(dense, *DTYPES)
         if block_m < 1:
             raise ValueError(f"block_m={block_m}, expected at least 1")
@@ -289,7 +289,7 @@ class TileUnion(SparseRows):
 
     @staticmethod
     def _places(blocks: Tensor, offsets: Tensor, block_m: int) -> Tensor:
-        """Where in `values` each union entry (of block `blocks`) has each token, [total, block_m]."""
+        """The place in `values` of each union entry and token, [total, block_m]."""
         union_size = offsets.diff()[blocks]
         position = torch.arange(len(blocks), device=blocks.device) - offsets[blocks]
         tokens = torch.arange(block_m, device=blocks.device)
@@ -306,7 +306,7 @@ class TileUnion(SparseRows):
         return (self.values != 0).sum()
 
     def block(self, b: int) -> tuple[Tensor, Tensor]:
-        """Columns [U_b] int32 of block b's union and its values [rows, U_b], without filling rows."""
+        """Columns [U_b] int32 of block b's union and values [rows, U_b], without padding."""
         start, end = self.offsets[b : b + 2].tolist()
         values = self.values[self.block_m * start : self.block_m * end].view(
             self.block_m, end - start

@@ -58,7 +58,7 @@ class ActivityStats:
         self.histogram: Tensor | None = None
 
     def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
-        """Count `active` [M, N] bool; `token_mask` [M] is zero for tokens to leave out (padding)."""
+        """Count `active` [M, N] bool; `token_mask` [M] is zero for padding, which is left out."""
         self.add(Activity.of(active, token_mask), token_mask)
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ class Chooser:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The measured times; None: `default`. Raises ValueError for a calibration of other layers."""
+        """Measured times; None: `default`. Raises ValueError for those of other layers."""
         return self._calibration
 
     @calibration.setter

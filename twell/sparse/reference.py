@@ -50,7 +50,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def matmul(sparse: SparseRows, weight: Tensor) -> Tensor:
-    """Sparse [M, N] times dense [N, K], not rounded; reads the weight rows of active columns only."""
+    """Sparse [M, N] times dense [N, K], not rounded; reads rows of active columns only."""
     check_tensor("weight", weight, (sparse.shape[1], weight.shape[1]))
     weight = wide(weight)
     out = weight.new_zeros(sparse.shape[0], weight.shape[1])
@@ -102,9 +102,10 @@ def activations(
     b_up: Tensor | None = None,
     activation: str = "relu",
 ) -> tuple[Tensor, Tensor]:
-    """Return (g, h) [M, N] of the dense layer: g = act(x w_gate^T + b_gate), h = g (x w_up^T + b_up).
+    """Return (g, h) [M, N] of the dense layer.
 
-    Non-gated, both are act(x w_up^T + b_up). A neuron is active for a token where g != 0.
+    g = act(x w_gate^T + b_gate), h = g (x w_up^T + b_up); non-gated, both are act(x w_up^T + b_up).
+    A neuron is active for a token where g != 0.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")

@@ -55,7 +55,7 @@ def _index_dtype(n_cols: int) -> torch.dtype:
 
 
 def positions_in_rows(rows: Tensor, counts: Tensor) -> Tensor:
-    """Position of each entry in its row, for entries sorted by row, `counts` of them in each row."""
+    """Position of each entry in its row, for entries sorted by row; `counts` entries a row."""
     starts = counts.cumsum(0) - counts
     return torch.arange(len(rows), device=rows.device) - starts[rows]
 

@@ -292,7 +292,7 @@ class SparseTraining:
 
 
 def capacities(most: int) -> tuple[int, ...]:
-    """Return the capacities, in entries per token: 32, 48, 64, 96, 128, ..., and last `most`. Ours."""
+    """Return the capacities in entries per token: 32, 48, 64, 96, ..., and last `most`. Ours."""
     sizes = [
         size for n in range(most.bit_length()) for size in (SMALLEST << n, 3 * SMALLEST << n >> 1)
     ]

@@ -1,127 +1,15 @@
 import copy
-import dataclasses
-import functools
-import math
 import random
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-import yaml
 from torch import nn
-from torch.nn import functional as F
 
-from tests.kills import differences
-from tests.test_train import launch, series, stop_after, stream_config
-from twell import SparseTraining, results
-from twell import train as train_module
-from twell.kernels import training_ops
+from tests.sparse.steps import ON_CPU, Stack, calibrated, roomy, step
+from twell import SparseTraining
 from twell.sparse import training as sparse_training
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import ATTEMPTS, RECENT, capacities
-from twell.train import train
-
-ON_CPU = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the stand-in for the kernels computes on the CPU"
-)
-
-
-class Trained(NamedTuple):
-    y: torch.Tensor
-    l1: torch.Tensor
-    token_counts: torch.Tensor
-    neuron_counts: torch.Tensor
-    needed: torch.Tensor
-
-
-class Fake:
-    """training_ops.train by dense products: NaN where the capacity is too small, and random numbers as dropout would draw.
-
-    It counts one in `scale` of a token's active neurons, and needs room for the mean of that and `extra` entries.
-    """
-
-    def __init__(self, scale=1):
-        self.scale, self.extra, self.calls = scale, 0, []
-
-    def __call__(
-        self,
-        path,
-        capacity,
-        x,
-        w_gate,
-        w_up,
-        w_down,
-        b_gate=None,
-        b_up=None,
-        b_down=None,
-        *,
-        token_mask=None,
-    ):
-        g = F.relu(
-            F.linear(x, w_up if w_gate is None else w_gate, b_up if w_gate is None else b_gate)
-        )
-        h = g if w_gate is None else g * F.linear(x, w_up, b_up)
-        active = g != 0
-        counts = active.sum(1).int() // self.scale
-        needed = math.ceil(int(counts.sum()) / len(x)) + self.extra
-        self.calls.append((path, capacity, needed))
-        y = F.linear(h, w_down, b_down) * (1 + 0.1 * torch.rand(len(x), 1)).to(x.dtype)
-        l1 = h.abs().sum(-1, dtype=torch.float32)
-        if needed > capacity:
-            y, l1 = y * math.nan, l1 * math.nan
-        kept = active if token_mask is None else active & (token_mask.reshape(-1, 1) != 0)
-        return Trained(y, l1, counts, kept.sum(0).int(), torch.tensor(needed))
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    fake = Fake()
-    monkeypatch.setattr(training_ops, "train", fake)
-    return fake
-
-
-class Stack(nn.Module):
-    """Layers with dropout between them; few neurons of the sparse layers are active."""
-
-    def __init__(self, sizes=(256, 256, 192), backend="triton"):
-        super().__init__()
-        self.ffns = nn.ModuleList(SparseFFN(32, size, bias=True, backend=backend) for size in sizes)
-        for ffn in self.ffns:
-            nn.init.constant_(ffn.gate_proj.bias, -0.9)
-            ffn.record = True
-
-    def forward(self, x):
-        for ffn in self.ffns:
-            x = x + ffn(F.dropout(F.layer_norm(x, (32,)), 0.1))
-        return x
-
-
-def calibrated(model, *training):
-    """Set the activity up to which each layer trains sparsely."""
-    for ffn, most in zip(model.ffns, training, strict=True):
-        shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated
-        ffn.calibration = dataclasses.replace(sparse_training.default(*shape), training=most)
-    return model
-
-
-def step(sparse, *needed):
-    """A step in which the layers need so many entries (None: no pass), in each attempt; returns the attempts."""
-    attempts = 0
-    for _ in sparse.attempts():
-        attempts += 1
-        for ffn, number in zip(sparse.layers, needed, strict=True):
-            assert torch.equal(ffn.observer.needed, torch.tensor(-1))
-            if number is not None:
-                ffn.observer.needed = torch.tensor(number)
-    return attempts
-
-
-def roomy(sparse):
-    """With room for everything from the start."""
-    sparse.restore(sparse.state() | {"capacity": sparse.capacities[-1]})
-    return sparse
-
 
 # --- nothing is lost
 
@@ -136,7 +24,9 @@ def test_rooms_rise_by_half_at_most():
 
 
 def run_stack(fake, heavy, prepare=lambda sparse: sparse, steps=6):
-    """Train in a loop of two micro-batches; `heavy` has the (step, micro-batch) that need 70 entries more."""
+    """Train in a loop of two micro-batches; `heavy` has the (step, micro-batch) that need 70
+    entries more.
+    """
     torch.manual_seed(5)
     model = Stack()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -181,7 +71,8 @@ def test_a_repeated_step_is_the_step_with_room_from_the_start(fake):
         assert attempts == [
             2 if number == first else 1 for number in range(6)
         ]  # then there is room
-        # The first layer's need decides: those after it saw NaN, for which all 256 neurons are active.
+        # The first layer's need decides: those after it saw NaN, for which all 256 neurons are
+        # active.
         assert max(needed for *_, needed in fake.calls) == 256 + 70
         assert capacities == [32] * first + [192 if 128 < 1.5 * (natural + 70) else 128] * (
             6 - first
@@ -211,7 +102,8 @@ def test_layers_that_are_too_small_one_after_another(fake):
         seen.append([ffn.capacity for ffn in sparse.layers])
         sparse.layers[0].observer.needed = torch.tensor(min(sparse.capacity + 1, 256))
     assert [room[0] for room in seen] == [32, 64, 128, 256] and len(seen) == ATTEMPTS
-    # What everything was needed for is known then: the next step has the room that it takes, and not all.
+    # What everything was needed for is known then: the next step has the room that it takes, and
+    # not all.
     sparse, wants, counts = SparseTraining(Stack((1024,) * 3)), [33, 65, 129], []
     for _ in sparse.attempts():
         counts.append(sparse.capacity)
@@ -225,205 +117,6 @@ def test_layers_that_are_too_small_one_after_another(fake):
         AssertionError, match="a layer needs a capacity of 257 and has the largest, 256"
     ):
         step(mixed, 257, 0)
-
-
-def finishing(monkeypatch, ends):
-    """Let trainings note the random state at their end."""
-    finish = train_module._Run.finish
-
-    def noting(self):
-        ends.append(torch.get_rng_state())
-        return finish(self)
-
-    monkeypatch.setattr(train_module._Run, "finish", noting)
-
-
-def heavy_steps(monkeypatch, fake, heavy):
-    """Let the fake need 60 entries more in some (step, micro-batch); passes of a micro-batch are told by their tokens."""
-    inner, draw = train_module._Run.step, train_module._Run.autocast
-
-    def step(self, number):
-        passes = -1
-        batches = math.ceil(16 / (self.config.micro_batch or 16))
-
-        def autocast():
-            nonlocal passes
-            passes += 1
-            fake.extra = 60 if (number, passes % batches) in heavy else 0
-            return draw(self)
-
-        self.autocast = autocast
-        try:
-            return inner(self, number)
-        finally:
-            del self.autocast
-            fake.extra = 0
-
-    monkeypatch.setattr(train_module._Run, "step", step)
-
-
-def unlike(run, expected):
-    """What differs between two runs besides the number of repeated steps."""
-    found = differences(run, expected)
-    logs = [
-        results.load_run(path)[1].query("metric not in ('tokens_per_second', 'repeated_steps')")
-        for path in (run, expected)
-    ]
-    if logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
-        found = [name for name in found if name != "log.csv"]
-    return found
-
-
-@ON_CPU
-@pytest.mark.parametrize("kind", ["blocks", "stream"])
-def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeypatch, kind):
-    fake, ends = Fake(scale=8), []
-    monkeypatch.setattr(training_ops, "train", fake)
-    finishing(monkeypatch, ends)
-    config = (
-        tiny_config if kind == "blocks" else stream_config(tiny_config, tiny_text, tmp_path / "hub")
-    )
-    config = dataclasses.replace(
-        config, backend="triton", precision="bf16", micro_batch=7, tokens=10 * 512, reinit=0.1
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(sparse_training, "SMALLEST", 96)
-        expected = train(config, tmp_path / "expected", quiet=True)
-    assert {capacity for _, capacity, _ in fake.calls} == {96} and len(fake.calls) == 10 * 3 * 2
-    log = results.load_run(expected)[1]
-    assert (
-        series(log, "sparse_layers").tolist() == [2] * 3
-        and series(log, "repeated_steps").tolist() == [0] * 3
-    )
-    fake.calls.clear()
-    heavy_steps(monkeypatch, fake, {(5, 1), (8, 2)})
-    found = train(config, tmp_path / "found", quiet=True)
-    assert {capacity for _, capacity, _ in fake.calls} == {32, 96} and len(fake.calls) == 11 * 3 * 2
-    assert series(results.load_run(found)[1], "repeated_steps").tolist() == [0, 1, 1]
-    assert unlike(found, expected) == []
-    assert torch.equal(*ends)
-    total = series(results.load_run(found)[1], "loss")
-    assert np.isfinite(total).all()
-
-
-# In the third step of the heavy training the second of two processes needs more than there is room for, the first does not.
-# Before it comes one with room for everything, in the same processes: to start them takes longer than to train.
-TWO = """
-from tests.test_sparse_training import Fake
-from twell.sparse import training as sparse_training
-from twell.kernels import training_ops
-
-heavy = False
-training_ops.train = fake = Fake(scale=8)
-inner = train._Run.step
-
-def step(self, number):
-    alone = heavy and number == 3 and self.accelerator.process_index == 1
-    fake.extra = 60 if alone else 0
-    before = len(fake.calls)
-    done = inner(self, number)
-    short = [needed > capacity for _, capacity, needed in fake.calls[before:]]
-    assert any(short) == alone and len(short) == (8 if heavy and number == 3 else 4), (number, short)
-    return done
-
-train._Run.step = step
-smallest, sparse_training.SMALLEST = sparse_training.SMALLEST, 96
-train.train(train.TrainConfig.load(sys.argv[2]), sys.argv[-1] + "-expected", quiet=True)
-sparse_training.SMALLEST, heavy = smallest, True
-"""
-
-
-@ON_CPU
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
-    settings = {
-        "backend": "triton",
-        "precision": "bf16",
-        "tokens": 5 * 512,
-        "micro_batch": 4,
-        "log_every": 1,
-    }
-    config = dataclasses.replace(tiny_config, **settings)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-    log, _ = launch(tmp_path, "heavy", kind, prelude=TWO)
-    expected = tmp_path / "heavy-expected"
-    assert series(log, "repeated_steps").tolist() == [0, 0, 1, 1, 1]
-    assert series(results.load_run(expected)[1], "repeated_steps").tolist() == [0, 0, 0, 0, 0]
-    assert unlike(tmp_path / "heavy", expected) == []
-
-
-@ON_CPU
-def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch):
-    fake = Fake()
-    monkeypatch.setattr(training_ops, "train", fake)
-    heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
-    shape = sparse_training.default(32, 96, True)
-    monkeypatch.setattr(
-        sparse_training, "default", lambda *_: dataclasses.replace(shape, training=43.0)
-    )
-    monkeypatch.setattr(sparse_training, "CAPACITY_MARGIN", 1.1)
-    settings = {
-        "backend": "auto",
-        "precision": "bf16",
-        "micro_batch": 8,
-        "checkpoint_every": 2,
-        "log_every": 1,
-    }
-    config = dataclasses.replace(tiny_config, l1_coefficient=0.05, **settings)
-    whole = train(config, tmp_path / "whole", quiet=True)
-    layers = series(results.load_run(whole)[1], "sparse_layers").tolist()
-    assert layers[0] == 0 and layers[-1] == 2, layers
-    for stop in (4, 10):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            stop_after(patch, stop)
-            train(config, tmp_path / str(stop), quiet=True)
-        train(config, tmp_path / str(stop), resume=True, quiet=True)
-        assert differences(tmp_path / str(stop), whole) == []
-
-
-@ON_CPU
-def test_runs_that_cannot_be_sparse_are_as_before(tiny_config, tmp_path, fake):
-    logs = []
-    for backend in ("dense", "triton", "auto"):  # the kernels are not for fp32
-        config = dataclasses.replace(tiny_config, tokens=4 * 512, backend=backend, log_every=1)
-        logs.append(results.load_run(train(config, tmp_path / backend, quiet=True))[1])
-    assert not {"sparse_layers", "repeated_steps"} & set(logs[1].metric) and not fake.calls
-    for log in logs[1:]:
-        # the same initial weights, though they are stored in another order
-        np.testing.assert_allclose(series(log, "loss"), series(logs[0], "loss"), rtol=1e-5)
-
-
-# Put back what training sets.
-@torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
-@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, optimize_ddp=True)
-def test_training_with_the_kernels_is_close_to_dense(tiny_config, tmp_path, monkeypatch):
-    if (
-        not torch.cuda.is_available()
-    ):  # inductor's code for the rest of the model would take most of the time
-        monkeypatch.setattr(
-            nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager")
-        )
-    settings = {
-        "precision": "bf16",
-        "tokens": 2 * 16,
-        "batch_tokens": 16,
-        "valid_tokens": 16,
-        "log_every": 1,
-    }
-    config = dataclasses.replace(tiny_config, context=16, intermediate_size=80, **settings)
-    logs = []
-    for backend in ("dense", "triton"):
-        run = dataclasses.replace(config, backend=backend, compile=backend == "triton")
-        logs.append(results.load_run(train(run, tmp_path / backend, quiet=True))[1])
-    torch.compiler.reset()
-    assert series(logs[1], "repeated_steps").tolist() == [
-        1,
-        1,
-    ]  # half of the neurons are active at first
-    for metric in ("loss", "l1", "grad_norm", "active_mean"):
-        np.testing.assert_allclose(
-            series(logs[1], metric), series(logs[0], metric), rtol=1e-2, err_msg=metric
-        )
 
 
 # --- which layers are sparse, and with how much room
@@ -459,21 +152,24 @@ def test_layers_are_told_in_attempts_only():
     model = calibrated(Stack((256, 256, 128), backend="auto"), 100.0, 0.0, 100.0)
     model.ffns[1].backend = "triton"
     sparse = SparseTraining(model, path="hybrid")
-    told = lambda: [(ffn.train_path, ffn.observer.watch_capacity) for ffn in model.ffns]  # noqa: E731
+
+    def state():
+        return [(ffn.train_path, ffn.observer.watch_capacity) for ffn in model.ffns]
+
     for number in (300, 10, 300, 10, 10):
-        assert told() == [(None, False)] * 3
+        assert state() == [(None, False)] * 3
         for _ in sparse.attempts():
             paths = ["hybrid" if at else None for at in sparse.sparse]
-            assert told() == [(path, True) for path in paths] and paths[1] == "hybrid"
+            assert state() == [(path, True) for path in paths] and paths[1] == "hybrid"
             for ffn in model.ffns:
                 ffn.observer.needed = torch.tensor(min(number, ffn.intermediate_size))
         assert all(ffn.observer.needed is None for ffn in model.ffns)
     model.ffns[1].backend = "dense"  # changed under way
     for _ in sparse.attempts():
-        assert told()[1] == (None, False)
+        assert state()[1] == (None, False)
     with sparse:
         pass
-    assert not sparse.active and list(sparse.attempts()) == [0] and told() == [(None, False)] * 3
+    assert not sparse.active and list(sparse.attempts()) == [0] and state() == [(None, False)] * 3
 
 
 def test_room_follows_the_most_of_recent_steps():
@@ -650,7 +346,8 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(fake, attempt, late):
     if not late:
         left.close()
         assert all(ffn.train_path is None and not ffn.observer.watch_capacity for ffn in model.ffns)
-    # Steps after it count for themselves, also if the one that was left ends in their midst, as a traceback may have it.
+    # Steps after it count for themselves, also if the one that was left ends in their midst, as a
+    # traceback may have it.
     for _ in sparse.attempts():
         assert all(ffn.observer.needed == -1 and ffn.train_path == "union" for ffn in model.ffns)
         left.close()

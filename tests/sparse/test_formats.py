@@ -1,7 +1,8 @@
-"""Packing is exact: every format against slow loops in plain Python that look at the bits of each number.
+"""Packing is exact: every format against slow loops in plain Python that look at the bits of each
+number.
 
-The matrices are made of random bits, so NaNs with payloads, infinities, subnormals and negative numbers
-occur, and the inactive entries are a mixture of +0.0 and -0.0.
+The matrices are made of random bits, so NaNs with payloads, infinities, subnormals and negative
+numbers occur, and the inactive entries are a mixture of +0.0 and -0.0.
 """
 
 from __future__ import annotations

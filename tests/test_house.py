@@ -1,0 +1,108 @@
+"""The house keeps its order: imports go one way, and files, functions and lines stay short."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twell import results
+
+ROOT = results.root()
+MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
+# Folders that keep the limits; the others follow.
+FOLDERS = ["kernels", "twell/sparse", "twell/measure", "tests/sparse", "tests/kernels"]
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def is_kernel(node):
+    """Whether a function is a Triton kernel, or a launcher's list of arguments would be cut."""
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def test_imports_go_one_way():
+    """The contracts stand in pyproject.toml."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_files_functions_and_lines_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= MOST_LINES
+    assert [line for line in lines if len(line) > MOST_COLUMNS] == []
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, functions) and not is_kernel(node):
+            assert node.end_lineno - node.lineno < MOST_FUNCTION, node.name
+
+
+@pytest.mark.parametrize("package", ["analysis", "plots"])
+def test_a_package_hands_on_the_public_names_of_its_modules(package):
+    whole = importlib.import_module(f"twell.{package}")
+    # Handed on whole, as modules: `analysis.quantities.sweep`.
+    modules = set("trained counted measured quantities claims".split())
+    parts = [path.stem for path in sorted((ROOT / "twell" / package).glob("*.py"))]
+    parts = [part for part in parts if part != "__init__" and part not in modules]
+    assert len(parts) > 1
+    for part in parts:
+        module = importlib.import_module(f"twell.{package}.{part}")
+        for public, value in vars(module).items():
+            own = getattr(value, "__module__", None) == module.__name__
+            constant = public.isupper() and public != "TYPE_CHECKING"
+            # Loading a module puts it into the package under its own name, over anything else.
+            if (own or constant) and not public.startswith("_"):
+                assert getattr(whole, public) is value, f"{part}.{public}"
+
+
+def test_importing_twell_is_cheap():
+    heavy = "{'torch', 'transformers', 'triton', 'pandas'}"
+    code = f"import sys, twell; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_loads():
+    import twell
+
+    for public in twell.__all__:
+        assert getattr(twell, public).__doc__, public
+        # Loading a module puts it into the package under its own name, over anything else.
+        assert not (ROOT / "twell" / f"{public}.py").exists(), public
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        twell.nothing  # noqa: B018
+
+
+PUBLIC_MODULES = "format reference ffn model corpus results analysis plots measure evaluate train"
+
+
+@pytest.mark.parametrize("module", [*PUBLIC_MODULES.split(), "inspector"])
+def test_public_modules_keep_their_names(module):
+    code = f"import twell, twell.{module}; print(twell.{module}.__name__)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow check_tensor"),
+        ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
+        ("reference", "ffn_backward sampled_matmul multiply transpose_matmul to_hybrid Saved"),
+        ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
+    ],
+)
+def test_modules_that_moved_hand_on_their_names(module, names):
+    public = importlib.import_module(f"twell.{module}")
+    for one in names.split():
+        assert hasattr(public, one), one
