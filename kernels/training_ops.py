@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell.kernels import training
+from twell.kernels import entries, training
 from twell.kernels.ops import aligned, check_tensors, prepare
 
 TRAIN_PATHS = "union", "hybrid"
@@ -212,4 +212,4 @@ def register(name: str, path: ModuleType, saved_type: type) -> torch.library.Cus
     return forward_operator
 
 
-train_union = register("union", training, training.Saved)
+train_union = register("union", training, entries.UnionSaved)
