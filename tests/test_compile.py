@@ -43,29 +43,22 @@ KERNELS = {
     "gate": {"gate_words_kernel", "gate_bits_kernel"},
     "rowwise": {"lists_kernel", "count_kernel", "up_down_kernel"},
     "union": {"lists_kernel", "up_kernel", "down_kernel"},
-    "training": {
-        "index_kernel",
-        "multiply_kernel",
-        "gradient_kernel",
-        "lists_gradient_kernel",
-        "bias_gradient_kernel",
-        "backup_kernel",
-        "backup_gradient_kernel",
+    "entries": {"entries_index_kernel", "entries_forward_kernel", "entries_backward_kernel"},
+    "weight_gradients": {
+        "list_gradients_kernel",
+        "bias_gradients_kernel",
+        "backup_fill_kernel",
+        "backup_gradients_kernel",
     },
-    "hybrid": {
-        "needed_kernel",
-        "pack_kernel",
-        "count_kernel",
-        "row_forward_kernel",
-        "row_backward_kernel",
-        "backup_up_kernel",
-        "backup_product_kernel",
-        "backup_backward_kernel",
-        "mark_kernel",
-        "rank_kernel",
-        "weights_kernel",
-        "backup_weights_kernel",
+    "paper.hybrid_pack": {"hybrid_pack_kernel", "hybrid_count_kernel", "hybrid_needed_kernel"},
+    "paper.hybrid_rows": {"hybrid_rows_forward_kernel", "hybrid_rows_backward_kernel"},
+    "paper.hybrid_backup": {
+        "hybrid_backup_up_kernel",
+        "hybrid_backup_product_kernel",
+        "hybrid_backup_backward_kernel",
     },
+    "paper.hybrid_transpose": {"hybrid_marks_kernel", "hybrid_ranks_kernel"},
+    "paper.hybrid_weights": {"hybrid_list_gradients_kernel", "hybrid_backup_gradients_kernel"},
     "decode": {"few_up_kernel", "up_kernel", "few_down_kernel", "down_kernel"},
     "dense": {"relu_times_kernel"},
     "pack": {"pack_kernel", "unpack_kernel", "flags_kernel", "union_kernel"},
@@ -312,7 +305,8 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
     """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels."""
     import torch
 
-    from twell.kernels import decode, dense, hybrid, pack, rowwise, training, union
+    from twell.kernels import decode, dense, entries, pack, rowwise, training, union
+    from twell.kernels.paper import hybrid, hybrid_pack
     from twell.sparse.formats import ELL, PackedTwELL
 
     shared: dict[str, int] = {}
@@ -339,11 +333,12 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
                 union.ffn(x, *tensors, activity=counted)
             bias = None if counted is None else w[:, 0].contiguous()
             mask = None if counted is None else torch.ones(256, dtype=torch.bool)
-            for path in (training, hybrid):
+            saved_types = {training: entries.UnionSaved, hybrid: hybrid_pack.HybridSaved}
+            for path, saved_type in saved_types.items():
                 _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
                 given = (x, *tensors[:3], bias, bias)
                 needs = [t is not None for t in given]
-                path.backward(*given, path.Saved(*saved), x, torch.zeros(256), needs)
+                path.backward(*given, saved_type(*saved), x, torch.zeros(256), needs)
             for num_tokens in (1, 2, 4, 16, 64):
                 decode.ffn(x[:num_tokens], *tensors, activity=counted)
     dense.relu_times_kernel[(1,)](w, w, w.numel(), BLOCK=dense.BLOCK, num_warps=dense.NUM_WARPS)
@@ -410,7 +405,8 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from twell.kernels import decode, dense, hybrid, ops, pack, rowwise, training, union
+    from twell.kernels import decode, dense, entries, pack, rowwise, training, training_ops, union
+    from twell.kernels.paper import hybrid, hybrid_pack
 
     lowered: dict[tuple, str] = {}
     launches = set()
@@ -464,16 +460,18 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
                 decode.ffn(x[:few], *tensors, activity=activity)
             rowwise.ffn(x, *tensors, 8)
             dense.ffn(x, *tensors)
-    for path in (training, hybrid):
+    saved_types = {training: entries.UnionSaved, hybrid: hybrid_pack.HybridSaved}
+    for path, saved_type in saved_types.items():
         for num_tokens, intermediate_size, hidden_size in TRAINING[path.__name__.split(".")[-1]]:
             x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
             mask = empty(num_tokens, dtype=torch.bool)
-            capacity = (ops.MAX_ENTRIES - 1) // num_tokens if path is training else 512
+            most = (training_ops.MAX_ENTRIES - 1) // num_tokens
+            capacity = most if path is training else 512
             for gated in (True, False):
                 tensors = layer(intermediate_size, hidden_size, gated)
                 _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
                 needs = [t is not None for t in (x, *tensors[:5])]
-                path.backward(x, *tensors[:5], path.Saved(*saved), x, dl1, needs)
+                path.backward(x, *tensors[:5], saved_type(*saved), x, dl1, needs)
 
     # Segments above 2^31, as many tokens as possible, and blocks of one token.
     for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):
