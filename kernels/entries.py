@@ -19,8 +19,8 @@ stands as many places later as bits below i are set.
 h and its gradients are over the unions, neuron-major: a row of 64 tokens for each listed neuron.
 A place beyond the capacity is not stored and not read; totals[0] counts it all the same.
 
-Reference: twell.sparse.reference.union_train_forward and union_train_backward;
-test: tests/test_training.py; options: training_index, training_elements
+Reference: twell.sparse.reference.union_train_forward, union_train_backward;
+test: tests/test_training.py; options: kernels/options.py 'training_index', 'training_elements'.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ This is the paper's transposed hybrid format with lists in place of ELL rows (Ap
 
 Where the buffer does not hold all rows, the rest follows in another round.
 
-Reference: twell.sparse.reference.union_train_backward; test: tests/test_training.py;
-options: training_lists, training_backup
+Reference: twell.sparse.reference.union_train_backward;
+test: tests/test_training.py; options: kernels/options.py 'training_lists', 'training_backup'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, narrow, next_power_of_2, wide
+from twell.kernels.common import cdiv, load, narrow, next_power_of_2, wide
 from twell.kernels.entries import UnionSaved, entry_places, low_value
 from twell.kernels.options import launch_options, num_processors, with_fusion
 
@@ -44,14 +44,6 @@ class WeightGradients(NamedTuple):
     gate: Tensor | None
     up: Tensor | None
     down: Tensor | None
-
-
-@triton.jit
-def _wide_load(pointers, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers).to(tl.float32)
-    else:
-        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -77,7 +69,7 @@ def _add_entry(
     entry = tl.load(entries_ptr + place)
     row = (entry >> 32) * K + k
     if GATE or UP:
-        x = _wide_load(x_ptr + row, inside, EVEN)
+        x = load(x_ptr + row, inside, EVEN).to(tl.float32)
         gradients = tl.load(gradients_ptr + place)
         if UP:
             dwu += low_value(gradients >> 16, dtype) * x
@@ -87,7 +79,7 @@ def _add_entry(
         h = low_value(entry >> 16, dtype)
         if GATED:
             h = narrow(h * low_value(entry, dtype), dtype).to(tl.float32)
-        dwd += h * _wide_load(dy_ptr + row, inside, EVEN)
+        dwd += h * load(dy_ptr + row, inside, EVEN).to(tl.float32)
     return dwg, dwu, dwd
 
 

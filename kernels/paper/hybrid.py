@@ -21,7 +21,8 @@ which decides how many backup rows there are.
 Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or NaN in an operand of
 an inactive entry reaches nothing through a list; through a backup row it may.
 
-Reference: twell.sparse.reference.ffn_forward and ffn_backward; test: tests/test_hybrid.py
+Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
+test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_*'.
 """
 
 from __future__ import annotations

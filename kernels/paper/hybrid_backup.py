@@ -11,8 +11,8 @@ Each program computes a tile of BM backup rows. Rows that no token owns are skip
 An inf or NaN in an operand of an inactive entry may reach its token here, since 0 * inf is NaN.
 
 Paper: App. B.2, dense backup.
-Reference: twell.sparse.reference.ffn_forward and ffn_backward; test: tests/test_hybrid.py;
-options: hybrid_backup
+Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
+test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_backup'.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ chunks of tokens, whose dense g is freed after it is packed.
 A token without a backup row, for lack of capacity, counts as empty, and `needed` reports it.
 
 Paper: App. B.2, conversion to the hybrid format.
-Reference: twell.sparse.reference.to_hybrid; test: tests/test_hybrid.py
+Reference: twell.sparse.hybrid_reference.to_hybrid;
+test: tests/test_hybrid.py.
 """
 
 from __future__ import annotations

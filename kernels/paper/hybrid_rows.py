@@ -10,8 +10,8 @@ neurons, SLOTS at a time, as rowwise.py does in inference.
     weights       [N, K]     l1, dl1  [M] fp32
 
 Paper: App. B.2, sampled dense-dense and sparse-dense products.
-Reference: twell.sparse.reference.ffn_forward and ffn_backward; test: tests/test_hybrid.py;
-options: hybrid_rows
+Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
+test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_rows'.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ of the programs.
     dh = dy w_down + sign(h) dl1        du = dh g        dg = dh u
 
 Paper: App. B.2, weight gradients.
-Reference: twell.sparse.reference.transpose_matmul; test: tests/test_hybrid.py
+Reference: twell.sparse.hybrid_reference.transpose_matmul;
+test: tests/test_hybrid.py.
 """
 
 from __future__ import annotations

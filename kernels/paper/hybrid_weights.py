@@ -8,8 +8,8 @@ a backup row is a row of a product on tensor cores.
     x, dy  [M, K]      dwd, dwu, dwg  [N, K]      dbu, dbg  [N]; None leaves a gradient out
 
 Paper: App. B.2, weight gradients.
-Reference: twell.sparse.reference.transpose_matmul; test: tests/test_hybrid.py;
-options: hybrid_weights, hybrid_backup
+Reference: twell.sparse.hybrid_reference.transpose_matmul;
+test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_weights', 'hybrid_backup'.
 """
 
 from __future__ import annotations
