@@ -50,10 +50,7 @@ class WeightGradients(NamedTuple):
 def _add_entry(
     sums,
     place,
-    entries_ptr,
-    gradients_ptr,
-    x_ptr,
-    dy_ptr,
+    operands,
     k,
     inside,
     K,
@@ -66,6 +63,7 @@ def _add_entry(
 ):
     """Adds dg x, du x and h dy of one entry to the sums dwg, dwu and dwd, as the flags ask."""
     dwg, dwu, dwd = sums
+    entries_ptr, gradients_ptr, x_ptr, dy_ptr = operands
     entry = tl.load(entries_ptr + place)
     row = (entry >> 32) * K + k
     if GATE or UP:
@@ -114,43 +112,16 @@ def list_gradients_kernel(
         inside = k < K
         zeros = tl.zeros((BK,), tl.float32)
         sums = (zeros, zeros, zeros)
+        operands = (entries_ptr, gradients_ptr, x_ptr, dy_ptr)
         whole = begin + (end - begin) // UNROLL * UNROLL
         for first in range(begin, whole, UNROLL):
             for i in tl.static_range(UNROLL):
                 sums = _add_entry(
-                    sums,
-                    first + i,
-                    entries_ptr,
-                    gradients_ptr,
-                    x_ptr,
-                    dy_ptr,
-                    k,
-                    inside,
-                    K,
-                    dtype,
-                    GATED,
-                    EVEN,
-                    GATE,
-                    UP,
-                    DOWN,
+                    sums, first + i, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
                 )
         for place in range(whole, end):
             sums = _add_entry(
-                sums,
-                place,
-                entries_ptr,
-                gradients_ptr,
-                x_ptr,
-                dy_ptr,
-                k,
-                inside,
-                K,
-                dtype,
-                GATED,
-                EVEN,
-                GATE,
-                UP,
-                DOWN,
+                sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
             )
         dwg, dwu, dwd = sums
         row = neuron.to(tl.int64) * K + k
