@@ -24,7 +24,7 @@ need no masks. g and h are neuron-major: a block's part of a neuron is one conti
 
 An inf or NaN in w_down may reach the other tokens of a block, where h is 0: 0 * inf is NaN.
 
-Reference: twell.sparse.reference.union_up_down, union_down; test: tests/kernels/test_union.py;
+Reference: twell.sparse.reference.union_up_down, union_down; test: tests/test_union.py;
 options: kernels/options.py 'union_lists', 'union_up_*', 'union_down_*'.
 """
 

@@ -3,7 +3,7 @@
     twell::ffn_twell   as twell::ffn_rowwise, with the gate's words in place of whole lists
 
 Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1. Reference: twell.sparse.reference
-gate_pack and up_down; test: tests/kernels/test_paper.py.
+gate_pack and up_down; test: tests/test_paper.py.
 """
 
 from __future__ import annotations
