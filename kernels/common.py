@@ -16,10 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from twell.kernels.options import architecture, num_processors  # noqa: F401
-from twell.kernels.options import launch_options as config  # noqa: F401
-from twell.kernels.options import with_fusion as launch_options  # noqa: F401
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 DTYPES = torch.bfloat16, torch.float16
 

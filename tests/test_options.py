@@ -1,5 +1,7 @@
 """The table of launch options and its rules."""
 
+import ast
+import fnmatch
 import re
 from pathlib import Path
 
@@ -27,6 +29,20 @@ def test_every_key_is_used_and_every_used_key_exists():
     }
     expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
     assert expanded == set(options.OPTIONS)
+
+
+def kernel_files():
+    return [path for path, text in SOURCES.items() if re.search(r"^def \w+_kernel\(", text, re.M)]
+
+
+@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.stem)
+def test_headers_name_their_test_and_their_options(path):
+    header = ast.get_docstring(ast.parse(SOURCES[path]))
+    test = re.search(r"test:\s(tests/\w+\.py)", header)[1]
+    assert (Path(__file__).parents[1] / test).is_file()
+    assert "Reference: " in header
+    for key in re.findall(r"'([a-z_0-9*]+)'", header.partition("options: ")[2]):
+        assert fnmatch.filter(options.OPTIONS, key), key
 
 
 @pytest.mark.parametrize("kernel", options.OPTIONS)

@@ -2,8 +2,9 @@
 
     twell::ffn_twell   as twell::ffn_rowwise, with the gate's words in place of whole lists
 
-Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1. Reference: twell.sparse.reference
-gate_pack and up_down; test: tests/test_paper.py.
+Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1.
+
+Reference: twell.sparse.reference.gate_pack, up_down; test: tests/test_paper.py.
 """
 
 from __future__ import annotations
