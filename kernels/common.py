@@ -1,11 +1,13 @@
-"""What all kernels share: number types, ReLU, and integer helpers.
+"""Device functions and integer helpers of all kernels.
 
-Values are stored in bf16 or fp16 and accumulated in fp32. A neuron is active for a token where its value
-after ReLU *and rounding to the storage type* is `!= 0`: NaN is active, -0.0 is not.
+Values are stored in bf16 or fp16 and accumulated in fp32. A neuron is active for a token where its
+value after ReLU *and rounding to the storage type* is `!= 0`: NaN is active, -0.0 is not.
 
-Every kernel also runs on the CPU under TRITON_INTERPRET=1. There bf16 is a bare 16-bit integer: arithmetic
-and tl.dot on it work on the raw bits, and rounding to it truncates. `wide` and `narrow` stand at every load
-and every store so that kernels need not know.
+Without a GPU, kernels run under TRITON_INTERPRET=1. There bf16 is a bare 16-bit integer: arithmetic
+and tl.dot use its bits as a number, and rounding to it truncates. `wide` and `narrow` stand at each
+load and store and hide this.
+
+Test: tests/test_kernels.py; launch options: kernels/options.py.
 """
 
 from __future__ import annotations
@@ -14,17 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from twell.kernels.options import architecture, num_processors  # noqa: F401
-from twell.kernels.options import launch_options as config  # noqa: F401
-from twell.kernels.options import with_fusion as launch_options  # noqa: F401
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 DTYPES = torch.bfloat16, torch.float16
 
 
 @triton.jit
 def wide(value):
-    """What was loaded, as an operand: unchanged on a GPU, fp32 in the interpreter."""
+    """A loaded value as an operand: unchanged on a GPU, fp32 in the interpreter."""
     if INTERPRETED:
         return value.to(tl.float32)
     else:
@@ -57,6 +55,28 @@ def popcount(bits):
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
     return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def load(pointers, inside, EVEN: tl.constexpr):
+    """The values at the pointers, 0 where not `inside`; EVEN: all are inside.
+
+    A mask costs the row-wise kernel a third of its speed, so it is left out where it can be.
+    """
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_activity(activity_ptr, first, M, entries, in_unions):
+    """Adds one program's counts to `activity`; the `first` program adds the tokens and blocks."""
+    if first:
+        tl.atomic_add(activity_ptr, tl.cast(M, tl.int64), sem="relaxed")
+        tl.atomic_add(activity_ptr + 1, tl.cast(tl.cdiv(M, 64), tl.int64), sem="relaxed")
+    tl.atomic_add(activity_ptr + 2, entries.to(tl.int64), sem="relaxed")
+    tl.atomic_add(activity_ptr + 3, in_unions.to(tl.int64), sem="relaxed")
 
 
 # Triton's own two take ten times as long, which every launch would pay.

@@ -1,10 +1,21 @@
-"""The dense layer: cuBLAS products, and one kernel between them that writes over g.
+"""The dense layer: three cuBLAS products, and one kernel that computes relu(g) u over g.
 
-What `torch.compile` makes of the layer, without compiling: g and u are rounded to the storage type, h = relu(g) u is
-computed in fp32 and rounded. Where most neurons are active no sparse path is faster.
+This is the work of torch.compile on the layer, without compilation: g and u are rounded to the
+storage type; h = relu(g) u is computed in fp32 and rounded. Where most neurons are active, no
+sparse path is faster. Under torch.compile the operators use the plain formula instead, which fuses
+with its surroundings.
 
-Non-finite values. As in any dense layer an inf or NaN in a weight reaches every token, whether the neuron is active
-for it or not: 0 * inf is NaN. The sparse paths leave such products out.
+    M tokens, K hidden size, N neurons
+    x, y [M, K]    w_gate, w_up, w_down_t [N, K]    g, u, h [M, N]
+
+    g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
+    without w_gate: h = relu(u)
+
+As in any dense layer, an inf or NaN in a weight reaches every token, also where the neuron is
+inactive: 0 * inf is NaN.
+
+Reference: twell.sparse.reference.ffn; test: tests/test_dense.py;
+options: kernels/options.py 'dense'.
 """
 
 from __future__ import annotations
@@ -14,12 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import cdiv, launch_options, narrow, relu
-
-# 16 values to a thread, two loads of 16 bytes of each operand: what keeps a device's memory busy; no size is
-# measurably better for so simple a kernel.
-BLOCK = 4096
-NUM_WARPS = 8
+from twell.kernels.common import cdiv, narrow, relu
+from twell.kernels.options import launch_options
 
 
 @triton.jit
@@ -33,20 +40,11 @@ def relu_times_kernel(g_ptr, u_ptr, size, BLOCK: tl.constexpr):
     tl.store(g_ptr + place, narrow(relu(g) * u, g_ptr.dtype.element_ty), mask=inside)
 
 
-def plain(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-) -> Tensor:
-    """The dense layer in torch's operators, for torch.compile to fuse with what stands around it; w_down [K, N]."""
-    u = F.linear(x, w_up, b_up)
-    return F.linear(
-        F.relu(u) if w_gate is None else F.relu(F.linear(x, w_gate, b_gate)) * u, w_down, b_down
-    )
+def relu_times(g: Tensor, u: Tensor) -> Tensor:
+    """relu(g) * u in place of g, both contiguous and of one shape."""
+    options = launch_options("dense", g.device)
+    relu_times_kernel[(cdiv(g.numel(), options["BLOCK"]),)](g, u, g.numel(), **options)
+    return g
 
 
 def ffn(
@@ -60,16 +58,10 @@ def ffn(
 ) -> Tensor:
     """The dense layer: y [M, K].
 
-    x [M, K]; weights [N, K], w_down_t the transpose of w_down, w_gate None in a non-gated layer; biases [N], [N], [K]
-    or None. g, u and h are rounded to x.dtype. Workspace: g and u, 2 M N values (non-gated: M N). Ours; the paper's
-    dense baseline computes the same.
+    x [M, K]; w_gate (or None), w_up and w_down_t [N, K]; b_gate and b_up [N], b_down [K] or None.
+    g, u and h are rounded to x.dtype. Workspace: g and u, 2 M N values, without a gate M N. Ours;
+    the paper's dense baseline computes the same.
     """
     u = F.linear(x, w_up, b_up)
-    if w_gate is None:
-        h = u.relu_()
-    else:
-        h = F.linear(x, w_gate, b_gate)
-        relu_times_kernel[(cdiv(h.numel(), BLOCK),)](
-            h, u, h.numel(), BLOCK=BLOCK, **launch_options(num_warps=NUM_WARPS, num_stages=1)
-        )
+    h = u.relu_() if w_gate is None else relu_times(F.linear(x, w_gate, b_gate), u)
     return F.linear(h, w_down_t.t(), b_down)

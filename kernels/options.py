@@ -123,6 +123,7 @@ OPTIONS: dict[str, Options] = {
     "dense": _one(BLOCK=4096, num_warps=8, num_stages=1),
     # Segments or rows of a program, and columns or slots in one step. For tests; not tuned.
     "pack": _one(SEGMENTS=16, CHUNK=128, num_warps=4, num_stages=1),
+    "pack_union": _one(ROWS=16, CHUNK=128, num_warps=4, num_stages=1),
     # WORDS of 32 tokens in one step; not tuned.
     "training_index": _one(BN=16, WORDS=128, num_warps=4, num_stages=1),
     # BN divides the neurons of a tile of "union_up_64". 0.126 ms; 64 neurons 0.165 [Tuning].

@@ -10,7 +10,9 @@ Both compute y [M, K] of ops.py's layer and each token's L1 term, for an M of at
 Between forward and backward they keep x, the weights and the active entries of g and u. The buffers
 hold `capacity` entries per token. A step that needs more says so, in `needed`, and is wrong.
 
-Shapes, dtypes and errors: see ops.py. Reference: twell.sparse.reference; test: tests/test_training.py.
+Shapes, dtypes and errors: see ops.py.
+Reference: twell.sparse.reference.union_train_forward, union_train_backward;
+test: tests/test_training.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell.kernels import training
+from twell.kernels import entries, training
 from twell.kernels.ops import aligned, check_tensors, prepare
 
 TRAIN_PATHS = "union", "hybrid"
@@ -212,4 +214,4 @@ def register(name: str, path: ModuleType, saved_type: type) -> torch.library.Cus
     return forward_operator
 
 
-train_union = register("union", training, training.Saved)
+train_union = register("union", training, entries.UnionSaved)

@@ -1,19 +1,19 @@
-"""Random cases of the sparse layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
+"""Random cases of the layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
 
-A case draws path, sizes, dtype, biases, layout of x, and a pattern of activity; it is given by one number
-alone. Values are of two kinds:
+A case draws path, sizes, dtype, biases, layout of x, and a pattern of activity. One number names
+it. Values are of two kinds:
 
-  normal    y may differ from the exact one by a relative RMS of 5e-3 in bf16 (6e-4 in fp16), and by no more
-            than a quarter above what the dense layer in the same type has. Where few entries are active, one
-            last bit decides, and y is compared with the rounded result within two units instead.
-  integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit, the layer
-            in fp64 that rounds g, h (row-wise does not round h) and y to the storage type.
+  normal    y may differ from fp64 by a relative RMS of 5e-3 in bf16 (6e-4 in fp16), and by at most
+            a quarter more than the dense layer of the same type. With few active entries one last
+            bit decides: y is then compared with the rounded result, within two units.
+  integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit,
+            the layer in fp64 that rounds g, h (not by rows) and y to the storage type.
 
 Every case is computed twice and has to give the same bits, with --training with two capacities.
 
-With --training the gradients of every tensor and of the L1 term are checked too, with u, du and dg (and in the path by
-unions dh, of a gated layer) rounded where values are integers. Errors are relative to the RMS that the result has, or would have if no sum
-cancelled, whichever is larger.
+--training also checks the gradients of every tensor and of the L1 term. Where values are integers,
+u, du and dg are rounded, and dh in the path by unions of a gated layer. Errors are relative to the
+RMS of the result, or to the RMS it would have if no sum cancelled, whichever is larger.
 
 Without a GPU set TRITON_INTERPRET=1.
 """
@@ -30,17 +30,26 @@ from torch import Tensor
 
 from twell.sparse import reference
 
+Tensors = dict[str, Tensor | None]
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
+TWO_UNITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 PATTERNS = "even", "skewed", "empty", "full", "edges", "heavy", "tile"
-# Below so many active entries a rounding error or two decide the relative RMS, and only exact comparison says
-# anything.
+# Below so many active entries a rounding error or two decide the relative RMS, so y is compared
+# with the rounded result.
 FEW = 400
-# With fewer outputs the two errors are too noisy for their ratio to mean much: one in some thousand cases is above 1.25.
+# With fewer outputs the two errors are too noisy for their ratio to mean much: one in some
+# thousand cases is above 1.25.
 MANY = 8192
+# Integers above this are not exact in fp32.
+LARGEST = 2.0**24
+# Sums in fp32 are exact to this share of the sum of their terms' absolute values.
+EDGE = 2.0**-20
 
 
 @dataclass(frozen=True)
 class Case:
+    """`path` is one of twell.kernels.ops.PATHS, or "twell", the only path with a compression."""
+
     path: str
     num_tokens: int
     intermediate_size: int
@@ -50,7 +59,7 @@ class Case:
     biases: bool = False
     pattern: str = "even"
     values: str = "normal"
-    compression: int = 1
+    compression: int = 8
     layout: str = "contiguous"
     nonfinite: str = ""
     seed: int = 0
@@ -62,83 +71,101 @@ def draw(seed: int, *, large: bool) -> Case:
     path = r.choice(["rowwise", "union", "decode"])
     if large:
         num_tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
-        intermediate_size = r.choice(
-            [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
-        )
+        sizes = [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
+        intermediate_size = r.choice(sizes)
         hidden_size = 16 * r.choice([1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, r.randint(1, 80)])
     else:
-        # The row-wise path takes a program for each token, which the interpreter runs one after the other.
+        # The interpreter runs the row-wise path's programs, one for each token, in turn.
         num_tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
         intermediate_size = r.choice([1, 70, 256, 257, 300, 520])
         hidden_size = r.choice([16, 48, 80, 128])
-    return Case(
-        path,
-        num_tokens,
-        intermediate_size,
-        hidden_size,
+    options = dict(
         dtype=r.choice([torch.bfloat16, torch.float16]),
         gated=r.random() < 0.7,
         biases=r.random() < 0.4,
         pattern=r.choice(PATTERNS),
         values=r.choice(["normal", "integer"]),
-        compression=r.choice([1, 1, 1, 2, 4, 8, 16]),
+    )
+    compression = r.choice([1, 1, 1, 2, 4, 8, 16])
+    if path == "rowwise" and compression > 1:
+        path, options["compression"] = "twell", compression
+    return Case(
+        path,
+        num_tokens,
+        intermediate_size,
+        hidden_size,
+        **options,
         layout=r.choice(["contiguous", "contiguous", "transposed", "offset"]),
         nonfinite=r.choice(["", "", "", "nan", "inf"]),
         seed=seed,
     )
 
 
-def layer(case: Case, device: torch.device | str) -> dict[str, Tensor | None]:
+class _Numbers:
+    """Random numbers of a case."""
+
+    def __init__(self, case: Case, device: torch.device | str):
+        self.case = case
+        self.given = dict(device=device, generator=torch.Generator(device).manual_seed(case.seed))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, **self.given)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, **self.given)
+
+    def integers(self, limit: int, *shape: int) -> Tensor:
+        return torch.randint(-limit, limit + 1, shape, **self.given).float()
+
+    def layer(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """x, the weights gate, up and down_t, and the biases, before any threshold."""
+        m, n, k = self.case.num_tokens, self.case.intermediate_size, self.case.hidden_size
+        if self.case.values == "integer":
+            x = self.integers(1, m, k) * (self.uniform(m, k) < 12 / k)
+            weights = [self.integers(2, n, k) for _ in range(3)]
+            return x, weights, [self.integers(2, size) for size in (n, n, k)]
+        x = self.normal(m, k)
+        weights = [self.normal(n, k) / size**0.5 for size in (k, k, n)]
+        return x, weights, [0.1 * self.normal(n), self.normal(n), self.normal(k)]
+
+    def thresholds(self) -> tuple[Tensor, Tensor]:
+        """What each neuron has to exceed to be active, and how much heavy tokens add to it."""
+        n, integer = self.case.intermediate_size, self.case.values == "integer"
+        spread = 6.0 if integer else 1.0
+        threshold = torch.full((n,), 1.7 * spread, device=self.given["device"])
+        heavy = torch.zeros_like(threshold)
+        match self.case.pattern:
+            case "skewed":
+                noise = 0.6 * spread * self.normal(n)
+                threshold += noise.round() if integer else noise
+            case "empty":
+                threshold += 200
+            case "full":
+                threshold -= 40
+            case "edges":
+                threshold += 200
+                threshold[0] = threshold[-1] = -40
+            case "heavy":
+                heavy += 40
+            case "tile":
+                heavy[-(-n // 512) * 256 - 256 :][:256] = 40
+        return threshold.round() if integer else threshold, heavy
+
+
+def layer(case: Case, device: torch.device | str) -> Tensors:
     """Arguments of the operators for a case.
 
-    Column 0 of x is 1 and column 0 of the gate's weights a threshold for each neuron; column 1 of x marks
-    heavy tokens.
+    Column 0 of x is 1 and column 0 of the gate's weights a threshold for each neuron; column 1 of x
+    marks heavy tokens.
     """
-    m, n, k = case.num_tokens, case.intermediate_size, case.hidden_size
-    g = torch.Generator(device).manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=g, device=device)
-
-    def integers(limit: int, *shape: int) -> Tensor:
-        return torch.randint(-limit, limit + 1, shape, generator=g, device=device).float()
-
-    integer = case.values == "integer"
-    if integer:
-        x = integers(1, m, k) * (uniform(m, k) < 12 / k)
-        w_gate, w_up, w_down = integers(2, n, k), integers(2, n, k), integers(2, n, k)
-        biases = [integers(2, n), integers(2, n), integers(2, k)]
-        spread = 6.0
-    else:
-        x = normal(m, k)
-        w_gate, w_up, w_down = normal(n, k) / k**0.5, normal(n, k) / k**0.5, normal(n, k) / n**0.5
-        biases = [0.1 * normal(n), normal(n), normal(k)]
-        spread = 1.0
-    first = w_gate if case.gated else w_up
-
-    threshold = torch.full((n,), 1.7 * spread, device=device)
-    heavy = torch.zeros(n, device=device)
-    if case.pattern == "skewed":
-        threshold += (0.6 * spread * normal(n)).round() if integer else 0.6 * normal(n)
-    elif case.pattern == "empty":
-        threshold += 200
-    elif case.pattern == "full":
-        threshold -= 40
-    elif case.pattern == "edges":
-        threshold += 200
-        threshold[0] = threshold[-1] = -40
-    elif case.pattern == "heavy":
-        heavy += 40
-    elif case.pattern == "tile":
-        heavy[-(-n // 512) * 256 - 256 :][:256] = 40
+    m, k = case.num_tokens, case.hidden_size
+    numbers = _Numbers(case, device)
+    x, (w_gate, w_up, w_down_t), (b_gate, b_up, b_down) = numbers.layer()
+    threshold, heavy = numbers.thresholds()
     x[:, 0] = 1
-    x[:, 1] = (uniform(m) < 0.1) if m > 1 else 1
-    first[:, 0] = -threshold.round() if integer else -threshold
-    first[:, 1] = heavy
-
+    x[:, 1] = (numbers.uniform(m) < 0.1) if m > 1 else 1
+    first = w_gate if case.gated else w_up
+    first[:, 0], first[:, 1] = -threshold, heavy
     if case.nonfinite:
         x[m // 2, k // 2] = float(case.nonfinite)
     x = x.to(case.dtype)
@@ -150,50 +177,84 @@ def layer(case: Case, device: torch.device | str) -> dict[str, Tensor | None]:
         "x": x,
         "w_gate": w_gate.to(case.dtype) if case.gated else None,
         "w_up": w_up.to(case.dtype),
-        "w_down": w_down.to(case.dtype).t(),
-        "b_gate": biases[0].to(case.dtype) if case.biases and case.gated else None,
-        "b_up": biases[1].to(case.dtype) if case.biases else None,
-        "b_down": biases[2].to(case.dtype) if case.biases else None,
+        "w_down": w_down_t.to(case.dtype).t(),
+        "b_gate": b_gate.to(case.dtype) if case.biases and case.gated else None,
+        "b_up": b_up.to(case.dtype) if case.biases else None,
+        "b_down": b_down.to(case.dtype) if case.biases else None,
     }
 
 
+def doubles(tensors: Tensors) -> Tensors:
+    """The same tensors in fp64."""
+    return {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
+
+
+def _round(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value if dtype is None else value.to(dtype).double()
+
+
+def _projection(tensors: Tensors, name: str) -> Tensor:
+    """x w^T + b of "gate" or "up"."""
+    return torch.nn.functional.linear(tensors["x"], tensors[f"w_{name}"], tensors[f"b_{name}"])
+
+
+def _gate_name(tensors: Tensors) -> str:
+    return "up" if tensors["w_gate"] is None else "gate"
+
+
 def exact(
-    tensors: dict[str, Tensor | None], round_g: torch.dtype | None, round_h: torch.dtype | None
+    tensors: Tensors,
+    round_g: torch.dtype | None = None,
+    round_h: torch.dtype | None = None,
+    round_u: torch.dtype | None = None,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """g [M, N] and y [M, K] in fp64, with the roundings asked for; u does not count where g is 0."""
-    t = {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
+    """g [M, N] and y [M, K] in fp64, with the roundings given.
 
-    def linear(name: str) -> Tensor:
-        return torch.nn.functional.linear(t["x"], t[f"w_{name}"], t[f"b_{name}"])
-
-    g = torch.relu(linear("up" if t["w_gate"] is None else "gate"))
-    if round_g is not None:
-        g = g.to(round_g).double()
-    h = g if t["w_gate"] is None else torch.where(g != 0, g * linear("up"), 0)
-    if round_h is not None:
-        h = h.to(round_h).double()
-    return g, torch.nn.functional.linear(h, t["w_down"], t["b_down"])
+    u is ignored where g is 0, so an infinite u has no effect there, unless the layer is `dense`.
+    """
+    t = doubles(tensors)
+    g = _round(torch.relu(_projection(t, _gate_name(t))), round_g)
+    h = g
+    if t["w_gate"] is not None:
+        h = g * _round(_projection(t, "up"), round_u)
+        h = h if dense else torch.where(g != 0, h, 0)
+    return g, torch.nn.functional.linear(_round(h, round_h), t["w_down"], t["b_down"])
 
 
 def relative_rms(y: Tensor, expected: Tensor) -> float:
-    """Relative RMS error over the entries whose expected value is finite; the others have to be equal."""
+    """Relative RMS error where `expected` is finite; elsewhere y has to be equal."""
     y = y.double()
     finite = expected.isfinite()
     assert torch.equal(y.isnan(), expected.isnan()), "NaN in other places than expected"
-    assert torch.equal(y[expected.isinf()], expected[expected.isinf()]), (
-        "inf in other places than expected"
-    )
+    infinite = expected.isinf()
+    assert torch.equal(y[infinite], expected[infinite]), "inf in other places than expected"
     norm = expected[finite].norm()
     error = (y[finite] - expected[finite]).norm()
     return float(error / norm) if norm > 0 else float(error)
 
 
-def run(case: Case, tensors: dict[str, Tensor | None]) -> Tensor:
+def relative_rms_of_dense(tensors: Tensors, expected: Tensor) -> float:
+    """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
+    y = reference.ffn(**tensors).double()
+    finite = expected.isfinite() & y.isfinite()
+    return float((y[finite] - expected[finite]).norm() / expected[finite].norm())
+
+
+def run(case: Case, tensors: Tensors) -> Tensor:
     """y of a case by its path."""
     from twell.kernels.ops import PATHS
+    from twell.kernels.paper.ops import ffn_twell
 
-    options = {"compression": case.compression} if case.path == "rowwise" else {}
-    return PATHS[case.path](**tensors, **options)
+    if case.path == "twell":
+        return ffn_twell(**tensors, compression=case.compression)
+    return PATHS[case.path](**tensors)
+
+
+def _assert_same_bits(results, repeated, message: str) -> None:
+    for a, b in zip(results, repeated, strict=True):
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        assert torch.equal(a.view(bits), b.view(bits)), message
 
 
 def check(case: Case, device: torch.device | str) -> float:
@@ -202,203 +263,205 @@ def check(case: Case, device: torch.device | str) -> float:
     y = run(case, tensors)
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
     if y.is_cuda:  # the interpreter runs programs one after the other
-        assert torch.equal(y.view(torch.int16), run(case, tensors).view(torch.int16)), (
-            "two calls, two results"
-        )
-    g, expected = exact(tensors, None, None)
+        _assert_same_bits([y], [run(case, tensors)], "two calls, two results")
+    g, expected = exact(tensors)
     num_active = int(((g > 0) & expected.isfinite().all(1, keepdim=True)).sum())
     if case.values == "integer" or num_active < FEW:
-        # fp32 sums of normal values are not exact: a last bit of g may differ, hence one unit of y.
-        slack = (
-            0 if case.values == "integer" else 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
-        )
-        _, expected = exact(tensors, case.dtype, None if case.path == "rowwise" else case.dtype)
-        expected = expected.to(case.dtype).double()
-        error = relative_rms(y, expected)
+        # fp32 sums of normal values are not exact: a last bit of g may differ, hence a unit of y.
+        slack = 0 if case.values == "integer" else TWO_UNITS[case.dtype]
+        by_rows = case.path in ("rowwise", "twell")
+        _, expected = exact(tensors, case.dtype, None if by_rows else case.dtype)
+        error = relative_rms(y, expected.to(case.dtype).double())
         assert error <= slack, f"{error} from the rounded result, expected at most {slack}"
         return 0.0
-    error = relative_rms(y, expected)
-    assert error <= TOLERANCE[case.dtype], (
-        f"relative RMS {error:.2e} is above {TOLERANCE[case.dtype]}"
-    )
-    if expected.isfinite().sum() < MANY:
-        return error
-    dense = relative_rms_of_dense(tensors, expected)
-    assert error <= 1.25 * dense, (
-        f"relative RMS {error:.2e} is above 1.25 times that of the dense layer, {dense:.2e}"
-    )
+    error, limit = relative_rms(y, expected), TOLERANCE[case.dtype]
+    assert error <= limit, f"relative RMS {error:.2e} is above {limit}"
+    if expected.isfinite().sum() >= MANY:
+        dense = relative_rms_of_dense(tensors, expected)
+        assert error <= 1.25 * dense, (
+            f"relative RMS {error:.2e} is above 1.25 times that of the dense layer, {dense:.2e}"
+        )
     return error
 
 
-# Integers above this are not exact in fp32.
-LARGEST = 2.0**24
-# Sums in fp32 are exact to this share of the sum of their terms' absolute values.
-EDGE = 2.0**-20
+Terms = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+def _product(*pairs: tuple[Tensor, Tensor], add: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The sum of a @ b over pairs, of its absolute terms, and the root of its squared terms."""
+    value = sum(a @ b for a, b in pairs)
+    squares = sum((a * a) @ (b * b) for a, b in pairs)
+    total = sum(a.abs() @ b.abs() for a, b in pairs)
+    return value if add is None else value + add, total, squares.sqrt()
 
 
 def exact_training(
-    tensors: dict[str, Tensor | None],
+    tensors: Tensors,
     dy: Tensor,
     dl1: Tensor,
     dtype: torch.dtype | None = None,
     round_dh: bool = False,
     edge: float = 0.0,
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """y, l1 and the gradient of each tensor in fp64, g rounded to x.dtype deciding what is active.
+) -> Terms:
+    """y, l1 and the gradient of each tensor in fp64, g rounded to x.dtype deciding the activity.
 
-    Each with the sums of the absolute values of its terms, and with the roots of those of their squares. With `dtype` all
-    roundings of the kernels, to this type. Active is what is above `edge` times the sum of the gate's absolute terms.
+    Each with the sums of its terms' absolute values, and the roots of the sums of their squares.
+    With `dtype` all roundings of the kernels, to this type. With `edge` a neuron is active above
+    `edge` times the sum of the gate's absolute terms.
     """
-
-    def rounded(value: Tensor) -> Tensor:
-        return value if dtype is None else value.to(dtype).double()
-
-    t = {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
-    gated = t["w_gate"] is not None
-
-    def linear(name: str) -> Tensor:
-        return torch.nn.functional.linear(t["x"], t[f"w_{name}"], t[f"b_{name}"])
-
-    pre = linear("gate" if gated else "up")
+    t = doubles(tensors)
+    gated, first = t["w_gate"] is not None, _gate_name(t)
+    pre = _projection(t, first)
     active = torch.relu(pre).to(tensors["x"].dtype) != 0
     if edge:
-        active = ~(pre <= edge * (t["x"].abs() @ t["w_gate" if gated else "w_up"].abs().t()))
-    zero = torch.zeros((), dtype=torch.float64, device=dy.device)
-    g = torch.where(active, rounded(pre), zero)
-    u = rounded(linear("up"))
-    h = torch.where(active, rounded(g * u), zero) if gated else g
+        active = ~(pre <= edge * (t["x"].abs() @ t[f"w_{first}"].abs().t()))
+
+    def kept(value: Tensor) -> Tensor:
+        return torch.where(active, value, 0.0)
+
+    g, u = kept(_round(pre, dtype)), _round(_projection(t, "up"), dtype)
+    h = kept(_round(g * u, dtype)) if gated else g
     dy, dl1 = dy.double(), dl1.double()
     dh = dy @ t["w_down"]
-    dh = torch.where(
-        active, (rounded(dh) if round_dh and gated else dh) + h.sign() * dl1[:, None], zero
-    )
-    du = torch.where(active, rounded(dh * g), zero) if gated else rounded(dh)
-    dg = torch.where(active, rounded(dh * u), zero)
-
-    def product(
-        *pairs: tuple[Tensor, Tensor], add: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        value = sum(a @ b for a, b in pairs)
-        squares = sum((a * a) @ (b * b) for a, b in pairs)
-        return (
-            value if add is None else value + add,
-            sum(a.abs() @ b.abs() for a, b in pairs),
-            squares.sqrt(),
-        )
-
-    found = {
-        "y": product((h, t["w_down"].t()), add=t["b_down"]),
-        "l1": (h.abs().sum(1), h.abs().sum(1), h.abs().sum(1)),
-        "x": product((du, t["w_up"]), *([(dg, t["w_gate"])] if gated else [])),
-        "w_up": product((du.t(), t["x"])),
-        "w_down": product((dy.t(), h)),
+    dh = kept((_round(dh, dtype) if round_dh and gated else dh) + h.sign() * dl1[:, None])
+    du = kept(_round(dh * g, dtype)) if gated else _round(dh, dtype)
+    dg = kept(_round(dh * u, dtype))
+    l1 = h.abs().sum(1)
+    results = {
+        "y": _product((h, t["w_down"].t()), add=t["b_down"]),
+        "l1": (l1, l1, l1),
+        "x": _product((du, t["w_up"]), *([(dg, t["w_gate"])] if gated else [])),
+        "w_up": _product((du.t(), t["x"])),
+        "w_down": _product((dy.t(), h)),
     }
     if gated:
-        found["w_gate"] = product((dg.t(), t["x"]))
+        results["w_gate"] = _product((dg.t(), t["x"]))
     for name, part in (("b_gate", dg), ("b_up", du), ("b_down", dy)):
         if tensors[name] is not None:
-            found[name] = part.sum(0), part.abs().sum(0), part.square().sum(0).sqrt()
-    return found
+            results[name] = part.sum(0), part.abs().sum(0), part.square().sum(0).sqrt()
+    return results
+
+
+@dataclass
+class _Step:
+    """One training step of a case: its inputs, and its results from the kernels."""
+
+    case: Case
+    path: str
+    tensors: Tensors
+    dy: Tensor
+    dl1: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, case: Case, path: str, device: torch.device | str) -> _Step:
+        g = torch.Generator(device).manual_seed(case.seed + 1)
+        given = dict(generator=g, device=device)
+        dy = torch.randn(case.num_tokens, case.hidden_size, **given)
+        dl1 = 0.1 * torch.randn(case.num_tokens, **given)  # more would cancel in sums over tokens
+        if case.values == "integer":
+            dy, dl1 = dy.round(), (10 * dl1).round()
+        mask = torch.rand(case.num_tokens, **given) < 0.7
+        return cls(case, path, layer(case, device), dy.to(case.dtype), dl1, mask)
+
+    def run(self, capacity: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """The results of `training_ops.train`, and y, l1 and each gradient by name."""
+        from twell.kernels.training_ops import train
+
+        leaves = {
+            name: None if t is None else t.detach().requires_grad_()
+            for name, t in self.tensors.items()
+        }
+        given = {name: t for name, t in leaves.items() if t is not None}
+        trained = train(self.path, capacity, **leaves, token_mask=self.mask)
+        outputs, weights = [trained.y, trained.l1], [self.dy, self.dl1]
+        gradients = torch.autograd.grad(outputs, list(given.values()), weights)
+        results = {"y": trained.y.detach(), "l1": trained.l1.detach()}
+        for name, gradient in zip(given, gradients, strict=True):
+            assert gradient.shape == given[name].shape and gradient.dtype == self.case.dtype, name
+            results[name] = gradient
+        return trained, results
+
+    def exact(self, *roundings, edge: float = 0.0) -> Terms:
+        return exact_training(self.tensors, self.dy, self.dl1, *roundings, edge=edge)
 
 
 def check_training(
     case: Case, device: torch.device | str, path: str, capacity: int | None = None
 ) -> float:
-    """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0); AssertionError if one is wrong."""
-    from twell.kernels import ops
+    """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0).
 
-    tensors = layer(case, device)
-    leaves = {
-        name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()
-    }
-    given = {name: t for name, t in leaves.items() if t is not None}
-    g = torch.Generator(device).manual_seed(case.seed + 1)
-    dy = torch.randn(case.num_tokens, case.hidden_size, generator=g, device=device)
-    dl1 = 0.1 * torch.randn(
-        case.num_tokens, generator=g, device=device
-    )  # more would cancel in sums over tokens
+    Raises AssertionError if one is wrong.
+    """
+    step = _Step.of(case, path, device)
+    trained, results = step.run(capacity or case.intermediate_size)
+    if trained.y.is_cuda:  # the interpreter runs programs one after the other
+        again, repeated = step.run(max(int(trained.needed), 1))
+        message = "two calls with different capacities, two results"
+        _assert_same_bits((*trained, *results.values()), (*again, *repeated.values()), message)
+    active = exact(step.tensors)[0].to(case.dtype) != 0
     if case.values == "integer":
-        dy, dl1 = dy.round(), (10 * dl1).round()
-    dy = dy.to(case.dtype)
-    mask = torch.rand(case.num_tokens, generator=g, device=device) < 0.7
+        assert torch.equal(trained.token_counts, active.sum(1).int())
+        assert torch.equal(trained.neuron_counts, (active & step.mask[:, None]).sum(0).int())
+    total = int(trained.token_counts.sum())
+    assert total <= int(trained.needed) * case.num_tokens or path != "union"
+    finite = step.tensors["x"].isfinite().all(1)
+    if case.nonfinite:
+        # As in a dense layer it may reach all weights' gradients; of y and dx only its own row.
+        expected = step.exact()["y"][0]
+        assert torch.equal(results["y"].isnan().any(1), expected.isnan().any(1))
+        results = {name: results[name][finite] for name in ("y", "x")}
+    rows = finite if case.nonfinite else slice(None)
+    return _compare(step, results, rows, int(active[finite].sum()))
 
-    def step(capacity: int) -> tuple[ops.Trained, tuple[Tensor, ...]]:
-        trained = ops.train(path, capacity, **leaves, token_mask=mask)
-        return trained, torch.autograd.grad(
-            [trained.y, trained.l1], list(given.values()), [dy, dl1]
-        )
 
-    found, gradients = step(capacity or case.intermediate_size)
-    if dy.is_cuda:  # the interpreter runs programs one after the other
-        again, gradients_again = step(max(int(found.needed), 1))
-        for a, b in zip((*found, *gradients), (*again, *gradients_again), strict=True):
-            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-            assert torch.equal(a.view(bits), b.view(bits)), (
-                "two calls with different capacities, two results"
-            )
-    got = {
-        "y": found.y.detach(),
-        "l1": found.l1.detach(),
-        **dict(zip(given, gradients, strict=True)),
-    }
-    for name, gradient in zip(given, gradients, strict=True):
-        assert gradient.shape == given[name].shape and gradient.dtype == case.dtype, name
-    expected = exact_training(tensors, dy, dl1)
+def _compare(step: _Step, results: dict[str, Tensor], rows, num_active: int) -> float:
+    """The largest error of `results`, which hold only `rows` of a step's."""
+    case = step.case
+    expected = step.exact()
+    strict = step.exact(case.dtype, step.path == "union")
     # A gate within the rounding of fp32 sums from zero may be active or not; either is right.
-    fewest, most = (exact_training(tensors, dy, dl1, edge=edge) for edge in (EDGE, -EDGE))
-    pre = torch.nn.functional.linear(
-        *(t.double() for t in (tensors["x"], tensors["w_gate" if case.gated else "w_up"])),
-        None if (b := tensors["b_gate" if case.gated else "b_up"]) is None else b.double(),
-    )
-    active = torch.relu(pre).to(case.dtype) != 0
-    if case.values == "integer":
-        assert torch.equal(found.token_counts, active.sum(1).int())
-        assert torch.equal(found.neuron_counts, (active & mask[:, None]).sum(0).int())
-    assert int(found.token_counts.sum()) <= int(found.needed) * case.num_tokens or path != "union"
-    finite_rows = tensors["x"].isfinite().all(1)
-    if case.nonfinite:  # as in a dense layer it may reach all weights' gradients; y and dx it reaches in its own row only
-        assert torch.equal(got["y"].isnan().any(1), expected["y"][0].isnan().any(1))
-        got = {name: got[name][finite_rows] for name in ("y", "x")}
-    num_active = int(active[finite_rows].sum())
-    strict = exact_training(tensors, dy, dl1, case.dtype, path == "union")
+    fewest, most = (step.exact(edge=edge) for edge in (EDGE, -EDGE))
     worst = 0.0
-    for name, value in got.items():
-        rows = finite_rows if case.nonfinite else slice(None)
-        wanted, bound, _ = (part[rows] for part in strict[name])
-        wanted = wanted if name == "l1" else wanted.to(case.dtype).double()
+    for name, value in results.items():
+        right, bound, _ = (part[rows] for part in strict[name])
+        right = right if name == "l1" else right.to(case.dtype).double()
         if case.values == "integer":
             known = bound <= LARGEST
-            assert torch.equal(value.double()[known], wanted[known]), (
-                f"{name} differs from the rounded result"
-            )
+            same = torch.equal(value.double()[known], right[known])
+            assert same, f"{name} differs from the rounded result"
             continue
-        limit = TOLERANCE[case.dtype]
-        few = num_active < FEW or int((wanted != 0).sum()) < FEW
-        if few:
-            limit = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-9
-        else:
-            wanted = expected[name][0][rows]
-        fits = wanted.to(value.dtype).isfinite()  # fp16 overflows
-        scale = max(
-            float(part[rows][fits].norm()) for part in (expected[name][0], expected[name][2])
-        )
+        few = num_active < FEW or int((right != 0).sum()) < FEW
+        limit = TWO_UNITS[case.dtype] if few else TOLERANCE[case.dtype]
+        right = right if few else expected[name][0][rows]
+        fits = right.to(value.dtype).isfinite()  # fp16 overflows
+        sizes = expected[name][0], expected[name][2]
+        scale = max(float(part[rows][fits].norm()) for part in sizes)
         slack = float((most[name][0] - fewest[name][0])[rows][fits].norm())
-        error = max(float((value.double() - wanted)[fits].norm()) - slack, 0.0) / (scale or 1.0)
+        error = max(float((value.double() - right)[fits].norm()) - slack, 0.0) / (scale or 1.0)
         assert error <= limit, f"{name}: relative RMS {error:.2e} is above {limit:.2e}"  # so is NaN
         worst = max(worst, 0.0 if few else error)
     return worst
 
 
-def relative_rms_of_dense(tensors: dict[str, Tensor | None], expected: Tensor) -> float:
-    """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
-    y = reference.ffn(**tensors).double()
-    finite = expected.isfinite() & y.isfinite()
-    return float((y[finite] - expected[finite]).norm() / expected[finite].norm())
+def check_number(seed: int, device: str, large: bool, train: bool) -> tuple[Case, float]:
+    """The case of a number and its error; an error has the case as a note."""
+    case = draw(seed, large=large)
+    if train:
+        from twell.kernels import training
+        from twell.kernels.training_ops import TRAIN_PATHS
+
+        case = replace(case, path=random.Random(seed).choice(sorted(TRAIN_PATHS)))
+        # Else few tokens would hardly leave any list.
+        training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
+    try:
+        return case, check_training(case, device, case.path) if train else check(case, device)
+    except Exception as error:
+        error.add_note(str(asdict(case)))
+        raise
 
 
 def main() -> None:
-    from twell.kernels import ops, training
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
@@ -410,23 +473,17 @@ def main() -> None:
     )
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    large = device == "cuda" and not options.small
     worst: dict[tuple[str, torch.dtype], float] = {}
     failed = 0
     begin = time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
-        case = draw(seed, large=device == "cuda" and not options.small)
-        if options.training:
-            case = replace(case, path=random.Random(seed).choice(sorted(ops.TRAIN_PATHS)))
-            training.DENSE_FROM = random.Random(seed).choice(
-                [1, 16, 64]
-            )  # else few tokens would hardly leave any list
         try:
-            error = (
-                check_training(case, device, case.path) if options.training else check(case, device)
-            )
+            case, error = check_number(seed, device, large, options.training)
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
-            print(f"FAILED {asdict(case)}: {type(problem).__name__}: {problem}", flush=True)
+            notes = " ".join(getattr(problem, "__notes__", []))
+            print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
             continue
         key = case.path, case.dtype
         worst[key] = max(worst.get(key, 0.0), error)

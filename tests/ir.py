@@ -189,9 +189,9 @@ def races(ttgir: str) -> list[str]:
 
 
 def read_back(ttir: str) -> list[str]:
-    """Stores of a kernel that it loads from again, further down in its text, with no barrier between.
+    """Stores of a kernel that it loads from again further down, with no barrier between.
 
-    What one thread stored another may load, and then too early.
+    Another thread may load the place, and then too early.
     """
     function = next(operation for operation in walk(parse(ttir)) if operation.name == "tt.func")
     roots = {name: name for name in function.arguments[0]}

@@ -1,4 +1,4 @@
-"""Training on a GPU: gradients at real shapes, compiled by Inductor, and whole runs beside dense ones."""
+"""Training on a GPU: gradients at real shapes, compiled by Inductor, and runs beside dense ones."""
 
 import dataclasses
 import json
@@ -21,6 +21,18 @@ from twell.train import Log, TrainConfig, train
 PATHS = sorted(training_ops.TRAIN_PATHS)
 
 
+def leaves_of(tensors):
+    """The same tensors as leaves that require gradients."""
+    return {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+
+
+def gradients_of(trained, leaves, dy, dl1):
+    """The gradients of all leaves by name."""
+    given = {name: t for name, t in leaves.items() if t is not None}
+    gradients = torch.autograd.grad([trained.y, trained.l1], list(given.values()), [dy, dl1])
+    return dict(zip(given, gradients, strict=True))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(SEED, SEED + 25))
 def test_random_case(path, seed):
@@ -36,38 +48,28 @@ def test_gradients_at_full_width(active, skew, path):
     dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
     dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
     exact = fuzz.exact_training(tensors, dy, dl1)
-    fewest, most = (
-        fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in (fuzz.EDGE, -fuzz.EDGE)
-    )
-    leaves = {
-        name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()
-    }
-    given = {name: t for name, t in leaves.items() if t is not None}
-    found = training_ops.train(path, 5632, **leaves)
-    gradients = torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1])
-    for name, value in {
-        "y": found.y,
-        "l1": found.l1,
-        **dict(zip(given, gradients, strict=True)),
-    }.items():
+    edges = fuzz.EDGE, -fuzz.EDGE
+    fewest, most = (fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
+    leaves = leaves_of(tensors)
+    trained = training_ops.train(path, 5632, **leaves)
+    results = {"y": trained.y, "l1": trained.l1, **gradients_of(trained, leaves, dy, dl1)}
+    for name, value in results.items():
         error = (value.double() - exact[name][0]).norm() - (most[name][0] - fewest[name][0]).norm()
         assert error <= 5e-3 * exact[name][0].norm(), name
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_less_is_kept_than_by_a_dense_layer(path):
-    tensors = {
-        name: None if t is None else t.requires_grad_() for name, t in skewed(16_384).items()
-    }
+def test_a_step_saves_less_than_a_dense_layer(path):
+    tensors = leaves_of(skewed(16_384))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    capacity = {"union": 48, "hybrid": 192}[path]  # of the latter for backup rows alone
-    found = training_ops.train(path, capacity, **tensors)
-    assert int(found.needed) <= capacity
+    # Hybrid uses its capacity for backup rows alone.
+    capacity = {"union": 48, "hybrid": 192}[path]
+    trained = training_ops.train(path, capacity, **tensors)
+    assert int(trained.needed) <= capacity
     x = tensors["x"]
-    held = (
-        torch.cuda.memory_allocated() - before
-    )  # y, which is not kept, is as large as x, which is
+    # y is not saved, and is as large as x, which is.
+    held = torch.cuda.memory_allocated() - before
     assert held <= 0.25 * (2 * x.numel() + 3 * 2 * 16_384 * 5632)
 
 
@@ -92,16 +94,16 @@ def test_compiled_by_inductor(gated, path):
 
     expected, counted = step(ffn)
     torch.compiler.reset()
-    found, recounted = step(torch.compile(ffn, fullgraph=True))
+    results, recounted = step(torch.compile(ffn, fullgraph=True))
     assert ffn.needed is not None and 0 < int(ffn.needed) < 700
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert (a - b).float().norm() <= 5e-3 * b.float().norm()
     for a, b in zip(recounted, counted, strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_step_that_overflows_is_the_step_with_enough_room():
-    """The weights after three steps, bit for bit, whether buffers were too small at first or not."""
+def test_a_step_that_overflows_equals_one_with_large_buffers():
+    """The weights after three steps, bit for bit, whether buffers were too small first or not."""
     weights = {}
     for name in ("small", "large"):
         torch.manual_seed(0)
@@ -132,78 +134,95 @@ def test_a_step_that_overflows_is_the_step_with_enough_room():
         assert torch.equal(a, b)
 
 
-def test_200_steps_follow_the_dense_ones(tmp_path, monkeypatch):
-    """Losses of the sparse run differ from the dense run's by no more than those of a second dense run do.
+LARGE_BYTES = 2**32  # many times the memory of the small model below
 
-    The three differ in nothing but rounding: the second dense run is compiled, which fuses and so rounds less.
-    """
-    large, write = 2**32, Log.write  # bytes: many times what this model needs
+
+@pytest.fixture
+def memory_between_steps(monkeypatch):
+    """Every row that a run logs allocates LARGE_BYTES for a moment, which belong to no step."""
+    write = Log.write
 
     def write_with_much_memory(self, *row):
-        torch.empty(large, dtype=torch.uint8, device="cuda")  # freed at once, and of no step
+        torch.empty(LARGE_BYTES, dtype=torch.uint8, device="cuda")
         write(self, *row)
 
     monkeypatch.setattr(Log, "write", write_with_much_memory)
+
+
+def write_text(path):
+    """4,000 texts in which each word leaves four choices for the next."""
     random = np.random.default_rng(0)
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un", "ir", "el")]
     follow = random.integers(0, len(words), (len(words), 4))
-    with open(tmp_path / "text.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(
-            4000
-        ):  # each word decides the next but for two bits, so there is more to learn than 200 steps do
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(4000):
             chain = [int(random.integers(len(words)))]
             for choice in random.integers(0, 4, 200):
                 chain.append(int(follow[chain[-1], choice]))
             file.write(json.dumps({"text": " ".join(words[word] for word in chain)}) + "\n")
-    config = TrainConfig(
-        source=str(tmp_path / "text.jsonl"),
-        vocab_size=400,
-        context=128,
-        hidden_size=256,
-        intermediate_size=704,
-        num_layers=4,
-        num_heads=4,
-        tokens=200 * 8192,
-        batch_tokens=8192,
-        warmup_steps=20,
-        precision="bf16",
-        l1_coefficient=3e-3,
-        log_every=5,
-        valid_every=200,
-        valid_tokens=4096,
-    )
-    losses, active = {}, {}
-    for name, changes in {
+
+
+SMALL = dict(
+    vocab_size=400,
+    context=128,
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=4,
+    num_heads=4,
+    tokens=200 * 8192,
+    batch_tokens=8192,
+    warmup_steps=20,
+    precision="bf16",
+    l1_coefficient=3e-3,
+    log_every=5,
+    valid_every=200,
+    valid_tokens=4096,
+)
+
+
+def run_of(config, folder):
+    """Losses and mean active neurons at the logged steps of a run; checks its peaks of memory."""
+    row, log = results.load_run(train(config, folder, quiet=True))
+    rows = log[log.split == "train"]
+    memory = rows[rows.metric == "peak_memory"]
+    assert memory.step.tolist() == rows[rows.metric == "loss"].step.tolist()
+    assert memory.layer.isna().all()
+    # fp32 weights, gradients and the two moments of AdamW exist at once.
+    assert (memory.value >= 4 * 4 * row["parameters"]).all()
+    assert memory.value.max() < LARGE_BYTES  # each row has the peak of its own steps
+    active = rows[rows.metric == "active_mean"].groupby("step").value.mean()
+    return rows[rows.metric == "cross_entropy"].value.to_numpy(), active.to_numpy()
+
+
+def test_200_steps_follow_the_dense_ones(tmp_path, memory_between_steps):
+    """Losses of the sparse run differ from the dense run's no more than a second dense run's do.
+
+    The three differ in rounding alone: the second dense run is compiled, which fuses and so rounds
+    less.
+    """
+    write_text(tmp_path / "text.jsonl")
+    config = TrainConfig(source=str(tmp_path / "text.jsonl"), **SMALL)
+    variants = {
         "dense": {},
         "compiled": {"compile": True},
         "sparse": {"backend": "triton"},
         "auto": {"backend": "auto"},
-    }.items():
-        folder = train(dataclasses.replace(config, **changes), tmp_path / name, quiet=True)
-        row, log = results.load_run(folder)
-        rows = log[log.split == "train"]
-        memory = rows[rows.metric == "peak_memory"]
-        assert (
-            memory.step.tolist() == rows[rows.metric == "loss"].step.tolist()
-            and memory.layer.isna().all()
-        )
-        # fp32 weights, gradients and the two moments of AdamW are there at once.
-        assert (memory.value >= 4 * 4 * row["parameters"]).all()
-        assert memory.value.max() < large  # each row has its own steps alone
-        losses[name] = rows[rows.metric == "cross_entropy"].value.to_numpy()
-        active[name] = rows[rows.metric == "active_mean"].groupby("step").value.mean().to_numpy()
+    }
+    losses, active = {}, {}
+    for name, changes in variants.items():
+        run = run_of(dataclasses.replace(config, **changes), tmp_path / name)
+        losses[name], active[name] = run
     torch.compiler.reset()
     assert losses["dense"][-1] < losses["dense"][0] - 1 and active["dense"][-1] < 200
     late = slice(len(losses["dense"]) // 2, None)
 
-    def distance(name, of):
-        return float(np.sqrt(np.mean((of[name][late] - of["dense"][late]) ** 2)))
+    def distance(name, values):
+        return float(np.sqrt(np.mean((values[name][late] - values["dense"][late]) ** 2)))
 
+    least_active = 0.02 * active["dense"][-1]
     for name in ("sparse", "auto"):
         assert distance(name, losses) <= 2 * distance("compiled", losses) + 2e-3
-        assert (
-            distance(name, active) <= 2 * distance("compiled", active) + 0.02 * active["dense"][-1]
-        )
+        assert distance(name, active) <= 2 * distance("compiled", active) + least_active
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
@@ -212,49 +231,35 @@ def test_more_than_2_to_the_31_entries(path, shape):
     torch.use_deterministic_algorithms(False)
     tensors = large_layer(*shape)
     num_tokens, num_neurons, hidden_size = shape
-    leaves = {name: None if t is None else t.requires_grad_() for name, t in tensors.items()}
-    given = {name: t for name, t in leaves.items() if t is not None}
+    leaves = leaves_of(tensors)
     dy = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16()
     dl1 = torch.rand(num_tokens, device="cuda")
     capacity = max(1, int(training_ops.train(path, 1, **leaves).needed))
-    found = training_ops.train(path, capacity, **leaves)
-    assert int(found.needed) <= capacity
-    gradients = dict(
-        zip(
-            given,
-            torch.autograd.grad([found.y, found.l1], list(given.values()), [dy, dl1]),
-            strict=True,
-        )
-    )
-    tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
+    trained = training_ops.train(path, capacity, **leaves)
+    assert int(trained.needed) <= capacity
+    gradients = gradients_of(trained, leaves, dy, dl1)
     rows, neurons = some_rows(num_tokens), slice(-256, None)
-    got = {"y": found.y[rows].detach(), "l1": found.l1[rows].detach(), "x": gradients["x"][rows]}
-    got |= {"w_gate": gradients["w_gate"][neurons], "w_up": gradients["w_up"][neurons]}
-    got["w_down"] = gradients["w_down"][:, neurons]
+    results = {"y": trained.y[rows].detach(), "l1": trained.l1[rows].detach()}
+    results |= {"x": gradients["x"][rows], "w_down": gradients["w_down"][:, neurons]}
+    results |= {name: gradients[name][neurons] for name in ("w_gate", "w_up")}
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
-    part = {
-        name: None if t is None else t[neurons]
-        for name, t in tensors.items()
-        if name.startswith(("w_g", "w_u"))
-    }
+    part = {name: tensors[name][neurons] for name in ("w_gate", "w_up")}
     part = {**tensors, **part, "w_down": tensors["w_down"][:, neurons]}
 
     def exact(edge):
-        of_rows = fuzz.exact_training(
-            {**tensors, "x": tensors["x"][rows]}, dy[rows], dl1[rows], edge=edge
-        )
-        results = {name: of_rows[name][0] for name in ("y", "l1", "x")}
+        some = {**tensors, "x": tensors["x"][rows]}
+        of_rows = fuzz.exact_training(some, dy[rows], dl1[rows], edge=edge)
+        sums = {name: of_rows[name][0] for name in ("y", "l1", "x")}
         for chunk in torch.arange(num_tokens, device="cuda").split(8192):
-            of_chunk = fuzz.exact_training(
-                {**part, "x": tensors["x"][chunk]}, dy[chunk], dl1[chunk], edge=edge
-            )
+            some = {**part, "x": tensors["x"][chunk]}
+            of_chunk = fuzz.exact_training(some, dy[chunk], dl1[chunk], edge=edge)
             for name in ("w_gate", "w_up", "w_down"):
-                results[name] = results.get(name, 0) + of_chunk[name][0]
-        return results
+                sums[name] = sums.get(name, 0) + of_chunk[name][0]
+        return sums
 
     # A gate within the rounding of fp32 sums from zero may be active or not.
     expected, fewest, most = (exact(edge) for edge in (0.0, fuzz.EDGE, -fuzz.EDGE))
-    for name, value in got.items():
+    for name, value in results.items():
         error = (value.double() - expected[name]).norm() - (most[name] - fewest[name]).norm()
         assert error <= 6e-3 * expected[name].norm(), name
 
@@ -267,18 +272,19 @@ def test_a_device_that_is_not_the_current_one(path):
     for device in ("cuda:0", "cuda:1"):
         leaves = {name: None if t is None else t.detach().to(device) for name, t in tensors.items()}
         leaves["w_down"] = leaves["w_down"].t().contiguous().t()
-        leaves = {name: None if t is None else t.requires_grad_() for name, t in leaves.items()}
+        leaves = leaves_of(leaves)
         with torch.cuda.device(0):
-            found = training_ops.train(path, 5632, **leaves)
-            (found.y.float().square().sum() + found.l1.sum()).backward()
-        results.append([found.y, found.l1, *(t.grad for t in leaves.values() if t is not None)])
+            trained = training_ops.train(path, 5632, **leaves)
+            (trained.y.float().square().sum() + trained.l1.sum()).backward()
+        gradients = [t.grad for t in leaves.values() if t is not None]
+        results.append([trained.y, trained.l1, *gradients])
     for a, b in zip(*results, strict=True):
         assert b.device.index == 1 and torch.equal(a, b.to("cuda:0"))
 
 
 @two_gpus
 def test_layers_on_two_gpus_train_sparsely():
-    """As a device map lays them; the sparse steps follow those of the same layers on one GPU."""
+    """As a device map places them; the steps equal those of the same layers on one GPU."""
     losses = []
     for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
         torch.manual_seed(0)

@@ -1,11 +1,14 @@
-"""Between dense matrices and every format of twell.sparse.formats, bit for bit what the format's own pack gives.
+"""Conversions between dense matrices and the formats of twell.sparse.formats, bit for bit.
 
-Values are moved as bare bits and tested as such (a non-zero is one with a bit set beside the sign), so NaN
-payloads survive and -0.0 becomes +0.0. One kernel packs all that stands at the front of slots: a *segment* of
-a row is a tile for TwELL and the whole row for ELL.
+For tests of the formats on a GPU. Values are moved and tested as bits (a non-zero has a bit set
+beside the sign), so NaN payloads survive and -0.0 becomes +0.0. One kernel packs all formats whose
+entries stand at the front of slots: a *segment* of a row is a tile for TwELL, the whole row for
+ELL. A function waits for the device where the size of its result depends on the data.
 
-Conversions whose output has a size that depends on the data wait for the device to tell it; their docstrings
-say so.
+    dense [M, N] of bf16, fp16 or fp32; the formats have shapes of their own
+
+Reference: `pack` and `unpack` of each format in twell.sparse.formats;
+test: tests/test_paper_pack.py; options: kernels/options.py 'pack', 'pack_union'.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, launch_options
+from twell.kernels.common import cdiv
+from twell.kernels.options import launch_options
 from twell.sparse.formats import (
     ELL,
     MAX_COLUMNS,
@@ -28,12 +32,10 @@ from twell.sparse.formats import (
 )
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-SEGMENTS = 16  # segments or rows that a program works on at once
-CHUNK = 128  # columns or slots in one step
 
 
 @triton.jit
-def pack_kernel(
+def pack_segments_kernel(
     dense_ptr,
     values_ptr,
     indices_ptr,
@@ -48,7 +50,7 @@ def pack_kernel(
     SEGMENTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Moves non-zeros of segments of `tile_n` columns to the front of `capacity` slots; counts them all."""
+    """Moves the non-zeros of segments of `tile_n` columns to `capacity` slots; counts them all."""
     segments = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
     valid = segments < num_segments
     row_ptr = dense_ptr + (segments // num_tiles)[:, None] * N
@@ -76,7 +78,7 @@ def pack_kernel(
 
 
 @triton.jit
-def unpack_kernel(
+def unpack_segments_kernel(
     values_ptr,
     indices_ptr,
     counts_ptr,
@@ -112,7 +114,7 @@ def unpack_kernel(
 
 
 @triton.jit
-def flags_kernel(
+def block_flags_kernel(
     dense_ptr,
     flags_ptr,
     M,
@@ -126,19 +128,19 @@ def flags_kernel(
     block = tl.program_id(0)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     end = tl.minimum(block * block_m + block_m, M)
-    found = tl.zeros((CHUNK,), tl.int32)
+    some = tl.zeros((CHUNK,), tl.int32)
     for start in range(block * block_m, end, ROWS):
         rows = start + tl.arange(0, ROWS)
         inside = (rows < end)[:, None] & (columns < N)[None, :]
         bits = tl.load(
             dense_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0
         )
-        found |= tl.max(((bits & MAGNITUDE) != 0).to(tl.int32), 0)
-    tl.store(flags_ptr + block.to(tl.int64) * N + columns, found.to(tl.int8), mask=columns < N)
+        some |= tl.max(((bits & MAGNITUDE) != 0).to(tl.int32), 0)
+    tl.store(flags_ptr + block.to(tl.int64) * N + columns, some.to(tl.int8), mask=columns < N)
 
 
 @triton.jit
-def union_kernel(
+def move_union_kernel(
     dense_ptr,
     values_ptr,
     indices_ptr,
@@ -151,7 +153,7 @@ def union_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Gathers the columns of a block's union into its matrix [block_m, union], or scatters them back."""
+    """Gathers the columns of a block's union into [block_m, union], or scatters them back."""
     parts = tl.cdiv(block_m, ROWS)
     block = tl.program_id(0) // parts
     tokens = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
@@ -191,7 +193,7 @@ def _magnitude(values: Tensor) -> int:
 
 
 def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
-    """Values (or words), indices and counts of all segments: [M, N_T, capacity], the same, [M, N_T]."""
+    """Values (or words) and indices [M, tiles, capacity], counts [M, tiles]; of all segments."""
     num_tokens, n_cols = dense.shape
     num_tiles = cdiv(n_cols, tile_n)
     shape = num_tokens, num_tiles, capacity + words
@@ -204,7 +206,8 @@ def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
         counts = torch.empty(shape[:2], dtype=torch.int32, device=dense.device)
     num_segments = num_tokens * num_tiles
     if num_segments:
-        pack_kernel[(cdiv(num_segments, SEGMENTS),)](
+        options = launch_options("pack", dense.device)
+        pack_segments_kernel[(cdiv(num_segments, options["SEGMENTS"]),)](
             _bits(dense),
             values,
             indices,
@@ -216,9 +219,7 @@ def _pack(dense: Tensor, tile_n: int, capacity: int, words: bool = False):
             capacity,
             MAGNITUDE=_magnitude(dense),
             WORDS=words,
-            SEGMENTS=SEGMENTS,
-            CHUNK=CHUNK,
-            **launch_options(num_warps=4, num_stages=1),
+            **options,
         )
     if words:
         return values
@@ -235,7 +236,10 @@ def _without_negative_zero(values: Tensor) -> Tensor:
 
 
 def to_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
-    """As `TwELL.pack`; dense [M, N] of bf16, fp16 or fp32. Waits for the number of overflow rows."""
+    """As `TwELL.pack`; dense [M, N] of bf16, fp16 or fp32.
+
+    Waits for the number of overflow rows.
+    """
     dense = _check_dense(dense)
     capacity = TwELL._capacity(tile_n, compression)
     values, indices, counts = _pack(dense, tile_n, capacity)
@@ -251,7 +255,10 @@ def to_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
 
 
 def to_packed_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
-    """As `PackedTwELL.pack`; dense [M, N] of bf16 or fp16. Waits for the number of overflow rows."""
+    """As `PackedTwELL.pack`; dense [M, N] of bf16 or fp16.
+
+    Waits for the number of overflow rows.
+    """
     dense = _check_dense(dense)
     if dense.dtype == torch.float32:
         raise TypeError("dense has dtype torch.float32, expected torch.bfloat16 or torch.float16")
@@ -262,7 +269,10 @@ def to_packed_twell(dense: Tensor, tile_n: int = 256, compression: int = 8) -> P
 
 
 def to_ell(dense: Tensor, width: int | None = None) -> ELL:
-    """As `ELL.pack`; dense [M, N] of bf16, fp16 or fp32. Waits for the length of the longest row."""
+    """As `ELL.pack`; dense [M, N] of bf16, fp16 or fp32.
+
+    Waits for the length of the longest row.
+    """
     dense = _check_dense(dense)
     num_tokens, n_cols = dense.shape
     _, _, counts = _pack(dense, n_cols, 0)
@@ -270,14 +280,18 @@ def to_ell(dense: Tensor, width: int | None = None) -> ELL:
     width = longest if width is None else width
     if longest > width:
         raise ValueError(
-            f"a row has {longest} non-zeros, more than width={width}; a width of {longest} is needed"
+            f"a row has {longest} non-zeros, more than width={width}; "
+            f"a width of {longest} is needed"
         )
     values, indices, counts = _pack(dense, n_cols, width)
     return ELL(values[:, 0], indices[:, 0], counts[:, 0], n_cols)
 
 
 def to_hybrid(dense: Tensor, ell_width: int = 128, backup_rows: int | None = None) -> Hybrid:
-    """As `Hybrid.pack`; dense [M, N] of bf16, fp16 or fp32. Waits for the number of backup rows."""
+    """As `Hybrid.pack`; dense [M, N] of bf16, fp16 or fp32.
+
+    Waits for the number of backup rows.
+    """
     dense = _check_dense(dense)
     values, indices, counts = _pack(dense, dense.shape[1], ell_width)
     values, indices, counts = values[:, 0], indices[:, 0], counts[:, 0]
@@ -301,7 +315,10 @@ def to_hybrid(dense: Tensor, ell_width: int = 128, backup_rows: int | None = Non
 
 
 def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
-    """As `TileUnion.pack`; dense [M, N] of bf16, fp16 or fp32. Waits for the total size of the unions."""
+    """As `TileUnion.pack`; dense [M, N] of bf16, fp16 or fp32.
+
+    Waits for the total size of the unions.
+    """
     dense = _check_dense(dense)
     if block_m < 1:
         raise ValueError(f"block_m={block_m}, expected at least 1")
@@ -309,17 +326,15 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
     num_blocks = cdiv(num_tokens, block_m)
     flags = torch.zeros(num_blocks, n_cols, dtype=torch.int8, device=dense.device)
     offsets = torch.zeros(num_blocks + 1, dtype=torch.int64, device=dense.device)
-    options = launch_options(num_warps=4, num_stages=1)
     if num_blocks:
-        flags_kernel[(num_blocks, cdiv(n_cols, CHUNK))](
+        options = launch_options("pack_union", dense.device)
+        block_flags_kernel[(num_blocks, cdiv(n_cols, options["CHUNK"]))](
             _bits(dense),
             flags,
             num_tokens,
             n_cols,
             block_m,
             MAGNITUDE=_magnitude(dense),
-            ROWS=SEGMENTS,
-            CHUNK=CHUNK,
             **options,
         )
     offsets[1:] = flags.sum(1).cumsum(0)
@@ -333,7 +348,8 @@ def to_union(dense: Tensor, block_m: int = 64) -> TileUnion:
 def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
     num_blocks = len(union.offsets) - 1
     if num_blocks:
-        union_kernel[(num_blocks * cdiv(union.block_m, SEGMENTS),)](
+        options = launch_options("pack_union", dense.device)
+        move_union_kernel[(num_blocks * cdiv(union.block_m, options["ROWS"]),)](
             _bits(dense),
             _bits(union.values),
             union.indices,
@@ -342,20 +358,22 @@ def _move_union(dense: Tensor, union: TileUnion, pack: bool) -> None:
             union.block_m,
             PACK=pack,
             MAGNITUDE=_magnitude(dense),
-            ROWS=SEGMENTS,
-            CHUNK=CHUNK,
-            **launch_options(num_warps=4, num_stages=1),
+            **options,
         )
 
 
 def _scatter(
     values: Tensor, indices: Tensor, counts: Tensor, dense: Tensor, num_tiles: int, capacity: int
 ) -> None:
-    """Write the slots of all segments into `dense`, which is 0; words are values, indices, counts at once."""
+    """Writes the slots of all segments into `dense`, which is 0.
+
+    Words hold values, indices and counts: one tensor given three times.
+    """
     words = values is indices
     num_segments = dense.shape[0] * num_tiles
     if num_segments:
-        unpack_kernel[(cdiv(num_segments, SEGMENTS),)](
+        options = launch_options("pack", dense.device)
+        unpack_segments_kernel[(cdiv(num_segments, options["SEGMENTS"]),)](
             values.contiguous() if words else _bits(values.contiguous()),
             indices.contiguous().view(torch.int32 if words else torch.int16),
             counts.contiguous(),
@@ -365,17 +383,15 @@ def _scatter(
             num_tiles,
             capacity,
             WORDS=words,
-            SEGMENTS=SEGMENTS,
-            CHUNK=CHUNK,
-            **launch_options(num_warps=4, num_stages=1),
+            **options,
         )
 
 
 def unpack(sparse: SparseRows) -> Tensor:
     """The dense matrix [M, N] of any of the formats, as their own `unpack`. Waits for nothing.
 
-    Raises TypeError for values other than bf16, fp16 and fp32, or for the 32-bit indices of a wide transposed
-    Hybrid.
+    Raises TypeError for values other than bf16, fp16 and fp32, or for the 32-bit indices of a wide
+    transposed Hybrid.
     """
     if isinstance(sparse, Hybrid):
         # Backup row ~slot stands at index `slot`, counted from the end.

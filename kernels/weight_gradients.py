@@ -1,0 +1,387 @@
+"""The weight and bias gradients of a training step by unions, from its entries (entries.py).
+
+    dWu = du^T x        dWg = dg^T x        dWd^T = h^T dy        db = the sums of du and dg
+
+Lists. A program sums the rows of x and dy of one neuron's tokens, one after the other. Columns are
+taken in slabs, so that the gathered rows stay in the cache.
+
+Backup. A neuron that is active for many tokens gets dense rows of h, du and dg instead, whose
+products run on tensor cores. Which neurons have a row depends on their numbers of tokens alone.
+This is the paper's transposed hybrid format with lists in place of ELL rows (App. B.2).
+
+    entries    [capacity * M] int64, gradients [capacity * M] int32, spans [3, N] int32
+    x, dy      [M, K]
+    dense      [3 * backup rows, tokens]: h, du and, gated, dg, one after the other
+    gradients  dwg, dwu, dwd [N, K], dbg, dbu [N]; None leaves a gradient out
+
+Where the buffer does not hold all rows, the rest follows in another round.
+
+Reference: twell.sparse.reference.union_train_backward;
+test: tests/test_training.py; options: kernels/options.py 'training_lists', 'training_backup'.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from twell.kernels.common import cdiv, load, narrow, next_power_of_2, wide
+from twell.kernels.entries import UnionSaved, entry_places, low_value
+from twell.kernels.options import launch_options, num_processors, with_fusion
+
+# Gathered rows of x and dy should stay in the cache (50 MB on an H200) beside all else.
+CACHE_BYTES = 2**24
+WARP_COLUMNS = 512  # that a warp sums
+
+
+class WeightGradients(NamedTuple):
+    """dwg, dwu and dwd, the last of w_down's transpose: [N, K] each; None leaves one out."""
+
+    gate: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+
+
+@triton.jit
+def _add_entry(
+    sums,
+    place,
+    operands,
+    k,
+    inside,
+    K,
+    dtype: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
+):
+    """Adds dg x, du x and h dy of one entry to the sums dwg, dwu and dwd, as the flags ask."""
+    dwg, dwu, dwd = sums
+    entries_ptr, gradients_ptr, x_ptr, dy_ptr = operands
+    entry = tl.load(entries_ptr + place)
+    row = (entry >> 32) * K + k
+    if GATE or UP:
+        x = load(x_ptr + row, inside, EVEN).to(tl.float32)
+        gradients = tl.load(gradients_ptr + place)
+        if UP:
+            dwu += low_value(gradients >> 16, dtype) * x
+        if GATE:
+            dwg += low_value(gradients, dtype) * x
+    if DOWN:
+        h = low_value(entry >> 16, dtype)
+        if GATED:
+            h = narrow(h * low_value(entry, dtype), dtype).to(tl.float32)
+        dwd += h * load(dy_ptr + row, inside, EVEN).to(tl.float32)
+    return dwg, dwu, dwd
+
+
+@triton.jit
+def list_gradients_kernel(
+    entries_ptr,
+    gradients_ptr,
+    spans_ptr,
+    x_ptr,
+    dy_ptr,
+    dwg_ptr,
+    dwu_ptr,
+    dwd_ptr,
+    N,
+    K,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """A slab of BK columns of one neuron's weight gradients; slabs are the slow axis."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    GATE: tl.constexpr = dwg_ptr is not None
+    UP: tl.constexpr = dwu_ptr is not None
+    DOWN: tl.constexpr = dwd_ptr is not None
+    neuron = tl.program_id(0) % N
+    slab = tl.program_id(0) // N
+    begin = tl.load(spans_ptr + neuron)
+    end = tl.load(spans_ptr + N + neuron)
+    if tl.load(spans_ptr + 2 * N + neuron) == 0:
+        k = slab * BK + tl.arange(0, BK)
+        inside = k < K
+        zeros = tl.zeros((BK,), tl.float32)
+        sums = (zeros, zeros, zeros)
+        operands = (entries_ptr, gradients_ptr, x_ptr, dy_ptr)
+        whole = begin + (end - begin) // UNROLL * UNROLL
+        for first in range(begin, whole, UNROLL):
+            for i in tl.static_range(UNROLL):
+                sums = _add_entry(
+                    sums, first + i, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
+                )
+        for place in range(whole, end):
+            sums = _add_entry(
+                sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
+            )
+        dwg, dwu, dwd = sums
+        row = neuron.to(tl.int64) * K + k
+        if GATE:
+            tl.store(dwg_ptr + row, narrow(dwg, dtype), mask=inside)
+        if UP:
+            tl.store(dwu_ptr + row, narrow(dwu, dtype), mask=inside)
+        if DOWN:
+            tl.store(dwd_ptr + row, narrow(dwd, dtype), mask=inside)
+
+
+@triton.jit
+def bias_gradients_kernel(
+    gradients_ptr,
+    spans_ptr,
+    dbg_ptr,
+    dbu_ptr,
+    N,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The sums of one neuron's dg and du."""
+    dtype: tl.constexpr = dbu_ptr.dtype.element_ty if UP else dbg_ptr.dtype.element_ty
+    neuron = tl.program_id(0)
+    begin = tl.load(spans_ptr + neuron)
+    end = tl.load(spans_ptr + N + neuron)
+    up = tl.zeros((STEP,), tl.float32)
+    gate = tl.zeros((STEP,), tl.float32)
+    for first in range(begin, end, STEP):
+        place = first + tl.arange(0, STEP)
+        gradients = tl.load(gradients_ptr + place, mask=place < end, other=0)
+        up += low_value(gradients >> 16, dtype)
+        gate += low_value(gradients, dtype)
+    if UP:
+        tl.store(dbu_ptr + neuron, narrow(tl.sum(up, 0), dtype))
+    if GATE:
+        tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
+
+
+@triton.jit(do_not_specialize=["num_words", "first_row"])
+def backup_fill_kernel(
+    index_ptr,
+    entries_ptr,
+    gradients_ptr,
+    backup_ptr,
+    totals_ptr,
+    dense_ptr,
+    first_row,
+    num_words,
+    width,
+    capacity,
+    backup_rows,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The dense rows of the backup's neurons from number `first_row` on."""
+    dtype: tl.constexpr = dense_ptr.dtype.element_ty
+    words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    real = words < num_words
+    lane = tl.arange(0, 32)
+    size = num_words.to(tl.int64) * 32
+    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
+    for row in range(tl.program_id(1), used, tl.num_programs(1)):
+        neuron = tl.load(backup_ptr + first_row + row)
+        index = tl.load(index_ptr + words.to(tl.int64) * width + neuron, mask=real, other=0)
+        _, place, stored = entry_places(index, lane, capacity)
+        column = row * size + words[:, None] * 32 + lane[None, :]
+        if DOWN:
+            entry = tl.load(entries_ptr + place, mask=stored, other=0)
+            h = low_value(entry >> 16, dtype)
+            if GATED:
+                h *= low_value(entry, dtype)
+            tl.store(dense_ptr + column, narrow(h, dtype), mask=real[:, None])
+        if GATE or UP:
+            gradients = tl.load(gradients_ptr + place, mask=stored, other=0)
+            column += backup_rows * size
+            if UP:
+                du = narrow(low_value(gradients >> 16, dtype), dtype)
+                tl.store(dense_ptr + column, du, mask=real[:, None])
+            if GATE:
+                column += backup_rows * size
+                dg = narrow(low_value(gradients, dtype), dtype)
+                tl.store(dense_ptr + column, dg, mask=real[:, None])
+
+
+@triton.jit
+def _dense_product(
+    dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
+):
+    """BH rows of the backup times BN columns of x [M, K]."""
+    acc = tl.zeros((BH, BN), tl.float32)
+    for token in range(0, M, BT):
+        acc = tl.dot(wide(dense_desc.load([first, token])), wide(x_desc.load([token, column])), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "first_row"])
+def backup_gradients_kernel(
+    dense_desc,
+    x_desc,
+    dy_desc,
+    dwg_ptr,
+    dwu_ptr,
+    dwd_ptr,
+    backup_ptr,
+    totals_ptr,
+    first_row,
+    backup_rows,
+    M,
+    K,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """BN columns of one weight gradient of BH backup neurons: their dense rows times x or dy."""
+    dtype: tl.constexpr = dense_desc.dtype
+    num_columns = tl.cdiv(K, BN)
+    per_weight = backup_rows // BH * num_columns
+    weight = tl.program_id(0) // per_weight
+    row = tl.program_id(0) % per_weight // num_columns * BH
+    column = tl.program_id(0) % num_columns * BN
+    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
+    if row < used:
+        rows = row + tl.arange(0, BH)
+        neurons = tl.load(backup_ptr + first_row + rows, mask=rows < used, other=0)
+        columns = column + tl.arange(0, BN)
+        inside = (rows < used)[:, None] & (columns < K)[None, :]
+        place = neurons.to(tl.int64)[:, None] * K + columns[None, :]
+        first = weight * backup_rows + row
+        if weight == 0:
+            if dwd_ptr is not None:
+                acc = _dense_product(dense_desc, dy_desc, first, column, M, BH, BN, BT)
+                tl.store(dwd_ptr + place, narrow(acc, dtype), mask=inside)
+        elif dwg_ptr is not None or dwu_ptr is not None:
+            acc = _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT)
+            if weight == 1:
+                if dwu_ptr is not None:
+                    tl.store(dwu_ptr + place, narrow(acc, dtype), mask=inside)
+            elif dwg_ptr is not None:
+                tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
+
+
+def from_lists(
+    x: Tensor,
+    dy: Tensor,
+    saved: UnionSaved,
+    entry_gradients: Tensor | None,
+    gated: bool,
+    weights: WeightGradients,
+) -> None:
+    """Writes the weight gradients of the neurons without a backup row. x and dy [M, K]."""
+    num_tokens, hidden_size = x.shape
+    intermediate_size = saved.spans.shape[1]
+    # The widest power of two whose columns of x and dy stay in the cache.
+    columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
+    block_k = min(max(1 << (columns.bit_length() - 1), 128), next_power_of_2(hidden_size), 2048)
+    list_gradients_kernel[(intermediate_size * cdiv(hidden_size, block_k),)](
+        saved.entries,
+        entry_gradients,
+        saved.spans,
+        x,
+        dy,
+        *weights,
+        intermediate_size,
+        hidden_size,
+        GATED=gated,
+        EVEN=hidden_size % block_k == 0,
+        BK=block_k,
+        num_warps=max(block_k // WARP_COLUMNS, 1),
+        **launch_options("training_lists", x.device),
+    )
+
+
+def from_backup(
+    x: Tensor,
+    dy: Tensor,
+    saved: UnionSaved,
+    entry_gradients: Tensor | None,
+    scratch: Tensor,
+    gated: bool,
+    weights: WeightGradients,
+) -> None:
+    """Writes the weight gradients of the neurons with a backup row; `scratch` holds the rows.
+
+    x and dy [M, K]; scratch of any shape in x.dtype, overwritten. Too small a scratch for all rows
+    takes several rounds.
+    """
+    options = launch_options("training_backup", x.device)
+    block_rows, num_matrices = options["BH"], 2 + gated
+    size = 32 * len(saved.index)
+    most = scratch.numel() // (num_matrices * size)
+    num_rows = min(most // block_rows * block_rows, len(saved.backup))
+    dense = scratch.view(-1)[: num_matrices * num_rows * size].view(-1, size)
+    num_tiles = num_matrices * num_rows // block_rows * cdiv(x.shape[1], options["BN"])
+    for first_row in range(0, len(saved.backup), num_rows):
+        _fill(dense, saved, entry_gradients, first_row, num_rows, gated, weights)
+        backup_gradients_kernel[(num_tiles,)](
+            TensorDescriptor.from_tensor(dense, [block_rows, options["BT"]]),
+            TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
+            TensorDescriptor.from_tensor(dy, [options["BT"], options["BN"]]),
+            *weights,
+            saved.backup,
+            saved.totals,
+            first_row,
+            num_rows,
+            *x.shape,
+            **options,
+        )
+
+
+def _fill(
+    dense: Tensor,
+    saved: UnionSaved,
+    entry_gradients: Tensor | None,
+    first_row: int,
+    num_rows: int,
+    gated: bool,
+    weights: WeightGradients,
+) -> None:
+    """Writes up to `num_rows` dense rows of each of h, du and dg, from `first_row` on."""
+    num_words, width = saved.index.shape
+    grid = cdiv(num_words, 64), min(num_rows, 4 * num_processors(dense.device))
+    backup_fill_kernel[grid](
+        saved.index,
+        saved.entries,
+        entry_gradients,
+        saved.backup,
+        saved.totals,
+        dense,
+        first_row,
+        num_words,
+        width,
+        len(saved.entries),
+        num_rows,
+        GATED=gated,
+        GATE=weights.gate is not None,
+        UP=weights.up is not None,
+        DOWN=weights.down is not None,
+        WORDS=64,
+        **with_fusion(num_warps=4, num_stages=1),
+    )
+
+
+def of_biases(
+    entry_gradients: Tensor, spans: Tensor, d_b_gate: Tensor | None, d_b_up: Tensor | None
+) -> None:
+    """Writes the gradients of b_gate and b_up [N], each unless it is None; not both are."""
+    intermediate_size = spans.shape[1]
+    bias_gradients_kernel[(intermediate_size,)](
+        entry_gradients,
+        spans,
+        d_b_gate,
+        d_b_up,
+        intermediate_size,
+        GATE=d_b_gate is not None,
+        UP=d_b_up is not None,
+        STEP=256,
+        **with_fusion(num_warps=1, num_stages=1),
+    )

@@ -1,0 +1,284 @@
+"""Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
+
+    python -m tests.compiled compile|launch|samples ARCHITECTURE
+
+The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
+and do not run. Prints Triton's version and the results as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests import ir
+from tests.ir_samples import compile_samples
+from twell.kernels import decode, dense, entries, options, rowwise, training, training_ops, union
+from twell.kernels.paper import hybrid, hybrid_pack, pack
+from twell.kernels.paper import rowwise as twell_rowwise
+from twell.sparse.formats import ELL, PackedTwELL
+
+# CUDA's limits for x, y and z.
+GRID = (2**31 - 1, 65_535, 65_535)
+# Layers [tokens, neurons, hidden size], M N and M K above 2^31: wide ones, and one of many tokens.
+# Larger ones do not fit a device.
+INFERENCE = ((2**22, 65_536, 4096), (2**20, 65_536, 16_384), (2**28, 64, 16))
+TRAINING = {
+    training: ((3 * 2**19, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
+    hybrid: ((2**21, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
+}
+SAVED = {training: entries.UnionSaved, hybrid: hybrid_pack.HybridSaved}
+
+
+class Driver:
+    """A driver without a device."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def use(architecture: str, launch: Callable) -> None:
+    """Lets every launch call `launch(compile_only, kernel, *args, **options)`; nothing runs."""
+    target = GPUTarget("hip", architecture, 64)
+    if architecture.startswith("sm_"):
+        target = GPUTarget("cuda", int(architecture[3:]), 32)
+    run = JITFunction.run
+
+    def compile_only(kernel, *args, grid, **given):
+        return run(kernel, *args, grid=grid, **{**given, "warmup": True})
+
+    JITFunction.run = lambda *args, **given: launch(compile_only, *args, **given)
+    driver.set_active(Driver(target))
+    options.architecture = lambda device: architecture
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+
+
+def full_name(kernel) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
+    """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels."""
+    shared: dict[str, int] = {}
+    problems = set()
+
+    def launch(compile_only, kernel, *args, **given):
+        compiled = compile_only(kernel, *args, **given)
+        name = full_name(kernel)
+        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
+        texts = ir.races(compiled.asm["ttgir"]) + ir.read_back(compiled.asm["ttir"])
+        problems.update(f"{name}: {problem}" for problem in texts)
+
+    use(architecture, launch)
+    w = torch.empty(5632, 2048, dtype=torch.bfloat16)
+    compile_layers(w, True, None)
+    compile_layers(w, True, torch.zeros(4, dtype=torch.int64))
+    compile_layers(w, False, None)
+    dense.relu_times(w, w)
+    matrix = torch.zeros(64, 5632, dtype=w.dtype)
+    for sparse in (ELL.pack(matrix), PackedTwELL.pack(matrix)):
+        pack.unpack(sparse)
+    pack._pack(matrix, 256, 32)
+    pack._pack(matrix, 256, 31, words=True)
+    pack.to_union(matrix)
+    return shared, sorted(problems)
+
+
+def compile_layers(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) -> None:
+    """Every path for 256 tokens; counting activity, training has biases and a mask."""
+    x, tensors = w[:256].clone(), (w if gated else None, w, w, None, None, None)
+    twell_rowwise.ffn(x, *tensors, 8)
+    rowwise.ffn(x, *tensors, activity=activity)
+    for options.LARGE_BLOCK_TOKENS in (0, 256):
+        union.ffn(x, *tensors, activity=activity)
+    bias = None if activity is None else w[:, 0].contiguous()
+    mask = None if activity is None else torch.ones(256, dtype=torch.bool)
+    for path, saved_type in SAVED.items():
+        _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
+        given = (x, *tensors[:3], bias, bias)
+        needs = [t is not None for t in given]
+        path.backward(*given, saved_type(*saved), x, torch.zeros(256), needs)
+    for num_tokens in (1, 2, 4, 16, 64):
+        decode.ffn(x[:num_tokens], *tensors, activity=activity)
+
+
+class Lowered(Exception):
+    """Carries the TTIR of a kernel out of its compilation."""
+
+
+def stop_at_ttir() -> None:
+    """Lets compilations raise `Lowered` after the first stage."""
+    backend = type(make_backend(driver.active.get_current_target()))
+    add_stages = backend.add_stages
+
+    def stages_to_ttir(self, stages, *options):
+        add_stages(self, stages, *options)
+        lower = stages["ttir"]
+
+        def stop(module, metadata):
+            raise Lowered(str(lower(module, metadata)))
+
+        stages["ttir"] = stop
+
+    backend.add_stages = stages_to_ttir
+
+
+def integers(argument) -> list[int]:
+    """The integers that an argument hands to a kernel."""
+    if isinstance(argument, TensorDescriptor):
+        return [*argument.shape, *argument.strides]
+    if isinstance(argument, tuple):
+        return [number for part in argument for number in integers(part)]
+    return [argument] if type(argument) is int else []
+
+
+def specialization(argument):
+    """Arguments for which this is the same share a compiled kernel."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
+    if isinstance(argument, tuple):
+        return tuple(specialization(part) for part in argument)
+    return (argument == 1, argument % 16, argument >= 2**31) if type(argument) is int else argument
+
+
+class Launches:
+    """Lowers each kernel once and checks every launch of it."""
+
+    def __init__(self) -> None:
+        self.lowered: dict[tuple, str] = {}
+        self.launches = set()
+        self.problems: dict[tuple, str] = {}
+
+    def __call__(self, compile_only, kernel, *args, grid, **given) -> None:
+        named = {name: value for name, value in given.items() if name in kernel.arg_names}
+        arguments = inspect.signature(kernel.fn).bind(*args, **named).arguments
+        constants = {p.name: arguments.pop(p.name) for p in kernel.params if p.is_constexpr}
+        numbers = {name: integers(value) for name, value in arguments.items()}
+        key = kernel, str(constants), tuple(specialization(value) for value in arguments.values())
+        if (key, str(numbers), grid) in self.launches:
+            return
+        self.launches.add((key, str(numbers), grid))
+        if key not in self.lowered:
+            with pytest.raises(Lowered) as error:
+                compile_only(kernel, *args, grid=grid, **given)
+            self.lowered[key] = str(error.value)
+        for *place, number in ir.overflows(self.lowered[key], numbers, grid):
+            self.problems.setdefault(tuple(place), number)
+        self.check_sizes(kernel, arguments, grid)
+
+    def check_sizes(self, kernel, arguments, grid) -> None:
+        """Notes a grid above CUDA's limits and a descriptor's shape of 2^31 or more."""
+        code = kernel.fn.__code__
+        place = "/".join(Path(code.co_filename).parts[-2:]), code.co_firstlineno
+        for axis, size, limit in zip("xyz", grid, GRID, strict=False):
+            if size > limit:
+                axis = f"the {axis} of {kernel.fn.__name__}'s grid"
+                self.problems.setdefault((*place, axis), f"{size:,}")
+        for name, value in arguments.items():
+            if isinstance(value, TensorDescriptor) and max(value.shape) >= 2**31:
+                shape = f"the shape of {name}"
+                self.problems.setdefault((*place, shape), f"{max(value.shape):,}")
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def empty_layer(intermediate_size: int, hidden_size: int, gated: bool) -> tuple:
+    w, b = empty(intermediate_size, hidden_size), empty(intermediate_size)
+    return (w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
+
+
+def launch_inference(num_tokens: int, intermediate_size: int, hidden_size: int, gated: bool):
+    x, activity = empty(num_tokens, hidden_size), empty(4, dtype=torch.int64)
+    tensors = empty_layer(intermediate_size, hidden_size, gated)
+    for path in (rowwise, union, decode):
+        path.ffn(x, *tensors, activity=activity)
+    for few in (2, 4):
+        decode.ffn(x[:few], *tensors, activity=activity)
+    twell_rowwise.ffn(x, *tensors, 8)
+    dense.ffn(x, *tensors)
+
+
+def launch_training(path, num_tokens: int, intermediate_size: int, hidden_size: int, gated: bool):
+    x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
+    mask = empty(num_tokens, dtype=torch.bool)
+    most = (training_ops.MAX_ENTRIES - 1) // num_tokens
+    tensors = empty_layer(intermediate_size, hidden_size, gated)
+    capacity = most if path is training else 512
+    _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
+    needs = [t is not None for t in (x, *tensors[:5])]
+    path.backward(x, *tensors[:5], SAVED[path](*saved), x, dl1, needs)
+
+
+def launch_packing() -> None:
+    """Segments above 2^31, as many tokens as possible, and blocks of one token."""
+    for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):
+        matrix = empty(num_tokens, num_columns)
+        values, indices, counts = pack._pack(matrix, tile, 1)
+        pack._scatter(values, indices, counts, matrix, num_columns // tile, 1)
+        words = pack._pack(matrix, tile, 1, words=True)
+        pack._scatter(words, words, words, matrix, num_columns // tile, 1)
+    for num_tokens, num_columns, block_m in ((2**23, 4096, 64), (2**17, 65_536, 1)):
+        matrix = empty(num_tokens, num_columns)
+        try:
+            pack.to_union(matrix, block_m)
+        except NotImplementedError:
+            pass  # after the first kernel it asks for the size of the unions
+        packed = SimpleNamespace(
+            offsets=empty(num_tokens // block_m + 1, dtype=torch.int64),
+            values=empty(2**32),
+            indices=empty(2**26, dtype=torch.int32),
+            block_m=block_m,
+        )
+        for to_packed in (True, False):
+            pack._move_union(matrix, packed, pack=to_packed)
+
+
+def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
+    """The kernels launched at the largest sizes, and the integers that leave their range there."""
+    launches = Launches()
+    use(architecture, launches)
+    stop_at_ttir()
+    for gated in (True, False):
+        for sizes in INFERENCE:
+            launch_inference(*sizes, gated)
+        for path in TRAINING:
+            for sizes in TRAINING[path]:
+                launch_training(path, *sizes, gated)
+    launch_packing()
+    names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches.launches})
+    return names, sorted((*place, number) for place, number in launches.problems.items())
+
+
+def check_samples(architecture: str) -> tuple[dict, dict, dict]:
+    use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
+    return compile_samples()
+
+
+if __name__ == "__main__":
+    tasks = {"compile": compile_all, "launch": launch_largest, "samples": check_samples}
+    print(json.dumps((triton.__version__, tasks[sys.argv[1]](sys.argv[2]))))

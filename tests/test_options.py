@@ -1,0 +1,68 @@
+"""The table of launch options and its rules."""
+
+import ast
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from twell.kernels import options
+
+SOURCES = {
+    path: path.read_text()
+    for path in Path(options.__file__).parent.rglob("*.py")
+    if path.name != "options.py"
+}
+
+
+def test_every_key_is_used_and_every_used_key_exists():
+    text = "".join(SOURCES.values())
+    # In launchers; some choose between two keys or add the number of a block's tokens.
+    keys = {
+        key
+        for call in re.findall(r"launch_options\(\s*([^)]*)\)", text)
+        for key in re.findall(r'"([a-z_0-9{}]+)"', call)
+    }
+    expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
+    assert expanded == set(options.OPTIONS)
+
+
+def kernel_files():
+    return [path for path, text in SOURCES.items() if re.search(r"^def \w+_kernel\(", text, re.M)]
+
+
+@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.stem)
+def test_headers_name_their_test_and_their_options(path):
+    header = ast.get_docstring(ast.parse(SOURCES[path]))
+    test = re.search(r"test:\s(tests/\w+\.py)", header)[1]
+    assert (Path(__file__).parents[1] / test).is_file()
+    assert "Reference: " in header
+    for key in re.findall(r"'([a-z_0-9*]+)'", header.partition("options: ")[2]):
+        assert fnmatch.filter(options.OPTIONS, key), key
+
+
+@pytest.mark.parametrize("kernel", options.OPTIONS)
+def test_architectures_have_the_same_options(kernel, monkeypatch):
+    table = options.OPTIONS[kernel]
+    for architecture in (*table, *options.LIKE, "sm_75"):
+        monkeypatch.setattr(options, "architecture", lambda device, name=architecture: name)
+        given = options.launch_options(kernel, torch.device("cpu"))
+        like = options.LIKE.get(architecture, architecture)
+        assert given == {**table.get(like, table["default"]), "enable_fp_fusion": True}
+        assert set(given) == {*table["default"], "enable_fp_fusion"}
+        given["num_stages"] = 99
+    assert all(row["num_stages"] != 99 for row in table.values())
+
+
+def test_sizes_decide():
+    assert [options.block_tokens(m) for m in (1, 16_384, 16_385)] == [128, 128, 64]
+    assert [options.row_warps(k) for k in (16, 1024, 2048, 4096, 65_536)] == [1, 1, 2, 4, 16]
+    few = [options.decode_few_up(m, 2048) for m in (1, 2, 3, 4)]
+    assert [(o["BN"], o["BK"], o["num_warps"]) for o in few] == [(1, 2048, 1)] * 2 + [
+        (2, 2048, 2)
+    ] * 2
+    assert options.decode_few_up(1, 2064)["BK"] == 4096

@@ -1,0 +1,78 @@
+"""The paper's inference: TwELL words from the gate, and the row-wise kernel that reads them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests import fuzz
+from tests.kernel_cases import (  # noqa: F401
+    DEVICE,
+    SEED,
+    integer_case,
+    pytestmark,
+    unwritten_memory_is_nan,
+)
+from twell.kernels import common
+from twell.kernels.paper import rowwise
+from twell.kernels.paper.gate import COMPRESSIONS, gate_words
+from twell.kernels.paper.ops import ffn_twell
+from twell.sparse import formats, reference
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("pattern", ["full", "heavy", "tile", "edges"])
+def test_overflow_is_exact(pattern, compression, gated, dtype):
+    changes = dict(pattern=pattern, compression=compression, gated=gated, dtype=dtype)
+    case = integer_case("twell", num_tokens=2, biases=True, **changes)
+    assert fuzz.check(case, DEVICE) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 70, 130])
+@pytest.mark.parametrize("intermediate_size", [1, 257, 520])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("pattern", ["even", "heavy"])
+def test_gate_words_are_those_of_the_format(num_tokens, intermediate_size, compression, pattern):
+    case = integer_case(
+        num_tokens=130, intermediate_size=intermediate_size, pattern=pattern, biases=True
+    )
+    t = fuzz.layer(case, DEVICE)
+    t["x"] = t["x"][:num_tokens]
+    g = fuzz.exact(t)[0].to(case.dtype)
+    expected = formats.PackedTwELL.pack(g, compression=compression)
+    assert torch.equal(gate_words(t["x"], t["w_gate"], t["b_gate"], compression), expected.words)
+
+
+def test_gate_words_of_a_nan_row():
+    t = fuzz.layer(integer_case(nonfinite="nan"), DEVICE)
+    tiles = gate_words(t["x"], t["w_gate"])[35].view(2, 32)
+    # Neurons beyond the last are not active, not even here.
+    assert tiles[:, 0].tolist() == [256, 300 - 256]
+    neurons = torch.arange(31, device=DEVICE) + torch.tensor([[0], [256]], device=DEVICE)
+    assert torch.equal(tiles[:, 1:] & 0xFFFF, neurons)
+    assert (tiles[:, 1:] >> 16).to(torch.int16).view(torch.bfloat16).isnan().all()
+
+
+def test_rowwise_reads_what_the_reference_reads():
+    """From TwELL, in the format's own words."""
+    case = fuzz.Case("twell", 9, 300, 48, dtype=torch.float16, pattern="skewed", seed=SEED)
+    t = fuzz.layer(case, DEVICE)
+    g = reference.gate_pack(t["x"], t["w_gate"])
+    words = formats.PackedTwELL.pack(g.unpack()).words
+    weights = t["w_gate"], t["w_up"], t["w_down"].t()
+    y = rowwise.up_down(t["x"], words, *weights, None, None, None, 8)
+    expected = reference.up_down(t["x"], g, t["w_up"], t["w_down"])
+    torch.testing.assert_close(y, expected, rtol=2**-9, atol=1e-4)
+
+
+def test_compressions_are_checked():
+    tensors = fuzz.layer(integer_case(), DEVICE)
+    with pytest.raises(ValueError, match="compression=3"):
+        ffn_twell(**tensors, compression=3)
+    with pytest.raises(ValueError, match="compression=1"):
+        gate_words(tensors["x"], tensors["w_gate"], None, 1)
+    meta = {name: None if t is None else t.to("meta") for name, t in tensors.items()}
+    with pytest.raises(ValueError, match="compression=3"):
+        ffn_twell(**meta, compression=3)
