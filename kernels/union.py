@@ -22,8 +22,6 @@ need no masks. g and h are neuron-major: a block's part of a neuron is one conti
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
     without w_gate: h = g = relu(x w_up^T + b_up)
 
-An inf or NaN in w_down may reach the other tokens of a block, where h is 0: 0 * inf is NaN.
-
 Reference: twell.sparse.reference.union_up_down, union_down; test: tests/test_union.py;
 options: kernels/options.py 'union_lists', 'union_up_*', 'union_down_*'.
 """
@@ -358,8 +356,7 @@ def _over_unions(
     """Launches union_up_kernel or union_product_kernel; returns `out` or a new tensor."""
     options = launch_options(f"union_up_{block_m}", x.device)
     width, hidden_size = unions.lists.shape[1], x.shape[1]
-    num_programs = options.pop("PER_SM") * num_processors(x.device)
-    num_programs = min(num_programs, len(unions.queue) - 1)
+    num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(unions.queue) - 1)
     result = x.new_empty(unions.lists.numel(), block_m) if out is None else out
     kernel[(num_programs,)](
         TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
@@ -457,8 +454,7 @@ def chunk_tokens(intermediate_size: int) -> int:
     width = round_up(intermediate_size, 256)
     g_and_h = 256 * 2 * 2 * width
     bits = 256 // 32 * 4 * width
-    # A list, its count, and at most one tile of the queue for 64 neurons.
-    unions = 256 // 64 * 4 * (width + 1 + width // 64 + 1)
+    unions = 256 // 64 * 4 * (width + 1 + width // 64 + 1)  # list, count, queue
     return 256 * max(1, WORKSPACE_BYTES // (g_and_h + bits + unions))
 
 

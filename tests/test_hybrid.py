@@ -384,7 +384,7 @@ def test_up_weights_of_inactive_neurons_do_not_reach_backup_rows():
     assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
 
 
-# What is saved
+# The saved tensors
 
 
 @pytest.mark.parametrize("capacity", [0, 7, 300])

@@ -33,7 +33,8 @@ def layers(gated=True, bias=False, dtype=torch.float32, backend="triton", seed=S
         first = pair[0].gate_proj if gated else pair[0].up_proj
         first.weight[:, 0] = -1.5
     pair[1].load_state_dict(pair[0].state_dict())
-    pair[1].train_path, pair[1].capacity, pair[1].watched = "union", 100, True
+    pair[1].train_path, pair[1].capacity = "union", 100
+    pair[1].observer.watch_capacity = True
     x = torch.randn(2, 40, 48, device=DEVICE, dtype=dtype)
     x[..., 0] = 1
     return (*pair, x)
@@ -71,7 +72,7 @@ def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):
     sparse.train_path = path
     y, expected = step(dense, x, autocast)
     sparse_y, gradients = step(sparse, x, autocast)
-    assert sparse.needed is not None, "the layer was computed densely"
+    assert sparse.observer.needed is not None, "the layer was computed densely"
     assert_alike([sparse_y, *gradients], [y, *expected])
     assert all(gradient.dtype == dtype for gradient in gradients)
     assert (sparse.l1 - dense.l1).abs().max() <= 2e-2 * dense.l1.abs().max()
@@ -88,7 +89,7 @@ def test_statistics_are_exact_with_padding():
         assert torch.equal(a, b)
     # Near zero autocast may round otherwise.
     active = dense.activations(x.bfloat16().float())[0] != 0
-    assert abs(int(sparse.needed) - float(active.float().sum(-1).mean())) <= 1.1
+    assert abs(int(sparse.observer.needed) - float(active.float().sum(-1).mean())) <= 1.1
 
 
 @pytest.mark.parametrize("reason", ["not managed", "fp32", "too many entries"])

@@ -80,7 +80,8 @@ def test_compiled_by_inductor(gated, path):
     ffn = SparseFFN(512, 1408, gated=gated, bias=True, backend="triton", device="cuda")
     with torch.no_grad():
         (ffn.gate_proj if gated else ffn.up_proj).bias.fill_(-1.0)
-    ffn.train_path, ffn.capacity, ffn.watched, ffn.record = path, 1408, True, True
+    ffn.train_path, ffn.capacity, ffn.record = path, 1408, True
+    ffn.observer.watch_capacity = True
     x = torch.randn(4, 256, 512, device="cuda")
 
     def step(call):
@@ -95,7 +96,7 @@ def test_compiled_by_inductor(gated, path):
     expected, counted = step(ffn)
     torch.compiler.reset()
     results, recounted = step(torch.compile(ffn, fullgraph=True))
-    assert ffn.needed is not None and 0 < int(ffn.needed) < 700
+    assert ffn.observer.needed is not None and 0 < int(ffn.observer.needed) < 700
     for a, b in zip(results, expected, strict=True):
         assert (a - b).float().norm() <= 5e-3 * b.float().norm()
     for a, b in zip(recounted, counted, strict=True):
@@ -118,7 +119,7 @@ def test_a_step_that_overflows_equals_one_with_large_buffers():
         model = SparseLlamaForCausalLM(config).cuda().train()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         sparse = SparseTraining(model)
-        sparse.capacity = {"small": sparse.rooms[0], "large": sparse.rooms[-1]}[name]
+        sparse.capacity = {"small": sparse.capacities[0], "large": sparse.capacities[-1]}[name]
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             tokens = torch.randint(512, (8, 128), generator=generator).cuda()
