@@ -1,4 +1,4 @@
-"""Whole models on a GPU: every measurement of a small one, with real kernels, compiled layers and CUDA graphs."""
+"""Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
 import pytest
 import torch

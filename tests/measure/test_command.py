@@ -156,7 +156,8 @@ NO_GPU = "measuring needs a GPU, and torch sees none"
         ("train-step", NO_GPU),
         (
             "model --tokens 64",
-            "--tokens is '64'; write sequences x tokens with commas, such as 64x2048,16x2048,1x2048",
+            "--tokens is '64'; write sequences x tokens with commas, "
+            "such as 64x2048,16x2048,1x2048",
         ),
         (
             "model --decode 1,many",

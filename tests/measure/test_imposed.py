@@ -1,4 +1,4 @@
-"""Models of imposed activity: as active as wanted, uneven as recorded ones, and nothing but a model of random weights."""
+"""Models of imposed activity: the given means, uneven as recorded ones, and random weights."""
 
 import numpy as np
 import pytest
@@ -101,7 +101,7 @@ def test_what_layers_add_is_small_and_the_same_at_any_activity(seed):
 
 
 def test_unions_and_heavy_tokens_are_as_recorded():
-    """A layer with the mean activity of a recorded one: neurons of 64 tokens, and the busiest tokens."""
+    """At the mean activity of a recorded layer: unions of 64 tokens, and the busiest tokens."""
     mask = torch.from_numpy(recorded_masks()["sparser_8"])
     recorded = mask.view(-1, 64, 2816).any(1).sum(1).double().mean()
     model = factories.model(

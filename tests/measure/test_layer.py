@@ -1,4 +1,4 @@
-"""Inference of one layer: rows, checks and the choice of "auto", by real kernels without a clock."""
+"""Inference of one layer: rows, checks and the choice of "auto", by the real kernels."""
 
 import numpy as np
 import pandas as pd

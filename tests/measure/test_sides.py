@@ -44,7 +44,7 @@ def test_the_pass_is_the_models_own(seed):
 
 @pytest.fixture
 def sides(fake_kernels, monkeypatch):
-    """A model with 20 active neurons; `asked` logs paths, `compiled_with` torch.compile's options."""
+    """A model with 20 active neurons; `asked` logs paths, `compiled_with` compile options."""
     from twell.kernels import ops
 
     asked, compiled = [], []

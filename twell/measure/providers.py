@@ -5,7 +5,7 @@ A leaf: it imports nothing of ours and no torch, so tables and figures use it to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BACKENDS = "dense", "triton", "auto"
 SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
@@ -52,6 +52,11 @@ class Provider:
         return self.compilation != EAGER
 
     @property
+    def untuned(self) -> Provider:
+        """The same provider without tuning."""
+        return replace(self, compilation=COMPILED) if self.compilation == TUNED else self
+
+    @property
     def sparse_path(self) -> bool:
         """Whether the kernels are forced to take a sparse path."""
         return self.path in SPARSE_PATHS
@@ -67,17 +72,15 @@ UNION, ROWWISE, DECODE, HYBRID = (
 TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
-_ALL = [
-    DENSE_KERNELS,
-    *(
-        Provider(backend, path, compilation)
-        for compilation in (EAGER, COMPILED, TUNED)
-        for backend, path in [
-            *((backend, None) for backend in BACKENDS),
-            *(("triton", path) for path in SPARSE_PATHS),
-        ]
-    ),
+_FORMS = [(backend, None) for backend in BACKENDS] + [("triton", path) for path in SPARSE_PATHS]
+_ALL = [DENSE_KERNELS] + [
+    Provider(*form, kind) for kind in (EAGER, COMPILED, TUNED) for form in _FORMS
 ]
+
+
+def is_sparse(name: str) -> bool:
+    """Return whether a recorded provider is forced to take a sparse path."""
+    return Provider.parse(name).sparse_path
 
 
 def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:
