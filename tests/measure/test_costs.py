@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.measure.factories import K, case
-from twell.measure.costs import kernel_formulas, roofline, step_work, work
+from twell.measure.costs import kernel_formulas, roofline, work
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def test_operations_and_bytes_are_those_of_a_count(gated, seed):
         assert work(path, *shape) == (flops, num_bytes)
         gradients = (1 + len(others)) * n
         num_bytes += 2 * k * (len(backward) + gradients + 3 * m)
-        assert step_work(path, *shape) == (flops + backward_flops, num_bytes)
+        assert work(path, *shape, backward=True) == (flops + backward_flops, num_bytes)
 
 
 def test_every_kernel_has_a_formula_or_is_known_to_have_none():

@@ -23,7 +23,7 @@ _MODULES = {
     "calibration": "calibrate calibration_levels",
     "check": "Exact TOLERANCE",
     "clock": "kernel_name",
-    "costs": "ceilings kernel_formulas roofline step_work work",
+    "costs": "ceilings kernel_formulas roofline work",
     "layer": "ffn",
     "model": "language_model",
     "patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",

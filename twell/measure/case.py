@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
 from twell.measure.costs import work
-from twell.measure.patterns import Weights
+from twell.measure.patterns import Pattern, Weights
 from twell.sparse.layer import SparseFFN
 from twell.sparse.plan import Calibration
 
@@ -71,11 +71,11 @@ class Case:
         c = self.columns
         return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
 
-    def work(self, path: str, count: Callable[..., tuple[int, int]] = work) -> tuple[int, int]:
-        """Return the operations and bytes that a path needs: `work`, or `step_work`."""
+    def work(self, path: str, backward: bool = False) -> tuple[int, int]:
+        """Return the operations and bytes that a path needs, forward or also backward."""
         c = self.columns
         shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
-        return count(path, *shape, self.exact.entries, self.exact.touched)
+        return work(path, *shape, self.exact.entries, self.exact.touched, backward)
 
     def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
         """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
@@ -129,18 +129,30 @@ class Grid:
 
     def __post_init__(self):
         for name in self.patterns:
-            patterns.Pattern(name)
+            Pattern(name)
         hidden_size = 16 if self.hidden_size is None else self.hidden_size
         check_sizes(self.tokens, hidden_size, self.intermediate_size)
 
     def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
         """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
-        size = self.hidden_size, self.intermediate_size
         for name in self.patterns:
-            pattern = patterns.PATTERNS[name]
-            layers = patterns.layers(pattern, num_tokens, self.active, *size, self.masks, device)
-            for column, inputs in layers:
+            for column, inputs in self._inputs(patterns.PATTERNS[name], num_tokens, device):
                 yield Case.of(column, inputs, self.gated, weight_sets)
                 del inputs
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+
+    def _inputs(
+        self, pattern: Pattern, num_tokens: int, device: torch.device
+    ) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """The column `pattern` and a layer's inputs, for each level of activity or each mask."""
+        if pattern.kind == "recorded":
+            width = self.hidden_size or 1024
+            for name, mask in (self.masks or patterns.recorded_masks()).items():
+                inputs = patterns.imposed_layer(mask[:width], num_tokens, width, device=device)
+                yield f"recorded {name}", inputs
+            return
+        size = num_tokens, self.hidden_size or 2048, self.intermediate_size
+        for active in self.active:
+            options = {"active": active, "pattern": pattern, "device": device}
+            yield pattern.kind, patterns.synthetic_layer(*size, **options)

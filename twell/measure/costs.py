@@ -19,53 +19,30 @@ def work(
     gated: bool,
     entries: int,
     touched: int,
+    backward: bool = False,
 ) -> tuple[int, int]:
     """Return the operations and the bytes of device memory that a path needs, in a 2-byte type.
 
     `entries` are the active neurons summed over tokens, `touched` the neurons active for any token.
-    With P = 3 products (non-gated: 2)
+    With P = 3 products (non-gated: 2), and with E entries and T touched neurons (dense: M N and N)
 
-        dense    2 P M N K operations, 2 (P N K + 2 M K) bytes
-        sparse   2 M N K + 2 (P - 1) entries K operations,
-                 2 (N K + (P - 1) touched K + 2 M K) bytes
+        forward    2 M N K + 2 (P - 1) E K operations, 2 (N K + (P - 1) T K + 2 M K) bytes
+        backward   4 P E K operations more, 2 (P T K + P N K + 3 M K) bytes more
 
-    A sparse path computes the first product whole and the others at the active entries. Each weight
-    row in use and x are read once, and y is written once. Values between kernels count for nothing,
-    and neither do inactive entries that a path computes.
+    The first product is whole, the others are at the active entries. The backward pass has dh, P
+    gradients of weights and P - 1 products for dx. Each weight row in use, x and dy are read once
+    in a pass; y, dx and all gradients of weights are written once. Values between kernels count for
+    nothing, and neither do inactive entries that a path computes.
     """
     products = 3 if gated else 2
     if path == "dense":
         entries, touched = num_tokens * intermediate_size, intermediate_size
     flops = 2 * hidden_size * (num_tokens * intermediate_size + (products - 1) * entries)
-    return flops, 2 * hidden_size * (intermediate_size + (products - 1) * touched + 2 * num_tokens)
-
-
-def step_work(
-    path: str,
-    num_tokens: int,
-    hidden_size: int,
-    intermediate_size: int,
-    gated: bool,
-    entries: int,
-    touched: int,
-) -> tuple[int, int]:
-    """Return the operations and bytes of a step, forward and backward; arguments as in `work`.
-
-        dense    6 P M N K operations
-        sparse   2 M N K + 2 (3 P - 1) entries K operations
-
-    The backward pass has dh, P gradients of weights and P - 1 products for dx, all at the active
-    entries. Its bytes: x and dy are read, dx is written, each weight row in use is read (dense
-    P N K, sparse P touched K values), and P N K values of gradients are written.
-    """
-    products = 3 if gated else 2
-    size = num_tokens, hidden_size, intermediate_size, gated
-    flops, num_bytes = work(path, *size, entries, touched)
-    if path == "dense":
-        entries, touched = num_tokens * intermediate_size, intermediate_size
-    flops += 2 * 2 * products * entries * hidden_size
-    weights = products * (touched + intermediate_size)
-    return flops, num_bytes + 2 * hidden_size * (weights + 3 * num_tokens)
+    rows = intermediate_size + (products - 1) * touched + 2 * num_tokens
+    if backward:
+        flops += 4 * products * entries * hidden_size
+        rows += products * (touched + intermediate_size) + 3 * num_tokens
+    return flops, 2 * hidden_size * rows
 
 
 def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[int, int]]:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +14,7 @@ import torch
 from twell.measure import clock
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
 from twell.measure.costs import ceilings, kernel_formulas, roofline
-from twell.measure.providers import (
-    AUTO,
-    DENSE_COMPILED,
-    DENSE_EAGER,
-    DENSE_KERNELS,
-    Provider,
-)
+from twell.measure.providers import AUTO, DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
 from twell.measure.rows import Rows, significant
 from twell.sparse import reference
 from twell.sparse.plan import Calibration
@@ -91,8 +86,7 @@ def measured_ceilings(rows: Rows) -> list[dict]:
     return peaks
 
 
-@dataclass(frozen=True)
-class Contender:
+class Contender(NamedTuple):
     """A provider's calls, one for each set of weights, and what names the path they take."""
 
     calls: list[Call]
@@ -116,8 +110,7 @@ def contenders(
     return result
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A provider's relative RMS error, its timer (budget in ms), and the call that it repeats."""
 
     error: float
@@ -179,7 +172,7 @@ class Bench:
             row = case.columns | {"mode": mode, "weight_sets": len(contender.calls)}
             row |= {"provider": provider.name, "path": path}
             row |= {"relative_rms": significant(test.error, 3)} | times[provider]
-            row |= self._work(case.work(path), p50)
+            row |= work_columns(case.work(path), p50, self.peaks)
             row |= clock.energy(test.run, len(contender.calls), p50, self.meter)
             rows.append(row)
             energy = f"  {row['energy']} mJ" if self.meter else ""
@@ -191,17 +184,24 @@ class Bench:
 
     def _kernel_rows(self, case: Case, row: dict, calls: list[Call]) -> list[dict]:
         formulas = kernel_formulas(case.columns, case.exact)
-        rows = []
-        for name, (launches, milliseconds) in clock.kernel_times(calls).items():
-            part = {"kernel": name, "launches": round(launches, 2)}
-            part["ms"] = significant(milliseconds, 4)
-            cost = formulas.get((row["path"], name))
-            rows.append(row | part | self._work(cost, part["ms"]))
+        rows = kernel_rows(row, calls)
+        for part in rows:
+            part |= work_columns(
+                formulas.get((row["path"], part["kernel"])), part["ms"], self.peaks
+            )
         return rows
 
-    def _work(self, cost: tuple[int, int] | None, milliseconds: float) -> dict:
-        """Columns flops, bytes and roofline; None without a formula."""
-        if cost is None:
-            return {"flops": None, "bytes": None, "roofline": None}
-        share = roofline(*cost, milliseconds, self.peaks)
-        return {"flops": cost[0], "bytes": cost[1], "roofline": share}
+
+def kernel_rows(row: dict, calls: Sequence[Callable[[], object]]) -> list[dict]:
+    """Return a provider's row once for each of its kernels, with kernel, launches and ms."""
+    return [
+        row | {"kernel": name, "launches": round(launches, 2), "ms": significant(ms, 4)}
+        for name, (launches, ms) in clock.kernel_times(calls).items()
+    ]
+
+
+def work_columns(cost: tuple[int, int] | None, ms: float, peaks: Sequence[dict]) -> dict:
+    """Return the columns flops, bytes and roofline; None without a formula."""
+    flops, num_bytes = cost or (None, None)
+    share = roofline(*cost, ms, peaks) if cost else None
+    return {"flops": flops, "bytes": num_bytes, "roofline": share}

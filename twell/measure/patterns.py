@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -205,27 +204,3 @@ def permuted(weights: Weights, seed: int) -> Weights:
     g = torch.Generator(w_up.device).manual_seed(seed)
     order = torch.randperm(len(w_up), generator=g, device=w_up.device)
     return None if w_gate is None else w_gate[order], w_up[order], w_down.t()[order].t()
-
-
-def layers(
-    pattern: Pattern,
-    num_tokens: int,
-    active: Sequence[float],
-    hidden_size: int | None,
-    intermediate_size: int,
-    masks: Mapping[str, np.ndarray] | None,
-    device: torch.device,
-) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield the column `pattern` and a layer's inputs for each level of activity, or each mask.
-
-    hidden_size: None is 2048, of recorded patterns 1024; as many tokens of a mask are used.
-    """
-    if pattern.kind == "recorded":
-        width = hidden_size or 1024
-        for name, mask in (masks or recorded_masks()).items():
-            inputs = imposed_layer(mask[:width], num_tokens, width, device=device)
-            yield f"recorded {name}", inputs
-        return
-    size = num_tokens, hidden_size or 2048, intermediate_size
-    for mean in active:
-        yield pattern.kind, synthetic_layer(*size, active=mean, pattern=pattern, device=device)

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from twell.measure import clock
 from twell.measure.case import Case, Grid, check_sizes
 from twell.measure.check import Exact
-from twell.measure.costs import roofline, step_work
-from twell.measure.layer import layer_rows, measured_ceilings
+from twell.measure.layer import kernel_rows, layer_rows, measured_ceilings, work_columns
 from twell.measure.patterns import Weights, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, Provider
 from twell.measure.rows import Rows, significant
@@ -240,10 +239,7 @@ class _Bench:
         ]
         rows.add("training", results)
         for row, step in zip(results, steps.values(), strict=True) if self.kernels else ():
-            for kernel, (launches, milliseconds) in clock.kernel_times([step]).items():
-                part = {"kernel": kernel, "launches": round(launches, 2)}
-                part["ms"] = significant(milliseconds, 4)
-                rows.add("training_kernels", [row | part])
+            rows.add("training_kernels", kernel_rows(row, [step]))
             step.clear()
 
     def _row(
@@ -251,12 +247,10 @@ class _Bench:
     ) -> dict:
         worst, relative_rms = error
         both, forward = times[provider, "both"], times[provider, "forward"]
-        flops, num_bytes = case.work(step.path, step_work)
         row = case.columns | {"provider": provider.name, "path": step.path}
         row |= {"capacity": step.capacity, "relative_rms": significant(relative_rms, 3)}
         row |= {"worst": worst, **both, "forward": forward["p50"], **step.memory()}
-        share = roofline(flops, num_bytes, both["p50"], self.peaks)
-        row |= {"flops": flops, "bytes": num_bytes, "roofline": share}
+        row |= work_columns(case.work(step.path, backward=True), both["p50"], self.peaks)
         row |= clock.energy(step, 1, both["p50"], self.meter)
         step.clear()
         speed = f"{both['p50']:.4f} ms ({forward['p50']:.4f} forward)"
