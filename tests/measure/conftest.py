@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.measure import factories
-from twell.measure import check, clock, decode, step
+from twell.measure import check, clock, decode, model, step
 from twell.measure import layer as layers
 
 
@@ -62,6 +62,5 @@ def fake_kernels(fake_clock, monkeypatch):
     monkeypatch.setattr(ops, "takes", lambda x, _: x.dtype in common.DTYPES)
     monkeypatch.setattr(step.training_ops(), "train", factories.train)
     monkeypatch.setattr(check, "SAMPLE", 128)
-    monkeypatch.setattr(decode, "GENERATION", 3)
-    for module in (decode, __import__("twell.measure.model", fromlist=["model"])):
+    for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 3)

@@ -354,7 +354,8 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     cases = table[["model", "tokens"]].drop_duplicates()
     if len(cases) > 1:
         raise ValueError(f"levels are compared of one model and batch; this table has {len(cases)}")
-    compiled = table["provider"].map(lambda name: providers.Provider.parse(name).compiled)
+    parsed = table["provider"].map(providers.Provider.parse)
+    compiled = parsed.map(lambda provider: provider.compilation == providers.COMPILED).astype(bool)
     found = table[compiled & (table["provider"] != BASELINE)]
     found = found.assign(faster=100 * (found["speedup"] - 1), saved=-found[by])
     found = found.sort_values(["active", "provider"], ascending=[False, True], ignore_index=True)
