@@ -235,12 +235,3 @@ def choose(num_tokens: int) -> str:
     "rowwise" has to be named: one heavy token holds up its launch.
     """
     return "decode" if num_tokens <= decode.MAX_TOKENS else "union"
-
-
-def __getattr__(name: str):
-    # training_ops imports this module, so its names follow at their first use.
-    if name in ("MAX_ENTRIES", "TRAIN_PATHS", "Trained", "train"):
-        from twell.kernels import training_ops
-
-        return getattr(training_ops, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,18 +23,26 @@ from pathlib import Path
 
 import torch
 
-from twell import SparseFFN, SparseTraining, measure, results
-from twell.measure_model import TOLERANCE, Sides, forward, random_model, relative
+from twell import SparseFFN, SparseTraining, results
+from twell.measure import imposed
+from twell.measure.check import TOLERANCE, Exact, relative
+from twell.measure.patterns import synthetic_layer
+from twell.measure.providers import (
+    DENSE_COMPILED,
+    DENSE_EAGER,
+    TRITON,
+    TRITON_COMPILED,
+    Provider,
+)
+from twell.measure.sides import Sides, forward, random_model
 
 LAYER = {"hidden_size": 2048, "intermediate_size": 5632, "active": 29.0}
+BOTH = DENSE_COMPILED, TRITON
 CASES = [
-    *(("layer forward", provider, 131072) for provider in ("dense torch.compile", "triton")),
-    *(("layer forward", provider, 1) for provider in ("dense torch.compile", "triton")),
-    *(("layer step", provider, 16384) for provider in ("dense torch.compile", "triton")),
-    *(
-        ("0.5b forward", provider, 4096)
-        for provider in ("dense torch.compile", "triton", "triton torch.compile")
-    ),
+    *(("layer forward", provider, 131072) for provider in BOTH),
+    *(("layer forward", provider, 1) for provider in BOTH),
+    *(("layer step", provider, 16384) for provider in BOTH),
+    *(("0.5b forward", provider, 4096) for provider in (*BOTH, TRITON_COMPILED)),
 ]
 
 
@@ -58,18 +66,18 @@ def workspace(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def layer(what: str, provider: str, tokens: int) -> dict:
+def layer(what: str, provider: Provider, tokens: int) -> dict:
     """Measure one SparseFFN of LAYER: its forward pass, or forward and backward."""
-    x, *weights = measure.synthetic_layer(tokens, **LAYER)
+    x, *weights = synthetic_layer(tokens, **LAYER)
     sizes = LAYER["hidden_size"], LAYER["intermediate_size"]
-    ffn = SparseFFN(*sizes, backend=provider.split()[0], dtype=x.dtype, device=x.device)
+    ffn = SparseFFN(*sizes, backend=provider.backend, dtype=x.dtype, device=x.device)
     parts = ffn.gate_proj, ffn.up_proj, ffn.down_proj
     with torch.no_grad():
         for part, weight in zip(parts, weights, strict=True):
             part.weight.copy_(weight)
-    if provider.endswith("torch.compile"):
+    if provider.compiled:
         ffn.compile(fullgraph=True, dynamic=False)
-    exact = measure.Exact.of(x, tuple(weights))
+    exact = Exact.of(x, tuple(weights))
 
     sparse = SparseTraining(ffn)
 
@@ -86,33 +94,30 @@ def layer(what: str, provider: str, tokens: int) -> dict:
 
     call = step if what == "layer step" else run
     seconds = timed(call)
-    exact.check(call(), provider)
+    exact.check(call(), provider.name)
     return {"seconds": seconds, "workspace": workspace(call)}
 
 
 @torch.no_grad()
-def model(what: str, provider: str, tokens: int) -> dict:
+def model(what: str, provider: Provider, tokens: int) -> dict:
     """Measure the forward pass of a model with random weights and imposed activity."""
-    from twell import imposed
-
     device = torch.device("cuda")
     subject, config = random_model(what.split()[0], [], tokens, device)
     ids = imposed.draw_tokens(config.vocab_size, 1, tokens, seed=1, device=device)
-    heights = imposed.profile("flat", config.num_layers, LAYER["active"])
-    imposed.impose(subject, heights, ids)
+    imposed.impose(subject, [LAYER["active"]] * config.num_layers, ids)
     sides = Sides(subject)
-    sides.become("dense eager")
+    sides.become(DENSE_EAGER)
     dense = forward(subject, ids)[0]
     sides.become(provider)
     call = functools.partial(forward, subject, ids)
     seconds = timed(call)
     error = relative(call()[0], dense)
-    if not error <= TOLERANCE:
+    if not error <= TOLERANCE["hidden states"]:
         raise ArithmeticError(f"{what}, {provider}: {error:.2e} from the dense hidden states")
     return {"seconds": seconds, "workspace": workspace(call)}
 
 
-def child(what: str, provider: str, tokens: int) -> None:
+def child(what: str, provider: Provider, tokens: int) -> None:
     """Measure one case in this process and print it as JSON."""
     warm = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
     (warm @ warm).relu().sum().item()
@@ -127,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.case:
         what, provider, tokens = options.case
-        child(what, provider, int(tokens))
+        child(what, Provider.parse(provider), int(tokens))
         return
     origin = results.provenance(f"python scripts/first_call.py --out {options.out}")
     for what, provider, tokens in CASES:
@@ -136,14 +141,14 @@ def main() -> None:
             names = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
             caches = {name: f"{folder}/{name}" for name in names}
             for state in ("empty", "filled"):
-                command = [sys.executable, __file__, "--case", what, provider, str(tokens)]
+                command = [sys.executable, __file__, "--case", what, provider.name, str(tokens)]
                 done = subprocess.run(
                     command, env=os.environ | caches, capture_output=True, text=True
                 )
                 if done.returncode:
                     raise RuntimeError(f"{what}, {provider}: {done.stderr}")
                 measured = json.loads(done.stdout.splitlines()[-1])
-                row = {"what": what, "tokens": tokens, "provider": provider, "caches": state}
+                row = {"what": what, "tokens": tokens, "provider": provider.name, "caches": state}
                 row |= {
                     "seconds": round(measured["seconds"], 2),
                     "workspace": measured["workspace"],

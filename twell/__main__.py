@@ -582,16 +582,14 @@ def _measure_ffn(options: argparse.Namespace) -> None:
         "out": options.out,
     }
     if options.backward:
-        from twell import measure_training
-
-        measure_training.ffn(*arguments, **common)
+        measure.ffn_steps(*arguments, **common)
         return
     calibration = Calibration.load(options.calibration) if options.calibration else None
     measure.ffn(*arguments, **common, mode=options.mode, calibration=calibration)
 
 
 def _measure_train_step(options: argparse.Namespace) -> None:
-    from twell import measure_training
+    from twell import measure
 
     given = {
         field: getattr(options, option.replace("-", "_"))
@@ -600,7 +598,7 @@ def _measure_train_step(options: argparse.Namespace) -> None:
     overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
     overrides += ["gated=false"] if options.non_gated else []
     overrides += ["checkpoint_activations=true"] if options.checkpoint_activations else []
-    measure_training.train_step(
+    measure.train_step(
         options.model,
         overrides,
         active=options.active,
@@ -613,7 +611,8 @@ def _measure_train_step(options: argparse.Namespace) -> None:
 
 
 def _measure_model(options: argparse.Namespace) -> None:
-    from twell import measure, measure_model
+    from twell import measure
+    from twell.measure import clock
     from twell.sparse.calibration import Calibration
 
     if (options.model is None) != (options.text is None):
@@ -627,8 +626,8 @@ def _measure_model(options: argparse.Namespace) -> None:
     shapes = _shapes(options.tokens)
     active = _numbers("--active", options.active, float) if options.active else None
     decode = _numbers("--decode", options.decode, int) if options.decode else ()
-    measure._gpu()  # before anything is loaded
-    measure_model.model(
+    clock.gpu()  # before anything is loaded
+    measure.language_model(
         options.size or SIZE,
         checkpoint=_checkpoint(options.model, options.text) if options.model else None,
         shapes=shapes,
@@ -691,7 +690,7 @@ def _mask_of_trace(path: Path, layer: int) -> dict:
 
 
 def _measure_calibrate(options: argparse.Namespace) -> None:
-    from twell import measure, measure_training, results
+    from twell import measure, results
     from twell.model import CALIBRATION, load_config
 
     hidden_size = 2048 if options.hidden is None else options.hidden
@@ -721,7 +720,7 @@ def _measure_calibrate(options: argparse.Namespace) -> None:
     calibration = measure.calibrate(
         hidden_size, intermediate_size, gated=gated, out=out
     )  # saved, should training fail
-    training = measure_training.crossover(hidden_size, intermediate_size, gated=gated)
+    training = measure.crossover(hidden_size, intermediate_size, gated=gated)
     dataclasses.replace(calibration, training=training).save(out)
 
 

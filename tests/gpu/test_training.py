@@ -13,6 +13,7 @@ from tests import fuzz
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import results
 from twell.kernels import training_ops
+from twell.measure.patterns import EVEN, SKEWED
 from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
@@ -44,7 +45,7 @@ def test_random_case(path, seed):
 @pytest.mark.parametrize("active", [1, 29, 300, 5632])
 def test_gradients_at_full_width(active, skew, path):
     num_tokens = 4096 - 3
-    tensors = skewed(num_tokens, active=active, skewed=skew)
+    tensors = skewed(num_tokens, active=active, pattern=SKEWED if skew else EVEN)
     dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
     dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
     exact = fuzz.exact_training(tensors, dy, dl1)

@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.speed import BASELINE, at_level, correlation, crossovers
+from twell.measure import providers
 
 Quantities = dict[str, Any]
-SPARSE = ["triton union", "triton rowwise", "triton decode"]
-COMPILED = "triton torch.compile", "auto torch.compile"
-STEP = "triton union torch.compile"
+SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
+FORCED_AND_AUTO = providers.TRITON_COMPILED.name, providers.AUTO_COMPILED.name
+STEP = providers.UNION_COMPILED.name
 # A case of the layer alone: tokens, pattern, mode, active neurons, gated.
 CASES = {
     "large": (131_072, "skewed", "stream", 29, True),
@@ -81,16 +82,20 @@ def layer_speed(
     at_29 = at_level(table[table["pattern"] == "skewed"], 29)
     near = at_29[at_29["provider"].isin(SPARSE) & (at_29["tokens"] >= 16_384)]
     result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
-    chosen = at_29[(at_29["provider"] == "auto") & (at_29["mode"] == "graph")].sort_values("tokens")
+    chosen = at_29[
+        (at_29["provider"] == providers.AUTO.name) & (at_29["mode"] == "graph")
+    ].sort_values("tokens")
     dense = [str(row.tokens) for row in chosen.itertuples() if row.path == "dense"]
     result["auto_dense"] = ", ".join(dense) or None
     of_auto = table if auto is None or auto.empty else auto
-    worst = of_auto.loc[of_auto["provider"] == "auto", "speedup"]
+    worst = of_auto.loc[of_auto["provider"] == providers.AUTO.name, "speedup"]
     result["auto_times"] = worst.min() if len(worst) else np.nan
-    result["auto_shipped_times"] = table.loc[table["provider"] == "auto", "speedup"].min()
+    result["auto_shipped_times"] = table.loc[
+        table["provider"] == providers.AUTO.name, "speedup"
+    ].min()
 
     stream = crossovers(table[table["mode"] == "stream"])
-    union = stream[(stream["provider"] == "triton union") & (stream["pattern"] == "skewed")]
+    union = stream[(stream["provider"] == providers.UNION.name) & (stream["pattern"] == "skewed")]
     for name, tokens in (("large", 131_072), ("middle", 16_384)):
         result[f"{name}_crossing"] = union.loc[union["tokens"] == tokens, "crossover"].max()
     even = stream.loc[stream["pattern"] == "even", "crossover"]
@@ -105,7 +110,7 @@ def _calls(rows: pd.DataFrame) -> Quantities:
     tokens, pattern, mode, active, gated = CASES["large"]
     case = _case(rows, active, gated, tokens=tokens, pattern=pattern, mode=mode)
     times = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
-    result, (first, second) = {}, (BASELINE, "triton union")
+    result, (first, second) = {}, (BASELINE, providers.UNION.name)
     if {("p50", first), ("p50", second)} <= set(times):
         ratios = (times["p50"][first] / times["p50"][second]).dropna().sort_values()
         result["calls"] = ", ".join(f"{ratio:.2f}" for ratio in ratios) or None
@@ -129,14 +134,15 @@ def layer_training(table: pd.DataFrame) -> Quantities:
         case = _case(table, active, gated, tokens=tokens, pattern=pattern)
         rows = case.drop_duplicates("provider", keep="last").set_index("provider")
         for path in ("union", "hybrid"):
-            if f"triton {path}" in rows.index:
-                result[f"{name}_{path}"] = rows.loc[f"triton {path}", "speedup"]
-                result[f"{name}_{path}_kept"] = rows.loc[f"triton {path}", "held_share"] / 100
+            provider = providers.Provider("triton", path).name
+            if provider in rows.index:
+                result[f"{name}_{path}"] = rows.loc[provider, "speedup"]
+                result[f"{name}_{path}_kept"] = rows.loc[provider, "held_share"] / 100
     near = at_level(table, 29)
-    near = near[near["provider"].str.startswith("triton ")]
+    near = near[near["provider"].map(providers.is_sparse).astype(bool)]
     result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
     result["held"] = near["held_share"].min() - 100 if len(near) else np.nan
-    crossings = crossovers(table[(table["provider"] == "triton union") & table["gated"]])
+    crossings = crossovers(table[(table["provider"] == providers.UNION.name) & table["gated"]])
     for pattern in ("skewed", "even"):
         alike = crossings[crossings["pattern"] == pattern]
         result[f"{pattern}_crossing"] = alike["crossover"].min()
@@ -187,14 +193,16 @@ def models(
     result["correlation"] = correlation(layers) if len(layers) else np.nan
     if len(rows):
         dense = rows[rows["active"] > 800].drop_duplicates("provider").set_index("provider")
-        for name, provider in zip(("forced", "auto"), COMPILED, strict=True):
+        for name, provider in zip(("forced", "auto"), FORCED_AND_AUTO, strict=True):
             if provider in dense.index:
                 result[name] = 100 * (dense.loc[provider, "speedup"] - 1)
                 result["dense_active"] = dense.loc[provider, "active"]
         eager = rows[(rows["model"] == "2b") & (rows["active"] < 800)]
         eager = eager.drop_duplicates("provider").set_index("provider")["p50"]
-        if {"dense eager", "auto"} <= set(eager.index):
-            result["eager_2b"] = 100 * (eager["dense eager"] / eager["auto"] - 1)
+        if {providers.DENSE_EAGER.name, providers.AUTO.name} <= set(eager.index):
+            result["eager_2b"] = 100 * (
+                eager[providers.DENSE_EAGER.name] / eager[providers.AUTO.name] - 1
+            )
     return result | _decoding(decode)
 
 
@@ -206,12 +214,12 @@ def _decoding(table: pd.DataFrame) -> Quantities:
         return {}
     result = {}
     for name, some in (("decode", table[~table["tuned"]]), ("decode_tuned", table[table["tuned"]])):
-        sparse = some[some["provider"] == COMPILED[0]]
+        sparse = some[some["provider"] == FORCED_AND_AUTO[0]]
         result[f"{name}_most"] = 100 * (sparse["speedup"].max() - 1) if len(sparse) else np.nan
         for row in sparse.itertuples():
             result[f"{name}_{row.batch}"] = 100 * (row.speedup - 1)
             result[f"{name}_{row.batch}_active"] = row.active
-        auto = some[some["provider"] == COMPILED[1]]
+        auto = some[some["provider"] == FORCED_AND_AUTO[1]]
         for row in auto.itertuples():
             result[f"{name}_{row.batch}_path"] = row.path
     return result
@@ -227,12 +235,12 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     if rows.empty:
         return {}
     result = {"layer_error": rows.get("layer_rms", pd.Series(dtype=float)).max()}
-    half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == COMPILED[1])]
+    half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == FORCED_AND_AUTO[1])]
     if len(half):
         first = half.iloc[0]
         result |= {"half": 100 * (first["speedup"] - 1), "half_active": first["active"]}
     small = rows[rows["model"] == "twell-6m"].set_index("provider")["speedup"]
-    for name, provider in zip(("small_sparse", "small_auto"), COMPILED, strict=True):
+    for name, provider in zip(("small_sparse", "small_auto"), FORCED_AND_AUTO, strict=True):
         result[name] = 1 / small[provider] if provider in small.index else np.nan
     trained = layers[layers["model"] == "flagship-half"] if len(layers) else layers
     if len(trained):
@@ -263,7 +271,8 @@ def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     again = largest[largest["checkpoint_activations"].astype(bool) & (largest["provider"] == STEP)]
     result["again"] = 100 * (again["speedup"].max() - 1) if len(again) else np.nan
     small = table[table["model"] == "171m"].set_index("provider")["speedup"]
-    if {STEP, "triton union", "dense eager"} <= set(small.index):
+    eager = providers.DENSE_EAGER.name, providers.UNION.name
+    if {STEP, *eager} <= set(small.index):
         result["small"] = 100 * (small[STEP] - 1)
-        result["small_eager"] = 100 * (small["triton union"] / small["dense eager"] - 1)
+        result["small_eager"] = 100 * (small[eager[1]] / small[eager[0]] - 1)
     return result

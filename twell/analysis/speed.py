@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.runs import MIN_LAYER_ACTIVE
+from twell.measure import providers
 
-BASELINE = "dense torch.compile"  # what every speed-up is over
+BASELINE = providers.DENSE_COMPILED.name  # speed-ups are over it
 # What makes two measured rows the same case, together with `active`; rows of kernels have no mode and weight_sets.
 CASE = [
     "tokens",
@@ -142,7 +143,7 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
     both (NaN when it does not fall from above), and verdict, the same in words. Levels with 0 active neurons, which
     have no logarithm, are left out. Ours.
     """
-    paths = table[table["provider"].str.startswith("triton ") & (table["active"] > 0)]
+    paths = table[table["provider"].map(providers.is_sparse).astype(bool) & (table["active"] > 0)]
     case = _case_of(table)
     found = []
     for keys, line in paths.groupby([*case, "provider"]):
@@ -167,7 +168,7 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def training_crossover(table: pd.DataFrame, provider: str = "triton union") -> float:
+def training_crossover(table: pd.DataFrame, provider: str = providers.UNION.name) -> float:
     """Return up to how many active neurons a sparse training step is faster than dense, whatever the case.
 
     table: `training_speedups`. The least over the cases of where the speed-up falls below 1 (`crossovers`); a case that is
@@ -318,10 +319,9 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """
     case = [*MODEL_CASE, "steps", "tuned"]
     _check_rows(rows, "decode.csv", [*case[:-1], *CALL, "active", "provider", "p50"])
-    names = rows["provider"]
-    rows = rows.assign(
-        provider=names.str.removesuffix(" tuned"), tuned=names.str.endswith(" tuned")
-    )
+    parsed = rows["provider"].map(providers.Provider.parse)
+    tuned = parsed.map(lambda provider: provider.compilation == providers.TUNED)
+    rows = rows.assign(provider=[provider.untuned.name for provider in parsed], tuned=tuned)
     fastest = rows[rows["tuned"]].sort_values("p50").drop_duplicates([*case, "active", "provider"])
     # Ratios are taken within a call, so that these are given one.
     fastest = fastest.assign(**fastest.groupby([*case, "active"])[CALL].transform("first"))
@@ -354,7 +354,9 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     cases = table[["model", "tokens"]].drop_duplicates()
     if len(cases) > 1:
         raise ValueError(f"levels are compared of one model and batch; this table has {len(cases)}")
-    found = table[table["provider"].str.endswith("torch.compile") & (table["provider"] != BASELINE)]
+    parsed = table["provider"].map(providers.Provider.parse)
+    compiled = parsed.map(lambda provider: provider.compilation == providers.COMPILED).astype(bool)
+    found = table[compiled & (table["provider"] != BASELINE)]
     found = found.assign(faster=100 * (found["speedup"] - 1), saved=-found[by])
     found = found.sort_values(["active", "provider"], ascending=[False, True], ignore_index=True)
     return found[["active", "provider", "faster", "saved", "device"]]
@@ -471,7 +473,9 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     distance = np.log(rows["active"] / active).abs().fillna(0)
     rows = rows[distance <= distance.min() + SAME_ACTIVE]
     dense = rows.loc[rows["provider"] == BASELINE]
-    sparse = rows[rows["provider"].isin(["auto torch.compile", "triton union torch.compile"])]
+    sparse = rows[
+        rows["provider"].isin([providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name])
+    ]
     if dense.empty or sparse.empty:
         return nothing
     first, second = dense.iloc[-1], sparse.iloc[-1]

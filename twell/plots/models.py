@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from twell import analysis
+from twell.measure import providers
 from twell.plots.base import (
     ACTIVE_FLOOR,
     BLUE,
@@ -143,10 +144,10 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 # Colour and name of each side of a model; all with compiled layers.
 SIDES = {
-    "dense torch.compile": ("0.45", "dense"),
-    "triton torch.compile": (BLUE, "sparse"),
-    "triton union torch.compile": (BLUE, "sparse"),
-    "auto torch.compile": (ORANGE, "auto"),
+    providers.DENSE_COMPILED.name: ("0.45", "dense"),
+    providers.TRITON_COMPILED.name: (BLUE, "sparse"),
+    providers.UNION_COMPILED.name: (BLUE, "sparse"),
+    providers.AUTO_COMPILED.name: (ORANGE, "auto"),
 }
 ACTIVITY = {
     "paper": "random weights, imposed activity",
@@ -382,8 +383,8 @@ def model_decode(table: pd.DataFrame) -> Figure:
     table = table.assign(x=table["batch"].map(batches.index), gain=100 * (table["speedup"] - 1))
     tuned, table = table[table["tuned"]], table[~table["tuned"]]
     looks = {
-        "triton torch.compile": {"marker": "o", "markersize": 5},
-        "auto torch.compile": {
+        providers.TRITON_COMPILED.name: {"marker": "o", "markersize": 5},
+        providers.AUTO_COMPILED.name: {
             "marker": "o",
             "markersize": 10,
             "markerfacecolor": "none",
@@ -395,7 +396,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
         if len(rows):
             ax.plot(rows["x"], rows["gain"], color=SIDES[name][0], label=SIDES[name][1], **look)
         for row in rows.itertuples():
-            if name.startswith("triton"):
+            if name == providers.TRITON_COMPILED.name:
                 ax.annotate(
                     f"{row.gain:+.0f}%",
                     (row.x, row.gain),
@@ -412,7 +413,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
                     ha="center",
                     fontsize=7,
                 )
-    tuned = tuned[tuned["provider"] == "triton torch.compile"].sort_values("x")
+    tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name].sort_values("x")
     if len(tuned):
         look = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": "--"}
         ax.plot(tuned["x"], tuned["gain"], color=BLUE, label="sparse, both sides tuned", **look)

@@ -7,9 +7,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from twell.measure import providers
 from twell.plots.base import BLUE, ORANGE, PAGE, _figure
 
-# Kernels of the union path -> label and colour. Their lists of active neurons take 0.1 ms: part of "up".
+# Kernels of the union path, without "union_", -> label and colour. The lists of active neurons take
+# 0.1 ms: part of "up".
 _KERNELS = {
     ("gate_bits_kernel",): ("every neuron", "0.55"),
     ("lists_kernel", "up_kernel"): ("up, active neurons", BLUE),
@@ -48,8 +50,9 @@ def _tokens(ax, activity: pd.DataFrame, neurons: int) -> None:
 
 
 def _layer(ax, kernels: pd.DataFrame) -> None:
-    dense = kernels.loc[kernels["provider"] == "dense", "ms"].sum()
-    sparse = kernels[kernels["provider"] == "triton union"].set_index("kernel")["ms"]
+    dense = kernels.loc[kernels["provider"] == providers.DENSE_KERNELS.name, "ms"].sum()
+    sparse = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
+    sparse.index = sparse.index.str.removeprefix("union_")  # older rows have none
     ax.bar(0, dense, 0.6, color="0.55")
     ax.annotate(f"{dense:.1f} ms", (0, dense), ha="center", va="bottom", fontsize=7)
     bottom = 0.0

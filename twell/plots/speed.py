@@ -14,17 +14,18 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullLocator
 
 from twell import analysis
+from twell.measure import providers
 from twell.plots.base import BLUE, GREEN, ORANGE, PAGE, PURPLE, RED, _figure, _plain
 
 # Colour and marker of each provider; auto, which takes one of the others, lies broad beneath them.
 PROVIDERS = {
-    "auto": ("0.8", ""),
-    "triton union": (BLUE, "o"),
-    "triton rowwise": (ORANGE, "s"),
-    "triton decode": (GREEN, "^"),
-    "triton hybrid": (RED, "X"),
-    "dense": (PURPLE, "D"),
-    "dense eager": ("0.45", "v"),
+    providers.AUTO.name: ("0.8", ""),
+    providers.UNION.name: (BLUE, "o"),
+    providers.ROWWISE.name: (ORANGE, "s"),
+    providers.DECODE.name: (GREEN, "^"),
+    providers.HYBRID.name: (RED, "X"),
+    providers.DENSE_KERNELS.name: (PURPLE, "D"),
+    providers.DENSE_EAGER.name: ("0.45", "v"),
     analysis.BASELINE: ("black", ""),
 }
 STYLES = [
@@ -53,7 +54,7 @@ def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dic
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
         (colour, marker), (dashes, filled) = PROVIDERS[name], styles[value]
         look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
-        look = {"linewidth": 5, "solid_capstyle": "round"} if name == "auto" else look
+        look = {"linewidth": 5, "solid_capstyle": "round"} if name == providers.AUTO.name else look
         face = colour if filled else "white"
         ax.plot(line[x], line[y], color=colour, markerfacecolor=face, label=name, **look)
 
@@ -71,7 +72,7 @@ def _speed_legend(figure: Figure, names: Iterable[str], styles: dict) -> None:
     entries = {}
     for name in (*names, analysis.BASELINE):
         colour, marker = PROVIDERS[name]
-        width = {"auto": 5, analysis.BASELINE: 0.8}.get(name)
+        width = {providers.AUTO.name: 5, analysis.BASELINE: 0.8}.get(name)
         entries[name] = Line2D([], [], color=colour, marker=marker, markersize=4, linewidth=width)
     for text, (dashes, filled) in styles.items():
         face = "0.6" if filled else "white"
@@ -125,7 +126,12 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     title = _layer(table)
     names = [
         name
-        for name in ("auto", "triton union", "triton rowwise", "dense eager")
+        for name in (
+            providers.AUTO.name,
+            providers.UNION.name,
+            providers.ROWWISE.name,
+            providers.DENSE_EAGER.name,
+        )
         if name in set(table["provider"])
     ]
     table = table[table["provider"].isin(names)]
@@ -157,7 +163,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     title = _layer(table)
     names = [
         name
-        for name in ("triton union", "triton hybrid", "dense eager")
+        for name in (providers.UNION.name, providers.HYBRID.name, providers.DENSE_EAGER.name)
         if name in set(table["provider"])
     ]
     table = table[table["provider"].isin(names)]
@@ -186,7 +192,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     return figure
 
 
-def training_devices(table: pd.DataFrame, provider: str = "triton union") -> Figure:
+def training_devices(table: pd.DataFrame, provider: str = providers.UNION.name) -> Figure:
     """Draw a training step's change of speed and of held memory by activity, a bar a device (Fig. 12, one layer).
 
     table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any devices. Levels of activity are

@@ -1,61 +1,14 @@
-"""Models of imposed activity: as active as wanted, uneven as recorded ones, and nothing but a model of random weights."""
-
-import random
+"""Models of imposed activity: the given means, uneven as recorded ones, and random weights."""
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from twell import imposed, measure
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
-
-
-@pytest.fixture
-def seed():
-    """Another one in each run; pytest shows it when a test fails."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    return seed
-
-
-def build(dtype=torch.bfloat16, seed=0, **changes):
-    sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
-    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 256}
-    model = AutoModelForCausalLM.from_config(SparseLlamaConfig(**(sizes | changes)), dtype=dtype)
-    imposed.draw_weights(model, seed)
-    return model.eval()
-
-
-def active_rows(model, tokens):
-    """[T, N] bool of each layer."""
-    found = []
-    with imposed.before_ffn(
-        model, lambda _, ffn, x: found.append(ffn.activations(x.flatten(0, 1))[0] != 0)
-    ):
-        model.model(input_ids=tokens, use_cache=False)
-    return found
-
-
-# --- profiles and tokens --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_layers", [8, 18, 28, 38])
-@pytest.mark.parametrize("active", [0.5, 29, 911])
-def test_the_papers_profile_has_its_hump_and_its_mean(num_layers, active):
-    found = imposed.profile("paper", num_layers, active)
-    assert len(found) == num_layers and np.mean(found) == pytest.approx(active)
-    assert sorted(found)[:2] == found[:2]  # the first two are least active, the first one least
-    peak = int(np.argmax(found))
-    assert abs(peak - max(6 / 27 * (num_layers - 1), 2)) <= 0.5
-    assert found[peak] > 2.5 * found[-1] and max(found) < 5632
-    assert imposed.profile("flat", num_layers, active) == [active] * num_layers
-
-
-def test_few_layers_have_no_hump_and_other_names_are_refused():
-    assert imposed.profile("paper", 1, 7) == [7.0] and imposed.profile("paper", 2, 7) == [7.0, 7.0]
-    with pytest.raises(ValueError, match="profile 'hump' is unknown; use one of paper, flat"):
-        imposed.profile("hump", 4, 7)
+from tests.measure import factories
+from tests.measure.factories import active_entries
+from twell.measure import imposed
+from twell.measure.patterns import recorded_masks
+from twell.model import SparseLlamaForCausalLM
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 1000, 49152])
@@ -69,13 +22,13 @@ def test_a_document_keeps_to_one_topic(vocab_size, seed):
     assert torch.equal(tokens, imposed.draw_tokens(vocab_size, 40, 100, seed=seed))
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gated, tied", [(True, True), (False, False)])
 def test_nothing_is_added_to_the_model(gated, tied):
     changes = {"gated_mlp": gated, "tie_word_embeddings": tied}
-    model = build(**changes)
+    model = factories.model(**changes)
     imposed.impose(model, [10.0] * 4, imposed.draw_tokens(640, 8, 32))
     plain = SparseLlamaForCausalLM(model.config)
     assert [(name, type(part)) for name, part in model.named_modules()] == [
@@ -93,7 +46,7 @@ def test_nothing_is_added_to_the_model(gated, tied):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gated", [True, False])
 def test_layers_are_as_active_as_wanted_and_channels_stay_untouched(gated, dtype, seed):
-    model = build(dtype, seed, gated_mlp=gated)
+    model = factories.model(dtype, seed, gated_mlp=gated)
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     streams = []
     hooks = [
@@ -103,7 +56,7 @@ def test_layers_are_as_active_as_wanted_and_channels_stay_untouched(gated, dtype
     for wanted in ([3.0, 40.0, 12.0, 1.0], [100.0, 5.0, 30.0, 150.0]):  # the same model again
         imposed.impose(model, wanted, tokens, seed)
         streams.clear()
-        means = [float(layer.double().sum(1).mean()) for layer in active_rows(model, tokens)]
+        means = [float(layer.double().sum(1).mean()) for layer in active_entries(model, tokens)]
         # In fp32 only ties are off; in bf16 each neuron's threshold is rounded by up to 2^-8 of it.
         assert np.allclose(means, wanted, rtol=0.01 if dtype == torch.float32 else 0.15, atol=0.05)
         given = model.model.embed_tokens(tokens)
@@ -118,7 +71,7 @@ def test_layers_are_as_active_as_wanted_and_channels_stay_untouched(gated, dtype
 
 
 def test_under_autocast_the_means_are_those_of_the_computation(seed):
-    model = build(torch.float32, seed)
+    model = factories.model(torch.float32, seed)
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     with torch.autocast("cpu", torch.bfloat16):
         for wanted in (
@@ -131,7 +84,7 @@ def test_under_autocast_the_means_are_those_of_the_computation(seed):
 
 
 def test_what_layers_add_is_small_and_the_same_at_any_activity(seed):
-    model = build(torch.float32, seed)
+    model = factories.model(torch.float32, seed)
     tokens = imposed.draw_tokens(640, 16, 64, seed=seed)
     added = []
     for ffn in model.ffns:
@@ -148,10 +101,10 @@ def test_what_layers_add_is_small_and_the_same_at_any_activity(seed):
 
 
 def test_unions_and_heavy_tokens_are_as_recorded():
-    """A layer with the mean activity of a recorded one: neurons of 64 tokens, and the busiest tokens."""
-    mask = torch.from_numpy(measure.recorded_masks()["sparser_8"])
+    """At the mean activity of a recorded layer: unions of 64 tokens, and the busiest tokens."""
+    mask = torch.from_numpy(recorded_masks()["sparser_8"])
     recorded = mask.view(-1, 64, 2816).any(1).sum(1).double().mean()
-    model = build(
+    model = factories.model(
         torch.float32,
         hidden_size=128,
         intermediate_size=2816,
@@ -168,7 +121,7 @@ def test_unions_and_heavy_tokens_are_as_recorded():
 
 
 def test_activity_that_no_layer_has_is_refused():
-    model = build()
+    model = factories.model()
     for wanted in ([5.0] * 3, [5.0, 5.0, 5.0, 0.0], [5.0, 192.0, 5.0, 5.0]):
         with pytest.raises(
             ValueError,
@@ -177,14 +130,14 @@ def test_activity_that_no_layer_has_is_refused():
             imposed.impose(model, wanted, imposed.draw_tokens(640, 2, 8))
 
 
-# --- what is counted ------------------------------------------------------------------------------------------------
+# --- what is counted --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 70, 300])
 @pytest.mark.parametrize("block", [1, 8, 64])
 def test_activity_is_that_of_a_plain_loop(num_tokens, block, seed, monkeypatch):
-    monkeypatch.setattr(imposed, "CHUNK", 130)  # not a multiple of the block
-    ffn = build(seed=seed).ffns[0]
+    monkeypatch.setattr(imposed, "ACTIVITY_CHUNK", 130)  # not a multiple of the block
+    ffn = factories.model(seed=seed).ffns[0]
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     found = imposed.layer_activity(ffn, x.view(1, num_tokens, 64), block)
     active = (ffn.activations(x)[0] != 0).numpy()

@@ -1,26 +1,33 @@
-"""Whole models on a GPU: every measurement of a small one, with real kernels, compiled layers and CUDA graphs."""
+"""Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from twell import imposed, measure_model, measure_training
 from twell.__main__ import main
+from twell.measure import clock, decode, imposed, model
+from twell.measure.model import language_model
+from twell.measure.parts import PARTS
+from twell.measure.providers import TRITON_COMPILED, model_providers
+from twell.measure.sides import Sides, embed, random_model
+from twell.measure.trainer import train_step
 
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
 
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    for name, value in {"TURN": 30, "SETTLE": 1, "LAYER_ROUND": 5, "GENERATION": 8}.items():
-        monkeypatch.setattr(measure_model, name, value)
+    for name, value in {"MODEL_TURN": 30, "SETTLE": 1, "LAYER_TURN": 5}.items():
+        monkeypatch.setattr(clock, name, value)
+    for module in (decode, model):
+        monkeypatch.setattr(module, "GENERATION", 8)
     yield
     torch.compiler.reset()
 
 
 def test_a_model_is_measured_in_every_way(tmp_path):
-    kept = measure_model.model(
+    kept = language_model(
         "0.5b",
         SMALL,
         shapes=[(16, 512), (2, 200)],
@@ -35,7 +42,7 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     assert {name: len(rows) for name, rows in kept.items()} == {
         "model": 2 * 2 * 6,
         "model_layers": 2 * 2 * 3,
-        "model_parts": 2 * 2 * (1 + 3) * len(measure_model.PARTS),
+        "model_parts": 2 * 2 * (1 + 3) * len(PARTS),
         "decode": 2 * 3 * 6,
     }
     assert {row["mode"] for row in kept["model"] if row["batch"] == 2} == {"graph"}
@@ -50,12 +57,12 @@ def test_a_model_is_measured_in_every_way(tmp_path):
         )
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in kept["decode"])
-    named = [part for part in measure_model.PARTS if part != "between kernels"]
+    named = [part for part in PARTS if part != "between kernels"]
     assert all(row["ms"] > 0 for row in kept["model_parts"] if row["part"] in named)
 
 
 def test_decoding_with_tuned_layers():
-    rows = measure_model.model(
+    rows = language_model(
         "0.5b",
         SMALL,
         shapes=[],
@@ -65,22 +72,22 @@ def test_decoding_with_tuned_layers():
         compiled=True,
         tuned=True,
     )
-    assert [row["provider"] for row in rows["decode"]] == measure_model.providers(True, tuned=True)
+    assert [row["provider"] for row in rows["decode"]] == [
+        provider.name for provider in model_providers(True, tuned=True)
+    ]
     assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])
 
 
 def test_all_layers_share_the_compiled_code():
-    model, _ = measure_model.random_model("0.5b", SMALL, 64, torch.device("cuda"))
+    subject, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
     ids = imposed.draw_tokens(4096, 4, 64, device="cuda")
-    sides = measure_model.Sides(model)
-    sides.become("triton torch.compile")
+    Sides(subject).become(TRITON_COMPILED)
     with torch.no_grad():
-        base = model.model
-        hidden = base.embed_tokens(ids)
-        rotary = base.rotary_emb(hidden, torch.arange(64, device="cuda")[None])
-        hidden = base.layers[0](hidden, position_embeddings=rotary)
+        first, *layers = subject.model.layers
+        hidden, rotary = embed(subject, ids)
+        hidden = first(hidden, position_embeddings=rotary)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for layer in base.layers[1:]:
+            for layer in layers:
                 hidden = layer(hidden, position_embeddings=rotary)
     assert hidden.isfinite().all()
 
@@ -88,9 +95,7 @@ def test_all_layers_share_the_compiled_code():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_training_steps_are_measured(tmp_path, checkpointed):
     sizes = [*SMALL, "context=256", "micro_batch=4", f"checkpoint_activations={checkpointed}"]
-    rows = measure_training.train_step(
-        "0.5b", sizes, active=20, profile="paper", compiled=True, out=tmp_path
-    )
+    rows = train_step("0.5b", sizes, active=20, profile="paper", compiled=True, out=tmp_path)
     assert [row["provider"] for row in rows] == [
         "dense torch.compile",
         "triton union torch.compile",

@@ -1,0 +1,223 @@
+"""Which results pass: layers and steps against fp64, hidden states against fp32."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.measure import factories
+from tests.measure.factories import K, fresh_mask, layer, layer_step, relative
+from twell.measure import check, imposed, step
+from twell.measure.check import TOLERANCE, Exact, Judge, check_layers
+from twell.measure.patterns import imposed_layer
+from twell.sparse import reference
+
+
+def masked(num_tokens, gated, seed):
+    """A mask with an empty row and a full one, and the layer that has it."""
+    mask = fresh_mask(np.random.default_rng(seed), min(num_tokens, 16), 40)
+    x, w_gate, w_up, w_down = imposed_layer(mask, num_tokens, 16, device="cpu", seed=seed)
+    weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
+    return mask[np.arange(num_tokens) % len(mask)], x, weights
+
+
+def wide(*tensors):
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+# --- the exact layer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200, 4096 + 70])
+def test_the_exact_layer_is_the_reference_and_its_counts_a_plain_loop(num_tokens, gated, seed):
+    mask, x, weights = masked(num_tokens, gated, seed)
+    exact = Exact.of(x, weights)
+    assert exact.counts.tolist() == mask.sum(1).tolist() and exact.entries == mask.sum()
+    unions = [int(mask[start : start + 64].any(0).sum()) for start in range(0, num_tokens, 64)]
+    assert exact.unions.tolist() == unions and exact.touched == mask.any(0).sum()
+    assert list(exact.tensors) == ["y"] and not exact.y.requires_grad
+    torch.testing.assert_close(exact.y, reference.ffn(*wide(x, *weights)))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 70, 4096 + 70])
+def test_exact_gradients_are_those_of_autograd(num_tokens, gated, seed):
+    mask, x, weights = masked(num_tokens, gated, seed)
+    dy, dl1 = torch.randn(num_tokens, 16).bfloat16(), torch.rand(num_tokens)
+    exact = Exact.of(x, weights, dy, dl1)
+    names = [n for n in ("x", "w_gate", "w_up", "w_down") if gated or n != "w_gate"]
+    leaves = [t.requires_grad_() for t in wide(x, *weights) if t is not None]
+    arguments = leaves if gated else [leaves[0], None, *leaves[1:]]
+    y = reference.ffn(*arguments)
+    rows_of_one = torch.eye(48, 40, dtype=torch.float64).split(16)  # down projections that show h
+    l1 = sum(reference.ffn(*arguments[:3], rows).abs().sum(1) for rows in rows_of_one)
+    gradients = torch.autograd.grad((y * dy).sum() + (l1 * dl1).sum(), leaves)
+    expected = {f"d{n}": gradient for n, gradient in zip(names, gradients, strict=True)}
+    expected |= {"y": y.detach(), "l1": l1.detach()}
+    assert set(exact.tensors) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exact.tensors[name], tensor, msg=name)
+    assert exact.entries == mask.sum()
+
+
+def test_a_gate_that_rounds_to_zero_is_not_active():
+    half = {"dtype": torch.float16}
+    x, w_gate = torch.full((1, 16), 2.0**-14, **half), torch.full((2, 16), 2.0**-16, **half)
+    w_gate[1] = 1.0
+    weights = w_gate, torch.ones(2, 16, **half), torch.ones(16, 2, **half)
+    exact = Exact.of(x, weights, torch.ones_like(x), torch.ones(1))
+    assert exact.entries == 1  # 2^-26 is nothing in fp16
+    d_gate = exact.tensors["dw_gate"]
+    assert (d_gate[0] == 0).all() and (d_gate[1] != 0).all()
+
+
+def test_a_gate_at_the_edge_may_be_active_or_not():
+    """Its sum in fp32 comes out on either side of zero; the whole gradient is allowed for."""
+    x = torch.tensor([[1.0, 1.0]]).repeat(1, 8).bfloat16()
+    w_gate = torch.stack([torch.tensor([1.0, -1.0]).repeat(8), torch.ones(16)]).bfloat16()
+    w_up, w_down = torch.ones(2, 16).bfloat16(), torch.ones(16, 2).bfloat16()
+    exact = Exact.of(x, (w_gate, w_up, w_down), torch.ones_like(x), torch.ones(1))
+    dh, u = 16 + 1.0, 16.0
+    assert exact.either["dw_gate"] == pytest.approx(dh * u * 4)  # the norm of x is 4
+    assert exact.either["dx"] == pytest.approx(dh * u * 4)
+    flipped = exact.tensors | {"dx": exact.tensors["dx"] + dh * u * w_gate[:1].double()}
+    assert exact.check_step(flipped, "case")[0] == "dx"
+    with pytest.raises(ArithmeticError, match="dx of case is wrong"):
+        exact.check_step(exact.tensors | {"dx": flipped["dx"] * 1.3}, "case")
+
+
+# --- layers and steps -------------------------------------------------------------------------
+
+
+def test_a_wrong_result_is_refused_and_rounding_is_not(seed):
+    x, weights = layer(70, True, seed, active=20)
+    exact, y = Exact.of(x, weights), reference.ffn(x, *weights)
+    assert 1e-3 < exact.check(y, "dense") < TOLERANCE["layer"]
+    wrong = y.clone()
+    wrong[y.float().norm(dim=1).argmax()] = 0
+    for bad in (wrong, y * float("nan")):
+        with pytest.raises(ArithmeticError, match="union at case is wrong: relative RMS"):
+            exact.check(bad, "union at case")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated, seed):
+    # Of 150 tokens, rounding is more than 5e-3 in one of some hundred draws.
+    x, weights, dy, dl1 = layer_step(1000, gated, seed)
+    exact = Exact.of(x, weights, dy, dl1)
+    tensors = step.Step.of(step.dense, x, weights, dy, dl1).tensors()
+    worst, error = exact.check_step(tensors, "dense")
+    errors = {name: relative(tensors[name], t) for name, t in exact.tensors.items()}
+    assert error > 1e-3 and error == max(errors.values()) == errors[worst]
+    for name in exact.tensors:
+        for wrong in (1.05 * tensors[name], tensors[name] * float("nan")):
+            message = f"^{name} of union at case is wrong: relative RMS .* allowed"
+            with pytest.raises(ArithmeticError, match=message):
+                exact.check_step(tensors | {name: wrong}, "union at case")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_step_without_the_gradient_of_l1_is_refused(gated, seed):
+    x, weights, dy, dl1 = layer_step(150, gated, seed)
+    exact = Exact.of(x, weights, dy, dl1)
+    without = step.Step.of(step.dense, x, weights, dy, torch.zeros(150))
+    with pytest.raises(ArithmeticError, match="^d.* is wrong"):
+        exact.check_step(without.tensors(), "dense")
+
+
+def test_without_active_neurons_only_zero_passes(seed):
+    x, weights, dy, dl1 = layer_step(3, True, seed, active=0)
+    exact = Exact.of(x, weights, dy, dl1)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in exact.tensors.items()}
+    wrong = torch.full((3, K), 1e-2)
+    assert exact.check(zeros["y"], "dense") == 0 == exact.check_step(zeros, "dense")[1]
+    with pytest.raises(ArithmeticError, match="^dense is wrong"):
+        exact.check(wrong, "dense")
+    with pytest.raises(ArithmeticError, match="^dx of dense is wrong"):
+        exact.check_step(zeros | {"dx": wrong}, "dense")
+
+
+# --- hidden states and the layers of a model --------------------------------------------------
+
+
+def test_the_relative_error_is_that_of_the_whole(seed):
+    g = torch.Generator().manual_seed(seed)
+    exact = torch.randn(2**12, 4100, generator=g)  # more than a part
+    result = exact + 0.01 * torch.randn(exact.shape, generator=g)
+    assert check.relative(result, exact) == pytest.approx(relative(result, exact), rel=1e-4)
+    assert check.relative(torch.ones(4), torch.zeros(4)) == 2
+
+
+def test_hidden_states_may_err_as_dense_ones_do(seed):
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(size):
+        return size * torch.randn(8, 50, 64, generator=g)
+
+    exact = torch.randn(8, 50, 64, generator=g)
+    judge = Judge("hidden states (case)", exact[:2], lambda hidden: hidden[:2])
+    for name in ("dense eager", "triton"):
+        assert judge.check(name, exact + noise(0.01)) == pytest.approx(0.01, rel=0.1)
+    outside = exact + noise(0.01)
+    outside[5] = 0
+    above = r"^hidden states \(case\) of triton are wrong: relative RMS 1\..*e-02, allowed 1\."
+    apart = r"of triton differ from dense ones: relative RMS .*e-01, allowed [12]\..*e-02"
+    for wrong, message in (
+        (exact + noise(0.015), above),
+        (exact * float("nan"), "of triton are wrong"),
+        (outside, apart),
+    ):
+        with pytest.raises(ArithmeticError, match=message):
+            judge.check("triton", wrong)
+    judge = Judge("hidden states", exact, lambda hidden: hidden)
+    message = "of dense eager are wrong: relative RMS 6.*e-02, allowed 5.00e-02"
+    with pytest.raises(ArithmeticError, match=message):
+        judge.check("dense eager", exact + noise(0.065))
+
+
+@pytest.fixture
+def sparse_pass(fake_kernels):
+    """The layers of a model with the backend "triton", and a pass of it."""
+    from twell.measure.sides import hidden_states
+
+    model, ids = factories.model().requires_grad_(False), imposed.draw_tokens(640, 4, 64)
+    imposed.impose(model, [20.0] * 4, ids)
+    model.set_ffn_backend("triton")
+    with torch.no_grad():
+        yield model.ffns, partial(hidden_states, model, ids)
+
+
+def test_a_wrong_layer_is_named(sparse_pass, monkeypatch):
+    from twell.kernels import ops
+
+    ffns, run = sparse_pass
+    assert 1e-3 < check_layers(ffns, run, "triton") < TOLERANCE["layer"]
+    calls = []
+
+    def wrong(*arguments, **_):
+        calls.append(1)
+        factor = 1.01 if len(calls) == 3 else 1.0  # far below what the last states show
+        return factories.run(*arguments) * factor
+
+    monkeypatch.setattr(ops, "run", wrong)
+    with pytest.raises(ArithmeticError, match="^layer 2 of triton is wrong: relative RMS 1"):
+        check_layers(ffns, run, "triton")
+    assert not any(ffn._forward_hooks for ffn in ffns)
+
+
+def test_a_layer_may_err_as_plain_products_do(sparse_pass, monkeypatch):
+    from twell.kernels import ops
+
+    ffns, run = sparse_pass
+    # As if terms cancelled: bf16 rounds by 1e-3 and more.
+    monkeypatch.setitem(TOLERANCE, "layer", 1e-4)
+    assert check_layers(ffns, run, "triton") > 1e-3
+    monkeypatch.setattr(ops, "run", lambda *tensors, **_: factories.run(*tensors) * 1.01)
+    with pytest.raises(ArithmeticError, match="^layer 0 of triton is wrong: relative RMS 1"):
+        check_layers(ffns, run, "triton")
+    monkeypatch.setattr(ops, "run", factories.run)
+    monkeypatch.setitem(TOLERANCE, "trained layer", 1e-3)
+    with pytest.raises(ArithmeticError, match="allowed 1.00e-03"):
+        check_layers(ffns, run, "triton")

@@ -1,0 +1,325 @@
+"""Optimiser steps of a model: the same steps by every provider, rows, the largest micro-batch."""
+
+import weakref
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.measure import factories
+from twell.measure import clock, step, trainer
+from twell.measure.patterns import IMPOSED, replace
+from twell.measure.providers import COMPILED, DENSE_COMPILED, DENSE_EAGER, UNION, UNION_COMPILED
+from twell.measure.rows import COLUMNS
+from twell.measure.trainer import Trainer, chunked_cross_entropy, model_config, train_step
+from twell.train import TrainConfig
+
+pytest.importorskip("triton")
+OPS = step.training_ops()
+TINY = [*factories.TINY, "context=32", "micro_batch=4", "valid_tokens=512", "precision=bf16"]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def build(fake_kernels):
+    """A small trainer, 20 neurons of 96 active."""
+
+    def build(*overrides):
+        config = model_config("quick", [*TINY, *overrides])
+        return Trainer(config, 20.0, replace(IMPOSED, profile="flat"), torch.device("cpu"))
+
+    return build
+
+
+@pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (9, 3), (10, 64)])
+def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, seed):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 5, generator=g, dtype=torch.float64)
+    weight = torch.randn(11, 5, generator=g, dtype=torch.float64)
+    labels = torch.randint(11, (num_tokens,), generator=g)
+    labels[1 : num_tokens // 2] = -100
+    results, sizes = [], []
+
+    def loss(hidden, weight, labels):
+        sizes.append(len(hidden))
+        return F.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+
+    for whole in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        if whole:
+            value = F.cross_entropy(leaves[0] @ leaves[1].t(), labels)
+        else:
+            value = chunked_cross_entropy(*leaves, labels, chunk=chunk, loss=loss)
+            assert len(sizes) == -(-num_tokens // chunk)  # and again in the backward pass
+        value.backward()
+        results.append([value, *(t.grad for t in leaves)])
+    assert max(sizes) == min(chunk, num_tokens) and sum(sizes) == 2 * num_tokens
+    torch.testing.assert_close(*results)
+    value = chunked_cross_entropy(hidden, weight, labels)
+    expected = F.cross_entropy(hidden.float() @ weight.float().t(), labels).double()
+    torch.testing.assert_close(value, expected, check_dtype=False)
+
+
+def test_providers_take_the_same_steps_from_the_same_weights(build, monkeypatch):
+    trainer, results, sparse = build(), {}, []
+
+    def train(path, *tensors, **options):
+        sparse.append(path)
+        return factories.train(path, *tensors, **options)
+
+    monkeypatch.setattr(OPS, "train", train)
+    for provider in (DENSE_EAGER, UNION, DENSE_COMPILED, UNION_COMPILED, DENSE_EAGER):
+        trainer.become(provider, 1e-3)
+        weight = trainer.model.ffns[0].down_proj.weight
+        assert torch.equal(weight, trainer.start[DOWN])
+        assert weight.stride() == ((1, 32) if provider.backend == "triton" else (96, 1))
+        calls = [layer._compiled_call_impl for layer in trainer.model.model.layers]
+        assert [call is not None for call in calls] == 3 * [provider.compiled]
+        sparse.clear()
+        steps = trainer.steps()
+        assert set(sparse) == ({"union"} if provider.backend == "triton" else set())
+        assert results.setdefault(provider, steps) == steps  # dense again: as at first
+        assert not torch.equal(weight, trainer.start[DOWN])
+        moments = trainer.optimizer.state[weight]
+        assert moments["exp_avg"].stride() == weight.stride() and moments["step"] == 4
+        assert trainer.model.ffns[0].stats.histogram is None  # no statistics
+    losses, *norms = zip(*results.values(), strict=True)
+    assert np.allclose(losses, losses[0], rtol=1e-3)
+    assert all(np.allclose(norm, norm[0], rtol=1e-2) for norm in norms)
+    first, *_ = trainer.step()
+    trainer.become(DENSE_EAGER, 0.0)
+    # Nothing is learnt at the rate 0.
+    assert trainer.steps()[0] == pytest.approx(float(trainer.step()[0]))
+    assert trainer.steps()[0] > 1.001 * float(first)
+
+
+def test_a_step_is_that_of_the_model_itself(build):
+    """Loss with the L1 term and clipped gradients: the same as by the model's own forward."""
+    trainer = build("max_grad_norm=0.1")
+    trainer.config.l1_coefficient = trainer.model.config.l1_coefficient = 0.01
+    trainer.become(DENSE_EAGER, 1e-3)
+    loss, norm, own_norm = trainer.step()
+    stepped = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.become(DENSE_EAGER, 1e-3)
+    with trainer.autocast():
+        output = trainer.model(input_ids=trainer.tokens, labels=trainer.tokens, use_cache=False)
+    output.loss.backward()
+    assert float(loss) == pytest.approx(output.loss.item()) and output.l1 > 0.1
+    gradients = [p.grad.flatten() for ffn in trainer.model.ffns for p in ffn.parameters()]
+    assert float(own_norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-4)
+    whole = float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1))
+    assert float(norm) == pytest.approx(whole, rel=1e-4) and 0.02 < own_norm < norm
+    trainer.optimizer.step()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), stepped[name], msg=name)
+
+
+@pytest.mark.parametrize("provider", [DENSE_EAGER, DENSE_COMPILED])
+def test_checkpointed_layers_compute_again(build, provider):
+    results, calls = {}, {False: [], True: []}
+    for checkpointed, counts in calls.items():
+        trainer = build(f"checkpoint_activations={checkpointed}")
+        trainer.become(provider, 0.0)
+        for ffn in trainer.model.ffns:
+            ffn.register_forward_pre_hook(lambda *_, counts=counts: counts.append(1))
+        results[checkpointed] = torch.stack(trainer.step())
+    assert {name: len(counts) for name, counts in calls.items()} == {False: 3, True: 6}
+    torch.testing.assert_close(results[True], results[False], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("curve", [0, 0.02])
+@pytest.mark.parametrize("limit", [100, 131, 159, 160, 219, 220, 221, 1000, 9000])
+def test_the_largest_micro_batch_is_found(build, monkeypatch, limit, curve):
+    trainer, tried = build(), []
+
+    def needs(sequences):
+        return 100 + 30 * sequences + curve * sequences**2
+
+    def step():
+        tried.append(len(trainer.tokens))
+        if needs(tried[-1]) > limit:
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(trainer, "peak", lambda: needs(len(trainer.tokens)))
+    trainer.become(DENSE_EAGER, 0.0)
+    most = next(n for n in range(1000) if needs(n + 1) > limit)
+    result = trainer.largest(limit)
+    assert 0.96 * most <= result <= most and (curve or result == most)
+    if result:
+        assert len(trainer.tokens) == result and trainer.labels.shape == (result * 32,)
+    assert len(set(tried)) <= 12
+
+
+def test_a_pass_out_of_memory_leaves_nothing_in_memory(build, monkeypatch):
+    trainer, references = build(), []
+    trainer.become(DENSE_EAGER, 0.0)
+
+    def step():
+        trainer.model.model(input_ids=trainer.tokens)
+        references.extend(weakref.ref(ffn.l1) for ffn in trainer.model.ffns)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(trainer, "step", step)
+    assert not trainer.fits(2)
+    assert len(references) == len(trainer.model.ffns)
+    assert not any(reference() is not None for reference in references)
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def test_rows_of_steps(fake_kernels, tmp_path, monkeypatch):
+    monkeypatch.setattr(clock, "energy_meter", lambda: lambda: 0)
+    monkeypatch.setattr(clock, "energy", lambda *_: {"energy": 64.0, "watts": 9.0})
+    seen, step = [], Trainer.step
+
+    def logged(self):
+        seen.append((self.sparse is not None, self.optimizer.param_groups[0]["lr"]))
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", logged)
+    overrides = [*TINY, "checkpoint_activations=true"]
+    rows = train_step("quick", overrides, active=20, energy=True, out=tmp_path)
+    assert all(list(row) == COLUMNS["train_step"] for row in rows)
+    table = pd.read_csv(tmp_path / "train_step.csv")
+    providers = DENSE_EAGER, UNION, DENSE_COMPILED, UNION_COMPILED
+    assert list(table["provider"]) == [provider.name for provider in providers]
+    assert list(table["path"]) == 2 * ["dense", "union"]
+    assert table["capacity"].isna().tolist() == 2 * [True, False]
+    assert (table["tokens_per_second"] == 128_000).all() and (table["energy"] == 64).all()
+    assert table["checkpoint_activations"].all() and table["gated"].all()
+    assert table["active"].between(15, 25).all() and (table["active_max"] >= table["active"]).all()
+    sizes = table[["context", "micro_batch", "num_layers", "vocab_size"]]
+    assert (sizes == [32, 4, 3, 320]).all(axis=None)
+    rates = [rate for _, rate in seen]
+    checks = 4 * (trainer.CHECKED_STEPS + 1)
+    assert set(rates[:checks]) == {TrainConfig.load("quick").learning_rate}
+    assert set(rates[checks:]) == {0.0}  # timed steps leave the activity as it is
+    timed = [sparse for sparse, _ in seen[checks:]]
+    assert sum(timed[: len(timed) // 2]) == len(timed) // 4  # in turns
+
+
+@pytest.mark.parametrize("model, active", [("0.5b", 39), ("quick", 29)])
+def test_activity_is_the_papers_for_its_sizes(fake_kernels, monkeypatch, model, active):
+    asked = []
+
+    def means(self, layers, mean):
+        asked.append((self.profile, mean))
+        return [mean] * layers
+
+    monkeypatch.setattr(trainer.Pattern, "means", means)
+    train_step(model, TINY, compiled=True, profile="paper")
+    assert set(asked) == {("paper", active)}
+
+
+def test_timed_steps_find_their_own_capacity(fake_kernels, monkeypatch):
+    steps = Trainer.steps
+
+    def with_large_buffers(trainer):  # as after a training that turned all neurons on
+        result = steps(trainer)
+        if trainer.sparse is not None:
+            trainer.sparse.capacity = trainer.sparse.rooms[-1]
+        return result
+
+    monkeypatch.setattr(Trainer, "steps", with_large_buffers)
+    dense, sparse = train_step("quick", TINY, active=4, compiled=True)
+    assert dense["capacity"] is None and sparse["capacity"] < 96
+
+
+def test_the_largest_micro_batch_is_timed(fake_kernels, monkeypatch):
+    limits = []
+
+    def largest(self, limit):
+        limits.append(limit)
+        self.draw(7)
+        return 7
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * 10**8)
+    monkeypatch.setattr(Trainer, "largest", largest)
+    options = {"compiled": True, "largest": True, "profile": "paper"}
+    rows = train_step("quick", TINY, active=20, **options)
+    assert [(row["micro_batch"], row["largest"]) for row in rows] == [(4, 7)] * 2
+    assert [row["largest_tokens_per_second"] for row in rows] == [7 * 32 * 1000] * 2
+    assert limits == [15 * 10**8] * 2  # free memory, and memory held to be used again
+    assert {row["profile"] for row in rows} == {"paper"}
+    assert rows[0]["active_max"] > 1.3 * rows[0]["active"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_or_eager_alone(fake_kernels, compiled):
+    rows = train_step("quick", TINY, active=20, compiled=compiled)
+    kind = COMPILED if compiled else "eager"
+    names = [f"dense {kind}", f"triton union {kind}".removesuffix(" eager")]
+    assert [row["provider"] for row in rows] == names
+    assert {row["energy"] for row in rows} == {None}
+
+
+def test_a_layer_that_was_dense_is_noticed(fake_kernels, monkeypatch):
+    from twell.kernels import ops
+
+    monkeypatch.setattr(ops, "takes", lambda *_: False)
+    with pytest.raises(ArithmeticError, match="triton union of quick computed a layer densely"):
+        train_step("quick", TINY, active=20, compiled=False)
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_a_model_that_learns_something_else_is_refused(fake_kernels, tmp_path, monkeypatch, what):
+    def train(*tensors, **options):
+        result = factories.train(*tensors, **options)
+        half = 0.5 * result.y + 0.5 * result.y.detach()
+        return result._replace(y=half if what == "gradient" else 3 * result.y + 1)
+
+    monkeypatch.setattr(OPS, "train", train)
+    monkeypatch.setattr(clock, "between_replays", lambda *_: pytest.fail("timed"))
+    wrong = {
+        "gradient": "the norm of the first gradient of feed-forward weights",
+        "loss": "the (loss after 3 steps|norm of the first gradient.*)",
+    }[what]
+    message = f"^triton union of quick is wrong: {wrong} is .* of dense eager"
+    with pytest.raises(ArithmeticError, match=message):
+        train_step("quick", TINY, active=20, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options, kind, message",
+    [
+        ({"model": "no"}, FileNotFoundError, "no configuration no"),
+        ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
+        ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
+        ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_built(
+    fake_kernels, monkeypatch, options, kind, message
+):
+    monkeypatch.setattr(trainer, "Trainer", lambda *_: pytest.fail("built something"))
+    with pytest.raises(kind, match=message):
+        train_step(**options)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ("num_layers=0", "num_layers is 0; it has to be more than 0"),
+        ("num_heads=7", "hidden_size 1024 is no multiple of num_heads 7"),
+        ("hidden_size=72 num_heads=2", "hidden_size is 72; the kernels need a multiple"),
+        ("micro_batch=-1", "micro_batch is -1; it has to be at least 1"),
+        ("precision=fp32", "precision is 'fp32'; the sparse path of training needs 'bf16'"),
+        ("activation=silu", "activation is 'silu'; sparse layers need 'relu'"),
+    ],
+)
+def test_configurations_that_are_not_measured(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        model_config("171m", overrides.split())
+
+
+def test_unfit_files_are_found_before_anything_is_built(fake_kernels, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "Trainer", lambda *_: pytest.fail("built something"))
+    (tmp_path / "train_step.csv").write_text("tokens,active,device\n1,2,x\n")
+    with pytest.raises(ValueError, match="train_step.csv has the columns"):
+        train_step(out=tmp_path)

@@ -1,0 +1,47 @@
+"""Measurements on a GPU: check a result first, then time the same call, and save the row.
+
+No speed is recorded unless the same command found the result correct. Layers are compared with
+fp64, whole models with fp32, and training steps with dense ones; a wrong result ends the command.
+Providers are timed in turns, since a GPU's clock falls while it works. Each row names the device,
+versions, commit and command.
+
+    patterns, imposed   layers and models of a known activity
+    case, check         a layer's inputs; what is exact for them, and one table of tolerances
+    clock, costs        times, energy and kernels; operations, bytes and the roofline
+    providers, rows     names and columns of data/bench
+    layer, calibration  inference of one layer, and the times that "auto" chooses by
+    step, trainer       training: one layer forward and backward, one optimiser step of a model
+    sides, model, parts, decode
+                        whole models: forward passes, layers, a layer's kernels, decoding
+
+The public functions load at first use: importing twell.measure.providers loads no torch.
+"""
+
+import importlib
+
+_MODULES = {
+    "calibration": "calibrate calibration_levels",
+    "check": "Exact TOLERANCE",
+    "clock": "kernel_name",
+    "costs": "ceilings kernel_formulas roofline work",
+    "layer": "ffn",
+    "model": "language_model",
+    "patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
+    "providers": "Provider",
+    "rows": "COLUMNS",
+    "sides": "Compiled",
+    "step": "crossover ffn_steps",
+    "trainer": "train_step",
+}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

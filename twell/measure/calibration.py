@@ -1,0 +1,162 @@
+"""The times that "auto" chooses by, and a check of its choices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from twell import results
+from twell.measure import clock
+from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes
+from twell.measure.layer import checked
+from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
+from twell.measure.providers import DENSE_COMPILED
+from twell.sparse import reference
+from twell.sparse.calibration import Calibration
+
+CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 131072
+BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
+CHECKED_TOKENS = 8, 512, 8192
+CHECKED_ACTIVE = 20, 200
+PLANNED_ACTIVE = 29
+
+
+def calibration_levels(intermediate_size: int) -> list[int]:
+    """Return the mean active neurons to time: 1 to 1,000 in steps of three, N / 2 and N."""
+    half = intermediate_size // 2
+    low = {level for level in (1, 10, 30, 100, 300, 1000) if level < half}
+    return sorted(low | {max(half, 1), intermediate_size})
+
+
+@torch.no_grad()
+def calibrate(
+    hidden_size: int = 2048,
+    intermediate_size: int = 5632,
+    *,
+    gated: bool = True,
+    out: str | Path,
+    tokens: Sequence[int] = CALIBRATION_TOKENS,
+) -> Calibration:
+    """Time the kernels' dense path and each sparse one, and save what "auto" chooses by.
+
+    The layer is in bf16, its activity skewed, from one neuron per token to all; `out` is the JSON
+    file. Then "auto" is compared with dense torch.compile at sizes between those measured, and on
+    inputs unlike those it observed; the worst of each is printed. About a minute on an H200.
+    Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
+    the folder of `out` does not exist. Ours.
+    """
+    device = clock.gpu()
+    check_sizes(tokens, hidden_size, intermediate_size)
+    out = Path(out)
+    if not out.parent.is_dir() or out.is_dir():
+        raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
+    layers = Layers(hidden_size, intermediate_size, gated, device)
+    rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
+    origin = results.provenance()
+    versions = "; ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    calibration = Calibration.fit(
+        rows,
+        device=origin["device"],
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        gated=gated,
+        dtype="bfloat16",
+        versions=versions,
+        date=origin["date"],
+    )
+    calibration.save(out)
+    print(f"{out}: {len(rows)} times", flush=True)
+    layers.check_choices(calibration)
+    return calibration
+
+
+class Layers:
+    """Layers of one size, to be timed at any number of tokens and activity."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, gated: bool, device: torch.device):
+        self.size, self.gated, self.device = (hidden_size, intermediate_size), gated, device
+
+    def case(self, num_tokens: int, active: float, pattern: Pattern = SKEWED) -> Case:
+        inputs = synthetic_layer(
+            num_tokens, *self.size, active=active, pattern=pattern, device=self.device
+        )
+        sets = WEIGHT_SETS if num_tokens <= GRAPH_TOKENS else 1
+        return Case.of(pattern.kind, inputs, self.gated, sets)
+
+    def times(self, num_tokens: int) -> list[dict]:
+        """Return rows of tokens, active, union, path and p50 for each level of activity."""
+        rows, behind = [], set()
+        for active in calibration_levels(self.size[1]):
+            case, times = self.case(num_tokens, active), {}
+            for path in case.paths():  # dense comes first
+                if path not in behind:
+                    times[path] = milliseconds(case, path, case.path_calls(path))
+                    if times[path] > BEHIND * times["dense"]:
+                        behind.add(path)
+            columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
+            rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
+            speeds = "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items())
+            print(f"{case}  {speeds}", flush=True)
+        return rows
+
+    def check_choices(self, calibration: Calibration) -> dict[str, float]:
+        """Time "auto" where nothing was calibrated; print and return the worst ratios to dense.
+
+        Dense is torch.compile. "alike": the layer knows the activity of its inputs. "even": it
+        does, and they are even, where skewed ones were calibrated. "busier": it was planned for 29
+        active neurons and all are active, before it can notice.
+        """
+        compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
+        worst: dict[str, float] = {}
+        for num_tokens in CHECKED_TOKENS:
+            for kind, case, path in self._choices(num_tokens, calibration):
+                ratio = self._ratio(case, path, kind, calibration, compiled)
+                worst[kind] = max(ratio, worst.get(kind, 0.0))
+        torch.compiler.reset()
+        print(
+            f"worst against dense torch.compile: {worst['alike']:.2f} of its time with the "
+            f"activity known, {worst['even']:.2f} with even activity, {worst['busier']:.2f} "
+            f"planned for {PLANNED_ACTIVE} active neurons with all active",
+            flush=True,
+        )
+        return worst
+
+    def _choices(
+        self, num_tokens: int, calibration: Calibration
+    ) -> list[tuple[str, Case, str | None]]:
+        """Kind, case, and the path of its plan; None: of what the layer knows."""
+        n = self.size[1]
+        planned = min(PLANNED_ACTIVE, n)
+        (layer, *_) = self.case(num_tokens, planned).auto_layers(calibration)
+        full = self.case(num_tokens, n)
+        alike = [self.case(num_tokens, active) for active in CHECKED_ACTIVE if active < n]
+        return [
+            *(("alike", case, None) for case in (*alike, full)),
+            ("even", self.case(num_tokens, planned, EVEN), None),
+            ("busier", full, layer.chooser.path(num_tokens)),
+        ]
+
+    def _ratio(
+        self, case: Case, path: str | None, kind: str, calibration: Calibration, compiled
+    ) -> float:
+        """The time of "auto" over that of the compiled dense layer."""
+        if path is None:
+            layers = case.auto_layers(calibration)
+            path = layers[0].chooser.path(len(case.x))
+            calls = [functools.partial(layer, case.x) for layer in layers]
+        else:
+            calls = case.path_calls(path)
+        dense = milliseconds(case, DENSE_COMPILED.name, case.calls(compiled, plain=True))
+        ratio = milliseconds(case, f"auto ({path})", calls) / dense
+        choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"
+        print(f"{case}  {kind:<6} {choice}", flush=True)
+        return ratio
+
+
+def milliseconds(case: Case, name: str, calls: list[Call]) -> float:
+    """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
+    mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
+    return clock.quantiles(checked(case, name, calls, mode).times(clock.CALIBRATION_TURN))["p50"]

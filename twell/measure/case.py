@@ -1,0 +1,158 @@
+"""A case: one layer's inputs and weights, what is exact for them, and its columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from twell.measure import patterns
+from twell.measure.check import BLOCK, Exact
+from twell.measure.costs import work
+from twell.measure.patterns import Pattern, Weights
+from twell.sparse.calibration import Calibration
+from twell.sparse.layer import SparseFFN
+
+WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+GRAPH_TOKENS = 4096  # up to so many tokens the default mode is "graph"
+DECODE_TOKENS = 1024  # the path "decode" is measured up to so many tokens
+# Row-wise takes half a second for so many entries, and is then far behind every other path.
+ROWWISE_ENTRIES = 100_000_000
+
+Call = Callable[[], Tensor]
+
+
+def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
+    """Raise ValueError for sizes that the kernels do not take."""
+    if min(tokens) < 1:
+        raise ValueError(f"tokens holds {min(tokens)}; it has to be at least 1")
+    if hidden_size < 16 or hidden_size % 16:
+        raise ValueError(f"hidden_size is {hidden_size}; the kernels need a multiple of 16")
+    if intermediate_size < 1:
+        raise ValueError(f"intermediate_size is {intermediate_size}; it has to be at least 1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """x, sets of weights with the same activity, the exact result, and the case's columns."""
+
+    x: Tensor
+    sets: list[Weights]
+    exact: Exact
+    columns: dict
+
+    @classmethod
+    def of(
+        cls, pattern: str, inputs: tuple[Tensor, ...], gated: bool, weight_sets: int = 1
+    ) -> Case:
+        """pattern: the column; inputs: x, w_gate, w_up and w_down (not gated: w_gate is w_up)."""
+        x, w_gate, w_up, w_down = inputs
+        weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
+        exact = Exact.of(x, weights)
+        columns = {
+            "tokens": len(x),
+            "hidden_size": x.shape[1],
+            "intermediate_size": len(w_up),
+            "gated": gated,
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "pattern": pattern,
+            "active": round(float(exact.counts.double().mean()), 2),
+            "active_max": int(exact.counts.max()),
+            "union": round(float(exact.unions.double().mean()), 1),
+        }
+        sets = [weights, *(patterns.permuted(weights, seed) for seed in range(1, weight_sets))]
+        return cls(x, sets, exact, columns)
+
+    def __str__(self) -> str:
+        c = self.columns
+        return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
+
+    def work(self, path: str, backward: bool = False) -> tuple[int, int]:
+        """Return the operations and bytes that a path needs, forward or also backward."""
+        c = self.columns
+        shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
+        return work(path, *shape, self.exact.entries, self.exact.touched, backward)
+
+    def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
+        """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
+        sets = [
+            (*weights, w_down.contiguous() if plain else w_down) for *weights, w_down in self.sets
+        ]
+        return [functools.partial(function, self.x, *weights) for weights in sets]
+
+    def path_calls(self, path: str) -> list[Call]:
+        """Return the calls of one path of the kernels."""
+        from twell.kernels import ops
+
+        return self.calls(lambda *tensors: ops.run(path, *tensors, None, None, None))
+
+    def paths(self) -> list[str]:
+        """Return the paths of the kernels, without those that would take too long."""
+        slow = {
+            "rowwise": self.exact.entries > ROWWISE_ENTRIES,
+            "decode": len(self.x) > DECODE_TOKENS,
+        }
+        return [path for path in ("dense", "rowwise", "union", "decode") if not slow.get(path)]
+
+    def auto_layers(self, calibration: Calibration | None = None) -> list[SparseFFN]:
+        """Return layers of backend "auto" with these weights that know this activity."""
+        c = self.columns
+        options = {"gated": c["gated"], "backend": "auto", "device": "meta"}
+        layers = []
+        for weights in self.sets:
+            layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
+            projections = layer.gate_proj, layer.up_proj, layer.down_proj
+            for part, weight in zip(projections, weights, strict=True):
+                if part is not None:
+                    part.weight = nn.Parameter(weight, requires_grad=False)
+            layer.calibration = calibration
+            layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
+            layers.append(layer.eval())
+        return layers
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The layers of a command: arguments of `layer.ffn`. Raises ValueError for unfit ones."""
+
+    tokens: Sequence[int]
+    active: Sequence[float]
+    patterns: Sequence[str]
+    hidden_size: int | None
+    intermediate_size: int
+    gated: bool
+    masks: Mapping[str, np.ndarray] | None
+
+    def __post_init__(self):
+        for name in self.patterns:
+            Pattern(name)
+        hidden_size = 16 if self.hidden_size is None else self.hidden_size
+        check_sizes(self.tokens, hidden_size, self.intermediate_size)
+
+    def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
+        """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
+        for name in self.patterns:
+            for column, inputs in self._inputs(patterns.PATTERNS[name], num_tokens, device):
+                yield Case.of(column, inputs, self.gated, weight_sets)
+                del inputs
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _inputs(
+        self, pattern: Pattern, num_tokens: int, device: torch.device
+    ) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """The column `pattern` and a layer's inputs, for each level of activity or each mask."""
+        if pattern.kind == "recorded":
+            width = self.hidden_size or 1024
+            for name, mask in (self.masks or patterns.recorded_masks()).items():
+                inputs = patterns.imposed_layer(mask[:width], num_tokens, width, device=device)
+                yield f"recorded {name}", inputs
+            return
+        size = num_tokens, self.hidden_size or 2048, self.intermediate_size
+        for active in self.active:
+            options = {"active": active, "pattern": pattern, "device": device}
+            yield pattern.kind, patterns.synthetic_layer(*size, **options)

@@ -1,0 +1,247 @@
+"""Decoding with a static cache: one token of each document a step, in a CUDA graph.
+
+The queries, keys and values of a layer are one product, for all providers (`joined_projections`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twell.measure import check, clock, imposed
+from twell.measure.providers import DENSE_EAGER, Provider, model_providers
+from twell.measure.rows import significant
+from twell.measure.sides import COMPILE_OPTIONS, Bench, embed, exact_hidden_states
+from twell.model import SparseLlamaForCausalLM
+from twell.sparse.layer import SparseFFN
+
+GENERATION = 64  # tokens that a document is continued by
+
+
+class LayerCache:
+    """Keys and values [B, H, slots, D] of one layer, at fixed addresses, for a decoder layer.
+
+    A pass over several tokens fills it from the start. One over a single token writes the slot
+    `position` [1] and returns all slots, for a mask to choose from.
+    """
+
+    def __init__(self, shape: tuple[int, ...], position: Tensor, dtype: torch.dtype):
+        self.keys = torch.zeros(shape, dtype=dtype, device=position.device)
+        self.values = torch.zeros_like(self.keys)
+        self.position = position
+
+    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        if keys.shape[2] > 1:
+            self.keys[:, :, : keys.shape[2]] = keys
+            self.values[:, :, : keys.shape[2]] = values
+            return keys, values
+        self.keys.index_copy_(2, self.position, keys)
+        self.values.index_copy_(2, self.position, values)
+        return self.keys, self.values
+
+
+class Joined(nn.Module):
+    """Queries, keys and values as one product, in place of the three projections.
+
+    Attention calls it once for each of them, in this order.
+    """
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        self.bias = None
+        if any(part.bias is not None for part in parts):
+            zeros = self.weight.new_zeros
+            biases = [zeros(p.out_features) if p.bias is None else p.bias for p in parts]
+            self.bias = nn.Parameter(torch.cat(biases), False)
+        self.sizes = [part.out_features for part in parts]
+        self.waiting: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.waiting:
+            self.waiting.extend(F.linear(x, self.weight, self.bias).split(self.sizes, -1))
+        return self.waiting.pop(0)
+
+
+@contextlib.contextmanager
+def joined_projections(model: SparseLlamaForCausalLM) -> Iterator[None]:
+    """Temporarily fuse q, k and v into one projection: three products of few rows take longer."""
+    names = "q_proj", "k_proj", "v_proj"
+    with contextlib.ExitStack() as undo:
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            parts = {name: getattr(attention, name) for name in names}
+            joined = Joined(list(parts.values()))
+            for name, part in parts.items():
+                undo.callback(setattr, attention, name, part)
+                setattr(attention, name, joined)
+        yield
+
+
+class Decoder:
+    """Continues documents token by token with a static cache.
+
+    Nothing depends on the host, so a graph holds a step. `script` [B, context + steps]: `read`
+    reads the first `context` tokens, and each step gets the next one, since the text of a model of
+    random weights would have another activity. The token that the model would have chosen is in
+    `picked`, of the script's shape.
+    """
+
+    def __init__(self, model: SparseLlamaForCausalLM, script: Tensor, context: int):
+        self.model, self.script, self.context = model, script, context
+        config, device = model.config, script.device
+        self.steps = script.shape[1] - context
+        self.position = torch.full((1,), context, device=device)
+        slots = math.ceil(script.shape[1] / 16) * 16  # attention needs masks of 16-byte multiples
+        self.places = torch.arange(slots, device=device)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape, dtype = (len(script), heads, slots, size), model.model.embed_tokens.weight.dtype
+        self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
+        self.picked = torch.zeros_like(script)
+        plain = self.begin, self._end
+        # The parts before and behind the layers, by compilation.
+        self.around: dict[str, Sequence[Callable]] = {
+            kind: [
+                torch.compile(part, fullgraph=True, dynamic=False, options=options)
+                for part in plain
+            ]
+            for kind, options in COMPILE_OPTIONS.items()
+        }
+        self.around[DENSE_EAGER.compilation] = plain
+
+    def read(self) -> None:
+        """Fill the cache with the first `context` tokens."""
+        hidden, rotary = embed(self.model, self.script[:, : self.context])
+        for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
+            hidden = layer(hidden, position_embeddings=rotary, past_key_values=cache)
+
+    def restart(self) -> None:
+        """Go back to the first step."""
+        self.position.fill_(self.context)
+
+    def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """Compute all decoder layers of `hidden` [B, 1, K], at the present position."""
+        options = {"attention_mask": mask, "position_embeddings": rotary}
+        for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
+            hidden = layer(hidden, past_key_values=cache, **options)
+        return hidden
+
+    def begin(self, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Return the arguments of `through` at a position [1]."""
+        base = self.model.model
+        hidden = base.embed_tokens(self.script.index_select(1, position))
+        mask = torch.where(self.places <= position, 0.0, float("-inf")).to(hidden.dtype)
+        return hidden, base.rotary_emb(hidden, position[None]), mask[None, None, None]
+
+    def _end(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.lm_head(hidden[:, -1])
+        return logits, logits.argmax(-1, keepdim=True)
+
+    def step(self, compilation: str = DENSE_EAGER.compilation) -> Tensor:
+        """Read one token of each document; return the logits [B, V] of the next.
+
+        compilation: of the parts around the layers.
+        """
+        begin, end = self.around[compilation]
+        logits, token = end(self.model.model.norm(self.through(*begin(self.position))))
+        self.picked.index_copy_(1, self.position, token)
+        self.position.add_(1)
+        return logits
+
+    def generate(self, step: Callable[[], Tensor]) -> Tensor:
+        """Restart and return the logits [steps, B, V] of all steps."""
+        self.restart()
+        return torch.stack([step().clone() for _ in range(self.steps)])
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Restart and replay all steps."""
+        self.restart()
+        for _ in range(self.steps):
+            graph.replay()
+
+
+def measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[dict], Decoder]:
+    """Return rows of decode.csv for documents [B, context + steps], and the decoder."""
+    bench.sides.become(DENSE_EAGER)
+    decoder = Decoder(bench.model, script, context)
+    decoder.read()
+    logits, activity = _dense_logits(decoder)
+    bench.sides.observe(activity, min(len(script), check.BLOCK))
+    case = bench.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
+    title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
+    title += f"  {case['active']:.4g} active"
+    graphs, columns = _checked_graphs(bench, decoder, logits, title)
+    clocks = {
+        provider: clock.Clock(
+            functools.partial(decoder.replay, graph), bench.meter, per_call=decoder.steps
+        )
+        for provider, graph in graphs.items()
+    }
+    rows = []
+    for provider, times in bench.timed(clocks).items():
+        path = bench.sides.paths(provider, len(script))
+        speed = significant(1e3 * len(script) / times["p50"], 5)
+        row = {"provider": provider.name, "path": path, "tokens_per_second": speed}
+        rows.append(case | row | columns[provider] | times)
+        print(f"{title}  {provider.name:<20} {speed:9.1f} tokens/s  {path}", flush=True)
+    return rows, decoder
+
+
+def _dense_logits(decoder: Decoder) -> tuple[Tensor, list[dict[str, float]]]:
+    """The eager dense logits of all steps, and each layer's activity in them."""
+    model = decoder.model
+    inputs: list[list[Tensor]] = [[] for _ in model.ffns]
+
+    def keep(index: int, _: SparseFFN, x: Tensor) -> None:
+        inputs[index].append(x.flatten(0, -2))
+
+    with imposed.before_ffn(model, keep):
+        logits = decoder.generate(decoder.step)
+    block = min(len(decoder.script), check.BLOCK)
+    pairs = zip(model.ffns, inputs, strict=True)
+    return logits, [imposed.layer_activity(ffn, torch.cat(rows), block) for ffn, rows in pairs]
+
+
+def _checked_graphs(
+    bench: Bench, decoder: Decoder, logits: Tensor, title: str
+) -> tuple[dict[Provider, torch.cuda.CUDAGraph], dict[Provider, dict]]:
+    """A graph of a step for each provider, and the columns of its check."""
+    model, sides, script, context = bench.model, bench.sides, decoder.script, decoder.context
+    few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
+    exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
+    exact = exact @ model.lm_head.weight.float().t()
+    judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
+    judge.check(DENSE_EAGER.name, logits)
+    first = decoder.picked[:, context:].clone()
+    worst, graphs, columns = {}, {}, {}
+    for provider in model_providers(bench.compiled, bench.tuned):
+        backend = provider.backend
+        if backend not in worst:
+            sides.become(Provider(backend))
+            decoder.restart()
+            worst[backend] = check.check_layers(model.ffns, decoder.step, f"{backend} of {title}")
+        sides.become(provider)
+        decoder.restart()
+        step = functools.partial(decoder.step, provider.compilation)
+        graph, (output,) = clock.capture([step])
+
+        def replay(graph=graph, output=output) -> Tensor:
+            graph.replay()
+            return output
+
+        error = judge.check(provider.name, decoder.generate(replay))
+        same = float((decoder.picked[:, context:] == first).double().mean())
+        graphs[provider] = graph
+        columns[provider] = {
+            "relative_rms": significant(error, 3),
+            "layer_rms": significant(worst[backend], 3),
+            "same": round(same, 4),
+        }
+    return graphs, columns

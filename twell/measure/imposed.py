@@ -1,0 +1,198 @@
+"""Models of random weights whose layers have a given activity, for measurements without training.
+
+Two channels of the residual stream are kept apart. The embedding sets them, one to a constant and
+one to a draw of each token. No layer writes them: their rows of the projections back into the
+stream are zero. A gate that reads them has a threshold and a part of each token's liveliness, as in
+`synthetic_layer`, and is still nothing but a matrix: no operation is added to the model.
+
+RMSNorm divides both channels by the size of the whole stream, which grows from layer to layer and
+differs by token. So the thresholds are found layer by layer on a sample of tokens, each behind the
+layers that are already set. What the layers add to the stream is small beside the embedding:
+otherwise lively tokens, whose stream grows more, would lose their threshold on the way.
+
+Tokens of one document are alike because each document keeps to one topic, a share of the vocabulary
+whose embeddings have a part in common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twell.measure.check import BLOCK
+from twell.measure.patterns import IMPOSED
+from twell.model import SparseLlamaForCausalLM
+from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
+
+CONSTANT, DRAW = 0, 1  # the two channels
+TOPICS = 64
+# Root mean square of a feed-forward layer's part of a stream that begins with 1, and of an
+# attention layer's at the first position (later ones are averages, and less).
+FFN_PART, ATTENTION_PART = 0.02, 0.1
+# Standard deviation of logits, but for the token's own: the head is tied to the embedding.
+LOGIT = 0.1
+# Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
+# not print that of 1b, which lies between its neighbours.
+PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
+ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
+
+
+def draw_tokens(
+    vocab_size: int, batch: int, context: int, *, device: torch.device | str = "cpu", seed: int = 0
+) -> Tensor:
+    """Return random documents [batch, context] int64 of one topic each.
+
+    A topic is every TOPICS-th token of the vocabulary.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+    topic = torch.randint(min(TOPICS, vocab_size), (batch, 1), generator=g, device=device)
+    places = max(vocab_size // TOPICS, 1)
+    return TOPICS * torch.randint(places, (batch, context), generator=g, device=device) + topic
+
+
+def _first(ffn: SparseFFN) -> nn.Linear:
+    """The projection that decides which neurons are active."""
+    return ffn.gate_proj if ffn.gated else ffn.up_proj
+
+
+@torch.no_grad()
+def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
+    """Draw all weights anew, with the two channels kept apart; `impose` then sets thresholds.
+
+    In the model's dtype and on its device, in place. A projection of a normed input has a variance
+    of 1, but for those that add to the stream. The head, tied to the embedding or not, does not
+    read the two channels: the last norm's gain is 0 there. Biases become 0.
+    """
+    config, embedding = model.config, model.model.embed_tokens.weight
+    g = torch.Generator(embedding.device).manual_seed(seed)
+
+    def draw(weight: Tensor, deviation: float) -> None:
+        weight.normal_(0.0, deviation, generator=g)
+
+    for parameter in model.parameters():  # gains of norms, biases
+        if parameter.dim() == 1:
+            parameter.zero_()
+    draw(embedding, math.sqrt(1 - IMPOSED.shared))
+    topics = torch.empty(TOPICS, config.hidden_size, device=embedding.device, dtype=embedding.dtype)
+    draw(topics, math.sqrt(IMPOSED.shared))
+    embedding += topics[torch.arange(len(embedding), device=embedding.device) % TOPICS]
+    embedding[:, CONSTANT] = 1
+    draw(embedding[:, DRAW], 1.0)
+    if not config.tie_word_embeddings:
+        draw(model.lm_head.weight, 1.0)
+    unit = config.hidden_size**-0.5
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.fill_(1)
+        layer.post_attention_layernorm.weight.fill_(1)
+        attention, ffn = layer.self_attn, layer.mlp
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            draw(part.weight, unit)
+        for part in (ffn.gate_proj, ffn.up_proj):
+            if part is not None:
+                draw(part.weight, unit)
+        draw(attention.o_proj.weight, ATTENTION_PART * attention.o_proj.in_features**-0.5)
+        draw(ffn.down_proj.weight, FFN_PART)  # to be scaled once the activity is known
+        for part in (attention.o_proj, ffn.down_proj):
+            part.weight[[CONSTANT, DRAW]] = 0
+    model.model.norm.weight.fill_(LOGIT * unit)
+    model.model.norm.weight[[CONSTANT, DRAW]] = 0
+
+
+@contextlib.contextmanager
+def before_ffn(
+    model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]
+) -> Iterator[None]:
+    """Call visit(index, layer, x) with each feed-forward layer's input before it computes."""
+
+    def hook(index: int) -> Callable:
+        return lambda ffn, inputs: visit(index, ffn, inputs[0])
+
+    hooks = [ffn.register_forward_pre_hook(hook(index)) for index, ffn in enumerate(model.ffns)]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+@torch.no_grad()
+def impose(
+    model: SparseLlamaForCausalLM, means: Sequence[float], tokens: Tensor, seed: int = 0
+) -> None:
+    """Set gates so that layer l has a mean of means[l] active neurons on `tokens` [B, S].
+
+    In place, in a model of `draw_weights`, by one dense pass under the present autocast; may be
+    repeated for other means. The down projections are scaled too, so layers of any activity add
+    alike to the stream. Raises ValueError for means that a layer cannot have.
+    """
+    most = model.config.intermediate_size
+    if len(means) != len(model.ffns) or not all(0 < mean < most for mean in means):
+        raise ValueError(
+            f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
+            f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons"
+        )
+
+    def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
+        _set_threshold(_first(ffn).weight, x.flatten(0, -2), means[index], seed + 1 + index)
+
+    def scale(ffn: SparseFFN, _: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        size = float(y.float().square().mean().sqrt())
+        factor = FFN_PART / size if size else 1.0
+        ffn.down_proj.weight *= factor
+        torch.clear_autocast_cache()
+        return y * factor
+
+    hooks = [ffn.register_forward_hook(scale) for ffn in model.ffns]
+    model.eval()
+    try:
+        with before_ffn(model, set_gate):
+            model.model(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None:
+    """Set both channels of a gate [N, K] so that `rows` [T, K] activate `mean` neurons."""
+    g = torch.Generator(weight.device).manual_seed(seed)
+    spread = IMPOSED.popularity * torch.randn(len(weight), generator=g, device=weight.device)
+    weight[:, CONSTANT] = -spread.to(weight.dtype)
+    weight[:, DRAW] = IMPOSED.liveliness
+    # The constant channel is positive: a neuron is active where the rest exceeds its threshold.
+    ratio = F.linear(rows, weight.detach()).float() / rows[:, CONSTANT, None].float()
+    low, high = float(ratio.min()) - 1, float(ratio.max()) + 1
+    for _ in range(40):
+        middle = (low + high) / 2
+        above = int((ratio > middle).sum())
+        low, high = (middle, high) if above > mean * len(rows) else (low, middle)
+    weight[:, CONSTANT] = -(spread + high).to(weight.dtype)
+    torch.clear_autocast_cache()  # it holds casts of weights that have gradients, as they were
+
+
+@torch.no_grad()
+def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, float]:
+    """Return `summarize_activity` of a layer's input x [..., K], and union: the mean over blocks.
+
+    Blocks have `block` consecutive tokens; the rest of the tokens is one more.
+    """
+    stats, unions, part = ActivityStats(ffn.intermediate_size), [], _first(ffn)
+    for rows in x.flatten(0, -2).split(ACTIVITY_CHUNK // block * block):
+        active = torch.relu(part(rows)) != 0
+        stats.record(active)
+        unions += [tokens.any(0).sum() for tokens in active.split(block)]
+    union = float(torch.stack(unions).double().mean())
+    return summarize_activity(*stats.take()) | {"union": union}
+
+
+@torch.no_grad()
+def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor) -> list[dict[str, float]]:
+    """Return `layer_activity` of each layer, by one pass over `tokens` [B, S]."""
+    activity: list[dict[str, float]] = []
+    with before_ffn(model, lambda _, ffn, x: activity.append(layer_activity(ffn, x))):
+        model.model(input_ids=tokens, use_cache=False)
+    return activity

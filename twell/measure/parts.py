@@ -1,0 +1,125 @@
+"""Where the time of a decoder layer goes: its kernels, by their place in the layer."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from twell.measure import check, clock
+from twell.measure.decode import Decoder
+from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, TRITON_COMPILED, Provider
+from twell.measure.rows import MODEL_CASE, significant
+from twell.measure.sides import Bench, Sides, embed
+
+PROVIDERS = DENSE_COMPILED, TRITON_COMPILED
+PROJECTIONS, OTHERS, GATE, UP_DOWN = (
+    "projections",
+    "norms, rotary, residuals",
+    "gate",
+    "up and down",
+)
+PARTS = "attention", PROJECTIONS, OTHERS, GATE, UP_DOWN, "between kernels"
+
+
+def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return the time of each of PARTS but the last from one layer's kernels (name, ms), in order.
+
+    Products are recognised by their place: before attention come q, k and v, behind it the
+    output's, then those of the feed-forward layer, the first of which is the gate's (without a
+    gate: up's; in decoding, the kernel that computes the gate and the active part of up). A large
+    batch is computed in chunks, each with its gate. Elementwise work between two of these belongs
+    to the feed-forward layer. Raises ValueError for kernels without attention.
+    """
+    times = dict.fromkeys(PARTS[:-1], 0.0)
+    attended, products = False, 0
+    waiting = 0.0  # elementwise work since the last product, the layer's if a product follows
+    for name, ms in kernels:
+        short = clock.kernel_name(name)
+        # Inductor names a fused kernel after its consumer, attention too.
+        if re.search(r"sdpa|flash|fmha|attention|cudnn", name) and short != "elementwise":
+            times["attention"] += ms
+            attended = True
+        elif short == "cublas matmul":
+            split = re.search("reduce", name)  # the end of a product that was split
+            if attended and not split:
+                products += 1
+                times[UP_DOWN if products > 2 else OTHERS] += waiting
+                waiting = 0.0
+            times[PROJECTIONS if products <= 1 else GATE if products == 2 else UP_DOWN] += ms
+        elif short.endswith("_kernel") and short not in ("elementwise", "copy"):
+            times[GATE if short.startswith("gate") or products < 2 else UP_DOWN] += ms
+            products = max(products, 2)
+        elif products >= 2:
+            waiting += ms
+        else:
+            times[OTHERS] += ms
+    times[OTHERS] += waiting
+    if not attended:
+        raise ValueError(f"no kernel of attention among {', '.join(name for name, _ in kernels)}")
+    return times
+
+
+def measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[dict]:
+    """Return rows of model_parts.csv for the layer whose activity is nearest to the mean."""
+    sides, layers = bench.sides, bench.model.model.layers
+    means = np.array([layer["mean"] for layer in activity])
+    index = int(np.abs(means - means.mean()).argmin())
+    sides.become(DENSE_EAGER)
+    hidden, rotary = embed(bench.model, ids)
+    for layer in layers[:index]:
+        hidden = layer(hidden, position_embeddings=rotary)
+    sides.observe(activity, min(ids.numel(), check.BLOCK))
+    run = functools.partial(layers[index], hidden, position_embeddings=rotary)
+    case = bench.case(ids, activity) | {"layer": index}
+    return part_rows(sides, case, dict.fromkeys(PROVIDERS, run))
+
+
+def decode_parts(bench: Bench, decoder: Decoder, row: dict) -> list[dict]:
+    """Return rows of model_parts.csv for the case of a row of decode.csv: medians over layers."""
+    decoder.restart()
+    bench.sides.become(DENSE_EAGER)
+    run = functools.partial(decoder.through, *decoder.begin(decoder.position))
+    calls = {}
+    for provider in PROVIDERS:
+        bench.sides.become(provider)
+        calls[provider] = clock.capture([run])[0].replay
+    case = {column: row[column] for column in MODEL_CASE} | {"layer": None}
+    return part_rows(bench.sides, case, calls, len(decoder.caches))
+
+
+def part_rows(
+    sides: Sides, case: dict, calls: dict[Provider, Callable[[], object]], layers: int = 1
+) -> list[dict]:
+    """Return rows from a call for each of PROVIDERS, in which so many layers run one by one."""
+
+    def timer(provider: Provider) -> np.ndarray:
+        sides.become(provider)
+        return clock.between_replays(calls[provider], 20) / layers
+
+    timers = {provider: functools.partial(timer, provider) for provider in calls}
+    rows = []
+    for provider, times in clock.in_turns(timers, clock.LAYER_ROUNDS).items():
+        sides.become(provider)
+        total = times["p50"]
+        lead = min(math.ceil(clock.SETTLE / (total * layers)), 20)
+        passes = clock.kernel_sequence(calls[provider], clock.PROFILED, lead)
+        splits = [
+            split_kernels(kernels)
+            for kernels_of_pass in passes
+            for kernels in clock.equal_parts(kernels_of_pass, layers)
+        ]
+        parts = {part: float(np.median([split[part] for split in splits])) for part in PARTS[:-1]}
+        # Negative where kernels take longer under the profiler.
+        parts[PARTS[-1]] = total - sum(parts.values())
+        for part, ms in parts.items():
+            row = {"provider": provider.name, "part": part, "ms": significant(ms, 4)}
+            rows.append(case | row)
+        line = "  ".join(f"{part} {ms:.4f}" for part, ms in parts.items())
+        title = f"layer of {case['batch']} x {case['context']}  {provider.name:<20}"
+        print(f"{title} {total:.4f} ms: {line}", flush=True)
+    return rows

@@ -1,0 +1,206 @@
+"""Activity patterns, and layers of a known activity.
+
+A pattern says how the activity varies between neurons, tokens and layers. "Even" neurons are
+independent and equally likely. "Skewed" ones imitate trained models: popular neurons, busy tokens,
+documents whose tokens are alike. "Recorded" is the activity of a trained layer, neuron by neuron.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twell import results
+
+KINDS = "even", "skewed", "recorded"
+PROFILES = "paper", "flat"
+DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
+# The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
+PEAK, HUMP, WIDTH, FIRST = 6 / 27, 2.0, 0.13, (0.4, 0.6)
+
+Weights = tuple[Tensor | None, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How activity varies between neurons, tokens and layers.
+
+    kind: "even", "skewed" or "recorded".
+    popularity: standard deviation of the neurons' thresholds; each input has a variance of 1.
+    liveliness: standard deviation of what a token adds to all its gates.
+    shared: the share of their variance that tokens of one document (a model: of one topic) share.
+    profile: of a model, how the mean varies over layers: "flat", or "paper" as in its Fig. 6.
+
+    Raises ValueError for an unknown kind or profile.
+    """
+
+    kind: str
+    popularity: float = 0.0
+    liveliness: float = 0.0
+    shared: float = 0.0
+    profile: str = "flat"
+
+    def __post_init__(self):
+        for name, known in (("kind", KINDS), ("profile", PROFILES)):
+            value, label = getattr(self, name), "pattern" if name == "kind" else name
+            if value not in known:
+                raise ValueError(f"{label} {value!r} is unknown; use one of {', '.join(known)}")
+
+    def means(self, num_layers: int, active: float) -> list[float]:
+        """Return each layer's mean active neurons per token, for a mean of `active` over layers.
+
+        "paper": a hump at layer 6 of 28, scaled to the depth, three times the last layers; the
+        first two layers are least active. The paper does not print the values of its Fig. 6.
+        """
+        if self.profile == "flat" or num_layers <= len(FIRST):
+            return [float(active)] * num_layers
+        last = num_layers - 1
+        peak = max(PEAK * last, len(FIRST))
+        distances = [(layer - peak) / (WIDTH * last) for layer in range(num_layers)]
+        heights = [1 + HUMP * math.exp(-(distance**2)) for distance in distances]
+        heights[: len(FIRST)] = FIRST
+        return [active * num_layers * height / sum(heights) for height in heights]
+
+
+EVEN, RECORDED = Pattern("even"), Pattern("recorded")
+SKEWED = Pattern("skewed", popularity=0.6, liveliness=0.4, shared=0.3)
+PATTERNS = {"even": EVEN, "skewed": SKEWED, "recorded": RECORDED}
+# Of models. With shared=0.1, unions of 64 and 128 tokens are within 10% of recorded ones at 7 to 45
+# active neurons of 5,632; with 0.3, which layers keep for the sake of recorded rows, 20% smaller.
+IMPOSED = replace(SKEWED, shared=0.1, profile="paper")
+
+
+def synthetic_layer(
+    num_tokens: int,
+    hidden_size: int = 2048,
+    intermediate_size: int = 5632,
+    *,
+    active: float = 29,
+    pattern: Pattern = SKEWED,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of a gated layer with a mean of `active` neurons per token, from 0 to N.
+
+    x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides (1, K)). `pattern` is EVEN, SKEWED
+    or another of these kinds. Raises ValueError for an `active` that the layer cannot have. Ours.
+    """
+    if not 0 <= active <= intermediate_size:
+        raise ValueError(
+            f"active is {active:g}; "
+            f"a layer of {intermediate_size} neurons can have 0 to all of them"
+        )
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device)
+
+    documents = normal(-(-num_tokens // DOCUMENT), hidden_size)
+    documents = documents.repeat_interleave(DOCUMENT, 0)[:num_tokens]
+    own = math.sqrt(1 - pattern.shared) * normal(num_tokens, hidden_size)
+    x = own + math.sqrt(pattern.shared) * documents
+    x[:, 0] = 1
+    x[:, 1] = normal(num_tokens)
+    w_gate = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
+    w_up = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
+    w_down_t = normal(intermediate_size, hidden_size) / math.sqrt(intermediate_size)
+
+    spread = pattern.popularity * normal(intermediate_size)
+    w_gate[:, 0] = -(_threshold(x[:, 1:2], spread, active, pattern.liveliness) + spread)
+    w_gate[:, 1] = pattern.liveliness
+    return x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down_t.to(dtype).t()
+
+
+def _threshold(draws: Tensor, spread: Tensor, active: float, liveliness: float) -> float:
+    """The threshold that gives a mean of `active` neurons, by bisection."""
+    # Of few tokens each counts as it is, of many their distribution.
+    few = len(draws) <= DOCUMENT
+    known = liveliness * draws if few else draws.new_zeros(1, 1)
+    variance = 1.0 if few else 1 + liveliness**2
+    low, high = -10.0, 10.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        likely = 0.5 * torch.erfc((middle + spread - known) / math.sqrt(2 * variance))
+        low, high = (middle, high) if likely.sum() > active * len(known) else (low, middle)
+    return low
+
+
+def imposed_layer(
+    mask: np.ndarray,
+    num_tokens: int,
+    hidden_size: int = 1024,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of a gated layer that is active exactly where `mask` is.
+
+    `mask` [T, N] bool, T at most K. x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides
+    (1, K)); token t has the activity of mask[t % T]. The rows of x are orthogonal, so any matrix
+    G [T, N] is x w_gate^T for w_gate = G^T x / K. G has the signs of the mask, at a distance from 0
+    that rounding cannot cross. Raises ValueError for a mask that does not fit, ArithmeticError if
+    rounding changed the pattern. Ours.
+    """
+    mask = torch.as_tensor(mask, dtype=torch.bool, device=device)
+    if mask.dim() != 2 or not 1 <= mask.shape[0] <= hidden_size:
+        raise ValueError(
+            f"the mask has shape {tuple(mask.shape)}, "
+            f"expected [1 to {hidden_size} (hidden_size), neurons]"
+        )
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device)
+
+    length, intermediate_size = mask.shape
+    x = math.sqrt(hidden_size) * torch.linalg.qr(normal(hidden_size, length)).Q.t()
+    # Rounding to bf16 moves g by 2e-3 (standard deviation), so a distance of 0.1 is safe.
+    values = normal(length, intermediate_size).abs() + 0.1
+    w_gate = torch.where(mask, values, -values).t() @ x / hidden_size
+    w_up = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
+    w_down_t = normal(intermediate_size, hidden_size) / math.sqrt(intermediate_size)
+    x, w_gate = x.to(dtype), w_gate.to(dtype)
+    wrong = int(((x.double() @ w_gate.double().t() > 0) != mask).sum())
+    if wrong:
+        raise ArithmeticError(
+            f"{wrong} of {mask.numel()} entries differ from the mask after rounding to {dtype}"
+        )
+    x = x.repeat(-(-num_tokens // length), 1)[:num_tokens]
+    return x, w_gate, w_up.to(dtype), w_down_t.to(dtype).t()
+
+
+def recorded_masks(path: str | Path | None = None) -> dict[str, np.ndarray]:
+    """Return recorded activity, name -> [T, N] bool; by default that of data/traces/masks.npz.
+
+    Raises FileNotFoundError without the file, ValueError for a file of something else.
+    """
+    path = Path(path or results.root() / "data" / "traces" / "masks.npz")
+    try:
+        with np.load(path) as file:
+            size = int(file["intermediate_size"])
+            names = [name for name in file.files if name != "intermediate_size"]
+            return {
+                name: np.unpackbits(file[name], axis=1, count=size).astype(bool) for name in names
+            }
+    except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no file of masks: {error}") from None
+
+
+def permuted(weights: Weights, seed: int) -> Weights:
+    """Return the same layer with its neurons in another order: other memory, the same work.
+
+    `weights` are w_gate [N, K] or None, w_up [N, K] and w_down [K, N] with strides (1, K); so are
+    the permuted ones.
+    """
+    w_gate, w_up, w_down = weights
+    g = torch.Generator(w_up.device).manual_seed(seed)
+    order = torch.randperm(len(w_up), generator=g, device=w_up.device)
+    return None if w_gate is None else w_gate[order], w_up[order], w_down.t()[order].t()

@@ -1,0 +1,95 @@
+"""The providers of a benchmark: backend, path and compilation, under the names in data/bench.
+
+A leaf: it imports nothing of ours and no torch, so tables and figures use it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+BACKENDS = "dense", "triton", "auto"
+SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
+# "Tuned": Inductor searches for launch options, and generates its own products of a single row.
+EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """How a row's feed-forward layers are computed.
+
+    backend: "dense" (plain torch), "triton" (our kernels) or "auto".
+    path: the path that the kernels are forced to take; None where the layer takes its own.
+    compilation: EAGER, COMPILED or TUNED.
+    """
+
+    backend: str
+    path: str | None = None
+    compilation: str = EAGER
+
+    @property
+    def name(self) -> str:
+        """The name in recorded rows: "dense torch.compile", "triton union", "auto"."""
+        if self == DENSE_KERNELS:
+            return "dense"
+        words = [self.backend, self.path]
+        if self.backend == "dense" or self.compiled:
+            words.append(self.compilation)
+        return " ".join(word for word in words if word)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, name: str) -> Provider:
+        """Return the provider of a recorded name. Raises ValueError for another name."""
+        for provider in _ALL:
+            if provider.name == name:
+                return provider
+        raise ValueError(f"provider {name!r} is unknown; such as 'dense eager', 'triton union'")
+
+    @property
+    def compiled(self) -> bool:
+        return self.compilation != EAGER
+
+    @property
+    def untuned(self) -> Provider:
+        """The same provider without tuning."""
+        return replace(self, compilation=COMPILED) if self.compilation == TUNED else self
+
+    @property
+    def sparse_path(self) -> bool:
+        """Whether the kernels are forced to take a sparse path."""
+        return self.path in SPARSE_PATHS
+
+
+DENSE_EAGER = Provider("dense")
+DENSE_COMPILED = Provider("dense", compilation=COMPILED)
+DENSE_KERNELS = Provider("triton", "dense")  # named "dense": our kernels on the dense path
+AUTO, TRITON = Provider("auto"), Provider("triton")
+UNION, ROWWISE, DECODE, HYBRID = (
+    Provider("triton", path) for path in ("union", "rowwise", "decode", "hybrid")
+)
+TRITON_COMPILED = Provider("triton", compilation=COMPILED)
+AUTO_COMPILED = Provider("auto", compilation=COMPILED)
+UNION_COMPILED = Provider("triton", "union", COMPILED)
+_FORMS = [(backend, None) for backend in BACKENDS] + [("triton", path) for path in SPARSE_PATHS]
+_ALL = [DENSE_KERNELS] + [
+    Provider(*form, kind) for kind in (EAGER, COMPILED, TUNED) for form in _FORMS
+]
+
+
+def is_sparse(name: str) -> bool:
+    """Return whether a recorded provider is forced to take a sparse path."""
+    return Provider.parse(name).sparse_path
+
+
+def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:
+    """Return the compilations to measure: compiled, eager, or with None both; and also tuned."""
+    plain = {None: [EAGER, COMPILED], True: [COMPILED], False: [EAGER]}[compiled]
+    return plain + [TUNED] * tuned
+
+
+def model_providers(compiled: bool | None, tuned: bool = False) -> list[Provider]:
+    """Return the providers of a whole model, by compilation; the first one is dense."""
+    kinds = compilations(compiled, tuned)
+    return [Provider(backend, None, kind) for kind in kinds for backend in BACKENDS]

@@ -1,0 +1,202 @@
+"""A language model that computes its feed-forward layers by one provider and then by another.
+
+All providers share one model: the same weights, attention, norms and head. A compiled model has
+each decoder layer and the last norm compiled, not the whole: transformers materialises the causal
+mask where a whole model without a cache is compiled, and attention with a mask takes another
+kernel, which computes the masked part too. All layers share the compiled code.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from twell.measure import clock, imposed
+from twell.measure.case import check_sizes
+from twell.measure.providers import COMPILED, TUNED, Provider
+from twell.model import SparseLlamaForCausalLM
+from twell.sparse.calibration import Calibration
+from twell.train import TrainConfig
+
+COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
+
+
+class Compiled:
+    """Modules that are compiled, each by itself, or not: call it with True or False.
+
+    Whole (fullgraph) and for each shape anew (not dynamic), with torch.compile's `options`.
+    `around`, where it is set, takes the compiled module and its arguments and calls it. torch has
+    no public way to undo nn.Module.compile.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], options: dict | None = None):
+        self.modules, self.options = list(modules), options
+        self.around: Callable | None = None
+        self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
+
+    def __call__(self, compiled: bool) -> None:
+        if compiled and self.calls is None:
+            for module in self.modules:
+                module.compile(fullgraph=True, dynamic=False, options=self.options)
+            self.calls = [module._compiled_call_impl for module in self.modules]
+            if self.around is not None:
+                self.calls = [functools.partial(self.around, call) for call in self.calls]
+        for index, module in enumerate(self.modules):
+            module._compiled_call_impl = self.calls[index] if compiled else None
+
+
+def embed(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the embeddings [B, S, K] of `ids` [B, S] and the rotary embeddings of positions."""
+    hidden = model.model.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return hidden, model.model.rotary_emb(hidden, positions)
+
+
+def hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return the last hidden states [B, S, K] of `ids` [B, S], normed, without a mask."""
+    hidden, rotary = embed(model, ids)
+    for layer in model.model.layers:
+        hidden = layer(hidden, position_embeddings=rotary)
+    return model.model.norm(hidden)
+
+
+def forward(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last hidden states [B, S, K] of `ids` [B, S] and the last tokens' logits [B, V].
+
+    The paper does not say which logits its passes compute, but it cannot be all: its times for
+    64 x 2048 tokens (Table 1) rise by 39.1 ms a layer from 8 to 38 layers, which leaves 7 ms for
+    the rest, and all logits take as long as 1.8 layers.
+    """
+    hidden = hidden_states(model, ids)
+    return hidden, model.lm_head(hidden[:, -1])
+
+
+def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return `hidden_states` in fp32, densely; one layer at a time is copied in fp32."""
+    base = model.model
+    hidden = base.embed_tokens(ids).float()
+    rotary = base.rotary_emb(hidden, torch.arange(ids.shape[1], device=ids.device)[None])
+    for layer in base.layers:
+        wide = copy.deepcopy(layer).float()
+        wide.mlp.backend = "dense"
+        hidden = wide(hidden, position_embeddings=rotary)
+    return copy.deepcopy(base.norm).float()(hidden)
+
+
+class Sides:
+    """A model that computes its feed-forward layers by one provider and then by another.
+
+    Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
+    each layer takes the kernels' own choice.
+    """
+
+    def __init__(self, model: SparseLlamaForCausalLM, calibration: Calibration | None = None):
+        self.model, self.calibration = model, calibration
+        for ffn in model.ffns:
+            ffn.calibration = calibration
+        self.take_weights()
+        parts = [*model.model.layers, model.model.norm]
+        self.compiled = {
+            kind: Compiled(parts, options) for kind, options in COMPILE_OPTIONS.items()
+        }
+        # Code is compiled for each provider, shape and path, and kept for all layers together.
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
+
+    def take_weights(self) -> None:
+        """Copy the present down projections in both layouts."""
+        self.down = [ffn.down_proj.weight for ffn in self.model.ffns]
+        self.plain = [weight.detach().contiguous() for weight in self.down]
+        self.by_neuron = [weight.t().contiguous().t() for weight in self.plain]
+
+    def become(self, provider: Provider) -> None:
+        """Compute by `provider` from now on."""
+        for compiled in self.compiled.values():
+            compiled(False)
+        if provider.compiled:
+            self.compiled[provider.compilation](True)
+        layouts = self.plain if provider.backend == "dense" else self.by_neuron
+        for weight, layout in zip(self.down, layouts, strict=True):
+            weight.data = layout
+        self.model.set_ffn_backend(provider.backend)
+
+    def observe(self, activity: Sequence[dict], tokens: int) -> None:
+        """Give "auto" each layer's activity, in unions of so many tokens."""
+        for ffn, layer in zip(self.model.ffns, activity, strict=True):
+            ffn.observe(layer["mean"], layer["union"], tokens)
+
+    def paths(self, provider: Provider, tokens: int) -> str:
+        """Return how many layers compute so many tokens by which path: "union 38"."""
+        from twell.kernels import ops
+
+        fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
+        paths = Counter(fixed or ffn.chooser.path(tokens) for ffn in self.model.ffns)
+        return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements of one command share. columns: those of the model."""
+
+    sides: Sides
+    columns: dict
+    compiled: bool | None
+    tuned: bool  # also, in decoding
+    meter: clock.Meter | None
+    idle: float | None
+
+    @property
+    def model(self) -> SparseLlamaForCausalLM:
+        return self.sides.model
+
+    def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
+        """Return a case's columns: means over layers, and the most active neurons of a token."""
+        batch, context = ids.shape
+        return self.columns | {
+            "batch": batch,
+            "context": context,
+            "tokens": batch * context,
+            "active": round(float(np.mean([layer["mean"] for layer in activity])), 2),
+            "active_max": int(max(layer["max"] for layer in activity)),
+            "union": round(float(np.mean([layer["union"] for layer in activity])), 1),
+        }
+
+    def timed(self, clocks: dict[Provider, clock.Clock], before: Callable | None = None) -> dict:
+        """Run the providers' clocks in turns; return the columns of each, by provider.
+
+        before: called with a provider before its turn.
+        """
+        for _ in range(clock.MODEL_ROUNDS):
+            for provider, each in clocks.items():
+                if before is not None:
+                    before(provider)
+                each.turn()
+        return {provider: each.columns(self.idle) for provider, each in clocks.items()}
+
+
+def random_model(
+    size: str, overrides: Sequence[str], context: int, device: torch.device
+) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
+    """Return a model in bf16 for up to `context` tokens, and its configuration.
+
+    The weights are those of `imposed.draw_weights`; `size` and `overrides` as `TrainConfig.load`
+    takes them. Raises ValueError for a model that the kernels do not take.
+    """
+    config = TrainConfig.load(size, overrides)
+    if config.activation != "relu":
+        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
+    check_sizes([context], config.hidden_size, config.intermediate_size)
+    sizes = config.model_config()
+    sizes.max_position_embeddings = context
+    with device:
+        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
+    imposed.draw_weights(model.requires_grad_(False), config.seed)
+    return model.eval(), config

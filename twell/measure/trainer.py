@@ -1,0 +1,389 @@
+"""One optimiser step of a language model, dense and sparse, eager and with compiled layers.
+
+Each provider takes steps from the same weights; a sparse one has to reach the loss of the dense
+one. Steps that are timed have the learning rate 0, so the activity stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from twell.measure import clock, imposed
+from twell.measure.case import check_sizes
+from twell.measure.check import TOLERANCE
+from twell.measure.patterns import IMPOSED, Pattern
+from twell.measure.providers import Provider, compilations
+from twell.measure.rows import STEP_SIZES, Rows, significant
+from twell.measure.sides import Compiled
+from twell.measure.step import training_ops
+from twell.model import SparseLlamaForCausalLM, l1_by_layer
+from twell.sparse.training import SparseTraining
+from twell.train import TrainConfig
+
+CHECKED_STEPS = 3  # optimiser steps before losses are compared
+L1_COEFFICIENT = 2e-5
+ACTIVE = 29.0  # of a size that the paper does not have
+LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+
+
+def train_step(
+    model: str = "171m",
+    overrides: Sequence[str] = (),
+    *,
+    active: float | None = None,
+    profile: str = "flat",
+    compiled: bool | None = None,
+    largest: bool = False,
+    energy: bool = False,
+    out: str | Path | None = None,
+) -> list[dict]:
+    """Time one optimiser step of a language model on random tokens, dense and by unions.
+
+    Args:
+        model: a configuration of the package or a YAML file (`TrainConfig.load`); no text is read.
+        overrides: fields of it to change, as key=value.
+        active: mean active neurons per token over layers; None: the paper's for this size, else 29.
+        profile: how the mean varies over layers, "flat" or "paper" (`Pattern`).
+        compiled: True: only with each decoder layer compiled; False: only eager; None: both.
+        largest: also find the largest micro-batch that fits into memory, and the speed with it.
+        energy: also measure the energy of a step: over a second more for each row.
+        out: the folder of train_step.csv.
+
+    A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
+    on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
+    steps at the configuration's learning rate. Its loss then, and the norms of its first gradient,
+    of all weights and of the feed-forward ones, have to be those of dense. Returns the rows,
+    COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
+    that learns something else, RuntimeError without a GPU. Ours.
+    """
+    device = clock.gpu()
+    config = model_config(model, overrides)
+    active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
+    if not 0 < active < config.intermediate_size:
+        limit = f"below {config.intermediate_size}, the neurons"
+        raise ValueError(f"active is {active:g}; it has to be above 0 and {limit}")
+    pattern = replace(IMPOSED, profile=profile)
+    rows = Rows(out, ["train_step"])
+    bench = _Bench(model, Trainer(config, active, pattern, device), clock.optional_meter(energy))
+    providers = [
+        Provider(backend, path, kind)
+        for kind in compilations(compiled)
+        for backend, path in (("dense", None), ("triton", "union"))
+    ]
+    common = bench.common()
+    results = bench.rows(common, bench.check(providers))
+    if largest:
+        bench.add_largest(results)
+    bench.trainer.leave()
+    rows.add("train_step", results)
+    return rows.by_file["train_step"]
+
+
+def model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
+    """Return the configuration of a model to be timed: one micro-batch a step."""
+    config = TrainConfig.load(model, [*overrides, f"l1_coefficient={L1_COEFFICIENT}"])
+    if config.precision != "bf16":
+        raise ValueError(
+            f"precision is {config.precision!r}; the sparse path of training needs 'bf16'"
+        )
+    if config.activation != "relu":
+        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
+    config.micro_batch = config.micro_batch or config.batch_tokens // config.context
+    check_sizes([config.context], config.hidden_size, config.intermediate_size)
+    if config.micro_batch < 1:
+        raise ValueError(f"micro_batch is {config.micro_batch}; it has to be at least 1")
+    return config
+
+
+def _chunk_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int = LOSS_CHUNK,
+    loss: Callable = _chunk_loss,
+) -> Tensor:
+    """Return the mean cross-entropy in nats, with the logits of `chunk` tokens at a time.
+
+    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 for no label. `loss` is the sum
+    over a chunk, compiled or not; backward computes it again. All logits of 32,768 tokens and a
+    vocabulary of 49,152 would be 6.4 GB in fp32, and their gradient as much.
+    """
+    parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    sums = [checkpoint(loss, part, weight, label, use_reentrant=False) for part, label in parts]
+    return torch.stack(sums).sum() / (labels != -100).sum()
+
+
+class Trainer:
+    """A model that takes optimiser steps on one batch, by one provider and then by another.
+
+    Statistics are not counted: the dense layers would need passes of their own for them.
+    """
+
+    def __init__(self, config: TrainConfig, active: float, pattern: Pattern, device: torch.device):
+        self.config, self.pattern, self.device = config, pattern, device
+        with device:
+            self.model = SparseLlamaForCausalLM(config.model_config())
+        imposed.draw_weights(self.model, config.seed)
+        self.draw(config.micro_batch)
+        sample = config.vocab_size, 64, min(config.context, 128)
+        with self.autocast():
+            tokens = imposed.draw_tokens(*sample, device=device, seed=1)
+            imposed.impose(self.model, pattern.means(config.num_layers, active), tokens)
+            self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
+        parameters = self.model.named_parameters()
+        self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
+        self.sparse: SparseTraining | None = None
+        self.sparse_state: dict | None = None
+        self.compiled = Compiled([*self.model.model.layers, self.model.model.norm])
+        if config.checkpoint_activations:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Around a compiled layer: within it, it could not keep its L1 term.
+            self.compiled.around = functools.partial(checkpoint, use_reentrant=False)
+        self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
+        SparseTraining(self.model).allow_recompiling()
+
+    def draw(self, sequences: int) -> None:
+        """Take a batch of so many documents from now on; each predicts its own next tokens."""
+        size = self.config.vocab_size, sequences, self.config.context
+        self.tokens = imposed.draw_tokens(*size, device=self.device)
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def become(self, provider: Provider, learning_rate: float) -> None:
+        """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
+        self.leave()
+        self.optimizer = None  # before the next one: two would not fit
+        self.model.zero_grad()
+        self.compiled(provider.compiled)
+        self.loss = self.compiled_loss if provider.compiled else _chunk_loss
+        checkpointed = self.config.checkpoint_activations and not provider.compiled
+        for layer in self.model.model.layers:
+            layer.gradient_checkpointing = checkpointed
+        self.model.set_ffn_backend("dense")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                # Dense layers have plain strides; the optimiser's state takes those of the weights.
+                parameter.data = self.start[name].to(self.device, copy=True)
+        if provider.backend == "triton":
+            self.model.set_ffn_backend("triton")
+            self.sparse = SparseTraining(self.model)
+            if self.sparse_state is not None:  # the capacity is known already
+                self.sparse.restore(self.sparse_state)
+        self.model.train()
+        self.optimizer = self._optimizer(learning_rate)
+
+    def _optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        config, parameters = self.config, list(self.model.parameters())
+        matrices = [p for p in parameters if p.dim() >= 2]
+        vectors = [p for p in parameters if p.dim() < 2]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=self.device.type == "cuda",  # one pass over weights and moments
+        )
+
+    def leave(self) -> None:
+        """End sparse training, and keep its state."""
+        if self.sparse is not None:
+            self.sparse_state = self.sparse.state()
+            self.sparse.close()
+            self.sparse = None
+
+    @property
+    def capacity(self) -> int | None:
+        return None if self.sparse is None else self.sparse.summary()["capacity"]
+
+    def all_sparse(self) -> bool:
+        """Whether the kernels computed every layer in the last step; SparseFFN may be dense."""
+        from twell.kernels import ops
+
+        rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        entries = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()
+        fits = entries < training_ops().MAX_ENTRIES
+        return ops.takes(rows, self.config.intermediate_size) and fits and all(self.sparse.sparse)
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Take one optimiser step; return the loss before it and two norms of its gradient.
+
+        The norms are of all weights and of the feed-forward ones.
+        """
+        for _ in range(1) if self.sparse is None else self.sparse.attempts():
+            self.optimizer.zero_grad()
+            with self.autocast():
+                # Not by SparseLlamaForCausalLM's own forward, which counts statistics and computes
+                # all logits at once.
+                outputs = self.model.model(input_ids=self.tokens, use_cache=False)
+                hidden, head = outputs.last_hidden_state.flatten(0, 1), self.model.lm_head.weight
+                loss = chunked_cross_entropy(hidden, head, self.labels, loss=self.loss)
+                loss = loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
+            loss.backward()
+        own = nn.utils.get_total_norm([p.grad for ffn in self.model.ffns for p in ffn.parameters()])
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        return loss.detach(), norm.detach(), own
+
+    def steps(self) -> tuple[float, float, float]:
+        """Return the loss after CHECKED_STEPS steps, and the norms of the first gradient."""
+        steps = [torch.stack(self.step()) for _ in range(CHECKED_STEPS + 1)]
+        return float(steps[-1][0]), float(steps[0][1]), float(steps[0][2])
+
+    def peak(self) -> int:
+        """Return the most bytes allocated in a step, weights and optimiser included."""
+        return clock.peak_bytes(self.step)[1]
+
+    def fits(self, sequences: int) -> bool:
+        """Return whether steps of so many documents, the batch from then on, fit into memory."""
+        self.draw(sequences)
+        try:
+            for _ in range(2):
+                self.step()
+            torch.cuda.synchronize()
+            return True
+        except torch.OutOfMemoryError:
+            pass
+        self.optimizer.zero_grad()
+        for ffn in self.model.ffns:
+            ffn.l1 = None  # frees the graph of the pass that failed
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
+
+    def largest(self, limit: int) -> int:
+        """Return the most documents, within 3%, whose step fits into `limit` bytes; 0: none.
+
+        They are the batch from then on. The peak is a straight line in their number; the first
+        guess is where it meets the limit.
+        """
+        few = max(self.config.micro_batch // 2, 1)
+        peaks: list[int] = []
+        for sequences in (few, 2 * few):
+            if not self.fits(sequences):
+                break
+            peaks.append(self.peak())
+        guess = few * (len(peaks) + 1) - 1
+        if len(peaks) == 2:
+            guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
+        while guess > 0 and not self.fits(guess):
+            guess -= max(guess // 32, 1)
+        return guess
+
+
+@dataclass
+class _Bench:
+    """The rows of one command: a model's name, what trains it, and the energy meter."""
+
+    model: str
+    trainer: Trainer
+    meter: clock.Meter | None
+
+    def check(self, providers: Sequence[Provider]) -> dict[Provider, tuple[float, float, float]]:
+        """Return the loss and the norms of each provider; the first one is dense."""
+        trainer, checked = self.trainer, {}
+        for provider in providers:
+            trainer.become(provider, trainer.config.learning_rate)
+            checked[provider] = trainer.steps()
+            self._compare(provider, checked)
+            if trainer.sparse is not None and not trainer.all_sparse():
+                raise ArithmeticError(f"{provider} of {self.model} computed a layer densely")
+        # Training changed the activity, and so the capacity; timed steps have the first weights.
+        trainer.leave()
+        trainer.sparse_state = None
+        return checked
+
+    def _compare(self, provider: Provider, checked: dict) -> None:
+        first, *_ = checked
+        limits = (
+            (f"the loss after {CHECKED_STEPS} steps", "loss"),
+            ("the norm of the first gradient", "gradient norm"),
+            ("the norm of the first gradient of feed-forward weights", "gradient norm"),
+        )
+        pairs = zip(limits, checked[provider], checked[first], strict=True)
+        for (what, kind), value, expected in pairs:
+            if not abs(value - expected) <= TOLERANCE[kind] * abs(expected):
+                raise ArithmeticError(
+                    f"{provider} of {self.model} is wrong: {what} is {value:.5g}, "
+                    f"of {first} {expected:.5g}"
+                )
+
+    def rows(self, common: dict, checked: dict[Provider, tuple]) -> list[dict]:
+        """Time each provider in turns; return its rows, without the largest micro-batch."""
+        trainer, rows = self.trainer, []
+        times: dict[Provider, list[np.ndarray]] = {provider: [] for provider in checked}
+        numbers: dict[Provider, int] = {}
+        for turn in range(clock.LAYER_ROUNDS):
+            for provider in checked:
+                trainer.become(provider, 0.0)
+                if provider not in numbers:
+                    trial = clock.between_replays(trainer.step, 1)[0]
+                    numbers[provider] = int(min(max(clock.OPTIMIZER_TURN / trial, 2), 20))
+                times[provider].append(clock.between_replays(trainer.step, numbers[provider]))
+                if turn == clock.LAYER_ROUNDS - 1:
+                    quantiles = clock.quantiles(np.concatenate(times[provider]))
+                    rows.append(common | self._row(provider, checked[provider], quantiles))
+        return rows
+
+    def common(self) -> dict:
+        """Return the columns of the model and its activity, and print them."""
+        trainer, config = self.trainer, self.trainer.config
+        common = {"model": self.model}
+        common["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+        common |= {size: getattr(config, size) for size in STEP_SIZES}
+        common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
+        common["profile"] = trainer.pattern.profile
+        common["active"] = round(float(np.mean(trainer.active)), 2)
+        common["active_max"] = round(max(trainer.active), 2)
+        size = f"{common['parameters'] / 1e6:.0f} M parameters, {trainer.tokens.numel()} tokens"
+        active = f"{common['active']} active (at most {common['active_max']} in a layer)"
+        print(f"{self.model}: {size}, {active}", flush=True)
+        return common
+
+    def _row(self, provider: Provider, checked: tuple, quantiles: dict[str, float]) -> dict:
+        trainer, (loss, norm, _) = self.trainer, checked
+        row = {"provider": provider.name, "path": provider.path or "dense"}
+        row |= {"capacity": trainer.capacity, "loss": significant(loss, 6)}
+        row |= {"grad_norm": significant(norm, 4), **quantiles}
+        row["tokens_per_second"] = round(1e3 * trainer.tokens.numel() / quantiles["p50"])
+        row["peak"] = trainer.peak()
+        row |= clock.energy(trainer.step, 1, quantiles["p50"], self.meter)
+        row |= {"largest": None, "largest_tokens_per_second": None}
+        speed = f"{quantiles['p50']:.1f} ms, {row['tokens_per_second']} tokens/s"
+        print(f"{self.model}  {provider.name:<27} {speed}, {row['peak'] / 1e9:.1f} GB", flush=True)
+        return row
+
+    def add_largest(self, rows: list[dict]) -> None:
+        """Find and time the largest micro-batch of each row's provider."""
+        trainer = self.trainer
+        for row in rows:
+            trainer.become(Provider.parse(row["provider"]), 0.0)
+            limit = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            row["largest"] = trainer.largest(limit)
+            if row["largest"]:
+                times = clock.quantiles(clock.between_replays(trainer.step, 5, lead=1))
+                speed = round(1e3 * trainer.tokens.numel() / times["p50"])
+                row["largest_tokens_per_second"] = speed
+            batch = f"{row['largest']} x {trainer.config.context} tokens fit"
+            speed = f"{row['largest_tokens_per_second']} tokens/s"
+            print(f"{self.model}  {row['provider']:<27} {batch}, {speed}", flush=True)
+            trainer.draw(trainer.config.micro_batch)
