@@ -17,7 +17,6 @@ test: tests/test_training.py.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from twell.kernels import entries, training
-from twell.kernels.ops import aligned, check_tensors, prepare
+from twell.kernels.ops import aligned, check_tensors, on_device, prepare
 
 TRAIN_PATHS = "union", "hybrid"
 # Places of entries are 32-bit integers, and kernels step past the last one by up to 256.
@@ -102,11 +101,6 @@ def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capa
         )
 
 
-def _on_device(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be that of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 class _Step:
     """The two operators' implementations for one path.
 
@@ -122,7 +116,7 @@ class _Step:
     def forward(self, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
         _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
         x, w_gate, w_up = prepare(x), aligned(w_gate), aligned(w_up)
-        with _on_device(x):
+        with on_device(x):
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
             biases = b_gate, b_up, b_down
@@ -148,7 +142,7 @@ class _Step:
         # PyTorch runs something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         given = x, w_gate, w_up, w_down.t(), b_gate, b_up
-        with _on_device(x):
+        with on_device(x):
             gradients = self.path.backward(*given, self.saved_type(*saved), dy, dl1, needs)
         return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 

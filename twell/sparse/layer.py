@@ -275,14 +275,13 @@ class SparseFFN(nn.Module):
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
             )
-        rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
-        wants_l1 = self.observer.wants_l1(self.training)
-        wants_activity = self.observer.wants_activity(self.training)
-        backend = self.backend
+        rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
+        wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
+        backend = self._backend
         if backend != "dense" and self._why_dense() is not None:
             backend = "dense"
-        result = getattr(self, f"_{backend}")(rows, wants_l1, wants_activity)
-        self.observer.see(result, leading, self.training)
+        result = getattr(self, f"_{backend}")(rows, *wants)
+        observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
@@ -359,8 +358,11 @@ class SparseFFN(nn.Module):
         return Result(y, l1 if wants_l1 else None, activity)
 
     def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
-        trains = any(tensor.requires_grad for tensor in (rows, *self.parameters()))
-        return not ((torch.is_grad_enabled() and trains) or wants_l1 or wants_activity)
+        if wants_l1 or wants_activity:
+            return False
+        if not torch.is_grad_enabled():  # asked first: to look at all parameters takes microseconds
+            return True
+        return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
 
     def _train(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""

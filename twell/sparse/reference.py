@@ -259,7 +259,7 @@ class Gradients(NamedTuple):
     b_down: Tensor | None
 
 
-class UnionSaved(NamedTuple):
+class SavedStep(NamedTuple):
     """What `union_train_backward` needs of a forward pass.
 
     tensors: the arguments of the forward pass. g and u [M, N]: the gate and, in a gated layer, the
@@ -288,7 +288,7 @@ def union_train_forward(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     block: int = 64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, UnionSaved]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, SavedStep]:
     """The forward half of a training step by unions of `block` tokens (ReLU).
 
     Returns y [M, K] in x.dtype; l1 [M], the sum over neurons of |h|, fp32 (fp64 for fp64);
@@ -315,10 +315,10 @@ def union_train_forward(
         y[tokens] = wide(h) @ wide(w_down.t()[neurons])
     y = add_bias(y, b_down).to(x.dtype)
     token_counts, neuron_counts = active.sum(1).int(), active.sum(0).int()
-    return y, l1, token_counts, neuron_counts, UnionSaved(tensors, g, u, block)
+    return y, l1, token_counts, neuron_counts, SavedStep(tensors, g, u, block)
 
 
-def union_train_backward(saved: UnionSaved, dy: Tensor, dl1: Tensor) -> Gradients:
+def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients:
     """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype.
 
     dy [M, K]; dl1 [M], the gradient of each token's l1, so that h gets sign(h) * dl1[m]:
@@ -379,7 +379,7 @@ class _UnionTraining(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dl1, _):
-        gradients = union_train_backward(UnionSaved(ctx.saved_tensors, *ctx.entries), dy, dl1)
+        gradients = union_train_backward(SavedStep(ctx.saved_tensors, *ctx.entries), dy, dl1)
         needs = ctx.needs_input_grad
         return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
