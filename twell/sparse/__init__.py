@@ -1,9 +1,11 @@
-"""The sparse feed-forward layer: formats, references, the layer, its plan, and sparse training
-steps.
+"""The sparse feed-forward layer.
 
-formats     how few active neurons are stored
-reference   the layer over active neurons in plain torch: what every kernel computes
-layer       SparseFFN, which computes by reference, by kernels, or densely
-plan        which path a layer takes: measured times and the activity it saw
-training    sparse training steps that lose nothing
+    formats       how active neurons are stored: ELL (rows), TwELL, Hybrid (hybrid), TileUnion
+    reference     the layer in plain torch, the formula of every kernel; hybrid_reference: the paper's
+                  training step
+    layer         SparseFFN, which computes by reference, by kernels or densely; it reads or calls its
+                  projections
+    observe       the L1 term and the activity that a layer's passes show
+    plan          the path that a layer takes, from a calibration (measured times) and its activity
+    training      sparse training steps that retry what overflows
 """
