@@ -109,7 +109,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Out of Python's path: tests/test_compile.py compiles the kernels with it in a process of its own.
+# Out of Python's path: tests/kernels/test_compile.py compiles the kernels with it in a process of its own.
 $(VENV)/triton-older/installed: requirements.gpu.lock | $(VENV)/installed
 	rm -rf $(@D) && mkdir -p $(@D)
 	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r requirements.gpu.lock

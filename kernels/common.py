@@ -7,7 +7,7 @@ Without a GPU, kernels run under TRITON_INTERPRET=1. There bf16 is a bare 16-bit
 and tl.dot use its bits as a number, and rounding to it truncates. `wide` and `narrow` stand at each
 load and store and hide this.
 
-Test: tests/test_kernels.py; launch options: kernels/options.py.
+Test: tests/kernels/test_kernels.py; launch options: kernels/options.py.
 """
 
 from __future__ import annotations

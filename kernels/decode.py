@@ -27,7 +27,7 @@ reads the weights again.
 
 An inf or NaN in w_down may reach the other tokens of a block, where h is 0: 0 * inf is NaN.
 
-Reference: twell.sparse.reference.up_down; test: tests/test_decode.py;
+Reference: twell.sparse.reference.up_down; test: tests/kernels/test_decode.py;
 options: kernels/options.py 'decode_up_*', 'decode_down', 'decode_few_down', decode_few_up().
 """
 

@@ -14,7 +14,7 @@ with its surroundings.
 As in any dense layer, an inf or NaN in a weight reaches every token, also where the neuron is
 inactive: 0 * inf is NaN.
 
-Reference: twell.sparse.reference.ffn; test: tests/test_dense.py;
+Reference: twell.sparse.reference.ffn; test: tests/kernels/test_dense.py;
 options: kernels/options.py 'dense'.
 """
 

@@ -20,7 +20,8 @@ h and its gradients are over the unions, neuron-major: a row of 64 tokens for ea
 A place beyond the capacity is not stored and not read; totals[0] counts it all the same.
 
 Reference: twell.sparse.reference.union_train_forward, union_train_backward;
-test: tests/test_training.py; options: kernels/options.py 'training_index', 'training_elements'.
+test: tests/kernels/test_training.py;
+options: kernels/options.py 'training_index', 'training_elements'.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ transposed, by neurons (union).
     by tokens    g [M, W]         bits [tokens, W / 32] int32, bit i of word j: neuron 32 j + i
     by neurons   g [N, tokens]    bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
 
-Reference: twell.sparse.reference.gate_pack; test: tests/test_gate.py;
+Reference: twell.sparse.reference.gate_pack; test: tests/kernels/test_gate.py;
 options: kernels/options.py 'gate_tokens', 'gate_neurons'.
 """
 

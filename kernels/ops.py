@@ -29,7 +29,7 @@ Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or Na
 an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
 in which another token activates the neuron, and any weight of a dense layer.
 
-Reference: twell.sparse.reference.ffn; test: tests/test_ops.py.
+Reference: twell.sparse.reference.ffn; test: tests/kernels/test_ops.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ascending order: the 16 bits of g above the 16 of the neuron's number.
     g = relu(x w_gate^T + b_gate)    y = ((x w_up^T + b_up) * g) w_down_t + b_down
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
-Reference: twell.sparse.reference.up_down, down; test: tests/test_rowwise.py;
+Reference: twell.sparse.reference.up_down, down; test: tests/kernels/test_rowwise.py;
 options: kernels/options.py 'token_lists', 'count_activity', 'rowwise'.
 """
 

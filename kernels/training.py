@@ -23,7 +23,7 @@ caller then repeats the step (twell/sparse/training.py).
 
 Paper: App. B.2, training with the hybrid format; unions and entries are ours.
 Reference: twell.sparse.reference.union_train_forward, union_train_backward;
-test: tests/test_training.py;
+test: tests/kernels/test_training.py;
 options: kernels/options.py 'training_*', 'union_up_64', 'union_down_64'.
 """
 

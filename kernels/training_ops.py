@@ -12,7 +12,7 @@ hold `capacity` entries per token. A step that needs more says so, in `needed`, 
 
 Shapes, dtypes and errors: see ops.py.
 Reference: twell.sparse.reference.union_train_forward, union_train_backward;
-test: tests/test_training.py.
+test: tests/kernels/test_training.py.
 """
 
 from __future__ import annotations

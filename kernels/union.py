@@ -22,7 +22,7 @@ need no masks. g and h are neuron-major: a block's part of a neuron is one conti
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
     without w_gate: h = g = relu(x w_up^T + b_up)
 
-Reference: twell.sparse.reference.union_up_down, union_down; test: tests/test_union.py;
+Reference: twell.sparse.reference.union_up_down, union_down; test: tests/kernels/test_union.py;
 options: kernels/options.py 'union_lists', 'union_up_*', 'union_down_*'.
 """
 

@@ -17,7 +17,8 @@ This is the paper's transposed hybrid format with lists in place of ELL rows (Ap
 Where the buffer does not hold all rows, the rest follows in another round.
 
 Reference: twell.sparse.reference.union_train_backward;
-test: tests/test_training.py; options: kernels/options.py 'training_lists', 'training_backup'.
+test: tests/kernels/test_training.py;
+options: kernels/options.py 'training_lists', 'training_backup'.
 """
 
 from __future__ import annotations

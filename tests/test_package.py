@@ -168,8 +168,8 @@ def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
     for name in ("data/paper.yaml", "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for name in ("results", "trace", "format"):
-        (tmp_path / "twell").mkdir(exist_ok=True)
+    for name in ("results", "trace", "sparse/formats"):
+        (tmp_path / "twell" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "twell" / f"{name}.py").touch()
     runner = (
         tmp_path / "runner"

@@ -9,7 +9,7 @@ is why gate.py stores bits.
     x [M, K]    w [N, K], w_gate or in a layer without one w_up    b [N] or None
     words [M, ceil(N / 256) * 256 / C] int32
 
-Paper: App. A.1. Reference: twell.sparse.reference.gate_pack; test: tests/test_paper.py;
+Paper: App. A.1. Reference: twell.sparse.reference.gate_pack; test: tests/kernels/test_paper.py;
 options: kernels/options.py 'gate_words'.
 """
 

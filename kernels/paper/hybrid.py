@@ -22,7 +22,7 @@ Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or Na
 an inactive entry reaches nothing through a list; through a backup row it may.
 
 Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
-test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_*'.
+test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_*'.
 """
 
 from __future__ import annotations

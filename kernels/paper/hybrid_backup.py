@@ -12,7 +12,7 @@ An inf or NaN in an operand of an inactive entry may reach its token here, since
 
 Paper: App. B.2, dense backup.
 Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
-test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_backup'.
+test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_backup'.
 """
 
 from __future__ import annotations

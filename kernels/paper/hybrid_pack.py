@@ -15,7 +15,7 @@ A token without a backup row, for lack of capacity, counts as empty, and `needed
 
 Paper: App. B.2, conversion to the hybrid format.
 Reference: twell.sparse.hybrid_reference.to_hybrid;
-test: tests/test_hybrid.py.
+test: tests/kernels/test_hybrid.py.
 """
 
 from __future__ import annotations

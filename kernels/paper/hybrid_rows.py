@@ -11,7 +11,7 @@ neurons, SLOTS at a time, as rowwise.py does in inference.
 
 Paper: App. B.2, sampled dense-dense and sparse-dense products.
 Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
-test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_rows'.
+test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_rows'.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ of the programs.
 
 Paper: App. B.2, weight gradients.
 Reference: twell.sparse.hybrid_reference.transpose_matmul;
-test: tests/test_hybrid.py.
+test: tests/kernels/test_hybrid.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ a backup row is a row of a product on tensor cores.
 
 Paper: App. B.2, weight gradients.
 Reference: twell.sparse.hybrid_reference.transpose_matmul;
-test: tests/test_hybrid.py; options: kernels/options.py 'hybrid_weights', 'hybrid_backup'.
+test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_weights', 'hybrid_backup'.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1.
 
-Reference: twell.sparse.reference.gate_pack, up_down; test: tests/test_paper.py.
+Reference: twell.sparse.reference.gate_pack, up_down; test: tests/kernels/test_paper.py.
 """
 
 from __future__ import annotations

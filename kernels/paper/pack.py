@@ -8,7 +8,7 @@ ELL. A function waits for the device where the size of its result depends on the
     dense [M, N] of bf16, fp16 or fp32; the formats have shapes of their own
 
 Reference: `pack` and `unpack` of each format in twell.sparse.formats;
-test: tests/test_paper_pack.py; options: kernels/options.py 'pack', 'pack_union'.
+test: tests/kernels/test_paper_pack.py; options: kernels/options.py 'pack', 'pack_union'.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ this branch cost every other row half of its speed.
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
 Paper: App. A.1. Reference: twell.sparse.reference.up_down, down;
-test: tests/test_paper.py; options: kernels/options.py 'twell_rowwise'.
+test: tests/kernels/test_paper.py; options: kernels/options.py 'twell_rowwise'.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from twell.measure.check import TOLERANCE, Exact
 from twell.measure.layer import ffn
 from twell.measure.rows import COLUMNS
 from twell.sparse import plan
+from twell.sparse.calibration import Calibration, Point
 
 pytest.importorskip("triton")
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
@@ -157,8 +158,8 @@ def test_auto_knows_the_activity_and_its_path_is_recorded(fake_clock, monkeypatc
 
     def fast_unions(shape):
         made.append(shape)
-        points = (plan.Point(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96))
-        return plan.Calibration("x", *shape, "bfloat16", "", "", tuple(points))
+        points = (Point(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96))
+        return Calibration("x", *shape, "bfloat16", "", "", tuple(points))
 
     monkeypatch.setattr(plan, "default", lambda *shape: fast_unions(shape))
     monkeypatch.setattr(Exact, "check", lambda *_: 1e-3)

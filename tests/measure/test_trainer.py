@@ -221,7 +221,7 @@ def test_timed_steps_find_their_own_capacity(fake_kernels, monkeypatch):
     def with_large_buffers(trainer):  # as after a training that turned all neurons on
         result = steps(trainer)
         if trainer.sparse is not None:
-            trainer.sparse.capacity = trainer.sparse.rooms[-1]
+            trainer.sparse.capacity = trainer.sparse.capacities[-1]
         return result
 
     monkeypatch.setattr(Trainer, "steps", with_large_buffers)

@@ -1,7 +1,7 @@
 """The training operators of both paths, and the kernels by unions; without a GPU, interpreted.
 
 tests/fuzz.py compares y, the L1 term and every gradient with fp64. Here are cases that a random one
-seldom meets. tests/test_hybrid.py has the paper's path alone, tests/test_training_layer.py the
+seldom meets. test_hybrid.py has the paper's path alone, test_training_layer.py the
 layer around the operators.
 """
 
@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     SEED,
     pytestmark,
@@ -221,7 +221,7 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
 
 
 def test_an_overflow_is_reported_and_counts_stay_right():
-    path = "union"  # tests/test_hybrid.py has the other
+    path = "union"  # test_hybrid.py has the other
     leaves = leaves_of(case_of(path, pattern="skewed", values="normal"))
     enough = training_ops.train(path, 140, **leaves)
     needed = int(enough.needed)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     bits,
     pytestmark,

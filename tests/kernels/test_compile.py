@@ -1,6 +1,6 @@
 """Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
 
-tests/compiled.py compiles in a subprocess, and tests/ir.py checks the compiled code. The Triton of
+compiled.py compiles in a subprocess, and ir.py checks the compiled code. The Triton of
 requirements.gpu.lock compiles the kernels as well as the installed one does.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import ir
-from tests.ir_samples import INDEX_MODES
+from tests.kernels import ir
+from tests.kernels.ir_samples import INDEX_MODES
 
 triton = pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OLDER = Path(sys.prefix) / "triton-older"  # where `make test` installs requirements.gpu.lock
 OLDER_VERSION = re.search(r"triton==(\S+)", (ROOT / "requirements.gpu.lock").read_text())[1]
 
@@ -85,7 +85,7 @@ BOUNDED = {
 
 
 def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
-    """The output of tests/compiled.py under the installed or the older Triton."""
+    """The output of tests/kernels/compiled.py under the installed or the older Triton."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     if older:
@@ -97,7 +97,7 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
         paths = [str(OLDER), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compiled", *arguments],
+        [sys.executable, "-m", "tests.kernels.compiled", *arguments],
         capture_output=True,
         text=True,
         env=environment,

@@ -1,4 +1,4 @@
-"""The operators of inference: rules, errors, compilation. tests/test_kernels.py has the results."""
+"""The operators of inference: rules, errors, compilation. test_kernels.py has the results."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     ALL_PATHS,
     DEVICE,
     PATHS,

@@ -1,4 +1,4 @@
-"""Inference by unions: lists, blocks and chunks. tests/test_kernels.py has the layer."""
+"""Inference by unions: lists, blocks and chunks. tests/kernels/test_kernels.py has the layer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     as_words,
     integer_case,

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     SEED,
     pytestmark,

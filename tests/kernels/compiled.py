@@ -1,6 +1,6 @@
 """Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
 
-    python -m tests.compiled compile|launch|samples ARCHITECTURE
+    python -m tests.kernels.compiled compile|launch|samples ARCHITECTURE
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -23,8 +23,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests import ir
-from tests.ir_samples import compile_samples
+from tests.kernels import ir
+from tests.kernels.ir_samples import compile_samples
 from twell.kernels import decode, dense, entries, options, rowwise, training, training_ops, union
 from twell.kernels.paper import hybrid, hybrid_pack, pack
 from twell.kernels.paper import rowwise as twell_rowwise

@@ -1,10 +1,10 @@
-"""Kernels in which the checks of tests/ir.py have to find certain problems."""
+"""Kernels in which the checks of tests/kernels/ir.py have to find certain problems."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests import ir
+from tests.kernels import ir
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     integer_case,
     pytestmark,

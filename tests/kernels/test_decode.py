@@ -1,4 +1,4 @@
-"""Inference with few tokens: chunks and idle neurons. tests/test_kernels.py has the layer."""
+"""Inference with few tokens: chunks and idle neurons. test_kernels.py has the layer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests import fuzz
-from tests.kernel_cases import (  # noqa: F401
+from tests.kernels.cases import (  # noqa: F401
     DEVICE,
     integer_case,
     pytestmark,

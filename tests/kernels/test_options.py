@@ -39,7 +39,7 @@ def kernel_files():
 def test_headers_name_their_test_and_their_options(path):
     header = ast.get_docstring(ast.parse(SOURCES[path]))
     test = re.search(r"test:\s(tests/\w+\.py)", header)[1]
-    assert (Path(__file__).parents[1] / test).is_file()
+    assert (Path(__file__).parents[2] / test).is_file()
     assert "Reference: " in header
     for key in re.findall(r"'([a-z_0-9*]+)'", header.partition("options: ")[2]):
         assert fnmatch.filter(options.OPTIONS, key), key
