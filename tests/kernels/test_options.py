@@ -38,7 +38,7 @@ def kernel_files():
 @pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.stem)
 def test_headers_name_their_test_and_their_options(path):
     header = ast.get_docstring(ast.parse(SOURCES[path]))
-    test = re.search(r"test:\s(tests/\w+\.py)", header)[1]
+    test = re.search(r"test:\s(tests/[\w/]+\.py)", header)[1]
     assert (Path(__file__).parents[2] / test).is_file()
     assert "Reference: " in header
     for key in re.findall(r"'([a-z_0-9*]+)'", header.partition("options: ")[2]):
