@@ -100,6 +100,8 @@ def test_public_modules_keep_their_names(module):
         ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow check_tensor"),
         ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
         ("reference", "ffn_backward sampled_matmul multiply transpose_matmul to_hybrid Saved"),
+        ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens cut encode"),
+        ("trace", "trace_validation silenced_loss load_with_tokenizer token_strings CONTEXTS"),
         ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
     ],
 )

@@ -1,5 +1,8 @@
 """A trace's sizes, its parts, its file."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -52,6 +55,16 @@ def test_sizes_that_do_not_fit_are_refused(change, words):
     trace, _ = random_trace()
     with pytest.raises(ValueError, match=words):
         Trace(**vars(trace) | change)
+
+
+def test_reading_a_file_loads_no_torch(tmp_path):
+    path = tmp_path / "t.npz"
+    random_trace()[0].save(path)
+    code = "import sys; from twell.trace import Aggregate, Trace; Trace.load(sys.argv[1])"
+    code += "; print({'torch', 'transformers'} & {*sys.modules})"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_part_is_these_tokens(seed):

@@ -90,13 +90,10 @@ class Aggregate:
         for name, expected in self._shapes().items():
             if (shape := getattr(self, name).shape) != expected:
                 raise ValueError(f"{name} has the shape {shape}; expected {expected}")
-        for name in ("occurrences", "active_histogram"):
-            counts = getattr(self, name)
-            total = (counts[:1] if counts.ndim == 2 else counts).sum()
-            if total != self.num_tokens:
-                raise ValueError(
-                    f"{name} counts {total} tokens; the sequences have {self.num_tokens}"
-                )
+        tokens, histogram = self.num_tokens, self.active_histogram[:1]
+        for name, counts in (("occurrences", self.occurrences), ("active_histogram", histogram)):
+            if (total := counts.sum()) != tokens:
+                raise ValueError(f"{name} counts {total} tokens; the sequences have {tokens}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         layers, neurons = self.value_sum.shape

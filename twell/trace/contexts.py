@@ -1,6 +1,6 @@
 """The places in the text at which an aggregate shows a neuron.
 
-Of each neuron's firings `Best` holds, while the text goes by, the strongest and an even sample.
+While a model runs, `Best` holds the strongest of each neuron's firings and an even sample.
 `fit` then takes as many of them, and of the words around them, as the size of the file allows.
 """
 
@@ -28,7 +28,7 @@ class Contexts(NamedTuple):
     after: int
 
 
-# An aggregate takes the first with which its file stays below its limit. Counts are never reduced.
+# An aggregate takes the first row that keeps its file within its limit. Counts are never reduced.
 CONTEXTS = (
     Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 12, 4),
     Contexts(8, [0.1, 0.5, 0.9], 12, 4),
@@ -108,7 +108,7 @@ def fit(
     def fits(contexts: Contexts) -> bool:
         return len(aggregate(contexts).pack()) <= meta["max_bytes"]
 
-    # Packing is slow; sizes fall from each to the next, so bisection packs four times at most.
+    # Packing is slow, and sizes fall from row to row: bisection needs four trials.
     first = bisect.bisect_left(CONTEXTS, True, key=fits)
     if first == len(CONTEXTS):
         size, most = len(aggregate(CONTEXTS[-1]).pack()), meta["max_bytes"]
@@ -139,9 +139,9 @@ def _places(
 
 def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]) -> Table:
     """Return the firings of a sample [L, N, R] at the quantiles of their values, each once."""
-    held = (at >= 0).sum(-1, keepdims=True)
+    num_firings = (at >= 0).sum(-1, keepdims=True)
     order = np.argsort(np.where(at >= 0, value, np.inf), axis=-1, kind="stable")
-    rank = np.rint(np.array(quantiles) * (held - 1).clip(0)).astype(np.int64)
+    rank = np.rint(np.array(quantiles) * (num_firings - 1).clip(0)).astype(np.int64)
     chosen = np.take_along_axis(order, rank, -1)
     at, value = np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
     repeated = np.zeros(at.shape, bool)

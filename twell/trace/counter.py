@@ -121,6 +121,7 @@ class Counter:
 
         Raises ValueError when the counts alone are larger.
         """
+        loss = float(self.nll) / self.num_predicted if self.num_predicted else float("nan")
         counts = self._counts()
         ids = np.flatnonzero(counts["occurrences"])
         counts |= {
@@ -129,9 +130,7 @@ class Counter:
             "occurrences": counts["occurrences"][ids],
             "token_active": counts["token_active"][ids],
             "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
-            "cross_entropy": float(self.nll.cpu()) / self.num_predicted
-            if self.num_predicted
-            else float("nan"),
+            "cross_entropy": loss,
         }
         shape = (self.num_layers, self.intermediate_size, -1)
         top, sample = (
@@ -194,10 +193,8 @@ class Unions:
 
     def close(self, num_tokens: int) -> None:
         """Count the whole blocks in the open one, after all tokens."""
-        for layer, (neurons, active) in enumerate(
-            zip(self.open_neurons, self.open_active, strict=True)
-        ):
-            self._count(layer, neurons, active, num_tokens % BLOCKS[-1])
+        for layer, neurons in enumerate(self.open_neurons):
+            self._count(layer, neurons, self.open_active[layer], num_tokens % BLOCKS[-1])
 
     def _count(self, layer: int, neurons: Tensor, active: Tensor, num_tokens: int) -> None:
         """Count whole blocks of num_tokens tokens.

@@ -10,11 +10,18 @@ import pandas as pd
 import torch
 
 from twell.model import SparseLlamaForCausalLM, silence
-from twell.trace.watch import Recorder, concatenate, evaluating, logprob, same_length, watch
+from twell.trace.watch import (
+    SAY_EVERY,
+    Recorder,
+    concatenate,
+    evaluating,
+    logprob,
+    same_length,
+    watch,
+)
 
 Neuron = tuple[int, int]  # layer, neuron
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
-SAY_EVERY = 5  # seconds
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import scipy.sparse
 from twell import results
 from twell.trace import files
 
-OF_TOKENS = ("token_ids", "strings", "logprob", "sequence", "position")
+PER_TOKEN = ("token_ids", "strings", "logprob", "sequence", "position")
 ARRAYS = ("token_ids", "logprob", "sequence", "position", "indptr", "indices", "values")
 
 
@@ -45,7 +45,7 @@ class Trace:
 
     def __post_init__(self):
         tokens, rows, entries = self.num_tokens, len(self.indptr) - 1, len(self.indices)
-        for name in OF_TOKENS:
+        for name in PER_TOKEN:
             if (length := len(getattr(self, name))) != tokens:
                 raise ValueError(f"{name} has {length} entries; the trace has {tokens} tokens")
         if rows < 0 or (rows % tokens if tokens else rows):
@@ -78,9 +78,9 @@ class Trace:
         layers = range(self.num_layers if stop > start else 0)
         rows = [slice(layer * tokens + start, layer * tokens + stop) for layer in layers]
         entries = [slice(self.indptr[row.start], self.indptr[row.stop]) for row in rows]
-        # Without layers there is nothing to join but the empty beginning.
+        # The empty first arrays keep the dtype where no layer is left.
         return Trace(
-            **{name: getattr(self, name)[start:stop] for name in OF_TOKENS},
+            **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
             indptr=np.concatenate([[0], *(np.diff(self.indptr)[row] for row in rows)]).cumsum(),
             indices=np.concatenate([self.indices[:0], *(self.indices[part] for part in entries)]),
             values=np.concatenate([self.values[:0], *(self.values[part] for part in entries)]),

@@ -16,7 +16,7 @@ from twell.trace.aggregates import Aggregate
 from twell.trace.counter import Counter
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
 from twell.trace.trace import Trace
-from twell.trace.watch import Recorder, concatenate, watch
+from twell.trace.watch import SAY_EVERY, Recorder, concatenate, watch
 from twell.train import TrainConfig, run_text
 
 BATCH_TOKENS = 8192
@@ -25,7 +25,6 @@ MAX_BYTES = 2_000_000
 # model that needs more than the limit is refused before it runs; if it turns out so, at the end.
 BYTES_A_NEURON = 32
 MOST_TOKENS = 2**20  # of a run's aggregate, if no number is given
-SAY_EVERY = 5  # seconds
 
 
 def trace_tokens(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from twell.model import SparseLlamaForCausalLM
 
+SAY_EVERY = 5  # seconds between two lines about the progress
+
 
 class Observer(Protocol):
     """Sees the batches of a model, one after the other."""
