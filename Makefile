@@ -22,7 +22,7 @@ LEVELS := 0 1e-3 3e-3 3e-2
 TRACED := 3e-3
 LIVE := runs/live
 TRAINING := $(wildcard twell/sparse/*.py) $(addprefix twell/,corpus.py model.py results.py train.py configs/quick.yaml)
-DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py) $(addprefix twell/,results.py trace.py sparse/formats.py) data/paper.yaml
+DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py twell/trace/*.py) $(addprefix twell/,results.py sparse/formats.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 ifeq ($(PROFILE),live)
 LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
@@ -71,10 +71,10 @@ $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite
 	@touch $@
 
-$(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done twell/trace.py
+$(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done $(wildcard twell/trace/*.py)
 	$(TRAIN) -m twell trace $(@D) --valid --out $@
 
-$(LIVE)/l1-%/aggregate.npz: $(LIVE)/l1-%/done twell/trace.py
+$(LIVE)/l1-%/aggregate.npz: $(LIVE)/l1-%/done $(wildcard twell/trace/*.py)
 	$(TRAIN) -m twell trace $(@D) --valid --aggregate --out $@
 
 # The text is tokenised once, before the runs share it.

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.test_trace import aggregate_of
+from tests.trace.activity import aggregate_of
 from twell import analysis, results
 from twell.trace import Trace
 

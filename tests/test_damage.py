@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.test_analysis import make_trace
-from tests.test_trace import aggregate_of
+from tests.trace.activity import aggregate_of
 from twell import results, train
 from twell.__main__ import main
 

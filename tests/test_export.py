@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tests.test_analysis import make_trace
-from tests.test_trace import aggregate_of
+from tests.trace.activity import aggregate_of
 from twell import analysis, load, results
 from twell.__main__ import main
 from twell.evaluate import _describe

@@ -14,7 +14,8 @@ from twell import results
 ROOT = results.root()
 MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
 # Folders that keep the limits; the others follow.
-FOLDERS = "kernels twell/sparse twell/measure tests/sparse tests/kernels tests/measure".split()
+FOLDERS = """kernels twell/sparse twell/measure twell/trace
+    tests/kernels tests/sparse tests/measure tests/trace""".split()
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -99,6 +100,8 @@ def test_public_modules_keep_their_names(module):
         ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow check_tensor"),
         ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
         ("reference", "ffn_backward sampled_matmul multiply transpose_matmul to_hybrid Saved"),
+        ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens cut encode"),
+        ("trace", "trace_validation silenced_loss load_with_tokenizer token_strings CONTEXTS"),
         ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
     ],
 )

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 import twell
 from tests.test_analysis import make_trace
-from tests.test_trace import aggregate_of
+from tests.trace.activity import aggregate_of
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side
 

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.test_analysis import make_trace
-from tests.test_trace import aggregate_of
+from tests.trace.activity import aggregate_of
 from twell import results, trace
 from twell.__main__ import RUNS_BEGIN, RUNS_END, main
 from twell.sparse.layer import backend_status
@@ -526,7 +526,7 @@ def test_a_fault_within_the_package_keeps_its_traceback(place, monkeypatch):
     )  # Python says that it cannot be iterated over
     with pytest.raises(TypeError):
         main(place.train())
-    monkeypatch.setattr("twell.trace.results", {})
+    monkeypatch.setattr("twell.trace.tracing.results", {})
     with pytest.raises(AttributeError):
         main(place.trace())
 

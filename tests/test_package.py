@@ -165,12 +165,10 @@ def test_results_go_where_git_does_not_look():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
-    for name in ("data/paper.yaml", "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
+    sources = ("data/paper.yaml", "twell/results.py", "twell/sparse/formats.py")
+    for name in (*sources, "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for name in ("results", "trace", "sparse/formats"):
-        (tmp_path / "twell" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "twell" / f"{name}.py").touch()
     runner = (
         tmp_path / "runner"
     )  # fails as often as the file says, and leaves the executed notebook, its last argument

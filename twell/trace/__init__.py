@@ -1,0 +1,43 @@
+"""Which neurons are active for which token, recorded from a model.
+
+A `Trace` holds every active neuron of every token and layer, and its value h. Its size is
+proportional to the number of tokens. An `Aggregate` has a fixed size: counts over all tokens,
+exact, and for each neuron a few places in the text. Both have the same methods (`histogram`,
+`by_token`, `by_position`, `neurons`, `unions`, `overflows`), so that analysis makes one table of
+either.
+
+    trace, aggregates   the two records, and what can be asked of them
+    files               both on disk: one compressed .npz
+    contexts            the places in the text at which an aggregate shows a neuron
+    texts               from text to token ids, and back to the string of each token
+    watch               runs a model and hands its active entries to an observer
+    counter             the observer that fills an aggregate
+    tracing             traces and aggregates of texts, sequences and runs
+    silence             by how much the loss changes when a neuron is silenced
+
+The public functions load at first use: reading a file loads neither torch nor transformers.
+"""
+
+import importlib
+
+_MODULES = {
+    "aggregates": "Aggregate BLOCKS COMPRESSIONS COUNTED OCTAVES PLACES TILE_N",
+    "contexts": "CONTEXTS SAMPLE",
+    "silence": "silenced_loss",
+    "texts": "cut encode load_with_tokenizer token_strings",
+    "trace": "ARRAYS Trace",
+    "tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
+    "trace_text trace_tokens trace_validation",
+}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

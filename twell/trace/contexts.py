@@ -1,0 +1,169 @@
+"""The places in the text at which an aggregate shows a neuron.
+
+While a model runs, `Best` holds the strongest of each neuron's firings and an even sample.
+`fit` then takes as many of them, and of the words around them, as the size of the file allows.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twell.trace.aggregates import Aggregate
+
+Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -1 for none; their h
+
+
+class Contexts(NamedTuple):
+    """Places of one neuron: its `top` strongest, those at `quantiles` of h, and tokens around."""
+
+    top: int
+    quantiles: list[float]
+    before: int
+    after: int
+
+
+# An aggregate takes the first row that keeps its file within its limit. Counts are never reduced.
+CONTEXTS = (
+    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 12, 4),
+    Contexts(8, [0.1, 0.5, 0.9], 12, 4),
+    Contexts(5, [0.1, 0.5, 0.9], 12, 4),
+    Contexts(3, [0.1, 0.5, 0.9], 12, 4),
+    Contexts(3, [0.1, 0.5, 0.9], 8, 3),
+    Contexts(3, [0.5], 8, 3),
+    Contexts(2, [0.5], 8, 3),
+    Contexts(2, [0.5], 5, 2),
+    Contexts(1, [0.5], 5, 2),
+    Contexts(1, [0.5], 3, 1),
+    Contexts(1, [], 3, 1),
+    Contexts(0, [], 0, 0),
+)
+SAMPLE = 32  # firings drawn evenly from all of a neuron's: quantiles are taken of these
+
+
+class Best:
+    """The k entries of each group with the highest score in a stream; of equal ones the earliest.
+
+    An entry that does not exceed its group's k-th score is dropped on its device. The others
+    gather in main memory, and are sorted in when they are more than groups * k.
+    """
+
+    def __init__(self, groups: int, k: int, device: torch.device | str):
+        self.groups, self.k = groups, k
+        self.threshold = torch.full((groups,), -torch.inf, device=device)
+        kinds = (np.int64, np.int64, np.float32, np.float32)
+        self.parts = [tuple(np.zeros(0, kind) for kind in kinds)]
+        self.waiting = 0
+
+    def add(self, group: Tensor, at: Tensor, score: Tensor, value: Tensor) -> None:
+        """Add entries [n]: int64; int64, ascending from call to call in a group; both float32."""
+        better = score > self.threshold[group]
+        self.parts.append(tuple(t[better].cpu().numpy() for t in (group, at, score, value)))
+        self.waiting += len(self.parts[-1][0])
+        if self.waiting > self.groups * self.k:
+            self.merge()
+
+    def merge(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return group, rank in it, at, value of the best, sorted by group and rank."""
+        group, at, score, value = (np.concatenate(parts) for parts in zip(*self.parts, strict=True))
+        order = np.lexsort((at, -score, group))
+        rank = np.arange(len(order)) - np.searchsorted(group[order], group[order])
+        order, rank = order[rank < self.k], rank[rank < self.k]
+        self.parts, self.waiting = [(group[order], at[order], score[order], value[order])], 0
+        last = order[rank == self.k - 1]
+        full, scores = torch.from_numpy(group[last]), torch.from_numpy(score[last])
+        device = self.threshold.device
+        self.threshold[full.to(device)] = scores.to(device)
+        return group[order], rank, at[order], value[order]
+
+    def table(self) -> Table:
+        """Return `at` [groups, k], -1 for none, and `value` [groups, k], 0 for none."""
+        group, rank, at, value = self.merge()
+        shape = (self.groups, self.k)
+        table = np.full(shape, -1), np.zeros(shape, np.float32)
+        table[0][group, rank], table[1][group, rank] = at, value
+        return table
+
+
+def fit(
+    counts: dict, top: Table, sample: Table, sequences: Sequence[Sequence[int]], meta: dict
+) -> Aggregate:
+    """Return the aggregate of these counts with the most places that meta's max_bytes allow.
+
+    counts: the other fields of Aggregate; top [L, N, 8] and sample [L, N, SAMPLE]: firings.
+    Raises ValueError when the counts alone are too large.
+    """
+
+    def aggregate(contexts: Contexts) -> Aggregate:
+        kept, wanted = contexts._asdict(), CONTEXTS[0]._asdict()
+        reduced = {name: wanted[name] for name in wanted if kept[name] != wanted[name]}
+        described = meta | {"kept": kept, "reduced": reduced}
+        return Aggregate(**counts, **_places(contexts, top, sample, sequences), meta=described)
+
+    def fits(contexts: Contexts) -> bool:
+        return len(aggregate(contexts).pack()) <= meta["max_bytes"]
+
+    # Packing is slow, and sizes fall from row to row: bisection needs four trials.
+    first = bisect.bisect_left(CONTEXTS, True, key=fits)
+    if first == len(CONTEXTS):
+        size, most = len(aggregate(CONTEXTS[-1]).pack()), meta["max_bytes"]
+        raise ValueError(f"the counts alone need {size} bytes; max_bytes is {most}")
+    return aggregate(CONTEXTS[first])
+
+
+def _places(
+    contexts: Contexts, top: Table, sample: Table, sequences: Sequence[Sequence[int]]
+) -> dict:
+    """Return the fields of an Aggregate that say where neurons fire."""
+    top_at, top_value = (part[..., : contexts.top] for part in top)
+    quantile_at, quantile_value = _at_quantiles(*sample, contexts.quantiles)
+    at = np.unique(np.concatenate([top_at.reshape(-1), quantile_at.reshape(-1)]))
+    text_at, text = _around(at[at >= 0], contexts.before, contexts.after, sequences)
+    return {
+        "top_at": top_at,
+        "top_value": rounded(top_value),
+        "quantile_at": quantile_at,
+        "quantile_value": rounded(quantile_value),
+        "text_at": text_at,
+        "text": text,
+        "quantiles": contexts.quantiles,
+        "before": contexts.before,
+        "after": contexts.after,
+    }
+
+
+def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]) -> Table:
+    """Return the firings of a sample [L, N, R] at the quantiles of their values, each once."""
+    num_firings = (at >= 0).sum(-1, keepdims=True)
+    order = np.argsort(np.where(at >= 0, value, np.inf), axis=-1, kind="stable")
+    rank = np.rint(np.array(quantiles) * (num_firings - 1).clip(0)).astype(np.int64)
+    chosen = np.take_along_axis(order, rank, -1)
+    at, value = np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
+    repeated = np.zeros(at.shape, bool)
+    repeated[..., 1:] = rank[..., 1:] == rank[..., :-1]
+    return np.where(repeated, -1, at), np.where(repeated, 0, value)
+
+
+def _around(
+    at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers and ids of the tokens around those numbered `at`, in their sequences."""
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    starts = np.concatenate([[0], ends[:-1]])
+    sequence = np.searchsorted(ends, at, side="right")
+    near = at[:, None] + np.arange(-before, after + 1)
+    inside = (near >= starts[sequence, None]) & (near < ends[sequence, None])
+    numbers = np.unique(near[inside])
+    tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+    return numbers, tokens[numbers]
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Round float32 to 12 significant bits, half away from zero: more compress badly, unseen."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).view(np.float32)

@@ -1,0 +1,228 @@
+"""The observer that fills an aggregate: counts on the model's device, and candidates for places.
+
+Its size does not depend on the number of tokens. Counts are sums of integers: neither the batches
+nor the device change them. The sampled firings depend on the seed and on the order of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from twell.trace import contexts
+from twell.trace.aggregates import BLOCKS, COMPRESSIONS, COUNTED, OCTAVES, TILE_N, Aggregate
+from twell.trace.contexts import CONTEXTS, SAMPLE, Best
+from twell.trace.texts import token_strings
+
+# Counted octaves 2^(e-1) <= |h| < 2^e: these exponents e, first for h >= 0, then for h < 0.
+LOWEST, HIGHEST = -31, 32
+WIDTH = HIGHEST - LOWEST + 1
+
+
+class Counter:
+    """Counts the batches of a model of L layers with N neurons; `finish` returns the Aggregate.
+
+    context: the length of the longest sequence; seed: decides which firings are sampled.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        intermediate_size: int,
+        vocab_size: int,
+        context: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        neurons = self.num_layers, self.intermediate_size = num_layers, intermediate_size
+        self.num_tokens = self.num_predicted = 0
+        self.nll = zeros(dtype=torch.float64)
+        self.occurrences, self.token_active = zeros(vocab_size), zeros(vocab_size)
+        self.position_active = zeros(num_layers, context)
+        self.active_histogram = zeros(num_layers, intermediate_size + 1)
+        self.value_histogram = zeros(*neurons, 2 * WIDTH)
+        self.value_sum = zeros(*neurons, dtype=torch.float64)
+        self.abs_sum = zeros(*neurons, dtype=torch.float64)
+        self.max_abs = zeros(*neurons, dtype=torch.float32)
+        self.overflow_rows = zeros(num_layers, len(COMPRESSIONS))
+        self.overflow_tiles = zeros(num_layers, len(COMPRESSIONS))
+        self.unions = Unions(num_layers, intermediate_size, device)
+        groups = num_layers * intermediate_size
+        self.top = Best(groups, CONTEXTS[0].top, device)
+        self.sample = Best(groups, SAMPLE, device)
+        self.random = np.random.default_rng(seed)
+
+    def begin(self, ids: Tensor) -> None:
+        self.shape, self.ids = ids.shape, ids.reshape(-1)
+        self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
+        # One random number a token: the firings with the highest are an even sample of a neuron's,
+        # and neurons share places, so that fewer words are stored.
+        keys = self.random.random(len(self.ids)).astype(np.float32)
+        self.keys = torch.from_numpy(keys).to(ids.device)
+
+    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
+        active = torch.bincount(token, minlength=len(self.ids))
+        histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
+        self.active_histogram[layer] += histogram
+        self.token_active.index_add_(0, self.ids, active)
+        self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
+        self._count_values(layer, neuron, value)
+        self._count_tiles(layer, token, neuron)
+        self.unions.add(layer, self.num_tokens, token, neuron, active)
+        group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
+        self.top.add(group, at, value.abs(), value)
+        self.sample.add(group, at, self.keys[token], value)
+
+    def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
+        size, magnitude = self.intermediate_size, value.abs()
+        exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, LOWEST)
+        octave = exponent.clamp(LOWEST, HIGHEST) - LOWEST + WIDTH * (value < 0)
+        cells = torch.bincount(neuron * 2 * WIDTH + octave, minlength=size * 2 * WIDTH)
+        self.value_histogram[layer] += cells.view(size, -1)
+        self.value_sum[layer].index_add_(0, neuron, value.double())
+        self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
+        self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
+
+    def _count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
+        num_tokens, num_tiles = len(self.ids), -(-self.intermediate_size // TILE_N)
+        tile = token * num_tiles + neuron // TILE_N
+        in_tile = torch.bincount(tile, minlength=num_tokens * num_tiles)
+        for n, compression in enumerate(COMPRESSIONS):
+            over = in_tile.view(num_tokens, num_tiles) > TILE_N // compression - 1
+            self.overflow_rows[layer, n] += over.any(1).sum()
+            self.overflow_tiles[layer, n] += over.sum()
+
+    def end(self, logprob: Tensor) -> None:
+        self.num_predicted += logprob[:, 1:].numel()
+        self.nll -= logprob[:, 1:].double().sum()
+        self.num_tokens += len(self.ids)
+        wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
+        if len(wrong):
+            raise FloatingPointError(
+                f"layer {int(wrong[0])} has values that are not finite; they cannot be counted"
+            )
+
+    def finish(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+        max_bytes: int,
+        meta: dict,
+    ) -> Aggregate:
+        """Return the aggregate of all batches, whose sequences these are, within max_bytes.
+
+        Raises ValueError when the counts alone are larger.
+        """
+        loss = float(self.nll) / self.num_predicted if self.num_predicted else float("nan")
+        counts = self._counts()
+        ids = np.flatnonzero(counts["occurrences"])
+        counts |= {
+            "token_ids": ids,
+            "strings": token_strings(tokenizer, ids),
+            "occurrences": counts["occurrences"][ids],
+            "token_active": counts["token_active"][ids],
+            "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
+            "cross_entropy": loss,
+        }
+        shape = (self.num_layers, self.intermediate_size, -1)
+        top, sample = (
+            tuple(part.reshape(shape) for part in best.table()) for best in (self.top, self.sample)
+        )
+        meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
+        return contexts.fit(counts, top, sample, sequences, meta)
+
+    def _counts(self) -> dict:
+        """Return the arrays of an Aggregate that need no text, with all ids of the vocabulary."""
+        self.unions.close(self.num_tokens)
+        tensors = vars(self) | vars(self.unions)
+        counts = {name: tensors[name].cpu().numpy() for name in COUNTED if name in tensors}
+        octaves = _octaves(counts["value_histogram"], counts["max_abs"])
+        counts["value_edges"], counts["value_histogram"] = octaves
+        counts |= {name: counts[name].astype(np.float32) for name in ("value_sum", "abs_sum")}
+        return counts
+
+
+class Unions:
+    """Different neurons in each whole block of tokens, for every size in BLOCKS.
+
+    A larger block is a run of smallest ones. The last largest block, not whole yet, stays open
+    between batches: neurons and active entries of each of its smallest blocks.
+    """
+
+    def __init__(self, num_layers: int, intermediate_size: int, device: torch.device | str):
+        options = {"dtype": torch.int64, "device": device}
+        self.union_sum = torch.zeros(num_layers, len(BLOCKS), **options)
+        self.union_max = torch.zeros(num_layers, len(BLOCKS), **options)
+        self.union_active = torch.zeros(num_layers, len(BLOCKS), **options)
+        open_shape = (num_layers, BLOCKS[-1] // BLOCKS[0])
+        self.open_active = torch.zeros(open_shape, **options)
+        self.open_neurons = torch.zeros(
+            *open_shape, intermediate_size, dtype=torch.bool, device=device
+        )
+
+    def add(
+        self, layer: int, num_tokens: int, token: Tensor, neuron: Tensor, active: Tensor
+    ) -> None:
+        """Add active entries of one layer in the batch after `num_tokens` tokens.
+
+        active: int64 [M], active entries of each token of the batch.
+        """
+        smallest, largest = BLOCKS[0], BLOCKS[-1]
+        start = num_tokens % largest
+        end = start + len(active)
+        # Smallest blocks of the whole largest ones, and of the one that stays open.
+        num_parts = (end // largest + 1) * largest // smallest
+        neurons = self.open_neurons.new_zeros(num_parts, self.open_neurons.shape[-1])
+        neurons[: largest // smallest] = self.open_neurons[layer]
+        neurons[(start + token) // smallest, neuron] = True
+        counts = self.open_active.new_zeros(num_parts)
+        counts[: largest // smallest] = self.open_active[layer]
+        part = (start + torch.arange(len(active), device=active.device)) // smallest
+        counts.index_add_(0, part, active)
+        whole = num_parts - largest // smallest
+        self._count(layer, neurons[:whole], counts[:whole], end // largest * largest)
+        self.open_neurons[layer], self.open_active[layer] = neurons[whole:], counts[whole:]
+
+    def close(self, num_tokens: int) -> None:
+        """Count the whole blocks in the open one, after all tokens."""
+        for layer, neurons in enumerate(self.open_neurons):
+            self._count(layer, neurons, self.open_active[layer], num_tokens % BLOCKS[-1])
+
+    def _count(self, layer: int, neurons: Tensor, active: Tensor, num_tokens: int) -> None:
+        """Count whole blocks of num_tokens tokens.
+
+        neurons [., N] bool, active [.]: the neurons and active entries of each smallest block.
+        """
+        for n, block in enumerate(BLOCKS):
+            num_blocks, width = num_tokens // block, block // BLOCKS[0]
+            if num_blocks:
+                end = num_blocks * width
+                sizes = neurons[:end].view(num_blocks, width, -1).any(1).sum(1)
+                self.union_sum[layer, n] += sizes.sum()
+                self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
+                self.union_active[layer, n] += active[:end].sum()
+
+
+def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return edges and histogram of the last OCTAVES octaves; the innermost takes all below.
+
+    histogram [L, N, 2 * WIDTH]: as counted.
+    """
+    top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
+    end = top - LOWEST + 1
+    first = end - OCTAVES
+    sides = []
+    for side in (histogram[..., :WIDTH], histogram[..., WIDTH:]):
+        inner = side[..., : first + 1].sum(-1, keepdims=True)
+        sides.append(np.concatenate([inner, side[..., first + 1 : end]], -1))
+    edges = 2.0 ** np.arange(top - OCTAVES + 1, top + 1)
+    edges = np.concatenate([-edges[::-1], [0], edges]).astype(np.float32)
+    return edges, np.concatenate([sides[1][..., ::-1], sides[0]], -1)

@@ -1,0 +1,67 @@
+"""From text to sequences of token ids, and from a token id to the string that a reader sees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from twell import corpus
+from twell.model import SparseLlamaForCausalLM, load
+
+
+def load_with_tokenizer(
+    name_or_path: str | Path, **options
+) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Return the model and tokenizer of `twell.load`. Raises ValueError without a tokenizer."""
+    model, tokenizer = load(name_or_path, **options)
+    if tokenizer is None:
+        raise ValueError(f"{name_or_path} has no tokenizer; put tokenizer.json beside the model")
+    return model, tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text. Raises ValueError for an empty one, and lone surrogates."""
+    text = corpus.checked_text(text, "the text")
+    # verbose=False: tokenizers warn of long texts, but `cut` takes texts of any length.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if not ids:
+        raise ValueError("the text is empty; give at least one character")
+    return ids
+
+
+def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequence[int]]:
+    """Cut tokens into sequences of the model's context length; the last one may be shorter."""
+    context = model.config.max_position_embeddings
+    return [token_ids[start : start + context] for start in range(0, len(token_ids), context)]
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; a part of a character shows its bytes, as in <0xF0>."""
+    strings: dict[int, str] = {}
+    for token in np.unique(np.asarray(token_ids)).tolist():
+        text = tokenizer.decode([token])
+        if "\ufffd" in text:
+            text = _bytes(tokenizer.convert_ids_to_tokens(token)) or text
+        strings[token] = text
+    return [strings[int(token)] for token in token_ids]
+
+
+def _bytes(token: str) -> str | None:
+    """Return the bytes of a byte-level BPE token, None for any other."""
+    alphabet = _byte_alphabet()
+    if any(character not in alphabet for character in token):
+        return None
+    return "".join(f"<0x{alphabet[character]:02X}>" for character in token)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes every byte as a printable character."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(rest)}

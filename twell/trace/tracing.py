@@ -1,0 +1,170 @@
+"""Traces and aggregates of token sequences, texts and runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from twell import results
+from twell.model import SparseLlamaForCausalLM
+from twell.trace.aggregates import Aggregate
+from twell.trace.counter import Counter
+from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
+from twell.trace.trace import Trace
+from twell.trace.watch import SAY_EVERY, Recorder, concatenate, watch
+from twell.train import TrainConfig, run_text
+
+BATCH_TOKENS = 8192
+MAX_BYTES = 2_000_000
+# Compressed counts of a neuron at 1% active over 2^20 tokens (53 bytes at half of all active). A
+# model that needs more than the limit is refused before it runs; if it turns out so, at the end.
+BYTES_A_NEURON = 32
+MOST_TOKENS = 2**20  # of a run's aggregate, if no number is given
+
+
+def trace_tokens(
+    model: SparseLlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: Sequence[Sequence[int]],
+    *,
+    batch: int = 32,
+    meta: dict | None = None,
+) -> Trace:
+    """Run sequences of token ids through the model, each from position 0, and return their trace.
+
+    Consecutive sequences of one length run together, at most `batch` at a time. Raises ValueError
+    for a token that the model does not have.
+    """
+    recorder = Recorder(len(model.ffns))
+    watch(model, sequences, batch, recorder)
+    parts = [part for layer in recorder.layers for part in layer]
+    counts, indices, values = (
+        concatenate([part[n] for part in parts], dtype)
+        for n, dtype in enumerate((np.int64, np.uint16, np.float32))
+    )
+    token_ids = concatenate(sequences, np.int32)
+    lengths = [len(sequence) for sequence in sequences]
+    return Trace(
+        token_ids=token_ids,
+        strings=token_strings(tokenizer, token_ids),
+        logprob=concatenate(recorder.logprob, np.float32),
+        sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        position=concatenate([np.arange(length) for length in lengths], np.int32),
+        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indices=indices,
+        values=values,
+        intermediate_size=model.config.intermediate_size,
+        meta=(meta or {}) | {"special_ids": sorted(tokenizer.all_special_ids)},
+    )
+
+
+def trace_text(
+    model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Trace:
+    """Trace a text, cut into sequences of the model's context length.
+
+    Raises ValueError for an empty text.
+    """
+    sequences = cut(encode(tokenizer, text), model)
+    return trace_tokens(model, tokenizer, sequences, meta=results.provenance())
+
+
+def trace_validation(run: str | Path) -> Trace:
+    """Trace the tokens of a run's last evaluation: its log has the same counts."""
+    row, _ = results.load_run(run)
+    config = TrainConfig.load(Path(run) / "config.yaml")
+    _, _, blocks = run_text(run)
+    model, tokenizer = load_with_tokenizer(run)
+    meta = results.provenance() | {"run": row["run"], "l1_coefficient": config.l1_coefficient}
+    return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
+
+
+def aggregate(
+    model: SparseLlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    max_bytes: int = MAX_BYTES,
+    meta: dict | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Aggregate:
+    """Run sequences of token ids through the model, each from position 0, and count.
+
+    seed: decides which firings are sampled; max_bytes: the limit of the file; say: gets a line
+    every five seconds. Raises ValueError for a token that the model does not have, for no tokens,
+    and for a model whose counts exceed max_bytes; FloatingPointError for activations that are not
+    finite.
+    """
+    layers, size = len(model.ffns), model.config.intermediate_size
+    needed = layers * size * BYTES_A_NEURON
+    if needed > max_bytes:
+        raise ValueError(
+            f"{layers} layers of {size} neurons may need {needed} bytes; max_bytes is {max_bytes}"
+        )
+    if not len(sequences):
+        raise ValueError("there is no sequence to count; give at least one token")
+    longest = max(map(len, sequences))
+    counter = Counter(
+        layers, size, model.config.vocab_size, longest, seed=seed, device=model.device
+    )
+    watched = progress(sequences, say) if say else sequences
+    watch(model, watched, max(BATCH_TOKENS // longest, 1), counter)
+    meta = (meta or {}) | {"context": longest, "seed": seed}
+    return counter.finish(sequences, tokenizer, max_bytes, meta)
+
+
+def progress(
+    sequences: Sequence[Sequence[int]], say: Callable[[str], None]
+) -> Iterator[Sequence[int]]:
+    """Yield the sequences, and say every five seconds how many tokens are done."""
+    total, done = sum(map(len, sequences)), 0
+    start = said = time.perf_counter()
+    for sequence in sequences:
+        now = time.perf_counter()
+        if now - said > SAY_EVERY and done:
+            speed = done / (now - start)
+            minutes, seconds = divmod(int((total - done) / speed), 60)
+            left = f"{minutes}:{seconds:02d} left"
+            say(f"{done:,} of {total:,} tokens  {speed:,.0f} tokens/s  {left}")
+            said = now
+        yield sequence
+        done += len(sequence)
+
+
+def aggregate_run(
+    run: str | Path,
+    text: str | None = None,
+    tokens: int | None = None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    say: Callable[[str], None] | None = None,
+) -> Aggregate:
+    """Count a run over its whole validation split or a text, on a GPU where there is one.
+
+    tokens: so many from the start; None: all, at most 2^20. Raises ValueError when there are fewer.
+    """
+    meta = results.provenance()
+    if text is None:
+        row, _ = results.load_run(run)
+        meta |= {"run": row["run"]}
+    model, tokenizer = load_with_tokenizer(run)
+    ids = _validation_ids(run) if text is None else encode(tokenizer, text)
+    if tokens is not None and not 1 <= tokens <= len(ids):
+        raise ValueError(f"{tokens} tokens were asked for; there are {len(ids)}")
+    ids = ids[: MOST_TOKENS if tokens is None else tokens]
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    meta |= {"l1_coefficient": model.config.l1_coefficient}
+    return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)
+
+
+def _validation_ids(run: str | Path) -> np.ndarray:
+    """Return all tokens that a run holds out."""
+    # Of a stream, evaluations use all that is held out.
+    streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
+    return run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens
