@@ -19,6 +19,7 @@ FOLDERS = [
     "twell/sparse",
     "twell/measure",
     "twell/models",
+    "tests/models",
     "tests/sparse",
     "tests/kernels",
 ]
@@ -106,6 +107,9 @@ def test_public_modules_keep_their_names(module):
         ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow check_tensor"),
         ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
         ("reference", "ffn_backward sampled_matmul multiply transpose_matmul to_hybrid Saved"),
+        ("model", "SparseLlamaConfig SparseLlamaForCausalLM SparseCausalLMOutput sparse_ffns"),
+        ("model", "sparsify densify l1_by_layer silence save load load_config CALIBRATION"),
+        ("model", "MASKED SPARSIFIABLE HYBRID DTYPES SIZES NO_WEIGHTS"),
         ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
     ],
 )
