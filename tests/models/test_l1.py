@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from tests.models.factories import gradients, make, present_gradients, stock, tokens
 from twell.models import l1_by_layer, sparse_ffns, sparsify
@@ -163,19 +164,24 @@ def test_a_mask_of_another_shape_is_refused(shape):
         l1_by_layer(model, torch.ones(shape))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_repeats_but_does_not_recount(reentrant):
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_activation_checkpointing_repeats_but_does_not_recount(early_stop):
     model = make().double()
     x = tokens(3, 10)
     model(input_ids=x, labels=x).loss.backward()
     expected, stats = gradients(model), [ffn.stats.take() for ffn in model.ffns]
     model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # would silently train without the L1 term
-        with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
-            model(input_ids=x, labels=x)
-        return
-    model(input_ids=x, labels=x).loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with set_checkpoint_early_stop(early_stop):  # by default it stops before the layer's counters
+        model(input_ids=x, labels=x).loss.backward()
     torch.testing.assert_close(gradients(model), expected, rtol=1e-10, atol=1e-14)
     for before, after in zip(stats, (ffn.stats.take() for ffn in model.ffns), strict=True):
         assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+
+
+def test_reentrant_activation_checkpointing_is_refused():
+    """It would silently train without the L1 term."""
+    model, x = make(), tokens(3, 10)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
+        model(input_ids=x, labels=x)

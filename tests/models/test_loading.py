@@ -42,6 +42,13 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
         load(tmp_path)
 
 
+def test_fields_that_config_json_lacks_have_llamas_defaults(tmp_path):
+    published(tmp_path, "llama", tied=False)
+    change_config(tie_word_embeddings=..., rms_norm_eps=...)(tmp_path)
+    config = load(tmp_path)[0].config
+    assert config.tie_word_embeddings is False and config.rms_norm_eps == 1e-6
+
+
 @pytest.mark.parametrize("how", [lambda path: load(path)[0], AutoModelForCausalLM.from_pretrained])
 def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(tmp_path, how):
     model = make().eval()
