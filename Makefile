@@ -21,7 +21,7 @@ TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHO
 LEVELS := 0 1e-3 3e-3 3e-2
 TRACED := 3e-3
 LIVE := runs/live
-TRAINING := $(wildcard twell/sparse/*.py) $(addprefix twell/,corpus.py model.py results.py train.py configs/quick.yaml)
+TRAINING := $(wildcard twell/models/*.py twell/sparse/*.py) $(addprefix twell/,corpus.py results.py train.py configs/quick.yaml)
 DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py twell/trace/*.py) $(addprefix twell/,results.py sparse/formats.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 ifeq ($(PROFILE),live)
@@ -55,7 +55,7 @@ build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DR
 	$(call execute,recorded)
 
 # These run the model that ships.
-build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb: twell/model.py $(wildcard twell/sparse/*.py)
+build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
 build/notebooks/06_downstream.ipynb: twell/evaluate.py $(wildcard twell/tasks/*/*)
 build/notebooks/07_inspect.ipynb: twell/widget.py $(wildcard twell/inspector.*)
 

@@ -14,8 +14,8 @@ from twell import results
 ROOT = results.root()
 MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
 # Folders that keep the limits; the others follow.
-FOLDERS = """kernels twell/sparse twell/measure twell/trace
-    tests/kernels tests/sparse tests/measure tests/trace""".split()
+FOLDERS = """kernels twell/sparse twell/models twell/measure twell/trace
+    tests/kernels tests/sparse tests/models tests/measure tests/trace""".split()
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -102,6 +102,9 @@ def test_public_modules_keep_their_names(module):
         ("reference", "ffn_backward sampled_matmul multiply transpose_matmul to_hybrid Saved"),
         ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens cut encode"),
         ("trace", "trace_validation silenced_loss load_with_tokenizer token_strings CONTEXTS"),
+        ("model", "SparseLlamaConfig SparseLlamaForCausalLM SparseCausalLMOutput sparse_ffns"),
+        ("model", "sparsify densify l1_by_layer silence save load load_config CALIBRATION"),
+        ("model", "MASKED SPARSIFIABLE HYBRID DTYPES SIZES NO_WEIGHTS"),
         ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
     ],
 )

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from twell import __main__ as commands
 from twell import analysis, results
 from twell.__main__ import main
-from twell.model import load
+from twell.models import load
 from twell.trace import Aggregate
 
 ROOT = results.root()

@@ -660,7 +660,7 @@ def _checkpoint(name: str, path: Path) -> tuple:
     import torch
 
     from twell import results
-    from twell.model import load
+    from twell.models import load
 
     text = _read(path)
     model, tokenizer = load(name, dtype=torch.bfloat16)
@@ -691,7 +691,7 @@ def _mask_of_trace(path: Path, layer: int) -> dict:
 
 def _measure_calibrate(options: argparse.Namespace) -> None:
     from twell import measure, results
-    from twell.model import CALIBRATION, load_config
+    from twell.models import CALIBRATION, load_config
 
     hidden_size = 2048 if options.hidden is None else options.hidden
     intermediate_size = 5632 if options.intermediate is None else options.intermediate

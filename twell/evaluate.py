@@ -33,7 +33,7 @@ import torch
 from torch.nn import functional as F
 
 from twell import corpus, results
-from twell.model import SparseLlamaForCausalLM, load_config
+from twell.models import SparseLlamaForCausalLM, load_config
 from twell.trace import load_with_tokenizer
 from twell.train import TrainConfig
 from twell.train import evaluate as validate

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from twell import analysis, plots, trace
-from twell.model import SparseLlamaForCausalLM
+from twell.models import SparseLlamaForCausalLM
 from twell.trace import COMPRESSIONS, TILE_N, Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 
 PATHS = [None, "rowwise", "union", "decode"]
 

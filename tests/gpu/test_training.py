@@ -14,7 +14,7 @@ from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_
 from twell import results
 from twell.kernels import training_ops
 from twell.measure.patterns import EVEN, SKEWED
-from twell.model import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
 from twell.train import Log, TrainConfig, train

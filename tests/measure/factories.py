@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from twell.measure import imposed, step
 from twell.measure.case import Case
 from twell.measure.patterns import synthetic_layer
-from twell.model import SparseLlamaConfig
+from twell.models import SparseLlamaConfig
 from twell.sparse import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels

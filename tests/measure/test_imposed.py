@@ -8,7 +8,7 @@ from tests.measure import factories
 from tests.measure.factories import active_entries
 from twell.measure import imposed
 from twell.measure.patterns import recorded_masks
-from twell.model import SparseLlamaForCausalLM
+from twell.models import SparseLlamaForCausalLM
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 1000, 49152])

@@ -18,7 +18,7 @@ from twell.measure import check, clock, imposed
 from twell.measure.providers import DENSE_EAGER, Provider, model_providers
 from twell.measure.rows import significant
 from twell.measure.sides import COMPILE_OPTIONS, Bench, embed, exact_hidden_states
-from twell.model import SparseLlamaForCausalLM
+from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import SparseFFN
 
 GENERATION = 64  # tokens that a document is continued by

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from twell.measure.check import BLOCK
 from twell.measure.patterns import IMPOSED
-from twell.model import SparseLlamaForCausalLM
+from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
 
 CONSTANT, DRAW = 0, 1  # the two channels

@@ -30,7 +30,7 @@ from twell.measure.sides import (
     hidden_states,
     random_model,
 )
-from twell.model import SparseLlamaForCausalLM
+from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse import reference
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN

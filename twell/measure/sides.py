@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from twell.measure import clock, imposed
 from twell.measure.case import check_sizes
 from twell.measure.providers import COMPILED, TUNED, Provider
-from twell.model import SparseLlamaForCausalLM
+from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration
 from twell.train import TrainConfig
 

@@ -26,7 +26,8 @@ from twell.measure.providers import Provider, compilations
 from twell.measure.rows import STEP_SIZES, Rows, significant
 from twell.measure.sides import Compiled
 from twell.measure.step import training_ops
-from twell.model import SparseLlamaForCausalLM, l1_by_layer
+from twell.models.l1 import l1_by_layer
+from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
 from twell.train import TrainConfig
 

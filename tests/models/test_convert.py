@@ -1,0 +1,199 @@
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.factories import needs_triton, stock, tokens
+from twell.models import densify, sparse_ffns, sparsify
+from twell.sparse.layer import SparseFFN
+from twell.sparse.training import SparseTraining
+
+BACKENDS = ["dense", "reference"]
+BACKENDS += [pytest.param(name, marks=needs_triton) for name in ("triton", "auto")]
+
+
+def assert_close(result, expected):
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_sparsify_and_back(kind, backend, tmp_path):
+    model = stock(kind)
+    x = tokens(2, 12)
+    names = [name for name, _ in model.named_parameters()]
+    before, mlps = model(input_ids=x).logits, [layer.mlp for layer in model.model.layers]
+    assert sparsify(model, backend=backend) is model
+    assert all(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
+    assert_close(model(input_ids=x).logits, before)
+    assert [name for name, _ in model.named_parameters()] == names
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=x).logits, before)
+    model.train()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)  # as training would
+    changed = model.eval()(input_ids=x).logits
+    assert densify(model) is model
+    assert [layer.mlp for layer in model.model.layers] == mlps
+    assert_close(model(input_ids=x).logits, changed)
+    assert not torch.allclose(changed, before)
+
+
+# --- adapters
+
+
+def adapted(peft, kind):
+    """The options of a peft adapter for all projections, with random weights."""
+    parts = ["gate_proj", "up_proj", "down_proj"]
+    if kind == "ia3":
+        options = {"feedforward_modules": ["down_proj"], "init_ia3_weights": False}
+        return peft.IA3Config(target_modules=parts, **options)
+    options = {"r": 2, "init_lora_weights": False, "lora_dropout": 0.0}
+    return peft.LoraConfig(target_modules=parts, use_dora=kind == "dora", **options)
+
+
+def with_adapters(peft, base, kind, sparsified, backend):
+    """A copy of `base` with adapters, sparsified "before" or "after" them, or not (None)."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(base)
+    if sparsified == "before":
+        sparsify(model, backend=backend)
+    model = peft.get_peft_model(model, adapted(peft, kind))
+    if sparsified == "after":
+        assert sparsify(model, backend=backend) is model
+    return model.train()
+
+
+def trained_gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sparsified", ["before", "after"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+def test_adapters_of_peft_act_and_learn(adapter, sparsified, backend):
+    """Logits and gradients are those of peft's model of the stock Llama, in SparseTraining too."""
+    peft = pytest.importorskip("peft")
+    base = stock("llama")
+    x = tokens(2, 12)
+    dense = with_adapters(peft, base, adapter, None, backend)
+    sparse = with_adapters(peft, base, adapter, sparsified, backend)
+    with torch.no_grad():
+        assert not torch.allclose(dense(input_ids=x).logits, base(input_ids=x).logits, atol=1e-3)
+    dense(input_ids=x, labels=x).loss.backward()
+    training = SparseTraining(sparse)
+    for _ in training.attempts():
+        sparse.zero_grad()
+        sparse(input_ids=x, labels=x).loss.backward()
+    assert training.summary()["sparse_layers"] == 0
+    expected, result = trained_gradients(dense), trained_gradients(sparse)
+    assert result.keys() == expected.keys() and len(result) >= 9
+    for name, gradient in expected.items():
+        torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    dense.eval()
+    sparse.eval()
+    with torch.no_grad():
+        assert_close(sparse(input_ids=x).logits, dense(input_ids=x).logits)
+        if backend != "dense":
+            assert all(ffn.path == "dense" for ffn in sparse_ffns(sparse))
+        merged = sparse.merge_and_unload()
+        assert all(ffn.readable for ffn in sparse_ffns(merged))
+        if backend != "triton":  # which refuses fp32
+            expected = dense(input_ids=x).logits
+            torch.testing.assert_close(merged(input_ids=x).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+# --- layers, hooks, weights
+
+
+def test_a_second_sparsify_sets_the_backend():
+    model = stock("llama")
+    sparsify(model)
+    layers = sparse_ffns(model)
+    sparsify(model, backend="reference")
+    assert sparse_ffns(model) == layers and all(ffn.backend == "reference" for ffn in layers)
+
+
+def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
+    model = stock("llama")
+    x, seen = tokens(2, 12), []
+
+    def double(module, args, y):
+        seen.append(type(module).__name__)
+        return 2 * y
+
+    before = model.model.layers[1].mlp.register_forward_hook(double)
+    expected = model(input_ids=x).logits
+    sparsify(model)
+    assert_close(model(input_ids=x).logits, expected)
+    after = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: seen.append("after"))
+    model(input_ids=x)
+    densify(model)
+    assert_close(model(input_ids=x).logits, expected)
+    before.remove()
+    after.remove()
+    assert not torch.allclose(model(input_ids=x).logits, expected, rtol=1e-3, atol=1e-3)
+    assert seen == ["LlamaMLP", "SparseFFN", "after", "SparseFFN", "after", "LlamaMLP"]
+
+
+@needs_triton
+def test_densify_restores_strides():
+    model = sparsify(stock("llama"), backend="triton")
+    weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    assert not any(weight.is_contiguous() for weight in weights)
+    densify(model)
+    assert all(weight.is_contiguous() for weight in weights)
+
+
+# --- refusals
+
+
+def test_feed_forward_modules_that_compute_something_else_are_refused():
+    model = stock("llama")
+    mlp = model.model.layers[1].mlp
+
+    class Other(type(mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            sparsify(model)
+
+    mlp.__class__ = Other
+    refused(r"a feed-forward module is a .*Other, not the one of 'llama'")
+    mlp.__class__ = Other.__base__
+    mlp.forward = lambda x: x
+    refused("has a forward of its own, which SparseFFN would replace")
+    del mlp.forward
+    mlp.act_fn = torch.nn.SiLU()
+    refused(r"says 'relu', and a feed-forward module has SiLU\(\)")
+    assert not any(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
+
+
+def test_silu_needs_relufy():
+    model = stock("llama", "silu")
+    x = tokens(2, 12)
+    before = model(input_ids=x).logits
+    message = "activation is 'silu', which makes nothing zero; relufy=True"
+    with pytest.raises(ValueError, match=message):
+        sparsify(model)
+    assert torch.equal(model(input_ids=x).logits, before)
+    with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
+        sparsify(model, relufy=True)
+    relu = model(input_ids=x).logits
+    assert not torch.allclose(relu, before)
+    torch.testing.assert_close(densify(model)(input_ids=x).logits, relu)
+    assert model.config.hidden_act == "relu"
+
+
+def test_models_of_another_type_are_refused():
+    model = stock("llama")
+    with pytest.raises(ValueError, match="was not made by twell.sparsify"):
+        densify(model)
+    with pytest.raises(ValueError, match="has no SparseFFN layer"):
+        sparse_ffns(model)
+    other = stock("gpt2", activation_function="relu", n_inner=84, hidden_size=32)
+    with pytest.raises(ValueError, match="type 'gpt2' cannot be made sparse; supported are llama"):
+        sparsify(other)

@@ -1,0 +1,235 @@
+"""A Llama with sparse feed-forward layers.
+
+SparseLlamaForCausalLM is transformers' Llama with SparseFFN as its feed-forward layer. Attention,
+norms, rotary positions, caching and generation are transformers' own. Weights have Llama's names: a
+stock `LlamaForCausalLM` with `hidden_act="relu"` loads the checkpoints of gated models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from twell.models.l1 import divisor, l1_by_layer
+from twell.models.masks import token_mask
+from twell.sparse.calibration import Calibration
+from twell.sparse.layer import SparseFFN
+
+
+class SparseLlamaConfig(LlamaConfig):
+    """Llama's configuration with four more fields; defaults: the paper's 1.5B model (Table 2).
+
+    Args:
+        hidden_act: "relu", or "silu" for comparison.
+        gated_mlp: gated or non-gated feed-forward layers.
+        l1_coefficient: weight of the L1 term in the training loss, which SparseLlamaForCausalLM
+            defines. None after `from_dict` read a list: a forward pass in training mode with
+            labels then raises ValueError.
+        ffn_backend: backend of every SparseFFN.
+    """
+
+    model_type = "twell_llama"
+
+    vocab_size: int = 49152
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 32
+    hidden_act: str = "relu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    gated_mlp: bool = True
+    l1_coefficient: float | None = 0.0
+    ffn_backend: str = "dense"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if not isinstance(self.gated_mlp, bool):
+            raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
+        number = self.l1_coefficient
+        if number is not None and not (isinstance(number, Real) and 0 <= number < math.inf):
+            raise ValueError(
+                f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in transformers. A list of L1 coefficients, of earlier versions, is read as None."""
+        if isinstance(config_dict.get("l1_coefficient"), list):
+            config_dict = config_dict | {"l1_coefficient": None}
+        return super().from_dict(config_dict, **kwargs)
+
+
+@dataclass
+class SparseCausalLMOutput(CausalLMOutputWithPast):
+    """transformers' output with the two parts of the loss.
+
+    `cross_entropy`: mean over predicted tokens, nats. `l1`: mean over non-padding tokens and over
+    layers of sum_n |h|. Both are None without labels.
+    """
+
+    cross_entropy: Tensor | None = None
+    l1: Tensor | None = None
+
+
+class SparseLlamaForCausalLM(LlamaForCausalLM):
+    """Llama for causal language modelling with sparse feed-forward layers.
+
+    Loss. With `labels` [B, S], `loss` is cross_entropy + l1_scale * l1_coefficient * l1 in training
+    mode and cross_entropy in evaluation mode. Schedules set `l1_scale`. The L1 term is the mean
+    over non-padding tokens and layers of the sum over neurons of |h|. The paper's formula also
+    divides by N, but its recommended coefficient 2e-5 belongs to this definition. Where all labels
+    are -100, cross_entropy and its gradients are 0. Where all tokens are padding, l1 and its
+    gradients are 0.
+
+    Padding. A mask [B, keys] is zero for padding. In a mask [B or 1, heads or 1, S or 1, keys] a
+    token is padding if it may not attend to itself in any head. There a query may attend to a key
+    where a bool or integer is nonzero, or where a floating-point number, which is added to the
+    scores, is above -100. Token i is key number `keys` - S + i; with a cache, the number of cached
+    tokens + i. Other masks raise ValueError where padding counts: with labels, in training mode,
+    and with `recording`.
+
+    Micro-batches. Several micro-batches give the value of one big batch when every call gets the
+    totals of the step. `num_items_in_batch` counts predicted tokens: labels other than -100,
+    without the first of each sequence. `num_tokens_in_batch` counts tokens that are not padding.
+    transformers' Trainer passes only the first. The micro-batch's share of predicted tokens then
+    weights the L1 term, which is the same for sequences of equal length.
+    """
+
+    config_class = SparseLlamaConfig
+    recording = False  # set it to count evaluation passes too; training passes always are
+
+    def __init__(self, config: SparseLlamaConfig):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = SparseFFN(
+                config.hidden_size,
+                config.intermediate_size,
+                gated=config.gated_mlp,
+                activation=config.hidden_act,
+                bias=config.mlp_bias,
+                backend=config.ffn_backend,
+            )
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As in transformers."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        for ffn in (loaded[0] if isinstance(loaded, tuple) else loaded).ffns:
+            ffn.backend = ffn.backend  # restores the kernels' strides: the weights were assigned
+        return loaded
+
+    @property
+    def ffns(self) -> list[SparseFFN]:
+        """The feed-forward layers in order."""
+        return [layer.mlp for layer in self.model.layers]
+
+    def set_ffn_backend(self, backend: str, calibration: Calibration | None = None) -> None:
+        """Set the backend of every feed-forward layer, and the calibration of "auto", if given."""
+        for ffn in self.ffns:
+            ffn.backend = backend
+            if calibration is not None:
+                ffn.calibration = calibration
+        self.config.ffn_backend = backend
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        num_tokens_in_batch: Tensor | int | None = None,
+        l1_scale: Tensor | float = 1.0,
+        **kwargs,
+    ) -> SparseCausalLMOutput:
+        """Run the model. The class explains `loss`; LlamaForCausalLM the other arguments."""
+        self._check_coefficient(labels)
+        kwargs["return_dict"] = True
+        mask = self._token_mask(input_ids, attention_mask, labels, kwargs)
+        if mask is not None and kwargs.get("inputs_embeds") is not None:
+            kwargs["inputs_embeds"] = _finite_padding(kwargs["inputs_embeds"], mask)
+        predicted = None if labels is None else _predicted_tokens(labels, kwargs)
+        if labels is not None and num_items_in_batch is not None:
+            num_items_in_batch = divisor(num_items_in_batch, predicted)
+        self._observe(mask, collect_l1=labels is not None)
+        try:
+            output = super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
+        finally:
+            self._end_recording()
+        if labels is None:
+            return SparseCausalLMOutput(**output)
+        # The mean over no label is NaN.
+        cross_entropy = torch.where(predicted.to(output.loss.device) > 0, output.loss, 0.0)
+        layers = l1_by_layer(self, mask, num_tokens_in_batch)
+        if num_items_in_batch is not None and num_tokens_in_batch is None:
+            layers = layers * predicted / num_items_in_batch
+        loss, l1 = cross_entropy, layers.mean()
+        if self.training:
+            loss = cross_entropy + l1_scale * self.config.l1_coefficient * l1
+        return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
+
+    def _check_coefficient(self, labels: Tensor | None) -> None:
+        if self.config.l1_coefficient is None and labels is not None and self.training:
+            raise ValueError(
+                "the model was stored with a list of L1 coefficients; "
+                "set config.l1_coefficient to a number"
+            )
+
+    def _token_mask(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        options: dict,
+    ) -> Tensor | None:
+        """Return [B, S], zero for padding; None without a mask, and where padding never counts."""
+        if labels is None and not (self.training or self.recording):
+            return None
+        inputs = options.get("inputs_embeds") if input_ids is None else input_ids
+        return token_mask(attention_mask, inputs, options.get("past_key_values"))
+
+    def _observe(self, mask: Tensor | None, *, collect_l1: bool) -> None:
+        for ffn in self.ffns:
+            # Stays set after the pass: activation checkpointing repeats the layer during backward,
+            # and has to build the same graph.
+            ffn.observer.collect_l1 = collect_l1
+            ffn.observer.record = self.training or self.recording
+            ffn.observer.token_mask = mask
+
+    def _end_recording(self) -> None:
+        """Keep activation checkpointing, which repeats layers in backward, from recounting."""
+        for ffn in self.ffns:
+            ffn.observer.record, ffn.observer.token_mask = False, None
+
+
+def _finite_padding(embeds: Tensor, mask: Tensor) -> Tensor:
+    """Replace inf and NaN at padding positions: a masked key has the weight 0, and 0 * NaN is NaN.
+
+    embeds [B, S, K], mask [B, S].
+    """
+    return torch.where(mask[..., None] != 0, embeds, embeds.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:
+    """Count the labels that cross-entropy averages over, as transformers' loss shifts them."""
+    shifted = options.get("shift_labels")
+    targets = labels[..., 1:] if shifted is None else shifted
+    return (targets != options.get("ignore_index", -100)).sum()
+
+
+AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)
+AutoModelForCausalLM.register(SparseLlamaConfig, SparseLlamaForCausalLM)

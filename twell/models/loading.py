@@ -1,0 +1,161 @@
+"""Save models, and load those of runs, of `save_pretrained`, and of the paper."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from twell.models.config_file import read_config, read_json
+from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.weights import read_weights
+from twell.sparse.calibration import Calibration
+
+CALIBRATION = "calibration.json"  # beside the weights
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]  # files that are downloaded
+
+
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, **options
+) -> None:
+    """Write a model and its tokenizer in Hugging Face layout. Raises OSError naming the folder."""
+    try:
+        model.save_pretrained(folder, **options)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # Both libraries are written in Rust and raise no OSError: one has a class of its own, the
+        # other raises plain Exception.
+        if isinstance(error, SafetensorError) or type(error) is Exception:
+            raise OSError(f"{folder} could not be written: {error}") from None
+        raise
+
+
+def load(
+    name_or_path: str | Path, *, backend: str | None = None, dtype: torch.dtype | None = None
+) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]:
+    """Load a model, in evaluation mode, and its tokenizer (None when there is none).
+
+    `name_or_path` is a run folder, a folder of `save_pretrained`, or a name on the hub. Every
+    layout of the paper's checkpoints loads (`SakanaAI/SparseLM1.5B` and others). Where config.json
+    sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is stored as [intermediate, hidden].
+    `backend` computes the feed-forward layers; "auto" chooses by the times in `calibration.json`,
+    if that file lies beside the weights.
+
+    All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
+    `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
+    that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor.
+
+    Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
+    configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name.
+    """
+    folder, config = load_config(name_or_path)
+    if backend is not None:
+        config.ffn_backend = backend
+    tensors = read_weights(folder, config)
+    dtype = dtype or _dtype_of(tensors, config, folder)
+    with _no_progress_bar():
+        model = SparseLlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype
+        )
+    if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
+        model.set_ffn_backend("auto", _calibration_of(folder))
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
+    return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
+
+
+def load_config(name_or_path: str | Path) -> tuple[Path, SparseLlamaConfig]:
+    """Return the folder with a model's weights, and its configuration; see `load`."""
+    folder = _resolve(name_or_path)
+    return folder, read_config(folder)
+
+
+def _resolve(name: str | Path) -> Path:
+    """Return the folder with config.json, downloaded if `name` is no folder here."""
+    folder = Path(name)
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
+        return folder
+    if folder.exists():
+        raise ValueError(
+            f"{folder} is a file; a model is a folder with config.json and *.safetensors"
+        )
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+    except HFValidationError:
+        raise FileNotFoundError(
+            f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
+        ) from None
+    except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
+        raise FileNotFoundError(
+            f"no model {name}: it is no folder here, and the hub answered: {error}"
+        ) from None
+
+
+def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
+    """Return the type that config.json names, else one that holds all tensors; warn of rounding."""
+    widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    if config.dtype is None:
+        return widest
+    for name, tensor in tensors.items():
+        if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
+            warnings.warn(
+                f"{folder}: the tensor {name} is stored as {tensor.dtype} and rounded to the type "
+                f"in config.json, {config.dtype}; dtype={widest} keeps the stored values",
+                stacklevel=3,
+            )
+            break
+    return config.dtype
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide transformers' bar: the tensors are read before, and notebooks keep the bar at 0%."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _calibration_of(folder: Path) -> Calibration:
+    """Return the calibration beside the weights; warn when another device measured it."""
+    calibration = Calibration.load(folder / CALIBRATION)
+    if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != calibration.device:
+        warnings.warn(
+            f"{folder / CALIBRATION} has times of {calibration.device!r}, and this is {device!r}: "
+            "`twell measure calibrate` measures here",
+            stacklevel=3,
+        )
+    return calibration
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # damaged files raise a dozen kinds
+        for name in TOKENIZER:
+            if (folder / name).is_file():
+                read_json(folder / name)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} and tokenizer_config.json make no tokenizer ({reason}); "
+            "put back the files that came with the weights"
+        ) from None
