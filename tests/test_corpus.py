@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus.np, "save", full)
+    monkeypatch.setattr(np, "save", full)
     with pytest.raises(
         OSError, match=r"cache/\w+ could not be written: No space left on device; TWELL_CACHE names"
     ):

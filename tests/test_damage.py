@@ -9,8 +9,10 @@ import pytest
 
 from tests.test_analysis import make_trace
 from tests.test_trace import aggregate_of
-from twell import results, train
+from twell import results
 from twell.__main__ import main
+from twell.train import train
+from twell.train.loop import Run
 
 REMEDY = r"put back|start again|delete the folder|makes it again|write \{|use one of|expected|take one|cut within"
 
@@ -26,10 +28,10 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TWELL_CACHE", "cache")
-        train.train(config, folder / "run", quiet=True)
+        train(config, folder / "run", quiet=True)
         with pytest.raises(KeyboardInterrupt):
             stop_after(patch, 12)
-            train.train(config, folder / "stopped", quiet=True)
+            train(config, folder / "stopped", quiet=True)
     make_trace(0, num_layers=2, intermediate_size=96)[0].save(folder / "trace.npz")
     aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(
         folder / "aggregate.npz"
@@ -41,14 +43,14 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
 
 
 def stop_after(patch, step):
-    save = train._Run.save_checkpoint
+    save = Run.save_checkpoint
 
     def save_and_stop(self, now):
         save(self, now)
         if now == step:
             raise KeyboardInterrupt
 
-    patch.setattr(train._Run, "save_checkpoint", save_and_stop)
+    patch.setattr(Run, "save_checkpoint", save_and_stop)
 
 
 RESUME = ["train", "stopped/config.yaml", "--out", "stopped", "--resume"]

@@ -31,8 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from twell import corpus, results
+from twell.config import TrainConfig
 from twell.model import SparseLlamaForCausalLM, load, silence
-from twell.train import TrainConfig, run_text
+from twell.train.text import run_text
 
 ARRAYS = ("token_ids", "logprob", "sequence", "position", "indptr", "indices", "values")
 

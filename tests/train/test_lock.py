@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from twell import lock, results
+from twell import results
+from twell.train import lock
 
-HOLDING = "import sys; from twell import lock\nwith lock.hold(sys.argv[1]): print(flush=True); sys.stdin.read()"
+HOLDING = "import sys; from twell.train import lock\nwith lock.hold(sys.argv[1]): print(flush=True); sys.stdin.read()"
 
 
 @pytest.fixture

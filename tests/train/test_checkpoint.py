@@ -6,8 +6,8 @@ import zipfile
 import pytest
 import torch
 
-from twell import checkpoint
-from twell.checkpoint import Checkpoints
+from twell.train import checkpoint
+from twell.train.checkpoint import Checkpoints
 
 
 def state(step):
