@@ -5,9 +5,18 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pytest
+
 from twell import results
 from twell.model import load
+from twell.train import train
 from twell.train.loop import Run
+
+COMPARED = {
+    "train": ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"],
+    "valid": ["cross_entropy", "cross_entropy_silenced", "active_mean"],
+}
 
 
 def series(log, metric, split="train"):
@@ -70,8 +79,26 @@ def launch(tmp_path, name, kind, *arguments, prelude=""):
     return results.load_run(tmp_path / name)[1], load(tmp_path / name)[0]
 
 
-def stop_after(monkeypatch, step):
-    """Let a training stop, as if killed, right after the checkpoint of a step."""
+def train_changed(config, folder, **changes):
+    """Train with some fields changed; return the run's folder."""
+    return train(dataclasses.replace(config, **changes), folder, quiet=True)
+
+
+def log_of(config, folder, **changes):
+    """Train with some fields changed; return the run's log."""
+    return results.load_run(train_changed(config, folder, **changes))[1]
+
+
+def assert_same_numbers(one, other, rtol):
+    """Compare the logs of two runs: losses, norms and activity."""
+    for split, metrics in COMPARED.items():
+        for metric in metrics:
+            numbers = series(one, metric, split), series(other, metric, split)
+            np.testing.assert_allclose(*numbers, rtol=rtol, err_msg=metric)
+
+
+def stop_training(config, folder, step, **options):
+    """Train, and stop as if killed, right after the checkpoint of a step."""
     save = Run.save_checkpoint
 
     def save_and_stop(self, now):
@@ -79,7 +106,9 @@ def stop_after(monkeypatch, step):
         if now == step:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "save_checkpoint", save_and_stop)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "save_checkpoint", save_and_stop)
+        train(config, folder, **{"quiet": True} | options)
 
 
 def stream_config(tiny_config, tiny_text, folder):

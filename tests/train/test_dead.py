@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.train.runs import series
-from twell import results
+from tests.train.runs import log_of, series, train_changed
 from twell.model import SparseLlamaForCausalLM, load
-from twell.train import train
 from twell.train.dead import DeadWindow, balance, reinitialize
 
 
@@ -37,47 +35,36 @@ def test_reinitialisation_mixes_noise_into_dead_rows_alone(tiny_config, gated):
         old = before[f"model.layers.{layer}.mlp.{changed[0]}.weight"]
         assert torch.equal(weight[~rows], old[~rows])
         noise = (weight[rows] - 0.75 * old[rows]) / 0.25
-        assert (
-            noise.std().item() == pytest.approx(0.02, rel=0.15) and abs(noise.mean().item()) < 0.002
-        )
+        assert noise.std().item() == pytest.approx(0.02, rel=0.15)
+        assert abs(noise.mean().item()) < 0.002
     again = SparseLlamaForCausalLM(dataclasses.replace(tiny_config, gated=gated).model_config())
     again.load_state_dict(before | {"lm_head.weight": before["model.embed_tokens.weight"]})
-    reinitialize(
-        again, dead, 0.25, [5, 1]
-    )  # the noise follows from the seed alone: the same on every process
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
+    # The noise depends on the seed alone: the same on every process.
+    reinitialize(again, dead, 0.25, [5, 1])
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     reinitialize(again, dead, 0.25, [5, 2])
     assert not torch.equal((again.ffns[0].gate_proj or again.ffns[0].up_proj).weight, weights[0])
 
 
 def test_reinitialisation_revives_neurons_once_a_window(tiny_config, tmp_path):
-    killing = dataclasses.replace(
-        tiny_config, l1_coefficient=1.0, tokens=64 * 512, learning_rate=1e-2
-    )
+    settings = {"l1_coefficient": 1.0, "tokens": 64 * 512, "learning_rate": 1e-2}
     dead = {}
     for share in (0.0, 0.5):
-        _, log = results.load_run(
-            train(dataclasses.replace(killing, reinit=share), tmp_path / str(share), quiet=True)
-        )
+        log = log_of(tiny_config, tmp_path / str(share), reinit=share, **settings)
         dead[share] = series(log, "dead_fraction").groupby("step").mean()
     assert len(dead[0.5]) == 16
     first = dead[0.0][dead[0.0] > 0].index[0]
-    assert (
-        dead[0.0].loc[:first] == dead[0.5].loc[:first]
-    ).all()  # nothing acts before there are dead neurons
+    # Nothing acts before there are dead neurons.
+    assert (dead[0.0].loc[:first] == dead[0.5].loc[:first]).all()
     assert dead[0.5].iloc[-1] < dead[0.0].iloc[-1] - 0.05
 
 
 @pytest.mark.parametrize("kind", ["gated", "not gated", "SiLU"])
 def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, kind):
     changes = {"gated": kind != "not gated", "activation": "silu" if kind == "SiLU" else "relu"}
-    model = (
-        SparseLlamaForCausalLM(dataclasses.replace(tiny_config, **changes).model_config())
-        .double()
-        .train()
-    )
+    config = dataclasses.replace(tiny_config, **changes).model_config()
+    model = SparseLlamaForCausalLM(config).double().train()
     for ffn in model.ffns:
         columns = ffn.down_proj.weight
         columns.data *= torch.rand(columns.shape[1]).mul(3).exp()
@@ -89,10 +76,8 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, ki
     balance(model)
     after = model(input_ids=tokens, labels=tokens)
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-9, atol=1e-12)
-    assert all(
-        torch.equal(ffn.stats.take()[0], counts)
-        for ffn, counts in zip(model.ffns, counted, strict=True)
-    )
+    for ffn, counts in zip(model.ffns, counted, strict=True):
+        assert torch.equal(ffn.stats.take()[0], counts)
     assert abs(after.l1 / before.l1 - 1) > 0.1
     for ffn in model.ffns:
         lengths = ffn.down_proj.weight.norm(dim=0)
@@ -103,13 +88,7 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(tiny_config, ki
 def test_balanced_training_ends_with_columns_of_one_length(tiny_config, tmp_path):
     spread = {}
     for every in (0, 2):
-        model, _ = load(
-            train(
-                dataclasses.replace(tiny_config, balance_every=every),
-                tmp_path / str(every),
-                quiet=True,
-            )
-        )
+        model, _ = load(train_changed(tiny_config, tmp_path / str(every), balance_every=every))
         lengths = torch.stack([ffn.down_proj.weight.detach().norm(dim=0) for ffn in model.ffns])
         spread[every] = float(lengths.max() / lengths.min())
     assert spread[2] < 1 + 1e-5 < spread[0]

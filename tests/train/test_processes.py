@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
-from tests.train.runs import launch, series
-from twell import results
+from tests.train.runs import assert_same_numbers, launch, log_of
 from twell.model import load
 from twell.train import build, train
 
@@ -29,9 +27,8 @@ def test_compiled_layers_are_computed_again_too(tiny_config, tmp_path, monkeypat
     )
     train(config, tmp_path / "run", quiet=True)
     torch.compiler.reset()
-    assert (
-        sum(passes) == 2 * 2 * 3
-    )  # with gradients: both layers, forward and again, in three steps
+    # With gradients: both layers, forward and again, in three steps.
+    assert sum(passes) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -47,19 +44,9 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, changes):
     short = dataclasses.replace(
         tiny_config, tokens=3 * 512, log_every=1, dead_window_tokens=512, reinit=0.1
     )
-    one = results.load_run(train(short, tmp_path / "one", quiet=True))[1]
-    other = results.load_run(
-        train(dataclasses.replace(short, **changes), tmp_path / "other", quiet=True)
-    )[1]
+    one, other = log_of(short, tmp_path / "one"), log_of(short, tmp_path / "other", **changes)
     torch.compiler.reset()
-    for split, metrics in (
-        ("train", ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"]),
-        ("valid", ["cross_entropy", "cross_entropy_silenced", "active_mean"]),
-    ):
-        for metric in metrics:
-            np.testing.assert_allclose(
-                series(one, metric, split), series(other, metric, split), rtol=2e-4, err_msg=metric
-            )
+    assert_same_numbers(one, other, 2e-4)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -70,21 +57,14 @@ def test_two_processes_give_the_losses_of_one(tiny_config, tmp_path, kind):
         "reinit": 0.3,
         "checkpoint_every": 4,
         "learning_rate": 1e-2,
+        "balance_every": 3,
     }
-    settings["balance_every"] = 3
     config = dataclasses.replace(tiny_config, **settings)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-    one = results.load_run(train(config, tmp_path / "one", quiet=True))[1]
+    one = log_of(config, tmp_path / "one")
     two, model = launch(tmp_path, "two", kind)
-    for split, metrics in (
-        ("train", ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"]),
-        ("valid", ["cross_entropy", "cross_entropy_silenced", "active_mean"]),
-    ):
-        for metric in metrics:
-            np.testing.assert_allclose(
-                series(two, metric, split), series(one, metric, split), rtol=3e-4, err_msg=metric
-            )
-    for (name, a), (_, b) in zip(
-        model.state_dict().items(), load(tmp_path / "one")[0].state_dict().items(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=name)
+    assert_same_numbers(two, one, 3e-4)
+    expected = load(tmp_path / "one")[0].state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.train.runs import stop_after
+from tests.train.runs import stop_training
 from twell import results
 from twell.train import lock, start, train
 
@@ -67,9 +67,8 @@ def test_a_run_is_known_by_all_of_its_files(tiny_config, tiny_run, tmp_path):
         (folder / name).unlink()
         before = {path.name for path in folder.rglob("*")}
         for options in ({"overwrite": True}, {"resume": True}, {}):
-            with pytest.raises(
-                FileExistsError, match=rf"is no run \(it has no {name}\), so it is left alone"
-            ):
+            message = rf"is no run \(it has no {name}\), so it is left alone"
+            with pytest.raises(FileExistsError, match=message):
                 train(short, folder, quiet=True, **options)
         assert {path.name for path in folder.rglob("*")} == before
     (tmp_path / "mine").mkdir()
@@ -81,17 +80,12 @@ def test_a_run_is_known_by_all_of_its_files(tiny_config, tiny_run, tmp_path):
 def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tiny_config, tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    config = dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt"))
     with pytest.raises(FileNotFoundError, match="no text at"):
-        train(
-            dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")),
-            folder,
-            overwrite=True,
-        )
+        train(config, folder, overwrite=True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     with pytest.raises(FileNotFoundError, match="no text at"):
-        train(
-            dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt")), tmp_path / "new"
-        )
+        train(config, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -100,8 +94,8 @@ def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_p
         num_processes = 17
 
     monkeypatch.setattr(start, "Accelerator", Many)
-    words = r"a step has 16 sequences \(batch_tokens 512, context 32\) for 17 processes; each needs at least one"
-    with pytest.raises(ValueError, match=words):
+    step = r"a step has 16 sequences \(batch_tokens 512, context 32\) for 17 processes"
+    with pytest.raises(ValueError, match=f"{step}; each needs at least one"):
         train(tiny_config, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -121,26 +115,24 @@ def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_p
 def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
     config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
     start.check_shares(config, processes, sharded=False)
-    passes = {
-        len(range(0, len(range(first, 16, processes)), micro or 16)) for first in range(processes)
-    }
+    shares = [range(first, 16, processes) for first in range(processes)]
+    passes = {len(range(0, len(share), micro or 16)) for share in shares}
     assert (len(passes) == 1) == allowed
     if allowed:
         start.check_shares(config, processes, sharded=True)
     else:
-        with pytest.raises(
-            ValueError, match=f"micro_batch {micro} some of them have one forward pass more"
-        ):
+        message = f"micro_batch {micro} some of them have one forward pass more"
+        with pytest.raises(ValueError, match=message):
             start.check_shares(config, processes, sharded=True)
 
 
 @torch._dynamo.config.patch(optimize_ddp=True)
-def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
-    made, whole = [], []
+def test_options_of_ddp(tiny_config, tmp_path, monkeypatch):
+    accelerators, whole = [], []
 
     def noting(**options):
-        made.append(Accelerator(**options))
-        return made[-1]
+        accelerators.append(Accelerator(**options))
+        return accelerators[-1]
 
     monkeypatch.setattr(start, "Accelerator", noting)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
@@ -148,27 +140,23 @@ def test_what_ddp_is_told(tiny_config, tmp_path, monkeypatch):
         config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0, compile=compiled)
         train(config, tmp_path / str(compiled), quiet=True)
         whole.append(torch._dynamo.config.optimize_ddp is False)
-    told = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-    assert [accelerator.ddp_handler.to_kwargs() for accelerator in made] == [told, told]
-    assert whole == [
-        False,
-        True,
-    ]  # compiled layers are not cut into DDP's buckets; else the setting is left alone
+    options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    assert [one.ddp_handler.to_kwargs() for one in accelerators] == [options, options]
+    # Compiled layers are not cut into DDP's buckets; else the setting is left alone.
+    assert whole == [False, True]
 
 
 def test_only_a_run_is_resumed(tiny_config, tmp_path, capsys):
     short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
     for folder in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(
-            FileNotFoundError, match="holds no run to resume: start it without --resume"
-        ):
+        message = "holds no run to resume: start it without --resume"
+        with pytest.raises(FileNotFoundError, match=message):
             train(short, folder, resume=True)
     assert not (tmp_path / "nothing").exists()
     with pytest.raises(ValueError, match="--resume goes on with a run and --overwrite deletes it"):
         train(short, tmp_path / "run", resume=True, overwrite=True)
-    results.write_run(
-        tmp_path / "run", dataclasses.asdict(short), results.provenance()
-    )  # and then it was killed
+    # As a run that was killed right after its start.
+    results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())
     with pytest.raises(FileExistsError, match="already holds a run"):
         train(short, tmp_path / "run")
     capsys.readouterr()
@@ -191,26 +179,21 @@ def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
     config = dataclasses.replace(tiny_config, checkpoint_every=4)
     for commit, last in (("first", 4), ("second", 12)):
         monkeypatch.setenv("TWELL_COMMIT", commit)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            stop_after(patch, last)
-            train(config, tmp_path / "run", resume=commit == "second", quiet=True)
+        stop_training(config, tmp_path / "run", last, resume=commit == "second")
         if commit == "first":  # a file of an older version
             path = tmp_path / "run" / "provenance.json"
-            path.write_text(
-                json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "starts"})
-            )
+            row = json.loads(path.read_text())
+            del row["starts"]
+            path.write_text(json.dumps(row))
             assert results.load_provenance(tmp_path / "run")["starts"][0]["commit"] == "first"
     monkeypatch.setenv("TWELL_COMMIT", "third")
     train(config, tmp_path / "run", resume=True, quiet=True)
     row = results.load_provenance(tmp_path / "run")
     assert [start["commit"] for start in row["starts"]] == ["first", "second", "third"]
-    assert [start.get("step") for start in row["starts"]] == [None, 4, 12] and row[
-        "commit"
-    ] == "third"
-    assert all(
-        start["device"] and start["versions"] and start["command"] and start["date"]
-        for start in row["starts"]
-    )
+    assert [one.get("step") for one in row["starts"]] == [None, 4, 12]
+    assert row["commit"] == "third"
+    for one in row["starts"]:
+        assert all(one[name] for name in ("device", "versions", "command", "date"))
 
 
 def test_a_model_folder_that_is_a_link_stays_one(tiny_config, tmp_path):
@@ -219,15 +202,13 @@ def test_a_model_folder_that_is_a_link_stays_one(tiny_config, tmp_path):
     shutil.move(tmp_path / "run" / "model", tmp_path / "elsewhere")
     (tmp_path / "run" / "model").symlink_to(tmp_path / "elsewhere")
     train(short, tmp_path / "run", overwrite=True, quiet=True)
-    assert (tmp_path / "run" / "model").is_symlink() and (
-        tmp_path / "elsewhere" / "model.safetensors"
-    ).is_file()
+    assert (tmp_path / "run" / "model").is_symlink()
+    assert (tmp_path / "elsewhere" / "model.safetensors").is_file()
 
 
 def test_a_resume_without_a_log_says_what_to_put_back(tiny_config, tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run, tmp_path / "run")
     (folder / "log.csv").unlink()
-    with pytest.raises(
-        FileExistsError, match=r"has no log\.csv\), so it is left alone: put back a copy of it"
-    ):
+    message = r"has no log\.csv\), so it is left alone: put back a copy of it"
+    with pytest.raises(FileExistsError, match=message):
         train(tiny_config, folder, resume=True, quiet=True)
