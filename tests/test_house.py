@@ -18,7 +18,10 @@ FOLDERS = [
     *("kernels", "twell/sparse", "twell/measure", "tests/sparse", "tests/kernels"),
     *("twell/corpus", "twell/train", "tests/train"),
 ]
-FILES = ["twell/config.py", "twell/export.py"]
+FILES = [
+    *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),
+    *(f"tests/test_{name}.py" for name in ("config", "corpus", "damage", "export")),
+]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES += [ROOT / name for name in FILES]
 

@@ -30,10 +30,10 @@ BEAT, PATIENCE = 5.0, 20.0  # seconds
 
 @contextlib.contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder. Make the folder if needed, and remove it again if it stays
-    empty.
+    """Hold the lock of a run's folder.
 
-    Raises FileExistsError, naming the process, when another one holds it.
+    Makes the folder if needed, and removes it again if it stays empty. Raises FileExistsError,
+    naming the process, when another one holds it.
     """
     folder = Path(folder)
     new = not folder.is_dir()

@@ -201,24 +201,21 @@ class Run:
 
         Where a window of dead neurons ends: also their share, and re-initialise them.
         """
-        config = self.config
+        config, tokens = self.config, self.steps_in_row(step) * self.config.batch_tokens
         counters = [ffn.stats.take() for ffn in self.model.ffns]
         counters = [tuple(self.accelerator.reduce(t) for t in pair) for pair in counters]
-        tokens = self.steps_in_row(step) * config.batch_tokens
         dead = self.window.add([counts for counts, _ in counters], tokens)
         loss, cross_entropy, l1, norm = means.tolist()
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step}; {self.remedy()}")
-        now = time.perf_counter()
-        layers = [summarize_activity(*pair) for pair in counters]
         values = {
             "loss": loss,
             "cross_entropy": cross_entropy,
             "l1": l1,
             "lr": self.learning_rate,
             "grad_norm": norm,
-            "tokens_per_second": tokens / (now - self.since),
-        } | activity_columns(layers)
+            "tokens_per_second": tokens / (time.perf_counter() - self.since),
+        } | activity_columns([summarize_activity(*pair) for pair in counters])
         del values["dead_fraction"]  # of these steps alone; the log has that of a whole window
         if self.sparse.active:
             summary = self.sparse.summary()
@@ -231,15 +228,20 @@ class Run:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
         if self.main:
             self.log.write(step, step * config.batch_tokens, "train", values)
-            active = sum(layer["mean"] for layer in layers) / len(layers)
-            left = (now - self.start) / (step - self.done) * (config.steps - step)
-            self.say(
-                f"{self.folder.name}  step {step}/{config.steps}  "
-                f"cross-entropy {cross_entropy:.3f}  "
-                f"active {active:.1f} of {config.intermediate_size}  "
-                f"{values['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left"
-            )
+            self.say_progress(step, values)
         self.restart_meters()
+
+    def say_progress(self, step: int, values: dict) -> None:
+        """Print a line with the main numbers of a row, and the time left."""
+        config = self.config
+        active = sum(values["active_mean"]) / config.num_layers
+        seconds = (time.perf_counter() - self.start) / (step - self.done) * (config.steps - step)
+        self.say(
+            f"{self.folder.name}  step {step}/{config.steps}  "
+            f"cross-entropy {values['cross_entropy']:.3f}  "
+            f"active {active:.1f} of {config.intermediate_size}  "
+            f"{values['tokens_per_second']:,.0f} tokens/s  {_clock(seconds)} left"
+        )
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity.
