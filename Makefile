@@ -21,7 +21,7 @@ TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHO
 LEVELS := 0 1e-3 3e-3 3e-2
 TRACED := 3e-3
 LIVE := runs/live
-TRAINING := $(wildcard twell/models/*.py twell/sparse/*.py) $(addprefix twell/,corpus.py results.py train.py configs/quick.yaml)
+TRAINING := $(wildcard $(addprefix twell/,sparse/*.py models/*.py corpus/*.py train/*.py)) $(addprefix twell/,config.py results.py configs/quick.yaml)
 DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py twell/trace/*.py) $(addprefix twell/,results.py sparse/formats.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 ifeq ($(PROFILE),live)
@@ -78,9 +78,9 @@ $(LIVE)/l1-%/aggregate.npz: $(LIVE)/l1-%/done $(wildcard twell/trace/*.py)
 	$(TRAIN) -m twell trace $(@D) --valid --aggregate --out $@
 
 # The text is tokenised once, before the runs share it.
-build/cache/ready: twell/corpus.py twell/configs/quick.yaml
+build/cache/ready: $(wildcard twell/corpus/*.py) twell/configs/quick.yaml
 	@mkdir -p $(@D)
-	$(RUN) -c "from twell.train import TrainConfig; TrainConfig.load('quick').prepare_text()"
+	$(RUN) -c "from twell.config import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
 # The notebooks of recorded data alone: nothing is trained.

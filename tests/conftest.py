@@ -7,10 +7,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # The kernels' tests run in Triton's interpreter; the variable is read when Triton is first imported.
+    # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from twell.train import TrainConfig, train  # noqa: E402
+from twell.config import TrainConfig  # noqa: E402
+from twell.train import train  # noqa: E402
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un")]
 

@@ -2,9 +2,10 @@
 
     python -m tests.kills --kills 50
 
-Each round starts a small training in a process of its own, ends it with SIGKILL at a random moment, resumes it until it
-is complete, and compares every weight and every logged number (but the clock's) with those of the training that
-was left alone. Prints one line a round and exits with status 1 at the first difference.
+Each round starts a small training in a process of its own, ends it with SIGKILL at a random moment
+and resumes it until it is complete. Every weight and every logged number (but the clock's) then has
+to equal that of a training without a kill. Prints one line a round and exits with status 1 at the
+first difference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import torch
 from safetensors.torch import load_file
 
 from twell import results
-from twell.train import TrainConfig, train
+from twell.config import TrainConfig
+from twell.train import train
+
+SMALL = (
+    "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 vocab_size=512 context=32 "
+    "batch_tokens=512 tokens=32768 valid_tokens=1024 valid_every=16 log_every=2 checkpoint_every=2 "
+    "l1_coefficient=1e-2 l1_warmup_steps=20 reinit=0.1 dead_window_tokens=2048"
+).split()
+FILES = {"config.yaml", "provenance.json", "log.csv", "model"}
 
 
 def start(config: TrainConfig, folder: Path) -> int:
@@ -30,9 +39,7 @@ def start(config: TrainConfig, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(
-                1
-            )  # the threads of a pool are not forked, and would be waited for
+            torch.set_num_threads(1)  # a fork has no threads of a pool, and would wait for them
             train(config, folder, resume=results.run_state(folder) != "nothing", quiet=True)
             os._exit(0)
         except BaseException as error:  # a forked process must never return into the test runner
@@ -49,27 +56,30 @@ def finish(config: TrainConfig, folder: Path) -> None:
 
 
 def differences(folder: Path, expected: Path) -> list[str]:
-    """What differs between two runs, clock aside."""
-    found = []
-    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
-    found += [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    """Return the names of what differs between two runs, clock aside."""
+    weights, expected_weights = (
+        load_file(path / "model" / "model.safetensors") for path in (folder, expected)
+    )
+    names = [
+        name for name, weight in expected_weights.items() if not torch.equal(weights[name], weight)
+    ]
     logs = [
-        results.load_run(path)[1].query("metric != 'tokens_per_second'")
+        results.load_run(path)[1].query("metric != 'tokens_per_second'").reset_index(drop=True)
         for path in (folder, expected)
     ]
-    if not logs[0].reset_index(drop=True).equals(logs[1].reset_index(drop=True)):
-        found.append("log.csv")
-    names = {path.name for path in folder.iterdir()}
-    if (
-        names != {"config.yaml", "provenance.json", "log.csv", "model"}
-        or not results.load_run(folder)[0]["complete"]
-    ):
-        found.append("left-over files or an incomplete run")
-    return found
+    if not logs[0].equals(logs[1]):
+        names.append("log.csv")
+    files = {path.name for path in folder.iterdir()}
+    if files != FILES or not results.load_run(folder)[0]["complete"]:
+        names.append("left-over files or an incomplete run")
+    return names
 
 
 def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None = None):
-    """Yield (seconds until the kill, step of the checkpoint then, or None) for each kill; AssertionError at a difference."""
+    """Yield (seconds until the kill, step of the checkpoint then or None) for each kill.
+
+    Raises AssertionError at a difference.
+    """
     expected = folder / "expected"
     began = time.perf_counter()
     finish(config, expected)
@@ -85,18 +95,18 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
         if not os.WIFSIGNALED(status):
             if status:
                 raise AssertionError(f"the training in {run} ended with status {status}")
-            for path in sorted(
-                run.rglob("*"), reverse=True
-            ):  # it was faster than the kill: once more
+            # It was faster than the kill: once more.
+            for path in sorted(run.rglob("*"), reverse=True):
                 path.unlink() if path.is_file() else path.rmdir()
             duration *= 0.95
             continue
         whole = next((path for name in results.CHECKPOINTS if (path := run / name).is_file()), None)
         step = None if whole is None else torch.load(whole, weights_only=True)["step"]
         finish(config, run)
-        if found := differences(run, expected):
+        if names := differences(run, expected):
             raise AssertionError(
-                f"killed after {delay:.2f} s (checkpoint of step {step}), resumed, and different: {found}"
+                f"killed after {delay:.2f} s (checkpoint of step {step}), resumed, "
+                f"and different: {names}"
             )
         done += 1
         yield delay, step
@@ -108,35 +118,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = TrainConfig.load(
-        "quick", ["hidden_size=32", "intermediate_size=96", "num_layers=2", "num_heads=2"]
-    )
-    config = TrainConfig(
-        **vars(config)
-        | {
-            "vocab_size": 512,
-            "context": 32,
-            "batch_tokens": 512,
-            "tokens": 512 * 64,
-            "valid_tokens": 1024,
-            "valid_every": 16,
-        }
-        | {
-            "log_every": 2,
-            "checkpoint_every": 2,
-            "l1_coefficient": 1e-2,
-            "l1_warmup_steps": 20,
-            "reinit": 0.1,
-        }
-        | {"dead_window_tokens": 2048}
-    )
+    config = TrainConfig.load("quick", SMALL)
     config.prepare_text()
     with tempfile.TemporaryDirectory() as folder:
-        for number, (delay, step) in enumerate(
-            kill_rounds(config, Path(folder), options.kills, options.seed), 1
-        ):
+        rounds = kill_rounds(config, Path(folder), options.kills, options.seed)
+        for number, (delay, step) in enumerate(rounds, 1):
             print(
-                f"kill {number}/{options.kills} after {delay:.2f} s, checkpoint of step {step}: resumed exactly",
+                f"kill {number}/{options.kills} after {delay:.2f} s, checkpoint of step {step}: "
+                "resumed exactly",
                 flush=True,
             )
     return 0

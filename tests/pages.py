@@ -271,7 +271,7 @@ def mistake_in_module(module: str, arguments: list[str]) -> str | None:
 
 def mistake_in_fields(config: str, overrides: list[str]) -> str | None:
     """Return which field of a shipped configuration is none; the text need not be there."""
-    from twell.train import TrainConfig
+    from twell.config import TrainConfig
 
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     of_shell = [override for override in overrides if "$" in override]

@@ -1,3 +1,5 @@
+"""Every text comes back from its tokens, in order; damaged and unfit sources are named."""
+
 import json
 import lzma
 import os
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from twell import corpus
+from twell.corpus import tokens as tokens_module
 
 WORDS = "the of and a neuron fires sparse layer token for wört 日本 😀 \t <b>".split(" ")
 
@@ -50,7 +53,7 @@ def test_tokenizer_gives_any_text_back():
 
 
 def test_prepared_tokens_are_the_documents_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "ENCODED_TOGETHER", 7)
+    monkeypatch.setattr(tokens_module, "ENCODED_TOGETHER", 7)
     documents = texts(61)
     write_jsonl(tmp_path / "a.jsonl", documents)
     text = corpus.prepare(str(tmp_path / "a.jsonl"), vocab_size=300, cache=tmp_path / "cache")
@@ -167,7 +170,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus.np, "save", full)
+    monkeypatch.setattr(np, "save", full)
     with pytest.raises(
         OSError, match=r"cache/\w+ could not be written: No space left on device; TWELL_CACHE names"
     ):
@@ -233,7 +236,7 @@ def test_parquet_gives_its_documents(tmp_path):
 
 @pytest.fixture
 def streamed(tmp_path):
-    """Three files of a data set as the hub would serve them, their documents in order, and a tokenizer."""
+    """A source of three files as the hub would serve them, its documents, and a tokenizer."""
     documents = texts(120)
     (tmp_path / "data").mkdir()
     for part in range(3):
@@ -251,11 +254,8 @@ def test_a_stream_holds_out_its_first_documents_and_repeats(streamed):
     held_out = next(n for n in range(120) if sum(map(len, coded[:n])) >= 200)
     assert stream.valid.tolist() == sum(coded[:held_out], [])[:200]
     training = sum(coded[held_out:], [])
-    drawn = (
-        torch.cat([stream.draw(range(30)), stream.draw(range(len(training) // 8))])
-        .flatten()
-        .tolist()
-    )
+    blocks = stream.draw(range(30)), stream.draw(range(len(training) // 8))
+    drawn = torch.cat(blocks).flatten().tolist()
     assert len(drawn) > 2 * len(training) and drawn == (training * 3)[: len(drawn)]
 
 
@@ -276,14 +276,12 @@ def test_processes_share_a_stream_without_overlap(streamed):
     whole = "".join(documents)
     seen = []
     for process in range(2):
-        stream = corpus.Stream(
-            source, tokenizer, 16, valid_tokens=64, process=process, num_processes=2
-        )
-        texts_of = tokenizer.decode(stream.draw(range(40)).flatten()).split(corpus.END_OF_TEXT)[
-            1:-1
-        ]
-        assert all(text in whole for text in texts_of)
-        seen.append(set(texts_of))
+        share = {"process": process, "num_processes": 2}
+        stream = corpus.Stream(source, tokenizer, 16, valid_tokens=64, **share)
+        text = tokenizer.decode(stream.draw(range(40)).flatten())
+        complete = text.split(corpus.END_OF_TEXT)[1:-1]
+        assert all(text in whole for text in complete)
+        seen.append(set(complete))
     assert seen[0] and seen[1] and not seen[0] & seen[1]
 
 

@@ -1,4 +1,4 @@
-"""Damaged files of many kinds: each gives one sentence with the file's name and what to do, and nothing is lost."""
+"""Damaged files: each gives one sentence with its name and a remedy, and nothing is lost."""
 
 import dataclasses
 import json
@@ -9,10 +9,15 @@ import pytest
 
 from tests.test_analysis import make_trace
 from tests.trace.activity import aggregate_of
-from twell import results, train
+from tests.train.runs import stop_training
+from twell import results
 from twell.__main__ import main
+from twell.train import train
 
-REMEDY = r"put back|start again|delete the folder|makes it again|write \{|use one of|expected|take one|cut within"
+REMEDY = (
+    r"put back|start again|delete the folder|makes it again|write \{|use one of|expected|take one|"
+    "cut within"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +31,8 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TWELL_CACHE", "cache")
-        train.train(config, folder / "run", quiet=True)
-        with pytest.raises(KeyboardInterrupt):
-            stop_after(patch, 12)
-            train.train(config, folder / "stopped", quiet=True)
+        train(config, folder / "run", quiet=True)
+        stop_training(config, folder / "stopped", 12)
     make_trace(0, num_layers=2, intermediate_size=96)[0].save(folder / "trace.npz")
     aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(
         folder / "aggregate.npz"
@@ -38,17 +41,6 @@ def whole(tiny_config, tiny_text, tmp_path_factory):
         json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n"
     )
     return folder
-
-
-def stop_after(patch, step):
-    save = train._Run.save_checkpoint
-
-    def save_and_stop(self, now):
-        save(self, now)
-        if now == step:
-            raise KeyboardInterrupt
-
-    patch.setattr(train._Run, "save_checkpoint", save_and_stop)
 
 
 RESUME = ["train", "stopped/config.yaml", "--out", "stopped", "--resume"]

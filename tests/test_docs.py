@@ -20,7 +20,7 @@ from tests.pages import (
     unexplained,
     workplace,
 )
-from twell.train import TrainConfig
+from twell.config import TrainConfig
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 LINKED = [

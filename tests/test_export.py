@@ -14,9 +14,10 @@ from tests.test_analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import analysis, load, results
 from twell.__main__ import main
+from twell.config import TrainConfig
 from twell.evaluate import _describe
 from twell.trace import Aggregate
-from twell.train import TrainConfig, evaluate, train
+from twell.train import evaluate, train
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,8 @@ def runs(tiny_config, tmp_path_factory):
 def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     out = tmp_path / "checkpoint"
     options = ["--text", "nonsense words", "--twin", str(runs / "dense"), "--out", str(out)]
-    assert (
-        main(["export", str(runs / "sparse"), *options]) == 0
-        and str(out) in capsys.readouterr().out
-    )
+    assert main(["export", str(runs / "sparse"), *options]) == 0
+    assert str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
     trained, _ = load(runs / "sparse")
     told = [
@@ -47,47 +46,38 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         for path in (out, runs / "sparse", runs / "sparse" / "model")
     ]
     assert told == [8 * 512, 8 * 512, None]  # a model that was not exported leaves it to its run
-    assert (
-        model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
-    )
+    assert model.dtype == torch.bfloat16
+    assert tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
     for name, weight in trained.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.bfloat16()), name
 
     card = (out / "README.md").read_text()
     row, log = results.load_run(runs / "sparse")
-    _, twin = results.load_run(runs / "dense")
+    dense, twin_log = results.load_run(runs / "dense")
     layers, twin_layers = (
-        analysis.logged_layers(table, row["intermediate_size"]) for table in (log, twin)
+        analysis.logged_layers(table, row["intermediate_size"]) for table in (log, twin_log)
     )
     losses = [
         table.query("split == 'valid' and metric == 'cross_entropy'")["value"].iloc[-1]
-        for table in (log, twin)
+        for table in (log, twin_log)
     ]
     assert f"| cross-entropy, nats a token | {losses[0]:.4f} | {losses[1]:.4f} |" in card
     share, twin_share = (
         100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers)
     )
     assert "| L1 coefficient | 0.01 | 0 |" in card and "\n0.01 on the mean over tokens" in card
-    assert (
-        f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card
-        and f"so {share:.1f}% are" in card
-    )
+    assert f"| inactive | {share:.2f}% | {twin_share:.2f}% |" in card
+    assert f"so {share:.1f}% are" in card
     for layer in layers.itertuples():
         assert f"| {layer.layer} | {layer.mean:.3g} | {layer.p99:g} | {layer.max:g} |" in card
     _, _, blocks = TrainConfig.load(runs / "sparse" / "config.yaml").prepare_text()
     stored = evaluate(model, blocks)["cross_entropy"]
     assert f"| the same from the stored weights, in bf16 | {stored:.4f} |  |" in card
     assert f"{len(blocks) * row['context']:,} tokens of held-out text" in card
-    price, twin_commit = (
-        100 * (losses[0] / losses[1] - 1),
-        results.load_run(runs / "dense")[0]["commit"],
-    )
-    last, empty, said = card.partition("| inactive |")[2].splitlines()[:3]
-    assert (
-        not empty
-        and said
-        == f"The twin is the run `dense` of commit {twin_commit}; the price is {price:+.2f}% cross-entropy."
-    )
+    price, commit = 100 * (losses[0] / losses[1] - 1), dense["commit"]
+    last, empty, line = card.partition("| inactive |")[2].splitlines()[:3]
+    twin = f"The twin is the run `dense` of commit {commit}"
+    assert not empty and line == f"{twin}; the price is {price:+.2f}% cross-entropy."
     assert "Text: nonsense words" in card and row["command"] in card and row["commit"] in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
 
@@ -106,7 +96,10 @@ def test_a_card_names_every_start_and_no_path_of_this_machine(runs, tmp_path, mo
     run = shutil.copytree(runs / "sparse", tmp_path / "run")
     aggregate_of(make_trace(0, num_layers=2, intermediate_size=96)[0]).save(run / "aggregate.npz")
     path = run / "provenance.json"
-    command = f"python -m twell train quick source={tmp_path / 'texts'} tokenizer=/elsewhere/words --out {run}"
+    command = (
+        f"python -m twell train quick source={tmp_path / 'texts'} tokenizer=/elsewhere/words "
+        f"--out {run}"
+    )
     first = results.load_provenance(run)["starts"][0] | {"command": command, "commit": "one"}
     starts = [
         first,
@@ -118,13 +111,10 @@ def test_a_card_names_every_start_and_no_path_of_this_machine(runs, tmp_path, mo
     assert main(["export", "run", "--text", "words", "--out", str(tmp_path / "given")]) == 0
     card = (tmp_path / "given" / "README.md").read_text()
     assert "`python -m twell train quick source=texts tokenizer=words --out run`" in card
-    assert (
-        f"commit one, resumed from step 4 on a GPU, commit two and from step 6 on {first['device']}, commit three"
-        in card
-    )
-    assert (tmp_path / "given" / "aggregate.npz").read_bytes() == (
-        run / "aggregate.npz"
-    ).read_bytes()
+    first_resume = "commit one, resumed from step 4 on a GPU, commit two"
+    assert f"{first_resume} and from step 6 on {first['device']}, commit three" in card
+    copied = (tmp_path / "given" / "aggregate.npz").read_bytes()
+    assert copied == (run / "aggregate.npz").read_bytes()
 
 
 def test_a_card_without_a_twin_names_none(runs, tmp_path):

@@ -510,7 +510,7 @@ def test_a_fault_keeps_its_traceback(place, capsys, monkeypatch, fault):
     def faulty(self, step):
         raise fault  # by a file that is not of the package, as a library would
 
-    monkeypatch.setattr("twell.train._Run.step", faulty)
+    monkeypatch.setattr("twell.train.loop.Run.step", faulty)
     with pytest.raises(type(fault)) as raised:
         main(place.train())
     assert (
@@ -585,7 +585,7 @@ def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
         raise OSError(28, "No space left on device")
 
     if at == "log.csv":
-        monkeypatch.setattr("twell.train.open", full, raising=False)
+        monkeypatch.setattr("twell.train.log.open", full, raising=False)
     else:
         monkeypatch.setattr(results.os, "fsync", full)
     capsys.readouterr()

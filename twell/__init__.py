@@ -34,7 +34,7 @@ _HOME = {
     "l1_by_layer": "models",
     "silence": "models",
     "SparseTraining": "sparse.training",
-    "TrainConfig": "train",
+    "TrainConfig": "config",
     "Trace": "trace",
     "Aggregate": "trace",
     "inspect": "widget",

@@ -33,10 +33,10 @@ import torch
 from torch.nn import functional as F
 
 from twell import corpus, results
+from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, load_config
 from twell.trace import load_with_tokenizer
-from twell.train import TrainConfig
-from twell.train import evaluate as validate
+from twell.train.validation import evaluate as validate
 
 try:
     import datasets
@@ -447,7 +447,7 @@ def after_blank(doc: dict) -> str:
 def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str], str]:
     """Return documents that a model was not trained on, and what they are, in words.
 
-    `text`, a source as corpus.py describes, where it is given; else the file held_out.jsonl of the model's folder, where there is
+    `text`, a source as corpus/sources.py describes, where it is given; else the file held_out.jsonl of the model's folder, where there is
     one; of a run's folder, what the run held out for validation; of any other model, the documents of the embedded corpus "sotu"
     that training on it holds out: nothing here knows what such a model has seen. Raises FileNotFoundError where a source is gone.
     """

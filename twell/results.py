@@ -11,7 +11,7 @@ A run folder holds
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
                       kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
-and, until it is complete, the files of checkpoint.py and lock.py. No other file in it is ever deleted.
+and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it is ever deleted.
 """
 
 from __future__ import annotations

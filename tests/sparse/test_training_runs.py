@@ -10,30 +10,30 @@ from torch import nn
 
 from tests.kills import differences
 from tests.sparse.steps import ON_CPU, Fake
-from tests.test_train import launch, series, stop_after, stream_config
+from tests.train.runs import launch, series, stop_training, stream_config
 from twell import results
-from twell import train as train_module
 from twell.kernels import training_ops
 from twell.sparse import training as sparse_training
 from twell.train import train
+from twell.train.loop import Run
 
 
 def finishing(monkeypatch, ends):
     """Let trainings note the random state at their end."""
-    finish = train_module._Run.finish
+    finish = Run.finish
 
     def noting(self):
         ends.append(torch.get_rng_state())
         return finish(self)
 
-    monkeypatch.setattr(train_module._Run, "finish", noting)
+    monkeypatch.setattr(Run, "finish", noting)
 
 
 def heavy_steps(monkeypatch, fake, heavy):
     """Let the fake need 60 entries more in some (step, micro-batch); passes of a micro-batch are
     told by their tokens.
     """
-    inner, draw = train_module._Run.step, train_module._Run.autocast
+    inner, draw = Run.step, Run.autocast
 
     def step(self, number):
         passes = -1
@@ -52,7 +52,7 @@ def heavy_steps(monkeypatch, fake, heavy):
             del self.autocast
             fake.extra = 0
 
-    monkeypatch.setattr(train_module._Run, "step", step)
+    monkeypatch.setattr(Run, "step", step)
 
 
 def unlike(run, expected):
@@ -109,7 +109,7 @@ from twell.kernels import training_ops
 
 heavy = False
 training_ops.train = fake = Fake(scale=8)
-inner = train._Run.step
+inner = Run.step
 
 def step(self, number):
     alone = heavy and number == 3 and self.accelerator.process_index == 1
@@ -121,9 +121,9 @@ def step(self, number):
     assert any(short) == alone and len(short) == calls, (number, short)
     return done
 
-train._Run.step = step
+Run.step = step
 smallest, sparse_training.SMALLEST = sparse_training.SMALLEST, 96
-train.train(train.TrainConfig.load(sys.argv[2]), sys.argv[-1] + "-expected", quiet=True)
+train(TrainConfig.load(sys.argv[2]), sys.argv[-1] + "-expected", quiet=True)
 sparse_training.SMALLEST, heavy = smallest, True
 """
 
@@ -169,9 +169,7 @@ def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch
     layers = series(results.load_run(whole)[1], "sparse_layers").tolist()
     assert layers[0] == 0 and layers[-1] == 2, layers
     for stop in (4, 10):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            stop_after(patch, stop)
-            train(config, tmp_path / str(stop), quiet=True)
+        stop_training(config, tmp_path / str(stop), stop)
         train(config, tmp_path / str(stop), resume=True, quiet=True)
         assert differences(tmp_path / str(stop), whole) == []
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell import model as model_module
+from twell import models as model_module
 from twell.__main__ import main
 from twell.trace import Aggregate, tracing
 from twell.trace.counter import Counter

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from twell import model as model_module
+from twell import models as model_module
 from twell import trace
 from twell.trace import silence
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from twell import analysis, results, trace
-from twell import model as model_module
-from twell.model import SparseLlamaForCausalLM
+from twell import models as model_module
+from twell.models import SparseLlamaForCausalLM
 from twell.trace import tracing
 
 TABLES = [

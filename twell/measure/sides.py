@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from twell.config import TrainConfig
 from twell.measure import clock, imposed
 from twell.measure.case import check_sizes
 from twell.measure.providers import COMPILED, TUNED, Provider
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration
-from twell.train import TrainConfig
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 

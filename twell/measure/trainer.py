@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from twell.config import TrainConfig
 from twell.measure import clock, imposed
 from twell.measure.case import check_sizes
 from twell.measure.check import TOLERANCE
@@ -29,7 +30,7 @@ from twell.measure.step import training_ops
 from twell.models.l1 import l1_by_layer
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
-from twell.train import TrainConfig
+from twell.train.build import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
@@ -188,22 +189,7 @@ class Trainer:
             if self.sparse_state is not None:  # the capacity is known already
                 self.sparse.restore(self.sparse_state)
         self.model.train()
-        self.optimizer = self._optimizer(learning_rate)
-
-    def _optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        config, parameters = self.config, list(self.model.parameters())
-        matrices = [p for p in parameters if p.dim() >= 2]
-        vectors = [p for p in parameters if p.dim() < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=self.device.type == "cuda",  # one pass over weights and moments
-        )
+        self.optimizer = adamw(self.model, self.config, self.device, learning_rate)
 
     def leave(self) -> None:
         """End sparse training, and keep its state."""

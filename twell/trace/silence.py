@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from twell.model import SparseLlamaForCausalLM, silence
+from twell.models import SparseLlamaForCausalLM, silence
 from twell.trace.watch import (
     SAY_EVERY,
     Recorder,

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from twell import corpus
-from twell.model import SparseLlamaForCausalLM, load
+from twell.models import SparseLlamaForCausalLM, load
 
 
 def load_with_tokenizer(

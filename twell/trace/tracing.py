@@ -11,13 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from twell import results
-from twell.model import SparseLlamaForCausalLM
+from twell.config import TrainConfig
+from twell.models import SparseLlamaForCausalLM
 from twell.trace.aggregates import Aggregate
 from twell.trace.counter import Counter
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
 from twell.trace.trace import Trace
 from twell.trace.watch import SAY_EVERY, Recorder, concatenate, watch
-from twell.train import TrainConfig, run_text
+from twell.train.text import run_text
 
 BATCH_TOKENS = 8192
 MAX_BYTES = 2_000_000

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twell.model import SparseLlamaForCausalLM
+from twell.models import SparseLlamaForCausalLM
 
 SAY_EVERY = 5  # seconds between two lines about the progress
 

@@ -10,9 +10,15 @@ import time
 
 import pytest
 
-from twell import lock, results
+from twell import results
+from twell.train import lock
 
-HOLDING = "import sys; from twell import lock\nwith lock.hold(sys.argv[1]): print(flush=True); sys.stdin.read()"
+HOLDING = """import sys
+from twell.train import lock
+with lock.hold(sys.argv[1]):
+    print(flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -27,9 +33,10 @@ def holder(tmp_path):
 
 
 def test_one_process_wins_and_the_other_says_which(tmp_path, holder):
-    said = rf"run is held by process {holder.pid} on {socket.gethostname()}, since 20.*train\.lock\): wait for it"
+    name = f"process {holder.pid} on {socket.gethostname()}"
+    message = rf"run is held by {name}, since 20.*train\.lock\): wait for it"
     for _ in range(2):
-        with pytest.raises(FileExistsError, match=said), lock.hold(tmp_path / "run"):
+        with pytest.raises(FileExistsError, match=message), lock.hold(tmp_path / "run"):
             pass
     holder.communicate()
     assert not (tmp_path / "run").exists()  # nothing was left in it

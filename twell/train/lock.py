@@ -1,11 +1,12 @@
 """One process at a time trains in a run's folder.
 
-The operating system locks the file `train.lock` in the folder, and releases it when the process ends. A
-file that a killed process left behind therefore stops nobody. The file names the process, its host and the
-time, in JSON. The lock does not depend on its text.
+The operating system locks the file `train.lock` in the folder, and releases it when the process
+ends. A file that a killed process left behind therefore stops nobody. The file names the process,
+its host and the time, in JSON. The lock does not depend on its text.
 
-Network file systems may not share locks between hosts. The holder therefore touches the file every BEAT
-seconds. A file from another host stops a training if somebody touches it within PATIENCE seconds.
+Network file systems may not share locks between hosts. The holder therefore touches the file every
+BEAT seconds. A file from another host stops a training if somebody touches it within PATIENCE
+seconds.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ BEAT, PATIENCE = 5.0, 20.0  # seconds
 
 @contextlib.contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder. Make the folder if needed, and remove it again if it stays empty.
+    """Hold the lock of a run's folder.
 
-    Raises FileExistsError, naming the process, when another one holds it.
+    Makes the folder if needed, and removes it again if it stays empty. Raises FileExistsError,
+    naming the process, when another one holds it.
     """
     folder = Path(folder)
-    made = not folder.is_dir()
+    new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     lock = filelock.FileLock(path)
@@ -57,8 +59,8 @@ def hold(folder: str | Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
     finally:
         lock.release()
-        if made:
-            with contextlib.suppress(OSError):  # it is not empty: a run is in it
+        if new:
+            with contextlib.suppress(OSError):  # not empty: it holds a run
                 folder.rmdir()
 
 
@@ -73,7 +75,7 @@ def _read(path: Path) -> dict:
     try:
         holder = json.loads(path.read_text())
         return holder if isinstance(holder, dict) else {}
-    except (OSError, ValueError):  # it is just being written
+    except (OSError, ValueError):  # half written
         return {}
 
 

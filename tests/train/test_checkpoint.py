@@ -1,4 +1,4 @@
-"""Whatever is changed in a checkpoint's file, it is either read as it was written or refused by name."""
+"""A checkpoint's file with any change is read as it was written, or refused by name."""
 
 import random
 import zipfile
@@ -6,8 +6,8 @@ import zipfile
 import pytest
 import torch
 
-from twell import checkpoint
-from twell.checkpoint import Checkpoints
+from twell.train import checkpoint
+from twell.train.checkpoint import Checkpoints
 
 
 def state(step):

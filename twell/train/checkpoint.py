@@ -1,9 +1,9 @@
 """The last two checkpoints of a run. When one is damaged, the run goes on from the other.
 
-A checkpoint is the zip file that `torch.save` writes, and behind it the SHA-256 of this file. Reading compares
-it first. (The zip file's own CRC-32 do not cover its directory: one changed bit there gives other weights.) A
-checkpoint also has the run's configuration, and the size and the SHA-256 of its log. The checkpoint before the
-last stays as `checkpoint-previous.pt`.
+A checkpoint is the zip file that `torch.save` writes, and behind it the SHA-256 of this file.
+Reading compares it first. (The zip file's own CRC-32 do not cover its directory: one changed bit
+there gives other weights.) A checkpoint also has the run's configuration, and the size and the
+SHA-256 of its log. The checkpoint before the last stays as `checkpoint-previous.pt`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from twell import results
 
 LAST, PREVIOUS = results.CHECKPOINTS
+FIELDS = "step model optimizer schedule window sparse random streams log".split()
 
 
 class Checkpoints:
@@ -68,16 +69,14 @@ class Checkpoints:
             self.good = path
             return state
         raise ValueError(
-            f"{'; '.join(problems)}: the run cannot be resumed; put back a copy, or start again with --overwrite"
+            f"{'; '.join(problems)}: the run cannot be resumed; "
+            "put back a copy, or start again with --overwrite"
         )
 
     def remove(self) -> None:
         """Remove all checkpoints."""
         self.last.unlink(missing_ok=True)
         self.previous.unlink(missing_ok=True)
-
-
-FIELDS = "step model optimizer schedule window sparse random streams log".split()
 
 
 def read(path: Path) -> dict:

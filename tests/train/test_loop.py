@@ -1,0 +1,282 @@
+"""A run learns, writes what happened, and follows the recipe."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.train.runs import log_of, series, stream_config, train_changed
+from twell import corpus, results
+from twell.config import TrainConfig, l1_schedule
+from twell.models import SparseLlamaForCausalLM, load
+from twell.train import train
+from twell.train.loop import Run
+from twell.train.validation import evaluate
+
+
+def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
+    row, log = results.load_run(tiny_run)
+    assert row["complete"] and row["command"] and row["commit"]
+    assert row["versions"]["torch"] == torch.__version__
+    assert {field.name for field in dataclasses.fields(TrainConfig)} <= set(row)
+    assert yaml.safe_load((tiny_run / "config.yaml").read_text()) == dataclasses.asdict(tiny_config)
+    valid = series(log, "cross_entropy", "valid")
+    assert list(valid.index.get_level_values("step")) == [0, 8, 16]
+    # Before the first step all tokens are equally likely.
+    assert valid.iloc[0] == pytest.approx(np.log(320), rel=0.02)
+    assert valid.iloc[-1] < valid.iloc[0] - 1.0
+    assert list(series(log, "loss").index.get_level_values("step")) == [4, 8, 12, 16]
+    windows = series(log, "dead_fraction").groupby("step").size()  # of 2048 tokens
+    assert list(windows.index) == [4, 8, 12, 16]
+    assert len(series(log, "active_mean")) == 8 and len(series(log, "active_mean", "valid")) == 6
+    loss, parts = series(log, "loss"), series(log, "cross_entropy") + 1e-2 * series(log, "l1")
+    np.testing.assert_allclose(loss, parts, rtol=1e-5)
+    # Two steps of warm-up, then half a cosine over the other 14. Each row has its step's rate.
+    cosine = [5e-3 * (1 + np.cos(np.pi * (step - 3) / 14)) / 2 for step in (4, 8, 12, 16)]
+    np.testing.assert_allclose(series(log, "lr"), cosine, rtol=1e-5)
+    silenced = series(log, "cross_entropy_silenced", "valid")
+    assert silenced.index.get_level_values("step").tolist() == [16]
+    assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
+
+
+def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config):
+    _, log = results.load_run(tiny_run)
+    model = AutoModelForCausalLM.from_pretrained(tiny_run / "model")
+    _, _, blocks = tiny_config.prepare_text()
+    result = evaluate(model, blocks)
+    loss = series(log, "cross_entropy", "valid").iloc[-1]
+    assert result["cross_entropy"] == pytest.approx(loss, rel=1e-4)
+    logged = series(log, "active_mean", "valid").loc[16].to_numpy()
+    np.testing.assert_allclose([layer["mean"] for layer in result["layers"]], logged, rtol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run / "model")
+    prompt = tokenizer("ba de", return_tensors="pt").input_ids
+    tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
+    text = tokenizer.decode(tokens)
+    assert text.startswith("ba de") and len(text) > len("ba de")
+
+
+def test_the_logged_learning_rate_is_the_one_that_the_step_used(tiny_config, tmp_path, monkeypatch):
+    used, step = [], torch.optim.AdamW.step
+
+    def noting(self, *args, **kwargs):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    settings = {"tokens": 7 * 512, "log_every": 1, "warmup_steps": 3}
+    log = log_of(tiny_config, tmp_path / "run", **settings)
+    np.testing.assert_allclose(series(log, "lr"), used, rtol=1e-5)
+    assert used[0] == 0 and max(used) == used[3] == 5e-3 and used[-1] > 0
+
+
+def test_same_seed_same_run_other_seed_other_run(tiny_config, tmp_path):
+    runs = [
+        train_changed(tiny_config, tmp_path / name, tokens=4 * 512, seed=seed)
+        for seed, name in ((3, "a"), (3, "b"), (4, "c"))
+    ]
+    states = [AutoModelForCausalLM.from_pretrained(run / "model").state_dict() for run in runs]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_micro_batches_change_nothing(tiny_config, tmp_path):
+    one = log_of(tiny_config, tmp_path / "one", tokens=4 * 512)
+    many = log_of(tiny_config, tmp_path / "many", tokens=4 * 512, micro_batch=3)
+    for metric in ("loss", "cross_entropy", "l1", "grad_norm"):
+        np.testing.assert_allclose(series(one, metric), series(many, metric), rtol=2e-4)
+
+
+def test_l1_reduces_activity(tiny_config, tmp_path):
+    active = {}
+    for coefficient in (0.0, 0.1):
+        log = log_of(tiny_config, tmp_path / str(coefficient), l1_coefficient=coefficient)
+        active[coefficient] = series(log, "active_mean", "valid").loc[16].mean()
+    assert active[0.1] < 0.5 * active[0.0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gated": False}, {"activation": "silu"}, {"backend": "reference", "tokens": 1024}]
+)
+def test_other_layers_train(tiny_config, tmp_path, changes):
+    run = train_changed(tiny_config, tmp_path / "run", **{"tokens": 2048} | changes)
+    assert results.load_run(run)[0]["complete"]
+
+
+def test_reference_backend_follows_the_dense_one(tiny_config, tmp_path):
+    short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1)
+    dense = log_of(short, tmp_path / "dense")
+    run = train_changed(short, tmp_path / "sparse", backend="reference")
+    config, sparse = results.load_run(run)
+    np.testing.assert_allclose(series(sparse, "loss"), series(dense, "loss"), rtol=1e-4)
+    # The run keeps its backend; its model runs anywhere.
+    assert config["backend"] == "reference" and load(run)[0].config.ffn_backend == "dense"
+
+
+def test_remarks_are_said_at_the_start_of_a_run(tiny_config, tmp_path, capsys):
+    config = dataclasses.replace(tiny_config, tokens=1024, warmup_steps=600)
+    train(config, tmp_path / "run")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'run'}: ")
+    assert second == f"run  {config.remarks()[0]}"
+    train(config, tmp_path / "quiet", quiet=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_divergence_is_said(tiny_config, tmp_path):
+    with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
+        train_changed(tiny_config, tmp_path / "run", learning_rate=1e30, tokens=8192)
+    assert not results.load_run(tmp_path / "run")[0]["complete"]
+    fields = r"l1_coefficient \(now 0\.01\) or weight_decay \(now 1e\+300\)"
+    message = rf"lower learning_rate \(now 0\.005\) or {fields}"
+    with pytest.raises(FloatingPointError, match=message):
+        train_changed(tiny_config, tmp_path / "other", weight_decay=1e300)
+
+
+def test_divergence_in_the_last_step_is_said(tiny_config, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def diverge(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].fill_(torch.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
+    message = r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)"
+    with pytest.raises(FloatingPointError, match=message):
+        train_changed(tiny_config, tmp_path / "run", tokens=512, warmup_steps=0)
+    assert not results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_blocks_of_a_run_cover_the_text(tiny_config):
+    _, blocks, valid = tiny_config.prepare_text()
+    assert isinstance(blocks, corpus.Blocks) and len(valid) == 512 // 32
+    drawn = blocks.draw(range(len(blocks))).flatten()
+    assert np.array_equal(np.sort(drawn), np.sort(blocks.tokens[: len(blocks) * 32]))
+
+
+def test_l1_warm_up_grows_from_zero(tiny_config, tmp_path):
+    assert [l1_schedule(step, 2, 4) for step in range(1, 9)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
+    assert [l1_schedule(step, 2, 0) for step in range(1, 5)] == [0, 0, 1, 1]
+    assert l1_schedule(1, 0, 0) == 1
+    warm = {"tokens": 8 * 512, "log_every": 1, "l1_zero_steps": 2, "l1_warmup_steps": 4}
+    log = log_of(tiny_config, tmp_path / "run", **warm)
+    share = (series(log, "loss") - series(log, "cross_entropy")) / (1e-2 * series(log, "l1"))
+    np.testing.assert_allclose(share, [0, 0, 0.25, 0.5, 0.75, 1, 1, 1], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 512, "warmup_steps": 0},
+        {"tokens": 1024, "warmup_steps": 600},
+        {"tokens": 2048, "l1_zero_steps": 3, "l1_warmup_steps": 100},
+    ],
+)
+def test_a_schedule_that_acts_in_one_step_changes_the_weights(tiny_config, tmp_path, changes):
+    config = dataclasses.replace(tiny_config, **changes)
+    one = train(config, tmp_path / "one", quiet=True)
+    valid = series(results.load_run(one)[1], "cross_entropy", "valid")
+    assert valid.iloc[-1] != valid.iloc[0]
+    if config.l1_zero_steps:
+        other = train_changed(config, tmp_path / "other", l1_coefficient=0.0)
+        pairs = zip(load(one)[0].parameters(), load(other)[0].parameters(), strict=True)
+        assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_validation_between_two_rows_changes_none_of_them(tiny_config, tmp_path):
+    settings = {"l1_coefficient": 0.3, "learning_rate": 1e-2, "reinit": 0.3}
+    rows = {}
+    for every in (3, 16):
+        log = log_of(tiny_config, tmp_path / str(every), valid_every=every, **settings)
+        keep = (log["split"] == "train") & (log["metric"] != "tokens_per_second")
+        rows[every] = log[keep].reset_index(drop=True)
+    assert (rows[16]["metric"] == "dead_fraction").sum() == 8
+    pd.testing.assert_frame_equal(rows[3], rows[16])
+
+
+def test_bf16_autocast_trains_close_to_fp32(tiny_config, tmp_path):
+    run = train_changed(tiny_config, tmp_path / "run", precision="bf16")
+    exact = train_changed(tiny_config, tmp_path / "exact")
+    loss, expected = (series(results.load_run(path)[1], "cross_entropy") for path in (run, exact))
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    assert not np.allclose(loss, expected, rtol=1e-6)  # it did compute in bf16
+    assert load(run)[0].dtype == torch.float32  # weights stay fp32
+
+
+def test_a_log_that_is_deleted_ends_the_training(tiny_config, tmp_path, monkeypatch):
+    record = Run.record
+
+    def delete_and_record(self, step, means):
+        if step == 8:
+            (self.folder / "log.csv").unlink()
+        record(self, step, means)
+
+    monkeypatch.setattr(Run, "record", delete_and_record)
+    with pytest.raises(OSError, match=r"log\.csv could not be written: No such file"):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "log.csv").exists()
+
+
+def test_the_papers_setting_starts(tiny_config, tiny_text, tmp_path):
+    """Three steps of `paper`: its schedule, accumulation, precision and streaming, in small."""
+    local = stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    small = {
+        **{"hidden_size": 32, "intermediate_size": 88, "num_layers": 2, "num_heads": 2},
+        **{"context": 32, "batch_tokens": 32 * 64, "tokens": 3 * 32 * 64},
+        **{"source": local.source, "tokenizer": local.tokenizer, "vocab_size": 320},
+        **{"valid_tokens": 320, "log_every": 1, "checkpoint_every": 0, "compile": False},
+    }
+    log = log_of(TrainConfig.load("paper"), tmp_path / "run", **small)
+    rates = [1e-3 * step / 600 for step in (0, 1, 2)]
+    np.testing.assert_allclose(series(log, "lr"), rates, rtol=1e-5)
+    assert series(log, "loss").iloc[0] == pytest.approx(np.log(320), rel=0.02)
+
+
+def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
+    from torch.utils.data import Dataset, SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    config = dataclasses.replace(tiny_config, log_every=1)
+    ours = log_of(config, tmp_path / "ours")
+    _, blocks, _ = config.prepare_text()
+
+    class Drawn(Dataset):
+        def __len__(self):
+            return config.steps * 16
+
+        def __getitem__(self, number):
+            tokens = blocks.draw([number])[0]
+            return {"input_ids": tokens, "labels": tokens}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
+    same = (
+        "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        max_steps=config.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{name: getattr(config, name) for name in same.split()},
+    )
+    torch.manual_seed(0)
+    set_seed(config.seed)
+    model = SparseLlamaForCausalLM(config.model_config(bos_token_id=0, eos_token_id=0))
+    trainer = InOrder(model=model, args=arguments, train_dataset=Drawn())
+    trainer.train()
+    theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    np.testing.assert_allclose(theirs, series(ours, "loss"), rtol=2e-3)

@@ -1,0 +1,352 @@
+"""The configuration of a training: its fields, their checks, and the YAML files that hold them.
+
+This module is a leaf and cheap to import: the two methods that need text or a model load those
+when they are called. The configurations of the package lie in configs/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from twell.corpus import Blocks, Stream
+    from twell.models import SparseLlamaConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass
+class TrainConfig:
+    """All fields that decide a run. Optimiser defaults are Table 2's; sizes suit a laptop."""
+
+    # model
+    vocab_size: int = 2048
+    context: int = 128  # tokens of a sequence
+    rope_theta: float = 10_000.0
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 4
+    gated: bool = True
+    activation: str = "relu"
+    backend: str = "dense"  # "triton" trains sparsely, in bf16; "auto" where that is faster
+    # text: see twell/corpus
+    source: str = "sotu"
+    valid_source: str | None = None
+    tokenizer: str | None = None
+    # optimisation
+    tokens: int = 1_000_000  # in all, rounded up to whole steps
+    batch_tokens: int = 4096  # a step, over all devices
+    # Sequences a device and forward pass; None: the device's whole share of the step.
+    micro_batch: int | None = None
+    learning_rate: float = 1e-3
+    warmup_steps: int = 600
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
+    checkpoint_activations: bool = False  # backward passes compute the layers again
+    compile: bool = False  # torch.compile each decoder layer
+    seed: int = 0
+    # sparsity
+    l1_coefficient: float = 0.0
+    l1_zero_steps: int = 0  # L1 warm-up: first so many steps without the term ...
+    l1_warmup_steps: int = 0  # ... then so many in which it grows linearly
+    dead_window_tokens: int = 2**20
+    # Share of noise mixed into the gate weights of dead neurons, once a window; the paper: 0.1.
+    reinit: float = 0.0
+    balance_every: int = 0  # steps between two calls of `balance`; 0: none
+    # records
+    log_every: int = 10  # steps
+    valid_every: int = 100  # steps; also before the first and after the last
+    valid_tokens: int = 65_536
+    checkpoint_every: int = 0  # steps, a multiple of log_every; 0: none
+
+    def __post_init__(self):
+        for name, kind in _TYPES.items():
+            setattr(self, name, _coerce(name, kind, getattr(self, name)))
+        for names, fits, rule in _RANGES:
+            for name in names.split():
+                if not fits(value := getattr(self, name)):
+                    raise ValueError(f"{name} is {value}; it has to be {rule}")
+        self._check_sizes()
+        self._check_choices()
+        self._check_schedules()
+
+    def _check_sizes(self) -> None:
+        for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
+            size, part = getattr(self, name), getattr(self, divisor)
+            if size % part:
+                raise ValueError(f"{name} {size} is no multiple of {divisor} {part}")
+        if self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
+                f"{self.hidden_size // self.num_heads}; rotary positions need an even number"
+            )
+        if self.valid_tokens < self.context:
+            raise ValueError(
+                f"valid_tokens is {self.valid_tokens}; "
+                f"it has to hold one context of {self.context} tokens"
+            )
+        if self.checkpoint_every % self.log_every:
+            raise ValueError(
+                f"checkpoint_every {self.checkpoint_every} "
+                f"is no multiple of log_every {self.log_every}"
+            )
+
+    def _check_choices(self) -> None:
+        for name in ("source", "valid_source", "tokenizer"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is ''; it has to name something")
+        if not 0 <= self.reinit <= 1:
+            raise ValueError(f"reinit is {self.reinit}; it is a share, from 0 to 1")
+        if self.balance_every and not self.gated and self.activation != "relu":
+            raise ValueError(
+                f"balance_every is {self.balance_every}; without a gate it needs the activation "
+                f"'relu', not {self.activation!r}, which is not proportional to its input"
+            )
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
+
+    def _check_schedules(self) -> None:
+        """Refuse a run whose learning rate or L1 term is 0 in every step."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
+        if self.steps == 1 and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning "
+                "rate of 0, so nothing would be trained; set warmup_steps to 0 or raise tokens"
+            )
+        if self.l1_coefficient and self.l1_zero_steps >= self.steps:
+            raise ValueError(
+                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient "
+                f"{self.l1_coefficient} would never act; "
+                "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
+            )
+
+    def remarks(self) -> list[str]:
+        """Return a line for each schedule that the run does not finish.
+
+        And a line for each remedy against dead neurons that never acts.
+        """
+        lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
+        if self.warmup_steps >= steps:
+            lines.append(
+                "the run ends within the warm-up of the learning rate "
+                f"(warmup_steps {self.warmup_steps}, {steps} steps): "
+                f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
+            )
+        reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
+        if self.l1_coefficient and reached < 1:
+            warmup = f"l1_warmup_steps {self.l1_warmup_steps}, {steps} steps"
+            lines.append(
+                "the run ends within the warm-up of the L1 term "
+                f"(l1_zero_steps {self.l1_zero_steps}, {warmup}): "
+                f"it reaches {reached:.0%} of l1_coefficient"
+            )
+        if self.reinit and tokens < self.dead_window_tokens:
+            lines.append(
+                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, "
+                f"and dead_window_tokens is {self.dead_window_tokens}"
+            )
+        if self.balance_every > steps:
+            lines.append(
+                f"balance_every {self.balance_every} never acts: the run has {steps} steps"
+            )
+        return lines
+
+    @classmethod
+    def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
+        """Read a YAML file, or one of the package's own by name, and apply key=value overrides.
+
+        A file may name another as `base`, whose fields it then overrides. Raises FileNotFoundError
+        for a file that does not exist, ValueError for an unknown field or an unfit value.
+        """
+        fields = _read_config(name)
+        fields |= _parse_overrides(overrides)
+        for key in fields:
+            if key not in _TYPES:
+                close = difflib.get_close_matches(str(key), _TYPES, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_TYPES)}"
+                raise ValueError(f"unknown field {key!r} in the configuration; {hint}")
+        return cls(**fields)
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.tokens / self.batch_tokens)
+
+    def changes(self, before: dict) -> str:
+        """Return the fields that differ from `before`, with both values; "" for none.
+
+        Fields that `before` lacks, since an older version wrote it, count as unchanged.
+        """
+        now = dataclasses.asdict(self)
+        changed = [name for name in now if name in before and now[name] != before[name]]
+        return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+
+    def prepare_text(
+        self, process: int = 0, num_processes: int = 1
+    ) -> tuple[PreTrainedTokenizerFast, Blocks | Stream, Blocks]:
+        """Return the tokenizer, the training blocks and the validation blocks.
+
+        The training blocks of a stream are this process's share.
+        """
+        from twell.train import text
+
+        return text.prepare(self, process, num_processes)
+
+    def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
+        """Return the model's own configuration."""
+        from twell.models import SparseLlamaConfig
+
+        return SparseLlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            max_position_embeddings=self.context,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            hidden_act=self.activation,
+            gated_mlp=self.gated,
+            l1_coefficient=self.l1_coefficient,
+            ffn_backend=self.backend,
+            **special_tokens,
+        )
+
+
+def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
+    """Return the factor on the L1 coefficient at a step (from 1): 0, then linear, then 1.
+
+    Paper: App. C.3.
+    """
+    if not warmup_steps:
+        return float(step > zero_steps)
+    return min(max(step - zero_steps, 0) / warmup_steps, 1.0)
+
+
+_TYPES = typing.get_type_hints(TrainConfig)
+
+_POSITIVE = (
+    "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
+    "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon"
+)
+_NOT_NEGATIVE = (
+    "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
+    "checkpoint_every balance_every"
+)
+# Fields, the test of their values, and how an error describes a fit value.
+_RANGES: list[tuple[str, Callable, str]] = [
+    (_POSITIVE, lambda value: value > 0, "more than 0"),
+    (
+        "learning_rate rope_theta adam_epsilon",
+        lambda value: value != math.inf,
+        "a finite number",
+    ),
+    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "from 0 to less than 1"),
+    (
+        "micro_batch",
+        lambda value: value is None or value >= 1,
+        "at least 1, or null for the whole share of the step",
+    ),
+    ("seed", lambda value: value < 2**32, "below 2^32"),
+    ("context", lambda value: value >= 2, "at least 2, so that a token is predicted"),
+    (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
+]
+
+
+def _coerce(name: str, kind: type, value):
+    """Return the value as the field's type.
+
+    YAML reads 1e-3 as text, and 1e6 is a fine number of tokens.
+    """
+    if isinstance(kind, types.UnionType):
+        kind, _ = typing.get_args(kind)  # the other is None
+        if value is None:
+            return None
+    try:
+        if isinstance(value, str) and kind in (int, float):
+            value = float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if kind is float and type(value) is int:
+            value = float(value)
+    except ValueError:
+        pass
+    if isinstance(value, list) and kind in (int, float):
+        raise ValueError(f"{name} is {value!r}; give one number")
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
+    return value
+
+
+def _parse_overrides(overrides: Iterable[str]) -> dict:
+    """Return the fields of key=value texts, the values read as YAML."""
+    fields, given = {}, {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4"
+            )
+        if key in given:
+            raise ValueError(f"{key} is given twice: {given[key]} and {override}")
+        given[key] = override
+        try:
+            fields[key] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
+            raise ValueError(
+                f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]"
+            ) from None
+    return fields
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice; YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = [key for place, key in enumerate(keys) if key in keys[:place]]
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
+    """Return the fields of a file and of its bases. `above` lists the files that led to it."""
+    path = Path(name)
+    if not path.is_file():
+        path = CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
+    above = (*above, path)
+    if path.resolve() in [file.resolve() for file in above[:-1]]:
+        chain = " -> ".join(map(str, above))
+        raise ValueError(f"{path} is its own base: {chain}; change or remove the line base:")
+    try:
+        fields = yaml.load(path.read_text(encoding="utf-8-sig"), _OnceLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
+    base = fields.pop("base", None)
+    if not isinstance(base, str | None):
+        raise ValueError(
+            f"{path}: base is {base!r}; expected the name of a configuration or of a file"
+        )
+    return fields if base is None else _read_config(base, above) | fields

@@ -1,0 +1,141 @@
+"""Blocks of tokens, in an order that is a function of seed and number, or of a stream's reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from twell.corpus.sources import checked_text
+from twell.corpus.tokens import encode
+
+
+class Blocks:
+    """A token array cut into blocks of `context` tokens, drawn in an order that the seed fixes.
+
+    Draw number i (0, 1, 2, ...) is block permutation_e[i - e * len] of epoch e = i // len; every
+    epoch has its own permutation. `seed=None` keeps the order of the text. Raises ValueError when
+    there is no whole block.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, seed: int | None = None):
+        self.tokens, self.context, self.seed = tokens, context, seed
+        self.epoch: int | None = None
+        if len(self) < 1:
+            raise ValueError(
+                f"{len(tokens)} tokens are no block of {context}; "
+                "use more text or a shorter context"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.context
+
+    def draw(self, numbers: Iterable[int]) -> torch.Tensor:
+        """Return the blocks with these draw numbers, int64 [len(numbers), context]."""
+        blocks = np.stack([self._block(number) for number in numbers])
+        return torch.from_numpy(blocks.astype(np.int64))
+
+    def state(self) -> dict:
+        """Return nothing: the number of a draw is its place in the text."""
+        return {}
+
+    def restore(self, state: dict) -> None:
+        """Continue at `state`."""
+
+    def _block(self, number: int) -> np.ndarray:
+        epoch, index = divmod(number, len(self))
+        if self.seed is not None:
+            if epoch != self.epoch:
+                random = np.random.default_rng([self.seed, epoch])
+                self.epoch, self.order = epoch, random.permutation(len(self))
+            index = self.order[index]
+        return self.tokens[index * self.context : (index + 1) * self.context]
+
+
+class Stream:
+    """Blocks of `context` tokens from a streamed data set; each process reads its own share.
+
+    source: "hf:NAME[:CONFIG]", its split "train". The first documents, of `valid_tokens` tokens,
+    are held out in `valid` (1-D array). After its last document the stream starts again. Raises
+    ValueError or FileNotFoundError, naming the source, when it cannot be read or has no column
+    "text".
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerFast,
+        context: int,
+        *,
+        valid_tokens: int,
+        process: int = 0,
+        num_processes: int = 1,
+    ):
+        try:
+            import datasets
+            from datasets.distributed import split_dataset_by_node
+        except ImportError:
+            raise ModuleNotFoundError(
+                f"{source} needs the package datasets: pip install datasets"
+            ) from None
+        self.source, self.tokenizer, self.context = source, tokenizer, context
+        name, _, configuration = source.removeprefix("hf:").partition(":")
+        options = {"split": "train", "streaming": True}
+        try:
+            stream = datasets.load_dataset(name, configuration or None, **options)
+        except Exception as error:  # no such name, no network, no access: the hub has a dozen kinds
+            raise FileNotFoundError(
+                f"no data set {name!r} for {source}: {str(error).splitlines()[0]}"
+            ) from None
+
+        held_out, documents = [], 0
+        for text in self._texts(stream):
+            if sum(map(len, held_out)) >= valid_tokens:
+                break
+            held_out.append([*encode(tokenizer, text), tokenizer.eos_token_id])
+            documents += 1
+        self.valid = np.array(
+            [token for tokens in held_out for token in tokens][:valid_tokens], dtype=np.uint32
+        )
+        self.stream = split_dataset_by_node(stream.skip(documents), process, num_processes)
+        self.reader = iter(self._texts(self.stream))
+        self.rest: list[int] = []  # tokens read and not yet drawn
+
+    def _texts(self, stream) -> Iterator[str]:
+        for row in stream:
+            if not isinstance(row.get("text"), str):
+                raise ValueError(
+                    f'{self.source} has no column "text" with strings; it has {", ".join(row)}'
+                )
+            yield checked_text(row["text"], f"a document of {self.source}")
+
+    def draw(self, numbers: Iterable[int]) -> torch.Tensor:
+        """Return the next len(numbers) blocks in the stream's order, int64 [len(numbers), context].
+
+        The numbers themselves have no effect.
+        """
+        size = len(list(numbers)) * self.context
+        while len(self.rest) < size:
+            text = next(self.reader, None)
+            if text is None:
+                self.reader = iter(self._texts(self.stream))
+                text = next(self.reader, None)
+                if text is None:
+                    raise ValueError(
+                        f"{self.source} has no document left for training beside those held out"
+                    )
+            self.rest += [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
+        drawn, self.rest = self.rest[:size], self.rest[size:]
+        return torch.tensor(drawn).reshape(-1, self.context)
+
+    def state(self) -> dict:
+        """Return the place of this process in its share, and the tokens not yet drawn."""
+        return {"place": self.stream.state_dict(), "rest": self.rest}
+
+    def restore(self, state: dict) -> None:
+        """Continue at `state`, of the same source and number of processes."""
+        self.stream.load_state_dict(state["place"])
+        self.reader = iter(self._texts(self.stream))
+        self.rest = list(state["rest"])

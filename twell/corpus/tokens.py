@@ -1,0 +1,231 @@
+"""Documents to tokens: a byte-level BPE, and a cache of tokenised text."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from twell.corpus.sources import HOLD_OUT_EVERY, NO_SOTU, source_files, split
+
+END_OF_TEXT = "<|endoftext|>"
+ENCODED_TOGETHER = 256  # documents
+CHECKSUMS = "sha256.json"  # of the files in a folder of the cache
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of `vocab_size` entries; decoding an encoded text gives the text.
+
+    Raises ValueError when vocab_size does not hold the 256 bytes and the end-of-text token.
+    """
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; "
+            f"a byte-level BPE needs at least 257 (256 bytes and {END_OF_TEXT})"
+        )
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Load an existing tokenizer by path or hub name.
+
+    Raises ValueError when it does not serve a model of vocab_size.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except ImportError:
+        raise
+    except Exception as error:  # none there, or damaged files: a dozen kinds
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            reason = str(error).splitlines()[0]
+        raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries; "
+            f"vocab_size {vocab_size} does not hold them"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {name} has no end-of-text token (eos_token), which separates documents"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer {name} has no tokenizer.json; "
+            "only those of the library tokenizers are read"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised text: `train` and `valid` are 1-D unsigned arrays of token ids.
+
+    An end-of-text token ends each document.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    train: np.ndarray
+    valid: np.ndarray
+
+
+def prepare(
+    source: str,
+    *,
+    vocab_size: int,
+    cache: str | Path,
+    valid_source: str | None = None,
+    tokenizer: str | None = None,
+) -> Corpus:
+    """Tokenise a source, or read the tokens of the same texts and settings from the cache.
+
+    Args:
+        source, valid_source: see sources.py.
+        vocab_size: entries of the tokenizer that is trained on the training text.
+        cache: folder for the result, named by a hash of the files' contents and the settings.
+        tokenizer: path or hub name of an existing tokenizer to use instead.
+    Raises ValueError for an empty corpus or a tokenizer that does not fit vocab_size.
+    """
+    key = {
+        "format": 1,
+        "texts": _fingerprints(source, valid_source),
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+    }
+    if tokenizer is not None and (file := Path(tokenizer) / "tokenizer.json").is_file():
+        key["tokenizer"] = _sha256(file)  # another tokenizer may come to the same place
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cache) / name
+    if not folder.is_dir():
+        _tokenize(folder, source, valid_source, vocab_size, tokenizer)
+    return _cached(folder)
+
+
+def _cached(folder: Path) -> Corpus:
+    """Read the files that `_tokenize` wrote. Raises ValueError naming a damaged one."""
+    again = f"delete the folder {folder}, and the text is tokenised again"
+    sums = folder / CHECKSUMS
+    try:
+        # Older versions wrote no checksums.
+        written = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
+        for name, expected in written.items():
+            if _sha256(folder / name) != expected:
+                raise ValueError(f"{folder / name} is damaged or cut short: {again}")
+    except (json.JSONDecodeError, AttributeError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{getattr(error, 'filename', None) or sums} is damaged or missing: {again}"
+        ) from None
+    arrays = {}
+    for part in ("train", "valid"):
+        try:
+            arrays[part] = np.load(folder / f"{part}.npy", mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            raise ValueError(f"{folder / part}.npy is damaged or cut short: {again}") from None
+    try:
+        return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+    except Exception as error:  # transformers has a dozen kinds
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is damaged ({type(error).__name__}): {again}"
+        ) from None
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Return a text's token ids, without special tokens."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _fingerprints(*sources: str | None) -> list:
+    fingerprints = []
+    for source in sources:
+        if source is None:
+            fingerprints.append(None)
+        elif source == "sotu":
+            try:
+                fingerprints.append(["sotu", importlib.metadata.version("sotu")])
+            except importlib.metadata.PackageNotFoundError:
+                raise ModuleNotFoundError(NO_SOTU) from None
+        else:
+            files = source_files(source)
+            fingerprints += [[file.name, _sha256(file)] for file in files]
+    return fingerprints
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _tokenize(
+    folder: Path, source: str, valid_source: str | None, vocab_size: int, name: str | None
+) -> None:
+    """Tokenise a source into `folder`; `name` is that of an existing tokenizer."""
+    if name is None:
+        texts = (text for part, text in split(source, valid_source) if part == "train")
+        model = train_tokenizer(texts, vocab_size)
+    else:
+        model = load_tokenizer(name, vocab_size)
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
+    texts = split(source, valid_source)
+    while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
+        # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
+        encodings = model.backend_tokenizer.encode_batch_fast(
+            [text for _, text in batch], add_special_tokens=False
+        )
+        for (part, _), encoding in zip(batch, encodings, strict=True):
+            if encoding.ids:
+                pieces[part].append(np.array([*encoding.ids, model.eos_token_id], dtype=dtype))
+    for part, arrays in pieces.items():
+        if not arrays:
+            raise ValueError(
+                f"the {part} part of {source} is empty: "
+                f"no document with text ({HOLD_OUT_EVERY} are needed)"
+            )
+    _write(folder, model, {part: np.concatenate(arrays) for part, arrays in pieces.items()})
+
+
+def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, arrays: dict[str, np.ndarray]) -> None:
+    """Write `folder` whole or not at all: under another name, and then rename it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        tokenizer.save_pretrained(temporary)
+        for part, array in arrays.items():
+            np.save(temporary / f"{part}.npy", array)
+        sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+        (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
+        os.rename(temporary, folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was first, with the same contents
+            raise OSError(
+                f"{folder} could not be written: {error.strerror or error}; "
+                "TWELL_CACHE names another place"
+            ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,69 @@
+"""The model of a configuration, how its layers are compiled, and its optimiser."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedTokenizerFast
+
+from twell.config import TrainConfig
+from twell.models import SparseLlamaForCausalLM
+from twell.sparse.training import SparseTraining
+
+
+def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> SparseLlamaForCausalLM:
+    """Return a model with random weights, which depend on the random state alone."""
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    # The kernels store weights in an order of their own, and so would draw them in another order.
+    dense = dataclasses.replace(config, backend="dense")
+    model = SparseLlamaForCausalLM(dense.model_config(**ends))
+    model.set_ffn_backend(config.backend)
+    return model
+
+
+def prepare_layers(
+    model: SparseLlamaForCausalLM, config: TrainConfig, sparse: SparseTraining
+) -> None:
+    """Compile the decoder layers, or let backward passes compute them again, as `config` says."""
+    if not config.compile:
+        if config.checkpoint_activations:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    if sparse.active:
+        sparse.allow_recompiling()
+    torch._dynamo.config.optimize_ddp = False  # it would cut the layers, which are pieces already
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
+        if config.checkpoint_activations:
+            # Around the compiled layer: within it, the layer could not keep its L1 term.
+            compiled = layer._compiled_call_impl
+            layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
+
+
+def adamw(
+    model: torch.nn.Module,
+    config: TrainConfig,
+    device: torch.device,
+    learning_rate: float | None = None,
+) -> torch.optim.AdamW:
+    """Return AdamW by `config` for a model that trains on `device`.
+
+    Matrices decay; vectors (the norms' gains, biases) do not, as usual for transformers.
+    learning_rate: None takes the configuration's.
+    """
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate if learning_rate is None else learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=device.type == "cuda" or None,  # one pass over weights and moments
+    )

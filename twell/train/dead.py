@@ -1,0 +1,104 @@
+"""Dead neurons: which they are, and remedies.
+
+A neuron is *dead* when no token of a whole window activated it. The paper's window is one step of
+2^20 tokens. Ours is `dead_window_tokens`, carried across steps and checkpoints: at smaller steps
+most rare neurons would look dead. Targeted re-initialisation, one of the paper's two remedies,
+changes the dead neurons once a window; the other is an L1 warm-up (`l1_schedule`). Our own is to
+keep the output columns at one length (`balance`): otherwise smaller activations and longer columns
+lower the L1 term without any sparsity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from twell.models import SparseLlamaForCausalLM, sparse_ffns
+
+
+class DeadWindow:
+    """The active neurons of the current window of tokens, layer by layer, on their devices."""
+
+    def __init__(self, num_layers: int, window_tokens: int):
+        self.window_tokens = window_tokens
+        self.tokens = 0
+        self.active: list[torch.Tensor | None] = [None] * num_layers
+        self.number = 0  # windows that have ended
+
+    def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
+        """Count tokens; at the end of a window return each layer's dead neurons [N] bool.
+
+        The next call starts the next window.
+        """
+        self.tokens += tokens
+        for layer, counts in enumerate(neuron_counts):
+            now = counts > 0
+            self.active[layer] = now if self.active[layer] is None else self.active[layer] | now
+        if self.tokens < self.window_tokens:
+            return None
+        dead = [~active for active in self.active]
+        self.tokens, self.active = 0, [None] * len(self.active)
+        self.number += 1
+        return dead
+
+    def state(self) -> dict:
+        """Return the part of a checkpoint that `restore` reads."""
+        return {"tokens": self.tokens, "active": self.active, "number": self.number}
+
+    def restore(self, state: dict, device: torch.device) -> None:
+        """Continue the window of `state`."""
+        self.tokens, self.number = state["tokens"], state["number"]
+        self.active = [None if active is None else active.to(device) for active in state["active"]]
+
+
+@torch.no_grad()
+def reinitialize(
+    model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share: float, seed: list[int]
+) -> None:
+    """Mix noise into the weights by which dead neurons fire: w <- (1 - share) w + share N(0, s^2).
+
+    `dead`: for each layer [N] bool; only these rows of the gate (non-gated: up) projection change.
+    The noise depends on `seed` alone, so all processes draw the same. Its standard deviation s is
+    the configuration's `initializer_range`, 0.02. Paper: App. C.3.
+    """
+    seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    generator = torch.Generator().manual_seed(seed)
+    for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
+        weight = (ffn.gate_proj or ffn.up_proj).weight
+        noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
+        # w + share * (noise - w) at the dead rows, as one product and one sum: works on sharded
+        # weights too.
+        shares = rows.cpu().to(noise.dtype)[:, None] * share
+        weight.mul_(_placed(1 - shares, weight)).add_(_placed(shares * noise, weight))
+
+
+@torch.no_grad()
+def balance(model: SparseLlamaForCausalLM) -> None:
+    """Bring the output columns (of down_proj) of all neurons to one length.
+
+    The scale moves into the rows of up_proj. No layer's output changes, since act(x Wg) * (x Wu)
+    is proportional to the row of Wu (and ReLU to its input). The L1 term does: it then weighs |h|
+    by what a neuron adds to the residual stream. The length is that of a fresh column,
+    `initializer_range` sqrt(K). A column of zeros stays, and so do Adam's moments. Ours, not the
+    paper's.
+    """
+    for ffn in sparse_ffns(model):
+        down, up = ffn.down_proj.weight, ffn.up_proj.weight
+        lengths = (down.full_tensor() if isinstance(down, DTensor) else down).norm(dim=0)
+        factor = lengths / (model.config.initializer_range * math.sqrt(ffn.hidden_size))
+        factor = torch.where(factor > 0, factor, 1.0)
+        down.div_(_placed(factor, down))
+        up.mul_(_placed(factor[:, None], up))
+        if ffn.up_proj.bias is not None:
+            ffn.up_proj.bias.mul_(_placed(factor, ffn.up_proj.bias))
+
+
+def _placed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `values` in the weight's shape, dtype and device, and sharded like it."""
+    values = values.to(weight.device, weight.dtype).expand(weight.shape)
+    if not isinstance(weight, DTensor):
+        return values
+    return distribute_tensor(values.contiguous(), weight.device_mesh, weight.placements)

@@ -1,0 +1,58 @@
+"""The rows of a run's log.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+
+from twell import results
+
+# Metrics of a log, and their names in the results of `summarize_activity`.
+ACTIVITY = {
+    "active_mean": "mean",
+    "active_p99": "p99",
+    "active_max": "max",
+    "dead_fraction": "dead",
+}
+
+
+class Log:
+    """Appends tidy rows to a run's log.csv, each call's rows at once.
+
+    A resumed run gives the `size` in bytes from its checkpoint. Rows behind it, whole or not, are
+    removed: the run writes them again.
+    """
+
+    def __init__(self, path: Path, size: int | None = None):
+        self.path = path
+        if size is None:
+            path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
+        else:
+            os.truncate(path, size)
+
+    def write(
+        self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
+    ) -> None:
+        """Write one row for each number, and one for each layer of a list."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        for metric, value in values.items():
+            numbered = enumerate(value) if isinstance(value, list) else [("", value)]
+            writer.writerows(
+                [step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered
+            )
+        try:
+            # "a" would write a deleted log anew, without its head.
+            with open(self.path, "r+", encoding="utf-8") as file:
+                file.seek(0, os.SEEK_END)
+                file.write(text.getvalue())
+        except OSError as error:  # the system names no file when the disk is full
+            message = f"{self.path} could not be written: {error.strerror}"
+            raise OSError(error.errno, message) from None
+
+
+def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
+    """Return the per-layer metrics of a log from the results of `summarize_activity`."""
+    return {metric: [layer[key] for layer in layers] for metric, key in ACTIVITY.items()}

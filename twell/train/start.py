@@ -1,0 +1,128 @@
+"""How a training starts: in a folder that is free, by one process at a time, with a fit step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
+
+from twell import results
+from twell.config import TrainConfig
+from twell.train import lock
+from twell.train.loop import Run
+
+
+def train(
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Train a model and leave the run in `folder`.
+
+    Args:
+        overwrite: replace a run: its files are deleted by their names, all others stay.
+        resume: go on from the run's checkpoint (from the beginning where it has none yet), exactly
+            as if it had not stopped; a complete run is left as it is.
+        quiet: print nothing.
+
+    Ctrl-C ends the training after the current step, with a checkpoint; a second one ends it at
+    once. Raises FileNotFoundError where there is no run to resume. Raises FileExistsError when the
+    folder holds something else, another process trains in it, or it holds a run and neither
+    `resume` nor `overwrite` is set. Raises ValueError for a run of another configuration or with
+    damaged checkpoints, and MemoryError for weights that do not fit this machine.
+    """
+    folder = Path(folder)
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        kind = "a file" if folder.exists() else "a link to nothing"
+        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
+    _check_memory(config)
+    # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
+    with _alone(folder, accelerator):
+        state = results.run_state(folder)
+        accelerator.wait_for_everyone()  # every process looks before the first one writes
+        _check_state(folder, state, resume, overwrite)
+        if resume and (folder / "config.yaml").is_file():
+            _check_same(config, folder)
+        if resume and results.load_provenance(folder).get("complete"):
+            return folder
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        check_shares(config, accelerator.num_processes, sharded)
+        return Run(config, folder, accelerator, quiet).train(resume)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Let the main process hold the folder's lock. Every process raises the errors of `hold`."""
+    with contextlib.ExitStack() as stack:
+        refusal = None
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(lock.hold(folder))
+            except OSError as error:
+                refusal = error
+        (refusal,) = broadcast_object_list([refusal])
+        if refusal is not None:
+            raise refusal
+        yield
+
+
+def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder whose `results.run_state` does not suit the options."""
+    if state == "else":
+        missing = ", ".join(results.missing_of_run(folder))
+        remedy = "put back a copy of it" if resume else "choose another folder"
+        raise FileExistsError(
+            f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}"
+        )
+    if state == "nothing" and resume:
+        raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
+    if state != "nothing" and not (resume or overwrite):
+        raise FileExistsError(
+            f"{folder} already holds a run; choose another folder, --resume or --overwrite it"
+        )
+
+
+def _check_same(config: TrainConfig, folder: Path) -> None:
+    before = vars(TrainConfig.load(folder / "config.yaml"))
+    if changes := config.changes(before):
+        raise ValueError(f"{folder} holds a run of another configuration: {changes}")
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Refuse a model whose weights exceed this machine's memory: building it halts the machine."""
+    projections = (3 if config.gated else 2) * config.intermediate_size + 4 * config.hidden_size
+    weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 4 * weights > memory:
+        raise MemoryError(
+            f"{weights:.3g} weights in fp32 need {4 * weights / 2**30:.3g} GiB, "
+            f"and this machine has {memory / 2**30:.3g} GiB"
+        )
+
+
+def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
+    """Refuse a step that leaves a process without text, or sharded processes waiting forever."""
+    sequences = config.batch_tokens // config.context
+    sizes = f"batch_tokens {config.batch_tokens}, context {config.context}"
+    step = f"a step has {sequences} sequences ({sizes}) for {processes} processes"
+    if sequences < processes:
+        raise ValueError(f"{step}; each needs at least one")
+    least, most = sequences // processes, math.ceil(sequences / processes)
+    micro = config.micro_batch or most
+    if sharded and math.ceil(least / micro) != math.ceil(most / micro):
+        raise ValueError(
+            f"{step}, and with micro_batch {micro} some of them have one forward pass more, "
+            "which FSDP does not allow; make batch_tokens a multiple of context times processes"
+        )

@@ -1,0 +1,36 @@
+"""The loss and the activity of a model on held-out text."""
+
+from __future__ import annotations
+
+import torch
+
+from twell.corpus import Blocks
+from twell.models import SparseLlamaForCausalLM
+from twell.sparse.layer import summarize_activity
+
+
+@torch.no_grad()
+def evaluate(model: SparseLlamaForCausalLM, blocks: Blocks, batch: int = 32) -> dict:
+    """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
+
+    Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
+    blocks. The layers' own counters keep their values.
+    """
+    training, model.recording = model.training, True
+    model.eval()
+    before = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+    for ffn in model.ffns:
+        ffn.stats.take()
+
+    total = 0.0
+    for start in range(0, len(blocks), batch):
+        tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
+        total += float(output.cross_entropy) * len(tokens)
+
+    model.train(training)
+    model.recording = False
+    layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
+    for ffn, counters in zip(model.ffns, before, strict=True):
+        ffn.stats.neuron_counts, ffn.stats.histogram = counters
+    return {"cross_entropy": total / len(blocks), "layers": layers}
