@@ -1,7 +1,7 @@
 """The house keeps its order: imports go one way, and files, functions and lines stay short."""
 
 import ast
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -38,6 +38,16 @@ def test_imports_go_one_way():
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_picture_of_the_house_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    page = (ROOT / "docs" / "maintaining.md").read_text(encoding="utf-8")
+    assert f"{house.BEGIN}\n\n{house.picture()}\n\n{house.END}" in page
+    with pytest.raises(ValueError, match="circle among"):
+        house.floors({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
