@@ -24,6 +24,7 @@ from twell.measure.layer import kernel_rows, layer_rows, measured_ceilings, work
 from twell.measure.patterns import Weights, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, Provider
 from twell.measure.rows import Rows, significant
+from twell.sparse import reference
 from twell.sparse.training import CAPACITY_MARGIN, capacities
 
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
@@ -80,8 +81,7 @@ def ffn_steps(
 
 def dense(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
     """The dense layer with its L1 term: y [M, K] and l1 [M] in fp32."""
-    h = F.relu(F.linear(x, w_up if w_gate is None else w_gate))
-    h = h if w_gate is None else h * F.linear(x, w_up)
+    _, h = reference.activations(x, w_gate, w_up)
     return F.linear(h, w_down), h.abs().sum(-1, dtype=torch.float32)
 
 
