@@ -23,12 +23,12 @@ from twell.kernels.options import launch_options
 from twell.sparse.formats import (
     ELL,
     MAX_COLUMNS,
-    BufferOverflow,
     Hybrid,
     PackedTwELL,
     SparseRows,
     TileUnion,
     TwELL,
+    check_backup,
 )
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -298,14 +298,7 @@ def to_hybrid(dense: Tensor, ell_width: int = 128, backup_rows: int | None = Non
     compact = counts <= ell_width
     rows = compact.nonzero().flatten()
     needed = len(compact) - len(rows)
-    if backup_rows is None:
-        backup_rows = needed
-    if needed > backup_rows:
-        raise BufferOverflow(
-            f"{needed} rows have more than ell_width={ell_width} non-zeros, "
-            f"but backup_rows={backup_rows}; at least {needed} are needed",
-            needed,
-        )
+    backup_rows = check_backup(needed, ell_width, backup_rows)
     indices = indices.view(torch.int16)[rows].view(torch.uint16)  # torch does not index uint16
     ell = ELL(values[rows], indices, counts[rows], dense.shape[1])
     backup = dense.new_zeros(backup_rows, dense.shape[1])

@@ -17,31 +17,22 @@ versions, commit and command.
 The public functions load at first use: importing twell.measure.providers loads no torch.
 """
 
-import importlib
+from twell.lazy import hand_on
 
-_MODULES = {
-    "calibration": "calibrate calibration_levels",
-    "check": "Exact TOLERANCE",
-    "clock": "kernel_name",
-    "costs": "ceilings kernel_formulas roofline work",
-    "layer": "ffn",
-    "model": "language_model",
-    "patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
-    "providers": "Provider",
-    "rows": "COLUMNS",
-    "sides": "Compiled",
-    "step": "crossover ffn_steps",
-    "trainer": "train_step",
-}
-_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str):
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = hand_on(
+    __name__,
+    {
+        ".calibration": "calibrate calibration_levels",
+        ".check": "Exact TOLERANCE",
+        ".clock": "kernel_name",
+        ".costs": "ceilings kernel_formulas roofline work",
+        ".layer": "ffn",
+        ".model": "language_model",
+        ".patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
+        ".providers": "Provider",
+        ".rows": "COLUMNS",
+        ".sides": "Compiled",
+        ".step": "crossover ffn_steps",
+        ".trainer": "train_step",
+    },
+)

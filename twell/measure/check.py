@@ -1,7 +1,7 @@
 """Whether a result is correct: a layer against fp64, a model's hidden states against fp32.
 
-The exact layer is written out here once more, and on purpose: the reference of `twell.sparse` is
-itself a provider that is checked, and the check needs its gates, which the reference does not show.
+The exact layer is written out here once more, on purpose. `reference.ffn` is itself a provider that
+is checked, and gates near zero need the gate before its ReLU, and u, which the reference hides.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twell.sparse.hybrid import Hybrid
+from twell.sparse.hybrid import Hybrid, check_backup
 from twell.sparse.rows import (
     DTYPES,
     ELL,
@@ -50,6 +50,7 @@ __all__ = [
     "SparseRows",
     "TileUnion",
     "TwELL",
+    "check_backup",
     "check_tensor",
 ]
 

@@ -18,6 +18,19 @@ from twell.sparse.rows import (
 )
 
 
+def check_backup(needed: int, ell_width: int, backup_rows: int | None) -> int:
+    """Return the rows of a backup, `needed` where None is given; BufferOverflow for too few."""
+    if backup_rows is None:
+        return needed
+    if needed > backup_rows:
+        raise BufferOverflow(
+            f"{needed} rows have more than ell_width={ell_width} non-zeros, "
+            f"but backup_rows={backup_rows}; at least {needed} are needed",
+            needed,
+        )
+    return backup_rows
+
+
 @dataclass(frozen=True, eq=False)
 class Hybrid(SparseRows):
     """Short rows in a compact ELL matrix, long ones in a dense backup matrix, and a vector of where
@@ -71,14 +84,7 @@ class Hybrid(SparseRows):
         """Build from entries sorted by row and in each row by column, none of whose values is 0."""
         compact = torch.bincount(rows, minlength=shape[0]) <= ell_width
         needed = int((~compact).sum())
-        if backup_rows is None:
-            backup_rows = needed
-        if needed > backup_rows:
-            raise BufferOverflow(
-                f"{needed} rows have more than ell_width={ell_width} non-zeros, "
-                f"but backup_rows={backup_rows}; at least {needed} are needed",
-                needed,
-            )
+        backup_rows = check_backup(needed, ell_width, backup_rows)
         slot = torch.where(compact, compact.cumsum(0) - 1, ~((~compact).cumsum(0) - 1))
         short, slots = compact[rows], slot[rows]
         ell_shape = shape[0] - needed, shape[1]

@@ -18,26 +18,17 @@ either.
 The public functions load at first use: reading a file loads neither torch nor transformers.
 """
 
-import importlib
+from twell.lazy import hand_on
 
-_MODULES = {
-    "aggregates": "Aggregate BLOCKS COMPRESSIONS COUNTED OCTAVES PLACES TILE_N",
-    "contexts": "CONTEXTS SAMPLE",
-    "silence": "silenced_loss",
-    "texts": "cut encode load_with_tokenizer token_strings",
-    "trace": "ARRAYS Trace",
-    "tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
-    "trace_text trace_tokens trace_validation",
-}
-_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str):
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = hand_on(
+    __name__,
+    {
+        ".aggregates": "Aggregate BLOCKS COMPRESSIONS COUNTED OCTAVES PLACES TILE_N",
+        ".contexts": "CONTEXTS SAMPLE",
+        ".silence": "silenced_loss",
+        ".texts": "cut encode load_with_tokenizer token_strings",
+        ".trace": "ARRAYS Trace",
+        ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
+        "trace_text trace_tokens trace_validation",
+    },
+)

@@ -18,25 +18,16 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
 The public functions load at first use.
 """
 
-import importlib
+from twell.lazy import hand_on
 
-_MODULES = {
-    "twell.config": "CONFIGS TrainConfig l1_schedule",
-    "twell.train.dead": "DeadWindow balance reinitialize",
-    "twell.train.log": "Log activity_columns",
-    "twell.train.start": "train",
-    "twell.train.text": "cache_folder run_text text_hashes",
-    "twell.train.validation": "evaluate",
-}
-_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str):
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_NAMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = hand_on(
+    __name__,
+    {
+        "twell.config": "CONFIGS TrainConfig l1_schedule",
+        ".dead": "DeadWindow balance reinitialize",
+        ".log": "Log activity_columns",
+        ".start": "train",
+        ".text": "cache_folder run_text text_hashes",
+        ".validation": "evaluate",
+    },
+)
