@@ -388,7 +388,8 @@ class SparseFFN(nn.Module):
 
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
-            return Result(ops.run(self.path or ops.choose(rows.shape[0]), *tensors))
+            # `forward` has asked whether the layer is readable, as the property `path` would again.
+            return Result(ops.run(self._path or ops.choose(rows.shape[0]), *tensors))
 
     def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         if not self._has_kernels:
