@@ -8,6 +8,7 @@
 # reproduce, site, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
+MARK ?= not slow and not browser
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -91,7 +92,7 @@ site: $(VENV)/installed
 notebooks: $(RECORDED:%=build/notebooks/%.ipynb)
 
 test: $(VENV)/installed $(VENV)/triton-older/installed
-	TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARK)"
 
 lab: $(VENV)/installed
 	$(RUN) -m jupyter lab notebooks

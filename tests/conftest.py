@@ -10,10 +10,15 @@ if not torch.cuda.is_available():
     # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.factories import SEED  # noqa: E402
 from twell.config import TrainConfig  # noqa: E402
 from twell.train import train  # noqa: E402
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un")]
+
+
+def pytest_report_header():
+    return f"TWELL_SEED={SEED}"
 
 
 @pytest.fixture(scope="session")
