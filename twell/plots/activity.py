@@ -33,8 +33,9 @@ from twell.plots.base import (
     style,
 )
 
-# Colours of the inspector, light and dark: counts and surprise from the background to strong, signed values from blue
-# through the background to orange. Steps of lightness are read without seeing colour.
+# Colours of the inspector, light and dark: counts and surprise from the background to strong,
+# signed values from blue through the background to orange. Steps of lightness are read without
+# seeing colour.
 PALETTES = {
     "light": {
         "sequential": "#ffffff #e4f2df #b5e0c6 #7bcac6 #43a9c4 #2a80b4 #27549b #202a68".split(),
@@ -55,7 +56,7 @@ PALETTES = {
 
 
 def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
-    """Draw mean, 99th percentile and maximum of the active neurons in each layer, from `analysis.per_layer`."""
+    """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`)."""
     figure, ax = _panel(COLUMN, 2.5)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
@@ -87,9 +88,9 @@ def visible(token: str) -> str:
 
 
 def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
-    """Draw the tokens of lowest and of highest mean activity, `num_tokens` each, from `analysis.per_token`.
+    """Draw the tokens of lowest and of highest mean activity, `num_tokens` each.
 
-    Raises ValueError when there is no token.
+    table: `analysis.per_token`. Raises ValueError when there is no token.
     """
     if table.empty:
         raise ValueError("no token is left to draw; lower min_count or trace a longer text")
@@ -111,7 +112,8 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
 def fig07b_positions(table: pd.DataFrame) -> Figure:
     """Draw mean activity against position in the sequence, log-log.
 
-    table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them apart.
+    table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them
+        apart.
     """
     figure, ax = _panel(COLUMN, 2.3)
     colours = _level_colours(table["l1_coefficient"])
@@ -130,7 +132,7 @@ FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that
 
 
 def _typeset(tokens: Iterable[str], columns: int) -> tuple[list[tuple[int, int, str]], int]:
-    """Set tokens in lines of `columns` characters: x, y and text of each, and the number of lines."""
+    """Set tokens in lines: x, y and text of each, and the number of lines."""
     places, x, y = [], 0, 0
     for token in map(visible, tokens):
         if x and x + len(token) > columns:
@@ -170,7 +172,7 @@ def fig_passage(table: pd.DataFrame, columns: int = 96) -> Figure:
     columns: characters a line.
     """
     colours = mpl.colormaps["viridis"]
-    # A log scale has no zero: tokens without any active neuron get the colour of the least active ones.
+    # A log scale has no zero: silent tokens get the colour of the least active ones.
     positive = table.loc[table["active"] > 0, "active"]
     active = table["active"].clip(lower=ACTIVE_FLOOR if positive.empty else positive.min())
     norm = LogNorm(active.min(), max(active.max(), 1.001 * active.min()))
@@ -192,11 +194,13 @@ def fig_inspector(
     ends: tuple[float, float],
     columns: int = 96,
 ) -> Figure:
-    """Draw a view of the inspector: a passage coloured by a value, and the active neurons of its tokens in each layer.
+    """Draw a view of the inspector: a passage coloured by a value, and active neurons by layer.
 
-    passage: token, value (NaN: left out); counts: active neurons, a row a layer and a column a token; over: which of
-    these cells have a tile that overflows, marked red; label: of the values; ends of their scale, which is signed where
-    the lower is below 0, and logarithmic where it is above. columns: characters a line. From `inspector.drawn`.
+    passage: token, value (NaN: left out); counts: active neurons, a row a layer and a column a
+        token; over: which of
+    these cells have a tile that overflows, marked red; label: of the values; ends of their scale,
+    which is signed where the lower is below 0, and logarithmic where it is above. columns:
+    characters a line. From `inspector.drawn`.
     """
     style()
     low, high = ends
@@ -243,9 +247,9 @@ def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame):
 
 
 def fig_specific(table: pd.DataFrame, rows: int = 12) -> Figure:
-    """Draw the neurons that are most specific to a token: share and coverage, from `analysis.specific`.
+    """Draw share and coverage of the neurons that are most specific to a token.
 
-    Raises ValueError for an empty table.
+    table: `analysis.specific`. Raises ValueError for an empty table.
     """
     if table.empty:
         advice = "lower min_fires or min_count, or trace a longer text"

@@ -1,6 +1,7 @@
-"""What all figures share: a style, colours, notes, legends and log axes, and `save`, which writes a figure.
+"""What all figures share: a style, colours, notes, legends and axes, and `save`.
 
-Every figure is built without pyplot. The same inputs give the same bytes, and a JSON beside them names the inputs.
+Every figure is built without pyplot. The same inputs give the same bytes, and a JSON beside them
+names the inputs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
 
 
 def _plain(*axes: mpl.axis.Axis) -> None:
-    """Write few plain numbers at log axes: 1, 2, 5 in each decade, or only 1 when there are many decades."""
+    """Write few plain numbers at log axes: 1, 2, 5 in each decade, or only 1 of many decades."""
     for axis in axes:
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,), numticks=20))
@@ -127,7 +128,7 @@ def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
 
 
 def _bars_by_level(ax: Axes, levels: list, groups: list[tuple], label_rotation: float) -> None:
-    """Bars beside each other at each level of activity, with signed whole numbers; groups: levels, heights and look."""
+    """Bars side by side at each level of activity; groups: levels, heights and look of each."""
     width = 0.8 / len(groups)
     for place, (at, heights, look) in enumerate(groups):
         x = [levels.index(level) + (place - (len(groups) - 1) / 2) * width for level in at]
@@ -140,7 +141,7 @@ def _bars_by_level(ax: Axes, levels: list, groups: list[tuple], label_rotation: 
 
 
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
-    """The same PNG with a palette of 256 colours, a third of the size; itself where it has shades that would merge."""
+    """The same PNG with 256 colours, a third of the size; itself where shades would merge."""
     drawn = Image.open(picture).convert("RGB")
     if drawn.getcolors(_SHADES) is None:
         return picture
@@ -158,11 +159,13 @@ def save(
     source: str,
     device: str | None = None,
 ) -> Path:
-    """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the PNG.
+    """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the
+    PNG.
 
-    path: without suffix. inputs: the files that the numbers came from. source: "live" (measured by this run),
-    "recorded" (kept in data/) or "paper"; device: where they were measured. The same inputs give the same bytes. Each
-    file appears whole or not at all. Raises ValueError for another source.
+    path: without suffix. inputs: the files that the numbers came from. source: "live" (measured by
+        this run),
+    "recorded" (kept in data/) or "paper"; device: where they were measured. The same inputs give
+    the same bytes. Each file appears whole or not at all. Raises ValueError for another source.
     """
     if source not in ("live", "recorded", "paper"):
         raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")

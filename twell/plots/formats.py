@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
-    """Draw a small matrix dense, as ELL, TwELL and hybrid, from `analysis.format_cells`; colours are tiles."""
+    """Draw a small matrix in each format, from `analysis.format_cells`; colours are tiles."""
     names = [["Dense", "TwELL"], ["ELL", "Hybrid"]]
     panels = dict(list(cells.groupby("format")))
     heights = {name: _height(panel) for name, panel in panels.items()}
@@ -77,7 +77,7 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
 
 
 def fig01_bytes(table: pd.DataFrame) -> Figure:
-    """Draw each format's bytes against dense as the active share grows, from `analysis.format_bytes`."""
+    """Draw bytes against dense by active share, from `analysis.format_bytes`."""
     figure, ax = _panel(COLUMN, 2.5)
     shades = iter(sns.light_palette(BLUE, 5)[::-1])
     looks = {"Dense": ("black", "--"), "ELL": (ORANGE, "-"), "Hybrid": (GREEN, "-")}

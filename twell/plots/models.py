@@ -1,4 +1,6 @@
-"""Figures of whole models: downstream tasks (Table 6, Fig. 3), speed, energy and memory (Figs 4, 5, 6, 10, 11, Table 1)."""
+"""Figures of whole models: tasks (Table 6, Fig. 3), speed and memory (Figs 4 to 6, 10, 11, Table
+1).
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ from twell.plots.base import (
 
 _DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 0.8}  # chance
 
-# --- downstream tasks (Table 6, Fig. 3) ------------------------------------------------------------
+# --- downstream tasks (Table 6, Fig. 3) ---------------------------------------------------------
 
 
 def _by_level(rows: pd.DataFrame, levels: list) -> Iterator[tuple[float, pd.DataFrame]]:
-    """Rows of each level by size, with x and y: on the log axis of sizes, levels are a little beside each other."""
+    """Rows of each level by size, with x and y: levels stand a little beside each other."""
     for place, level in enumerate(levels):
         line = rows[rows["l1_coefficient"] == level].sort_values("parameters")
         aside = 10 ** (0.07 * (place - (len(levels) - 1) / 2))
@@ -44,11 +46,12 @@ def _by_level(rows: pd.DataFrame, levels: list) -> Iterator[tuple[float, pd.Data
 
 
 def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Draw accuracy against model size for each of the seven tasks and their mean, by L1 level, ours and the paper's.
+    """Draw accuracy of each task and their mean against model size, by L1, ours and the paper's.
 
-    table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are one standard error, dashed lines chance, and
-    open circles accuracies that are not more than two standard errors above it. The paper's levels are of another model
-    and do not compare with ours.
+    table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are one standard error,
+        dashed lines chance, and
+    open circles accuracies that are not more than two standard errors above it. The paper's levels
+    are of another model and do not compare with ours.
     """
     figure, axes = _figure(PAGE, 4.0, 2, 4, sharex=True)
     ours, theirs = (sorted(rows["l1_coefficient"].unique()) for rows in (table, paper))
@@ -85,9 +88,10 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Draw the mean accuracy of the seven tasks at each L1 level, a panel a model size, ours and the paper's.
+    """Draw the mean accuracy of the tasks at each L1, a panel a model size, ours and the paper's.
 
-    table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error, the dashed line is
+    table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error,
+        the dashed line is
     chance.
     """
     means = table[table["task"] == analysis.MEAN]
@@ -137,7 +141,7 @@ ACTIVITY = {
 
 
 def _model(table: pd.DataFrame) -> tuple[str, str]:
-    """Model and device, and activity. Raises ValueError unless it is one model, profile and device."""
+    """Model and device, and activity. Raises ValueError unless there is one of each."""
     columns = "model", "num_layers", "profile", "device"
     model, layers, profile, device = _one(table, columns, "model on one device")
     return f"{model}, {layers} layers, {device}", ACTIVITY.get(profile, profile)
@@ -148,7 +152,7 @@ def _title(figure: Figure, table: pd.DataFrame, rest: str) -> None:
 
 
 def _gains(table: pd.DataFrame, by: str, labels: tuple[str, str], title: str) -> Figure:
-    """Two panels, faster and saved in % of dense, a group of bars a level of activity and a bar a provider."""
+    """Two panels, faster and saved in % of dense, with bars by level of activity and provider."""
     figure, axes = _figure(PAGE, 2.7, 1, 2)
     _title(figure, table, title)
     table = analysis.level_gains(table, by)
@@ -173,7 +177,7 @@ def _gains(table: pd.DataFrame, by: str, labels: tuple[str, str], title: str) ->
 
 
 def fig04_levels(table: pd.DataFrame) -> Figure:
-    """Draw a model's gain in forward speed and the energy it saves at each level of activity (Fig. 4).
+    """Draw a model's gain in forward speed and energy at each level of activity (Fig. 4).
 
     table: `analysis.model_speedups` of one model, batch and device. Raises ValueError for several.
     """
@@ -183,9 +187,10 @@ def fig04_levels(table: pd.DataFrame) -> Figure:
 
 
 def fig05_levels(table: pd.DataFrame) -> Figure:
-    """Draw a model's gain in training speed and the peak memory it saves at each level of activity (Fig. 5).
+    """Draw a model's gain in training speed and peak memory at each level of activity (Fig. 5).
 
-    table: `analysis.step_speedups` of one model, micro-batch and device. Raises ValueError for several.
+    table: `analysis.step_speedups` of one model, micro-batch and device. Raises ValueError for
+        several.
     """
     batch, context = table[["micro_batch", "context"]].iloc[0]
     labels = "training speed, % over dense", "peak memory saved, %"
@@ -193,9 +198,10 @@ def fig05_levels(table: pd.DataFrame) -> Figure:
 
 
 def fig06_contributions(table: pd.DataFrame) -> Figure:
-    """Draw each layer's activity and, below, the time that its feed-forward layer saves (Figs 6, 10, 11).
+    """Draw each layer's activity and the time that it saves (Figs 6, 10, 11).
 
-    table: `analysis.layer_contributions` of one model, level and device. Raises ValueError for several.
+    table: `analysis.layer_contributions` of one model, level and device. Raises ValueError for
+        several.
     """
     model, activity = _model(table)
     (level,) = _one(table, ["level"], "level of activity")
@@ -225,9 +231,10 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
 
 
 def model_parts(table: pd.DataFrame) -> Figure:
-    """Draw where the time of a decoder layer goes, dense and sparse, and the least that Amdahl's law leaves.
+    """Draw the time of a decoder layer's parts, and the least that Amdahl's law leaves.
 
-    table: `analysis.layer_parts` of one model and device; several batches stand one below the other, all of forward
+    table: `analysis.layer_parts` of one model and device; several batches stand one below the
+        other, all of forward
     passes or all of decoding behind as many tokens. Raises ValueError for others.
     """
     _model(table)
@@ -282,7 +289,7 @@ def _stack(ax: Axes, y: np.ndarray, table: pd.DataFrame, parts: list, decoding: 
 
 
 def _mark_limit(ax: Axes, y: np.ndarray, rows: pd.DataFrame, totals: pd.Series) -> None:
-    """Mark the time of a batch that is left without up and down, between bars and not across their numbers."""
+    """Mark the time that a batch takes without up and down, not across the numbers of bars."""
     limit = rows["limit"].iloc[0]
     least = rows.loc[rows["provider"] == analysis.BASELINE, "total"].iloc[0] / limit
     for place in (*(y - 0.45), y.max() + 0.45):
@@ -309,9 +316,10 @@ def _parts_names(table: pd.DataFrame, decoding: bool) -> tuple[list[str], str]:
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
-    """Draw what decoding gains over dense, tuned and not, with tokens a second, against the number of documents.
+    """Draw the gain of decoding over dense, tuned and not, against the number of documents.
 
-    table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for several.
+    table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for
+        several.
     """
     (context,) = _one(table, ["context"], "length of context")
     figure, ax = _panel(PAGE, 2.5)
@@ -350,9 +358,10 @@ def model_decode(table: pd.DataFrame) -> Figure:
 
 
 def table1_scale(table: pd.DataFrame) -> Figure:
-    """Draw Table 1 as the paper has it and as we measured it, a row a quantity, a group of bars a model.
+    """Draw Table 1, the paper's and ours: a row a quantity, a group of bars a model.
 
-    table: `analysis.scale_table`; a row of panels for each quantity that was measured. Raises ValueError where none was.
+    table: `analysis.scale_table`; a row of panels for each quantity that was measured. Raises
+        ValueError where none was.
     """
     quantities = dict(list(table.groupby("quantity", sort=False)))
     measured = [name for name, rows in quantities.items() if rows["dense"].notna().any()]

@@ -1,4 +1,4 @@
-"""Figures of the speed of one layer: against dense by activity and batch size, in training, and under the roof (ours)."""
+"""Figures of the speed of one layer: by activity and batch size, in training, under the roof."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def _name(hidden_size: int, intermediate_size: int, gated: bool, dtype: str) -> 
 
 
 def _layer(table: pd.DataFrame) -> str:
-    """Layer and device: a figure's title. Raises ValueError unless it is one layer on one device."""
+    """Layer and device, as a title. Raises ValueError unless there is one of each."""
     *layer, device = _one(table, (*_LAYER, "device"), "layer on one device")
     return f"{_name(*layer)}, {device}"
 
 
 def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dict) -> None:
-    """y against x, a line for each provider and each value of the column `kind`, which has a style of its own."""
+    """y against x, a line for each provider and each value of the column `kind`, by its style."""
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
         (colour, marker), (dashes, filled) = PROVIDERS[name], styles[value]
         look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
@@ -101,7 +101,7 @@ def _told_apart(values: Iterable, looks: list, what: str) -> dict:
 
 
 def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame, styles: dict) -> None:
-    """Mark where lines fall below 1, and write at how many active neurons; the styles are of batch sizes."""
+    """Mark at how many active neurons lines fall below 1; the styles are of batch sizes."""
     falls = crossovers[crossovers["tokens"].isin(list(styles)) & crossovers["crossover"].notna()]
     last = {}  # the last number of a side, and its height
     for row in falls.sort_values("crossover").itertuples():
@@ -120,7 +120,7 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame, styles: dict) -> None:
 
 
 def _of_batches(table: pd.DataFrame, crossovers: pd.DataFrame, wanted: Iterable) -> tuple:
-    """Rows of the wanted providers, with the names and patterns that there are, and a style for each batch size."""
+    """Of the wanted providers names, styles by batch size, and rows and crossovers by pattern."""
     names = [provider.name for provider in wanted if provider.name in set(table["provider"])]
     table, falls = (rows[rows["provider"].isin(names)] for rows in (table, crossovers))
     sizes = sorted(table["tokens"].unique(), reverse=True)
@@ -139,10 +139,12 @@ def _batches_legend(figure: Figure, names: list[str], styles: dict) -> None:
 
 
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
-    """Draw speed-up over dense torch.compile against active neurons, a panel a pattern, a line a path and batch size.
+    """Draw speed-up over dense torch.compile by active neurons, a panel a pattern.
 
-    table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it, marked where the lines
-    fall below 1. Raises ValueError for several layers or none, and for more than three batch sizes. Ours.
+    table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it,
+        marked where the lines
+    fall below 1. Raises ValueError for several layers or none, and for more than three batch sizes.
+    Ours.
     """
     title = _layer(table)
     wanted = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DENSE_EAGER
@@ -161,11 +163,13 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
 
 
 def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
-    """Draw a training step's speed-up and held memory against active neurons, a row of panels a pattern (Fig. 5, one layer).
+    """Draw a training step's speed-up and held memory by active neurons (Fig. 5, one layer).
 
-    table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it, marked where the lines
-    fall below 1. Left, speed-up over dense torch.compile, forward and backward; right, what is held between the two, in
-    % of dense. Raises ValueError for several layers or none, and for more than three batch sizes.
+    table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it,
+        marked where the lines
+    fall below 1. Left, speed-up over dense torch.compile, forward and backward; right, what is held
+    between the two, in % of dense. Raises ValueError for several layers or none, and for more than
+    three batch sizes.
     """
     title = _layer(table)
     wanted = providers.UNION, providers.HYBRID, providers.DENSE_EAGER
@@ -188,11 +192,12 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
 
 
 def training_devices(table: pd.DataFrame, provider: str = providers.UNION.name) -> Figure:
-    """Draw a training step's change of speed and of held memory by activity, a bar a device (Fig. 12, one layer).
+    """Draw a training step's change of speed and held memory, a bar a device (Fig. 12, one layer).
 
-    table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any devices. Levels of activity
-    are the same where their first two digits are. Raises ValueError for several layers, patterns or batch sizes, for
-    none, and for more than four devices.
+    table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any
+        devices. Levels of activity
+    are the same where their first two digits are. Raises ValueError for several layers, patterns or
+    batch sizes, for none, and for more than four devices.
     """
     table = table[table["provider"] == provider]
     columns = (*_LAYER, "pattern", "tokens")
@@ -229,9 +234,10 @@ def training_devices(table: pd.DataFrame, provider: str = providers.UNION.name) 
 def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     """Draw speed-up over dense torch.compile against batch size, a line a path and way of calling.
 
-    table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the level wanted. A batch
-    whose activity is farther from it than a factor of 1.25 has it in brackets. Raises ValueError for several layers or
-    none, several patterns, and more than three ways of calling. Ours.
+    table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the
+        level wanted. A batch
+    whose activity is farther from it than a factor of 1.25 has it in brackets. Raises ValueError
+    for several layers or none, several patterns, and more than three ways of calling. Ours.
     """
     title = _layer(table)
     (pattern,) = _one(table, ["pattern"], "pattern")
@@ -262,11 +268,12 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
 
 
 def ffn_roofline(table: pd.DataFrame) -> Figure:
-    """Draw each kernel under the device's roof, and its time against the least that its work could take.
+    """Draw each kernel under the device's roof, and its time against the least possible.
 
-    table: `analysis.roofline` of one case. Kernels are numbered alike on both sides; one whose operations or bytes are
-    not known (or that computes nothing) is only on the right. Raises ValueError for several layers or none, and for
-    several cases. Ours.
+    table: `analysis.roofline` of one case. Kernels are numbered alike on both sides; one whose
+        operations or bytes are
+    not known (or that computes nothing) is only on the right. Raises ValueError for several layers
+    or none, and for several cases. Ours.
     """
     title = _layer(table)
     tokens, pattern, active = _one(table, ["tokens", "pattern", "active"], "case")

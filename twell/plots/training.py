@@ -1,4 +1,4 @@
-"""Figures of training: sweeps (Figs 2, 3, 9), choices of training (Fig. 8), sizes (section 4.2), ways to compute."""
+"""Figures of training: sweeps (Figs 2, 3, 9), choices (Fig. 8), sizes (section 4.2), ways."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> 
 
 
 def fig02_training_curves(curves: pd.DataFrame) -> Figure:
-    """Draw the cross-entropy over training for each L1 level, whole and its last half, smoothed over 5% of the points.
+    """Draw cross-entropy over training for each L1, whole and its last half.
 
-    curves: `analysis.training_curves` of cross_entropy.
+    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points.
     """
     figure, ((whole, last),) = _figure(PAGE, 2.4, 1, 2)
     window = max(1, curves.groupby("run").size().max() // 20)
@@ -77,9 +77,10 @@ def fig02_training_curves(curves: pd.DataFrame) -> Figure:
 
 
 def fig03_frontier(table: pd.DataFrame) -> Figure:
-    """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1 level, from `analysis.sweep`.
+    """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1.
 
-    Levels at which a layer is dead or the feed-forward layers are unused have a mark of their own.
+    table: `analysis.sweep`. Levels at which a layer is dead or the feed-forward layers are unused
+        have a mark of their own.
     """
     figure, axes = _figure(COLUMN, 3.6, 2, 1, sharex=True)
     top, bottom = axes[:, 0]
@@ -126,11 +127,13 @@ def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, colour, xerr, yerr, **look) -
 
 
 def frontier(table: pd.DataFrame) -> Figure:
-    """Draw cross-entropy against the share of active neurons, a line for each number of training tokens.
+    """Draw cross-entropy by share of active neurons, a line for each number of training tokens.
 
-    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds, dashed lines the price
-    that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95% inactive neurons. Levels at which a
-    layer is dead or the feed-forward layers are unused have a mark of their own and are not joined.
+    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds,
+        dashed lines the price
+    that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95% inactive neurons.
+    Levels at which a layer is dead or the feed-forward layers are unused have a mark of their own
+    and are not joined.
     """
     figure, ax = _panel(COLUMN, 2.9)
     budgets = sorted(table["tokens"].unique())
@@ -181,7 +184,8 @@ def fig09_activity_over_training(
 ) -> Figure:
     """Draw active neurons and the dead fraction over training for each L1 level.
 
-    active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for how many tokens a
+    active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for
+        how many tokens a
     neuron that counts as dead was silent.
     """
     figure, axes = _figure(PAGE, 2.4, 1, 2)
@@ -212,9 +216,10 @@ def _by_choice(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, tuple]]
 
 
 def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int) -> Figure:
-    """Draw active neurons and the dead fraction over training for each remedy: means over seeds, and bands of all.
+    """Draw active and dead neurons over training for each remedy: means, and bands of all seeds.
 
-    active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1; window_tokens: for
+    active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1;
+        window_tokens: for
     how many tokens a neuron that counts as dead was silent. Raises ValueError for several levels.
     """
     (level,) = _one(active, ["l1_coefficient"], "level of L1")
@@ -237,10 +242,12 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
 
 
 def choices_frontier(table: pd.DataFrame) -> Figure:
-    """Draw the price in cross-entropy and the dead neurons of each choice against its share of active neurons.
+    """Draw the price and the dead neurons of each choice against its share of active neurons.
 
-    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive, joined where there
-    are several. Bars are the standard deviation over seeds. The dashed line is the price that the paper accepts.
+    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive,
+        joined where there
+    are several. Bars are the standard deviation over seeds. The dashed line is the price that the
+    paper accepts.
     """
     figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
     table = table[table["status"] == "alive"].sort_values("active_fraction")
@@ -266,11 +273,12 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
 
 
 def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float]) -> Figure:
-    """Draw the share of active neurons and the gap to the dense model by size, ours and the paper's.
+    """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
-    table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of `analysis.seed_noise` for
-    active_fraction and cross_entropy_change, drawn as bars where it is known. Numbers beside the points of the left are
-    active neurons.
+    table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
+        `analysis.seed_noise` for
+    active_fraction and cross_entropy_change, drawn as bars where it is known. Numbers beside the
+    points of the left are active neurons.
     """
     figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
     left, right = axes[0]
@@ -307,11 +315,12 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
 
 
 def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
-    """Draw one training that was computed in several ways: cross-entropy, tokens a second and peak memory over training.
+    """Draw a training that was computed in several ways: cross-entropy, speed and peak memory.
 
-    table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs. The first run has a
-    wide line, so that one above it is seen. Where no memory was logged, the third panel says so. Raises ValueError for
-    more runs than it has colours.
+    table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs.
+        The first run has a
+    wide line, so that one above it is seen. Where no memory was logged, the third panel says so.
+    Raises ValueError for more runs than it has colours.
     """
     colours = ("0.65", BLUE, ORANGE, GREEN, PURPLE)
     if len(table) > len(colours):
