@@ -1,6 +1,4 @@
-"""Small inputs of every figure, without chance: what is drawn of them stands in
-tests/plots/drawn.yaml.
-"""
+"""Small inputs of every figure, without chance; tests/plots/drawn.yaml has what is drawn of them."""
 
 import numpy as np
 import pandas as pd
@@ -40,9 +38,7 @@ def two_budgets():
 
 
 def remedies():
-    """Curves of activity and of dead neurons by choice, with three seeds of one; no L1 warm-up has
-    an active neuron.
-    """
+    """Curves by choice, with three seeds of one; no L1 warm-up has an active neuron."""
     runs, log = made.tables(*made.family(), made.made("reinit-2", 1e-3, 1.0, 2, 6.5, reinit=0.1))
     runs, metrics = analysis.remedied(runs, 1e-3), ("active_mean", "dead_fraction")
     active, dead = (analysis.training_curves(runs, log, metric) for metric in metrics)
@@ -60,9 +56,7 @@ def choices():
 
 
 def sizes(active_noise=0.1, loss_noise=0.2):
-    """Ours, of which the middle one has no dense model of its size, the paper's, and the noise of
-    seeds.
-    """
+    """Ours and the paper's, and the noise of seeds; our middle one has no dense model."""
     of = {"width": 200}
     runs = [made.scaled("a", 1e7, 0, 0, 20), made.scaled("b", 1e7, 1e-3, 1.0, 5)]
     runs += [made.scaled("c", 9e7, 0, 0, 20, **of), made.scaled("d", 9e7, 1e-3, 3.0, 6, **of)]
@@ -95,20 +89,7 @@ def tokens(strings):
 
 
 # Mathematics, control characters, another script.
-ANY_TEXT = [
-    "a$_b",
-    " the",
-    "\n",
-    "$",
-    "\t",
-    "\x00",
-    *"skipped",
-    "\\frac",
-    "x" * 40,
-    "é",
-    "$x$",
-    "%",
-]
+ANY_TEXT = ["a$_b", " the", "\n", "$", "\t", "\x00", *"skipped", "\\frac", "x" * 40, "é", "$x$"]
 
 
 def positions():
@@ -156,9 +137,7 @@ def silenced(stderr=0.5):
 
 
 def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
-    """Speed-ups and memory held, in another order; cases: tokens, active neurons, pattern, mode,
-    weight sets.
-    """
+    """Speed-ups and memory held, in another order; cases: tokens, active, pattern, and the way."""
     names = ["tokens", "active", "pattern", "mode", "weight_sets"]
     table = pd.DataFrame(cases, columns=names[: len(cases[0])])
     table = table.merge(pd.DataFrame({"provider": [*providers]}), how="cross")
@@ -169,9 +148,7 @@ def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
 
 
 def by_activity(*providers):
-    """Speed-ups of two batch sizes and patterns, and where their lines fall below 1; the last is
-    not drawn.
-    """
+    """Two batch sizes and patterns, and where lines fall below 1; the last is not drawn."""
     cases = [(n, a, p) for n in (65536, 16384) for a in (3, 29.2, 300) for p in ("even", "skewed")]
     falls = [("skewed", 65536, UNION, 150.4), ("skewed", 16384, EAGER, 39.6)]
     falls += [("skewed", 16384, UNION, 45.0), ("even", 65536, UNION, np.nan)]

@@ -44,6 +44,7 @@ def texts(artists):
 
 def line(artist):
     look = f"{artist.get_linestyle()} {artist.get_marker()} {to_hex(artist.get_color())}"
+    look += f" {artist.get_linewidth():g} {artist.get_markersize():g}"
     return [look, *map(numbers, artist.get_xydata().T)]
 
 
@@ -58,18 +59,23 @@ def marks(collection):
     if not isinstance(collection, PathCollection):
         return [numbers(path.vertices) for path in collection.get_paths()]
     corners, colours = len(collection.get_paths()[0]), collection.get_facecolors()
-    return [corners, [*map(to_hex, colours)], numbers(collection.get_offsets())]
+    size, points = collection.get_sizes().tolist(), numbers(collection.get_offsets())
+    return [corners, *size, [*map(to_hex, colours)], points]
 
 
 def text(artist):
-    """A text and its place; of an annotation also the offset from it."""
+    """A text, its size and place; of an annotation also the offset from it."""
     place = artist.get_position()
     place = [*artist.xy, *place] if isinstance(artist, Annotation) else place
-    return [artist.get_text(), *numbers(place)]
+    return [artist.get_text(), *numbers([artist.get_fontsize(), *place])]
 
 
 def legend(shown):
     return texts([shown.get_title(), *shown.get_texts()])
+
+
+def has_grid(axis):
+    return any(line.get_visible() for line in axis.get_gridlines())
 
 
 def panel(ax):
@@ -77,13 +83,14 @@ def panel(ax):
     shown = {
         "titles": [*titles, ax.get_xlabel(), ax.get_ylabel()],
         "scales": [ax.get_xscale(), ax.get_yscale()],
+        "grid": [has_grid(axis) for axis in (ax.xaxis, ax.yaxis)],
         "limits": numbers([ax.get_xlim(), ax.get_ylim()]),
         "ticks": [texts(axis.get_ticklabels()) for axis in (ax.xaxis, ax.yaxis)],
         "lines": [line(artist) for artist in ax.get_lines()],
         "bars": [bar(patch) for patch in ax.patches if isinstance(patch, Rectangle)],
         "marks": [marks(collection) for collection in ax.collections],
         "texts": [text(artist) for artist in ax.texts],
-        "images": [numbers(image.get_array()) for image in ax.images],
+        "images": [[*image.get_clim(), numbers(image.get_array())] for image in ax.images],
         "legend": ax.get_legend() and legend(ax.get_legend()),
     }
     return {name: value for name, value in shown.items() if value}
@@ -93,6 +100,7 @@ def drawn(figure):
     parts = [figure, *figure.subfigs]
     return {
         "title": figure.get_suptitle(),
+        "size": numbers(figure.get_size_inches()),
         "legends": [legend(shown) for part in parts for shown in part.legends],
         "panels": [panel(ax) for ax in figure.axes],
     }

@@ -61,12 +61,11 @@ def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
     line = {"color": BLUE, "linestyle": ":", "linewidth": 1}
+    dash = {"marker": "_", "color": "black", "linewidth": 1.2}
     entries = {
         "mean": ax.bar(layer, shown["mean"], 0.7, color=BLUE),
         f"mean of all: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(
-            layer, shown["p99"], 30, marker="_", color="black", linewidth=1.2
-        ),
+        "99th percentile": ax.scatter(layer, shown["p99"], 30, **dash),
         "maximum": ax.scatter(layer, shown["max"], 16, marker="v", color=ORANGE),
     }
     ax.set(yscale="log", xlabel="layer", ylabel="active neurons per token")

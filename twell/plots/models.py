@@ -30,6 +30,7 @@ from twell.plots.base import (
     _one,
     _panel,
     _plain,
+    _row_names,
 )
 
 _DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 0.8}  # chance
@@ -260,12 +261,10 @@ def model_parts(table: pd.DataFrame) -> Figure:
     for batch in cases:
         _mark_limit(ax, y[table["batch"] == batch], table[table["batch"] == batch], table["total"])
     names, title = _parts_names(table, decoding)
-    ax.set_yticks(y, names)
+    _row_names(ax, y, names)
     ax.set_ylim(y.max() + 0.5, -0.8)
     ax.set_xlim(0, 1.18 * table["total"].max())
     ax.set_xlabel(f"{unit} of one decoder layer")
-    ax.grid(False, axis="y")
-    ax.tick_params(axis="y", length=0)
     _title(figure, table, title)
     _legend(figure, "lower center", ncols=6, handlelength=1, columnspacing=1)
     return figure

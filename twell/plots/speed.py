@@ -29,6 +29,7 @@ from twell.plots.base import (
     _one,
     _panel,
     _plain,
+    _row_names,
 )
 
 # Colour and marker of each provider; auto, which takes one of the others, lies broad beneath them.
@@ -324,12 +325,9 @@ def _against_floor(ax: Axes, table: pd.DataFrame) -> None:
     y = np.arange(len(table)) + 0.7 * (table["provider"] != table["provider"].shift()).cumsum()
     ax.barh(y, table["ms"], 0.75, color=colours, alpha=0.35)
     ax.barh(y, table["floor"].clip(upper=table["ms"]).fillna(0), 0.75, color=colours)
-    ax.invert_yaxis()
-    ax.set_yticks(y, [f"{row.kernel}  {row.Index + 1}" for row in table.itertuples()])
+    _row_names(ax, y, [f"{row.kernel}  {row.Index + 1}" for row in table.itertuples()])
     for place, row in zip(y, table.itertuples(), strict=True):
         share = "floor not known" if np.isnan(row.share) else f"{100 * row.share:.0f}%"
         _note(ax, f"{row.ms:.3g} ms, {share}", (row.ms, place), (3, 0), va="center")
     ax.set_xlim(0, 1.5 * table["ms"].max())
     ax.set_xlabel("ms a call (dark: the least; its share in %)")
-    ax.grid(False, axis="y")
-    ax.tick_params(axis="y", length=0)
