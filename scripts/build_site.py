@@ -1,13 +1,10 @@
 """Build the site of the documents and the executed notebooks: python scripts/build_site.py.
 
 1. Pages are gathered in build/site-source: README.md as the start page, docs/, pages that these
-link to, and the
-   notebooks that `make reproduce` executed.
+   link to, and the notebooks that `make reproduce` executed.
 2. Their links are rewritten: to pages of the site, or to copies of other files. A link to a folder
-without a README
-   becomes plain text.
-3. Sphinx writes build/site. Its warnings are errors, so a link or an anchor that leads nowhere
-fails.
+   without a README becomes plain text.
+3. Sphinx writes build/site. Its warnings are errors, so a link that leads nowhere fails.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ SOURCE, SITE, EXECUTED = Path("build/site-source"), Path("build/site"), Path("bu
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n.*?(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.M | re.S)
 CODE = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)\1(?!`)", re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
-# [text](target "title"), where text may hold one image or brackets; ![text](target); <img
-# src="target">; [name]: target
+# [text](target "title"), where text may hold one image or brackets; ![text](target);
+# <img src="target">; [name]: target
 LINK = re.compile(
     r"""(?P<image>!?)\[(?P<text>(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()]*\))?)*)\]
         \(<?(?P<inline>[^\s()<>]+)>?(?:\s+"[^"]*")?\)
-    |<(?:img|a)\b[^>]*?\b(?:src|href)="(?P<html>[^"]+)" |^\
-    {0,3}\[[^\]]+\]:\s*<?(?P<named>[^\s<>]+)""",
+    |<(?:img|a)\b[^>]*?\b(?:src|href)="(?P<html>[^"]+)"
+    |^\ {0,3}\[[^\]]+\]:\s*<?(?P<named>[^\s<>]+)""",
     re.X | re.M,
 )
 

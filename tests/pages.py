@@ -1,6 +1,4 @@
-"""The documents as tests see them: their code blocks, which run or are parsed, their links,
-headings and terms.
-"""
+"""The documents as tests see them: code blocks, which run or are parsed, links and terms."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def builder():
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of bash or Python: the line of its fence, from 1, and what it needs that CI
-    has not.
-    """
+    """A fenced block: the line of its fence, from 1, and what it needs that CI has not."""
 
     page: str
     line: int

@@ -112,7 +112,7 @@ def fig07b_positions(table: pd.DataFrame) -> Figure:
     """Draw mean activity against position in the sequence, log-log.
 
     table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them
-        apart.
+    apart.
     """
     figure, ax = _panel(COLUMN, 2.3)
     colours = _level_colours(table["l1_coefficient"])
@@ -196,10 +196,9 @@ def fig_inspector(
     """Draw a view of the inspector: a passage coloured by a value, and active neurons by layer.
 
     passage: token, value (NaN: left out); counts: active neurons, a row a layer and a column a
-        token; over: which of
-    these cells have a tile that overflows, marked red; label: of the values; ends of their scale,
-    which is signed where the lower is below 0, and logarithmic where it is above. columns:
-    characters a line. From `inspector.drawn`.
+    token; over: which of these cells have a tile that overflows, marked red; label: of the values;
+    ends of their scale, which is signed where the lower is below 0, and logarithmic where it is
+    above. columns: characters a line. From `inspector.drawn`.
     """
     style()
     low, high = ends

@@ -159,13 +159,12 @@ def save(
     source: str,
     device: str | None = None,
 ) -> Path:
-    """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the
-    PNG.
+    """Write a figure as PNG (200 dpi), PDF and a JSON of its origin; return the path of the PNG.
 
     path: without suffix. inputs: the files that the numbers came from. source: "live" (measured by
-        this run),
-    "recorded" (kept in data/) or "paper"; device: where they were measured. The same inputs give
-    the same bytes. Each file appears whole or not at all. Raises ValueError for another source.
+    this run), "recorded" (kept in data/) or "paper"; device: where they were measured. The same
+    inputs give the same bytes. Each file appears whole or not at all. Raises ValueError for another
+    source.
     """
     if source not in ("live", "recorded", "paper"):
         raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")

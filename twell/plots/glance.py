@@ -24,10 +24,8 @@ def overview(
     """Draw three panels: which neurons fire, the time of one layer, and the gain of whole models.
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
-        layer; neurons: the
-    neurons of that layer. kernels: rows of kernels.csv of one case, with provider "dense" and
-    "triton union", ms.
-    scale: `analysis.scale_table`, of one device of ours.
+    layer; neurons: the neurons of that layer. kernels: rows of kernels.csv of one case, with
+    provider "dense" and "triton union", ms. scale: `analysis.scale_table`, of one device of ours.
     """
     figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 1, 1.05))
     _tokens(row[0], activity, neurons)

@@ -1,6 +1,4 @@
-"""Figures of whole models: tasks (Table 6, Fig. 3), speed and memory (Figs 4 to 6, 10, 11, Table
-1).
-"""
+"""Figures of whole models: tasks (Table 6, Fig. 3), speed, memory (Figs 4-6, 10, 11, Table 1)."""
 
 from __future__ import annotations
 
@@ -50,9 +48,8 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw accuracy of each task and their mean against model size, by L1, ours and the paper's.
 
     table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are one standard error,
-        dashed lines chance, and
-    open circles accuracies that are not more than two standard errors above it. The paper's levels
-    are of another model and do not compare with ours.
+    dashed lines chance, and open circles accuracies that are not more than two standard errors
+    above it. The paper's levels are of another model and do not compare with ours.
     """
     figure, axes = _figure(PAGE, 4.0, 2, 4, sharex=True)
     ours, theirs = (sorted(rows["l1_coefficient"].unique()) for rows in (table, paper))
@@ -92,8 +89,7 @@ def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw the mean accuracy of the tasks at each L1, a panel a model size, ours and the paper's.
 
     table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error,
-        the dashed line is
-    chance.
+    the dashed line is chance.
     """
     means = table[table["task"] == analysis.MEAN]
     sizes = [rows for _, rows in means.groupby(analysis.SIZE, dropna=False)]
@@ -191,7 +187,7 @@ def fig05_levels(table: pd.DataFrame) -> Figure:
     """Draw a model's gain in training speed and peak memory at each level of activity (Fig. 5).
 
     table: `analysis.step_speedups` of one model, micro-batch and device. Raises ValueError for
-        several.
+    several.
     """
     batch, context = table[["micro_batch", "context"]].iloc[0]
     labels = "training speed, % over dense", "peak memory saved, %"
@@ -202,7 +198,7 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
     """Draw each layer's activity and the time that it saves (Figs 6, 10, 11).
 
     table: `analysis.layer_contributions` of one model, level and device. Raises ValueError for
-        several.
+    several.
     """
     model, activity = _model(table)
     (level,) = _one(table, ["level"], "level of activity")
@@ -235,8 +231,8 @@ def model_parts(table: pd.DataFrame) -> Figure:
     """Draw the time of a decoder layer's parts, and the least that Amdahl's law leaves.
 
     table: `analysis.layer_parts` of one model and device; several batches stand one below the
-        other, all of forward
-    passes or all of decoding behind as many tokens. Raises ValueError for others.
+    other, all of forward passes or all of decoding behind as many tokens. Raises ValueError for
+    others.
     """
     _model(table)
     decoding, twice = table["tokens"] == table["batch"], table.duplicated(["batch", "provider"])
@@ -318,7 +314,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     """Draw the gain of decoding over dense, tuned and not, against the number of documents.
 
     table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for
-        several.
+    several.
     """
     (context,) = _one(table, ["context"], "length of context")
     figure, ax = _panel(PAGE, 2.5)
@@ -360,7 +356,7 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     """Draw Table 1, the paper's and ours: a row a quantity, a group of bars a model.
 
     table: `analysis.scale_table`; a row of panels for each quantity that was measured. Raises
-        ValueError where none was.
+    ValueError where none was.
     """
     quantities = dict(list(table.groupby("quantity", sort=False)))
     measured = [name for name, rows in quantities.items() if rows["dense"].notna().any()]

@@ -143,9 +143,8 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile by active neurons, a panel a pattern.
 
     table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it,
-        marked where the lines
-    fall below 1. Raises ValueError for several layers or none, and for more than three batch sizes.
-    Ours.
+    marked where the lines fall below 1. Raises ValueError for several layers or none, and for more
+    than three batch sizes. Ours.
     """
     title = _layer(table)
     wanted = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DENSE_EAGER
@@ -167,10 +166,9 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw a training step's speed-up and held memory by active neurons (Fig. 5, one layer).
 
     table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it,
-        marked where the lines
-    fall below 1. Left, speed-up over dense torch.compile, forward and backward; right, what is held
-    between the two, in % of dense. Raises ValueError for several layers or none, and for more than
-    three batch sizes.
+    marked where the lines fall below 1. Left, speed-up over dense torch.compile, forward and
+    backward; right, what is held between the two, in % of dense. Raises ValueError for several
+    layers or none, and for more than three batch sizes.
     """
     title = _layer(table)
     wanted = providers.UNION, providers.HYBRID, providers.DENSE_EAGER
@@ -196,9 +194,8 @@ def training_devices(table: pd.DataFrame, provider: str = providers.UNION.name) 
     """Draw a training step's change of speed and held memory, a bar a device (Fig. 12, one layer).
 
     table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any
-        devices. Levels of activity
-    are the same where their first two digits are. Raises ValueError for several layers, patterns or
-    batch sizes, for none, and for more than four devices.
+    devices. Levels of activity are the same where their first two digits are. Raises ValueError for
+    several layers, patterns or batch sizes, for none, and for more than four devices.
     """
     table = table[table["provider"] == provider]
     columns = (*_LAYER, "pattern", "tokens")
@@ -236,9 +233,9 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     """Draw speed-up over dense torch.compile against batch size, a line a path and way of calling.
 
     table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the
-        level wanted. A batch
-    whose activity is farther from it than a factor of 1.25 has it in brackets. Raises ValueError
-    for several layers or none, several patterns, and more than three ways of calling. Ours.
+    level wanted. A batch whose activity is farther from it than a factor of 1.25 has it in
+    brackets. Raises ValueError for several layers or none, several patterns, and more than three
+    ways of calling. Ours.
     """
     title = _layer(table)
     (pattern,) = _one(table, ["pattern"], "pattern")
@@ -272,9 +269,8 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
     """Draw each kernel under the device's roof, and its time against the least possible.
 
     table: `analysis.roofline` of one case. Kernels are numbered alike on both sides; one whose
-        operations or bytes are
-    not known (or that computes nothing) is only on the right. Raises ValueError for several layers
-    or none, and for several cases. Ours.
+    operations or bytes are not known (or that computes nothing) is only on the right. Raises
+    ValueError for several layers or none, and for several cases. Ours.
     """
     title = _layer(table)
     tokens, pattern, active = _one(table, ["tokens", "pattern", "active"], "case")

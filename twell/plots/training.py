@@ -80,7 +80,7 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
     """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1.
 
     table: `analysis.sweep`. Levels at which a layer is dead or the feed-forward layers are unused
-        have a mark of their own.
+    have a mark of their own.
     """
     figure, axes = _figure(COLUMN, 3.6, 2, 1, sharex=True)
     top, bottom = axes[:, 0]
@@ -130,10 +130,9 @@ def frontier(table: pd.DataFrame) -> Figure:
     """Draw cross-entropy by share of active neurons, a line for each number of training tokens.
 
     table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds,
-        dashed lines the price
-    that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95% inactive neurons.
-    Levels at which a layer is dead or the feed-forward layers are unused have a mark of their own
-    and are not joined.
+    dashed lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one
+    95% inactive neurons. Levels at which a layer is dead or the feed-forward layers are unused have
+    a mark of their own and are not joined.
     """
     figure, ax = _panel(COLUMN, 2.9)
     budgets = sorted(table["tokens"].unique())
@@ -185,8 +184,7 @@ def fig09_activity_over_training(
     """Draw active neurons and the dead fraction over training for each L1 level.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for
-        how many tokens a
-    neuron that counts as dead was silent.
+    how many tokens a neuron that counts as dead was silent.
     """
     figure, axes = _figure(PAGE, 2.4, 1, 2)
     _level_lines(axes[0, 0], active.assign(value=active["value"].clip(lower=ACTIVE_FLOOR)))
@@ -219,8 +217,8 @@ def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int)
     """Draw active and dead neurons over training for each remedy: means, and bands of all seeds.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1;
-        window_tokens: for
-    how many tokens a neuron that counts as dead was silent. Raises ValueError for several levels.
+    window_tokens: for how many tokens a neuron that counts as dead was silent. Raises ValueError
+    for several levels.
     """
     (level,) = _one(active, ["l1_coefficient"], "level of L1")
     figure, axes = _figure(PAGE, 2.4, 1, 2)
@@ -245,9 +243,8 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
     """Draw the price and the dead neurons of each choice against its share of active neurons.
 
     table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive,
-        joined where there
-    are several. Bars are the standard deviation over seeds. The dashed line is the price that the
-    paper accepts.
+    joined where there are several. Bars are the standard deviation over seeds. The dashed line is
+    the price that the paper accepts.
     """
     figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
     table = table[table["status"] == "alive"].sort_values("active_fraction")
@@ -276,9 +273,8 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
-        `analysis.seed_noise` for
-    active_fraction and cross_entropy_change, drawn as bars where it is known. Numbers beside the
-    points of the left are active neurons.
+    `analysis.seed_noise` for active_fraction and cross_entropy_change, drawn as bars where it is
+    known. Numbers beside the points of the left are active neurons.
     """
     figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
     left, right = axes[0]
@@ -318,9 +314,8 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
     """Draw a training that was computed in several ways: cross-entropy, speed and peak memory.
 
     table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs.
-        The first run has a
-    wide line, so that one above it is seen. Where no memory was logged, the third panel says so.
-    Raises ValueError for more runs than it has colours.
+    The first run has a wide line, so that one above it is seen. Where no memory was logged, the
+    third panel says so. Raises ValueError for more runs than it has colours.
     """
     colours = ("0.65", BLUE, ORANGE, GREEN, PURPLE)
     if len(table) > len(colours):
