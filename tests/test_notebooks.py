@@ -23,7 +23,8 @@ from twell.train import train
 ROOT = results.root()
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
-PROFILES = {path.stem: path for path in (FOLDER / "profiles").glob("*.yaml")}
+PROFILES = (FOLDER / "profiles").glob("*.yaml")
+PROFILES = {path.stem: yaml.safe_load(path.read_text()) for path in PROFILES}
 FIGURES = {
     "01_format": "fig01_formats fig01_bytes",
     "02_sparsity": "fig02_training_curves fig03_frontier fig09_activity_over_training frontier"
@@ -72,7 +73,7 @@ class Executed:
 
 
 def execute(name, **given):
-    """Run a notebook in this process, with parameters as papermill of `make reproduce` sets them."""
+    """Run a notebook here, with parameters as papermill sets them in `make reproduce`."""
     path, executed, names = NOTEBOOKS[name], Executed([]), {}
     formats = DisplayFormatter()
 
@@ -131,8 +132,7 @@ SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_it
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_draw_the_tracked_figures(name, figures, model):
     """From the same inputs, with the same parameters; the live parts look at a small model."""
-    recorded = yaml.safe_load(PROFILES["recorded"].read_text())
-    done = execute(name, **recorded | figures | SMALL | {"model": str(model)})
+    done = execute(name, **PROFILES["recorded"] | figures | SMALL | {"model": str(model)})
     wanted = FIGURES[name].split()
     assert drawn_in(figures["folder"]) == set(wanted)
     assert len(done.of("image/png")) == len(wanted) and "not drawn" not in done.said
@@ -174,8 +174,8 @@ def sweep(tiny_config, tmp_path_factory):
 @SLOW
 @pytest.mark.parametrize("name", ["02_sparsity", "03_layerwise", "04_tokens", "07_inspect"])
 def test_notebooks_look_at_a_sweep_that_was_trained_here(name, sweep, figures):
-    live = yaml.safe_load(PROFILES["live"].read_text())
-    here = {key: str(value).replace("runs/live", str(sweep)) for key, value in live.items()}
+    live = PROFILES["live"].items()
+    here = {key: str(value).replace("runs/live", str(sweep)) for key, value in live}
     done = execute(name, **here | figures | SMALL | {"min_count": 2})
     wanted = set(FIGURES[name].split()) - {"fig08_remedies"}
     assert drawn_in(figures["folder"]) == wanted
@@ -206,10 +206,9 @@ LEVELS = {"family": "85m-50m-l1-*", "by_size": "none-*", "flagship": "flagship-d
 )
 def test_what_is_missing_is_said(name, given, drawn, said, figures, model, tmp_path):
     """An empty folder in place of None."""
-    recorded = yaml.safe_load(PROFILES["recorded"].read_text())
     (tmp_path / "empty").mkdir()
     given = {key: value or str(tmp_path / "empty") for key, value in given.items()}
-    done = execute(name, **recorded | figures | SMALL | {"model": str(model)} | given)
+    done = execute(name, **PROFILES["recorded"] | figures | SMALL | {"model": str(model)} | given)
     assert said in done.said and " nan" not in done.said
     assert drawn_in(figures["folder"]) == set(drawn.split())
     for figure in set(FIGURES[name].split()) - set(drawn.split()):
@@ -262,4 +261,4 @@ def test_every_tracked_figure_is_drawn_by_a_notebook():
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_name_parameters_of_the_notebooks(name):
     known = set().union(*map(parameters_of, NOTEBOOKS.values()))
-    assert set(yaml.safe_load(PROFILES[name].read_text())) <= known
+    assert set(PROFILES[name]) <= known
