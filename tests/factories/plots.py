@@ -1,4 +1,4 @@
-"""Small inputs of every figure, without chance; tests/plots/drawn.yaml has what is drawn of them."""
+"""Small inputs of every figure, without chance; drawn.yaml has what is drawn of them."""
 
 import numpy as np
 import pandas as pd
