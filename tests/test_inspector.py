@@ -14,7 +14,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 import twell
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from twell.measure import providers
-from twell.plots.base import BLUE, ORANGE, PAGE, _figure
+from twell.plots.base import BLUE, ORANGE, PAGE, _figure, _key
 
 # Kernels of the union path, without "union_", -> label and colour. The lists of active neurons take
 # 0.1 ms: part of "up".
@@ -32,90 +31,62 @@ def overview(
     _tokens(row[0], activity, neurons)
     _layer(row[1], kernels)
     _models(row[2], scale)
+    for ax in row:
+        ax.grid(axis="x", visible=False)
     return figure
 
 
-def _tokens(ax, activity: pd.DataFrame, neurons: int) -> None:
+def _tokens(ax: Axes, activity: pd.DataFrame, neurons: int) -> None:
     words = activity.drop_duplicates("place").set_index("place")["token"]
-    ax.plot(
-        activity["neuron"], activity["place"], "|", color=BLUE, markersize=4, markeredgewidth=0.8
-    )
+    mark = {"color": BLUE, "markersize": 4, "markeredgewidth": 0.8}
+    ax.plot(activity["neuron"], activity["place"], "|", **mark)
     ax.set_yticks(words.index, [word.strip() for word in words], fontsize=6.5)
     ax.invert_yaxis()
     share = 100 * len(activity) / (len(words) * neurons)
     ax.set(xlabel=f"neuron (of {neurons:,})", xlim=(0, neurons))
     ax.set_title(f"Few neurons fire for a token ({share:.1f}%)", fontsize=8)
     ax.tick_params(axis="y", length=0)
-    ax.grid(axis="x", visible=False)
 
 
-def _layer(ax, kernels: pd.DataFrame) -> None:
+def _layer(ax: Axes, kernels: pd.DataFrame) -> None:
     dense = kernels.loc[kernels["provider"] == providers.DENSE_KERNELS.name, "ms"].sum()
     sparse = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
     sparse.index = sparse.index.str.removeprefix("union_")  # older rows have none
     ax.bar(0, dense, 0.6, color="0.55")
-    ax.annotate(f"{dense:.1f} ms", (0, dense), ha="center", va="bottom", fontsize=7)
     bottom = 0.0
     for names, (label, colour) in _KERNELS.items():
         height = sparse[list(names)].sum()
         ax.bar(1, height, 0.6, bottom=bottom, color=colour, label=label)
         bottom += height
-    ax.annotate(f"{bottom:.1f} ms", (1, bottom), ha="center", va="bottom", fontsize=7)
+    for place, total in enumerate((dense, bottom)):
+        ax.annotate(f"{total:.1f} ms", (place, total), ha="center", va="bottom", fontsize=7)
     ax.set_xticks([0, 1], ["dense", "sparse (ours)"])
     ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.4 * dense))
     ax.set_title("Our kernels skip the rest", fontsize=8)
-    handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], loc="upper right", fontsize=6, borderaxespad=0.1)
-    ax.grid(axis="x", visible=False)
+    ax.legend(reverse=True, loc="upper right", fontsize=6, borderaxespad=0.1)
 
 
-def _models(ax, scale: pd.DataFrame) -> None:
-    kinds = (
-        ("forward speed", BLUE, "o", "forward pass"),
-        ("training speed", ORANGE, "s", "training step"),
-    )
+def _models(ax: Axes, scale: pd.DataFrame) -> None:
+    kinds = {"forward speed": (BLUE, "o"), "training speed": (ORANGE, "s")}
     models = list(dict.fromkeys(scale["model"]))
-    ours, paper = (
-        scale[column].iloc[0].removeprefix("NVIDIA ").split()[0]
-        for column in ("device", "paper_device")
-    )
-    highest = scale[["change", "paper_change"]].max(axis=None)
-    for quantity, colour, marker, _ in kinds:
+    devices = [scale[column].iloc[0] for column in ("device", "paper_device")]
+    ours, paper = (device.removeprefix("NVIDIA ").split()[0] for device in devices)
+    open_mark = {"linestyle": ":", "mfc": "white", "markersize": 4}
+    for quantity, (colour, marker) in kinds.items():
         rows = scale[scale["quantity"] == quantity].set_index("model").loc[models]
-        x = np.arange(len(models))
-        ax.plot(x, rows["change"], marker + "-", color=colour, markersize=4)
-        ax.plot(
-            x,
-            rows["paper_change"],
-            marker + ":",
-            color=colour,
-            mfc="white",
-            markersize=4,
-            linewidth=0.8,
-        )
+        look = {"color": colour, "marker": marker, "markersize": 4}
+        ax.plot(range(len(models)), rows["change"], **look)
+        ax.plot(range(len(models)), rows["paper_change"], linewidth=0.8, **look | open_mark)
     ax.axhline(0, color="0.4", linewidth=0.8)
     ax.set_xticks(range(len(models)), models)
     ax.set(xlabel="model", ylabel="tokens/s over dense (%)")
-    ax.set_ylim(top=1.6 * highest)  # room for the legend
+    ax.set_ylim(top=1.6 * scale[["change", "paper_change"]].max(axis=None))  # room for the legend
     ax.set_title("Whole models are faster", fontsize=8)
     handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
-        for _, colour, marker, label in kinds
+        _key(BLUE, marker="o", markersize=4, label="forward pass"),
+        _key(ORANGE, marker="s", markersize=4, label="training step"),
+        _key("0.3", label=f"ours, {ours}"),
+        _key("0.3", marker="o", label=f"paper, {paper}", **open_mark),
     ]
-    handles += [
-        Line2D([], [], color="0.3", label=f"ours, {ours}"),
-        Line2D(
-            [],
-            [],
-            color="0.3",
-            linestyle=":",
-            marker="o",
-            mfc="white",
-            markersize=4,
-            label=f"paper, {paper}",
-        ),
-    ]
-    ax.legend(
-        handles=handles, loc="upper left", ncols=2, fontsize=6, columnspacing=0.8, borderaxespad=0.1
-    )
-    ax.grid(axis="x", visible=False)
+    look = {"fontsize": 6, "columnspacing": 0.8, "borderaxespad": 0.1}
+    ax.legend(handles=handles, loc="upper left", ncols=2, **look)
