@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twell import results
-from twell.__main__ import parser
+from twell.cli import parse
 
 ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
@@ -255,10 +255,15 @@ def mistake_in_command(words: list[str]) -> str | None:
 
 def mistake_in_module(module: str, arguments: list[str]) -> str | None:
     if module == "twell":
-        options, wrong = parsed(parser(), arguments)
-        if options is None or options.command != "train" or options.config.endswith(".yaml"):
-            return wrong
-        return mistake_in_fields(options.config, options.overrides)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                words, given = parse(arguments)
+        except ValueError as error:
+            variable_of_the_shell = re.search(r"'\$", str(error))
+            return None if variable_of_the_shell else str(error)
+        if words != ["train"] or not given or given["config"].endswith(".yaml"):
+            return None
+        return mistake_in_fields(given["config"], given["overrides"] or [])
     if module == "pytest":
         paths = [
             word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from twell import evaluate, measure, results, trace
 from twell.cli import app, main, parse
 from twell.cli.runs import BEGIN, END

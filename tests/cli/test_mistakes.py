@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import corpus
 from twell.cli import main
