@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from twell import results
-from twell.cli import parse
+from twell import cli, results
 
 ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
@@ -257,7 +256,7 @@ def mistake_in_module(module: str, arguments: list[str]) -> str | None:
     if module == "twell":
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                words, given = parse(arguments)
+                words, given = cli.parse(arguments)
         except ValueError as error:
             variable_of_the_shell = re.search(r"'\$", str(error))
             return None if variable_of_the_shell else str(error)

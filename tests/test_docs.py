@@ -175,13 +175,13 @@ python -m tests.fuzz --cases 100 --training
 """
 WRONG = {
     "if true; then": "syntax error",
-    "python -m twell train 20m --output runs/a": "unrecognized arguments: --output",
+    "python -m twell train 20m --output runs/a": "No such option: --output",
     "python -m twell train 20m tokns=1e8": "did you mean 'tokens'?",
     "python -m twell train 21m": "21m",
     'twell train "$config" tokns="$tokens"': "unknown field in tokns=$tokens",
     "accelerate launch --many_gpus -m twell train 1b": "--many_gpus",
-    "accelerate launch -m twell train 1b --steps 3": "unrecognized arguments: --steps",
-    "twell measure model --decode": "expected one argument",
+    "accelerate launch -m twell train 1b --steps 3": "No such option: --steps",
+    "twell measure model --decode": "requires an argument",
     "make lunch": "no target lunch",
     "python -m tests.fuss": "there is no tests/fuss.py",
     "python -m tests.fuzz --case 100": "has no option --case",
