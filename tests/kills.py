@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from twell import results
 from twell.config import TrainConfig
 from twell.train import train
+from twell.train.checkpoint import Checkpoints
 
 SMALL = (
     "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 vocab_size=512 context=32 "
@@ -100,8 +101,8 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
                 path.unlink() if path.is_file() else path.rmdir()
             duration *= 0.95
             continue
-        whole = next((path for name in results.CHECKPOINTS if (path := run / name).is_file()), None)
-        step = None if whole is None else torch.load(whole, weights_only=True)["step"]
+        checkpoints = Checkpoints(run)
+        step = checkpoints.read(print)["step"] if checkpoints.exist() else None
         finish(config, run)
         if names := differences(run, expected):
             raise AssertionError(

@@ -16,12 +16,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -31,14 +26,12 @@ from twell.models import save, silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
 from twell.train.build import adamw, build_model, prepare_layers
-from twell.train.checkpoint import Checkpoints
+from twell.train.checkpoint import WHOLE, Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import evaluate
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Run:
@@ -69,7 +62,7 @@ class Run:
         )
 
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
-        self.checkpoints = Checkpoints(folder, folder / "log.csv")
+        self.checkpoints = Checkpoints(folder, main=self.main)
         # Since the last row: sums of losses, and seconds before a resume.
         self.sums, self.spent = torch.zeros(4, device=accelerator.device), 0.0
 
@@ -117,6 +110,7 @@ class Run:
             results.remove_unfinished(self.folder)
         else:
             results.remove_run(self.folder)  # not before all else has been checked
+            self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
         self.log = Log(self.folder / "log.csv", log_size)
         where = f"from step {self.done} " if self.done else ""
@@ -294,7 +288,7 @@ class Run:
             self.restart_meters()
         if stop:
             raise KeyboardInterrupt(
-                f"interrupted; {self.checkpoints.last} has step {step} of {config.steps}. "
+                f"interrupted; {self.checkpoints.good} has step {step} of {config.steps}. "
                 "To go on, give the same command with --resume, and without --overwrite"
             )
 
@@ -312,26 +306,20 @@ class Run:
 
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint: all that the later steps and rows depend on."""
-        weights, optimizer = get_state_dict(self.wrapped, self.optimizer.optimizer, options=WHOLE)
-        streams = gather_object([self.blocks.state()])
-        if not self.main:
-            return
         state = {
             "step": step,  # and so the place in the text
             "config": dataclasses.asdict(self.config),
-            "model": weights,
-            "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
             "sparse": self.sparse.state(),
             "random": torch.get_rng_state(),
-            "streams": streams,
+            "streams": gather_object([self.blocks.state()]),
         }
         if step % self.config.log_every:  # one process alone stops between two rows
             counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.model.ffns]
             seconds = time.perf_counter() - self.since
             state["row"] = {"sums": self.sums, "counters": counters, "seconds": seconds}
-        self.checkpoints.write(state)
+        self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
@@ -343,13 +331,7 @@ class Run:
                 f"{good} was written with another configuration: {changes}; "
                 "set it back in config.yaml, or train a new run"
             )
-        set_state_dict(
-            self.wrapped,
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=WHOLE,
-        )
+        self.checkpoints.load(state, self.wrapped, self.optimizer.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], device)
         self.sparse.restore(state["sparse"])
