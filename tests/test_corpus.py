@@ -213,7 +213,7 @@ def test_a_cache_of_an_older_version_is_read(tmp_path):
     (folder / "sha256.json").unlink()
     assert np.array_equal(corpus.prepare(str(tmp_path / "a.jsonl"), **options).train, whole)
     (folder / "train.npy").write_bytes((folder / "train.npy").read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"train\.npy is damaged or cut short: delete the folder"):
+    with pytest.raises(ValueError, match=r"train\.npy is damaged or missing: delete the folder"):
         corpus.prepare(str(tmp_path / "a.jsonl"), **options)
 
 
