@@ -212,6 +212,8 @@ def _read(folder: Path) -> Corpus:
             arrays[part] = np.load(file, mmap_mode="r")
         file = folder / "tokenizer.json"
         return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+    except (PermissionError, MemoryError):
+        raise
     except Exception:  # transformers and numpy have a dozen kinds
         raise ValueError(
             f"{file} is damaged or missing: "

@@ -24,9 +24,8 @@ class DeadWindow:
 
     def __init__(self, num_layers: int, window_tokens: int):
         self.window_tokens = window_tokens
-        self.tokens = 0
+        self.tokens, self.number = 0, 0  # of this window; windows that have ended
         self.active: list[torch.Tensor | None] = [None] * num_layers
-        self.number = 0  # windows that have ended
 
     def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
         """Count tokens; at the end of a window return each layer's dead neurons [N] bool.

@@ -18,38 +18,29 @@ Text = tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Bloc
 
 def prepare(config: TrainConfig, process: int = 0, num_processes: int = 1) -> Text:
     """Return the tokenizer, training blocks and validation blocks of `TrainConfig.prepare_text`."""
-    if config.source.startswith("hf:"):
-        return _stream(config, process, num_processes)
-    text = corpus.prepare(
-        config.source,
-        vocab_size=config.vocab_size,
-        cache=cache_folder(),
-        valid_source=config.valid_source,
-        tokenizer=config.tokenizer,
-    )
-    valid = corpus.Blocks(text.valid[: config.valid_tokens], config.context)
-    return text.tokenizer, corpus.Blocks(text.train, config.context, config.seed), valid
-
-
-def _stream(config: TrainConfig, process: int, num_processes: int) -> Text:
+    source, context = config.source, config.context
+    if not source.startswith("hf:"):
+        text = corpus.prepare(
+            source,
+            vocab_size=config.vocab_size,
+            cache=cache_folder(),
+            valid_source=config.valid_source,
+            tokenizer=config.tokenizer,
+        )
+        valid = corpus.Blocks(text.valid[: config.valid_tokens], context)
+        return text.tokenizer, corpus.Blocks(text.train, context, config.seed), valid
     if config.tokenizer is None:
         raise ValueError(
-            f"source {config.source} is streamed, so no tokenizer is trained on it; set tokenizer"
+            f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
         )
     if config.valid_source is not None:
         raise ValueError(
             f"valid_source {config.valid_source}: of a stream the first documents are held out"
         )
     tokenizer = corpus.load_tokenizer(config.tokenizer, config.vocab_size)
-    stream = corpus.Stream(
-        config.source,
-        tokenizer,
-        config.context,
-        valid_tokens=config.valid_tokens,
-        process=process,
-        num_processes=num_processes,
-    )
-    return tokenizer, stream, corpus.Blocks(stream.valid, config.context)
+    share = {"process": process, "num_processes": num_processes}
+    stream = corpus.Stream(source, tokenizer, context, valid_tokens=config.valid_tokens, **share)
+    return tokenizer, stream, corpus.Blocks(stream.valid, context)
 
 
 def cache_folder() -> Path:
@@ -77,10 +68,8 @@ def run_text(run: str | Path, valid_tokens: int | None = None) -> Text:
     when the text has changed since the run started.
     """
     config = TrainConfig.load(Path(run) / "config.yaml")
-    longer = config
-    if valid_tokens is not None:
-        longer = dataclasses.replace(config, valid_tokens=valid_tokens)
-    tokenizer, blocks, valid = longer.prepare_text()
+    number = config.valid_tokens if valid_tokens is None else valid_tokens
+    tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
     check_text(run, text_hashes(config, blocks, valid))
     return tokenizer, blocks, valid
 
