@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from tests.factories.train import contents, stop_training
-from tests.kills import differences
 from twell.__main__ import main
 from twell.train import train
 
@@ -111,12 +110,3 @@ def test_a_damaged_file_is_named_with_what_to_do(place, capsys, name, damages, c
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and paths[0].name in error and re.search(REMEDY, error), error
         assert contents(place) == before
-
-
-def test_one_damaged_checkpoint_loses_nothing(place, capsys):
-    last = place / "stopped" / "checkpoint-00000012" / "__0_0.distcp"
-    last.write_bytes(flipped(last.read_bytes()))
-    capsys.readouterr()
-    assert main(RESUME) == 0
-    assert "__0_0.distcp is damaged" in capsys.readouterr().out
-    assert differences(place / "stopped", place / "run") == []
