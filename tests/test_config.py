@@ -6,7 +6,6 @@ import math
 import pytest
 
 from twell import results
-from twell.__main__ import main
 from twell.config import CONFIGS, TrainConfig, l1_schedule
 
 
@@ -142,11 +141,3 @@ WARM_UP = "the run ends within the warm-up of the"
 )
 def test_a_schedule_that_the_run_ends_before_is_said(tiny_config, changes, lines):
     assert dataclasses.replace(tiny_config, **changes).remarks() == lines
-
-
-def test_the_command_line_reports_one_line(tmp_path, capsys):
-    out = str(tmp_path / "run")
-    assert main(["train", "quick", "l1_coefficient=-3", "--out", out]) == 2
-    message = "l1_coefficient is -3.0; it has to be a finite number, 0 or more"
-    assert capsys.readouterr() == ("", f"twell train: {message}\n")
-    assert not (tmp_path / "run").exists()

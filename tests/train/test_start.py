@@ -89,25 +89,16 @@ def test_a_start_that_fails_leaves_what_is_there(tiny_config, run, tmp_path):
         train_changed(tiny_config, tmp_path / "new", intermediate_size=10**12)
 
 
-@pytest.mark.parametrize(
-    ("processes", "micro", "allowed"),
-    [
-        (3, None, True),
-        (3, 6, True),
-        (3, 5, False),
-        (3, 4, True),
-        (2, 3, True),
-        (5, 1, False),
-        (16, 1, True),
-    ],
-)
-def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
+PROCESSES = [(3, None), (3, 6), (3, 5), (3, 4), (2, 3), (5, 1), (16, 1)]
+
+
+@pytest.mark.parametrize(("processes", "micro"), PROCESSES)
+def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro):
     config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
     start.check_shares(config, processes, sharded=False)
     shares = [range(first, 16, processes) for first in range(processes)]
     passes = {len(range(0, len(share), micro or 16)) for share in shares}
-    assert (len(passes) == 1) == allowed
-    if allowed:
+    if len(passes) == 1:
         start.check_shares(config, processes, sharded=True)
     else:
         message = f"micro_batch {micro} some of them have one forward pass more"

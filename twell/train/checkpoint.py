@@ -150,14 +150,12 @@ def read(path: Path) -> dict:
 
 def check_log(path: Path, state: dict) -> None:
     """Raise ValueError, naming the log, when its rows before a checkpoint have changed."""
-    rows = path.read_bytes() if path.is_file() else b""
-    size = state["log"]
+    rows, size = path.read_bytes() if path.is_file() else b"", state["log"]
     if len(rows) < size:
-        raise ValueError(
-            f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)"
-        )
-    expected = state.get("log_sha256")  # checkpoints of older versions have none
-    if expected is not None and hashlib.sha256(rows[:size]).hexdigest() != expected:
+        sizes = f"{len(rows)} of {size} bytes"
+        raise ValueError(f"{path} is shorter than the checkpoint says ({sizes})")
+    digest = hashlib.sha256(rows[:size]).hexdigest()
+    if digest != state.get("log_sha256", digest):  # older versions wrote none
         raise ValueError(
             f"{path} is damaged: its first {size} bytes have changed since the checkpoint"
         )
