@@ -1,6 +1,5 @@
 """One process at a time trains in a folder, and a lock that was left behind holds nobody up."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -13,10 +12,9 @@ import pytest
 from twell.train import lock
 
 
-@contextlib.contextmanager
-def refused(folder, message):
+def assert_refused(folder, message):
     with pytest.raises(FileExistsError, match=message), lock.hold(folder):
-        yield
+        pass
 
 
 def hold(folder, pipe):
@@ -79,8 +77,7 @@ def test_another_hosts_lock_counts_while_somebody_touches_it(tmp_path, monkeypat
 
     toucher = threading.Thread(target=touch)
     toucher.start()
-    with refused(tmp_path, "held by process 5 on elsewhere, since 2026-01-01"):
-        pass
+    assert_refused(tmp_path, "held by process 5 on elsewhere, since 2026-01-01")
     ended.set()
     toucher.join()
     assert json.loads(path.read_text())["process"] == 5
@@ -100,5 +97,4 @@ def test_a_lock_file_is_read_once_it_is_whole(tmp_path, text):
         if text == "":  # a holder that has just begun
             threading.Timer(0.2, path.write_text, [whole]).start()
         number = {"": os.getpid(), "[1]": r"\?"}.get(text, 3)
-        with refused(tmp_path, rf"is held by process {number} .*\(.*train\.lock\)"):
-            pass
+        assert_refused(tmp_path, rf"is held by process {number} .*\(.*train\.lock\)")
