@@ -40,10 +40,8 @@ def test_one_process_wins_and_the_other_says_which(tmp_path, holder):
     process, pipe = holder
     name = f"process {process.pid} on {socket.gethostname()}"
     for _ in range(2):
-        with refused(
-            tmp_path / "run", rf"run is held by {name}, since 20.*train\.lock\): wait for"
-        ):
-            pass
+        message = rf"run is held by {name}, since 20.*train\.lock\): wait for it"
+        assert_refused(tmp_path / "run", message)
     pipe.send("end")
     process.join()
     assert not (tmp_path / "run").exists()  # nothing was left in it
