@@ -41,7 +41,7 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
 
     monkeypatch.setattr(build, "checkpoint", counted)
     # Inductor takes a minute. `test_compiled_by_inductor` has it.
-    compiled = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
     compare(tiny_config, tmp_path, changes, 2e-4)
     # With gradients: both layers, forward and again, in three steps.
