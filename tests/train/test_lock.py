@@ -73,7 +73,7 @@ def test_another_hosts_lock_counts_while_somebody_touches_it(tmp_path, monkeypat
         while not ended.wait(0.1):
             os.utime(path)
 
-    toucher = threading.Thread(target=touch)
+    toucher = threading.Thread(target=touch, daemon=True)
     toucher.start()
     assert_refused(tmp_path, "held by process 5 on elsewhere, since 2026-01-01")
     ended.set()
