@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -174,9 +175,31 @@ class TrainConfig:
         self, process: int = 0, num_processes: int = 1
     ) -> tuple[PreTrainedTokenizerFast, Blocks | Stream, Blocks]:
         """Return tokenizer, training blocks (of a stream this process's) and validation blocks."""
-        from twell.train import text
+        from twell import corpus
 
-        return text.prepare(self, process, num_processes)
+        source, context = self.source, self.context
+        if not source.startswith("hf:"):
+            text = corpus.prepare(
+                source,
+                vocab_size=self.vocab_size,
+                cache=cache_folder(),
+                valid_source=self.valid_source,
+                tokenizer=self.tokenizer,
+            )
+            valid = corpus.Blocks(text.valid[: self.valid_tokens], context)
+            return text.tokenizer, corpus.Blocks(text.train, context, self.seed), valid
+        if self.tokenizer is None:
+            raise ValueError(
+                f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
+            )
+        if self.valid_source is not None:
+            raise ValueError(
+                f"valid_source {self.valid_source}: of a stream the first documents are held out"
+            )
+        tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
+        share = {"process": process, "num_processes": num_processes}
+        stream = corpus.Stream(source, tokenizer, context, valid_tokens=self.valid_tokens, **share)
+        return tokenizer, stream, corpus.Blocks(stream.valid, context)
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -196,6 +219,11 @@ class TrainConfig:
             ffn_backend=self.backend,
             **special_tokens,
         )
+
+
+def cache_folder() -> Path:
+    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
+    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:

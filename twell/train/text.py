@@ -1,10 +1,9 @@
-"""The text of a configuration and of a run, as tokens. A run's text must not change under it."""
+"""The text of a run, as tokens. It must not change under the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,38 +13,6 @@ from twell import corpus, results
 from twell.config import TrainConfig
 
 Text = tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]
-
-
-def prepare(config: TrainConfig, process: int = 0, num_processes: int = 1) -> Text:
-    """Return the tokenizer, training blocks and validation blocks of `TrainConfig.prepare_text`."""
-    source, context = config.source, config.context
-    if not source.startswith("hf:"):
-        text = corpus.prepare(
-            source,
-            vocab_size=config.vocab_size,
-            cache=cache_folder(),
-            valid_source=config.valid_source,
-            tokenizer=config.tokenizer,
-        )
-        valid = corpus.Blocks(text.valid[: config.valid_tokens], context)
-        return text.tokenizer, corpus.Blocks(text.train, context, config.seed), valid
-    if config.tokenizer is None:
-        raise ValueError(
-            f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
-        )
-    if config.valid_source is not None:
-        raise ValueError(
-            f"valid_source {config.valid_source}: of a stream the first documents are held out"
-        )
-    tokenizer = corpus.load_tokenizer(config.tokenizer, config.vocab_size)
-    share = {"process": process, "num_processes": num_processes}
-    stream = corpus.Stream(source, tokenizer, context, valid_tokens=config.valid_tokens, **share)
-    return tokenizer, stream, corpus.Blocks(stream.valid, context)
-
-
-def cache_folder() -> Path:
-    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
-    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
 
 
 def text_hashes(
