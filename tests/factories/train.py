@@ -163,7 +163,7 @@ def launch(tmp_path, name, kind, *arguments, prelude=""):
     environment = os.environ | {
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(results.root()),
+        "PYTHONPATH": os.pathsep.join([str(results.root()), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [tmp_path / "launched.py", kind, "train", tmp_path / "config.yaml"]
