@@ -13,13 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.factories import SEED
-from tests.factories.train import (
-    contents,
-    resume,
-    stop_training,
-    stream_config,
-    write_config,
-)
+from tests.factories.train import contents, resume, stop_training, stream_config, write_config
 from tests.kills import differences, kill_rounds
 from twell import results
 from twell.train import checkpoint, start, train
@@ -123,6 +117,11 @@ def test_checkpoints_of_older_versions_are_read(
         row = json.loads((run / "provenance.json").read_text())
         del row["text_sha256"]
         (run / "provenance.json").write_text(json.dumps(row))
+        rows = (run / "log.csv").read_bytes()
+        (run / "log.csv").write_bytes(rows[:-100])
+        with pytest.raises(ValueError, match="shorter than the checkpoint says"):
+            resume(config, run)
+        (run / "log.csv").write_bytes(rows)
     stop_training(config, run, 12, resume=True)
     assert {file.name for file in run.glob("check*")} == {path.name, "checkpoint-00000012"}
     assert differences(resume(config, run), expected) == []
