@@ -17,6 +17,7 @@ from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
 from twell.train import evaluate, train
+from twell.train.build import adamw
 from twell.train.loop import Run
 from twell.train.validation import counters
 
@@ -142,10 +143,19 @@ def test_l1_reduces_activity(tiny_config, tmp_path):
     "changes", [{"gated": False}, {"activation": "silu"}, {"tokens": 1024, "warmup_steps": 600}]
 )
 def test_other_layers_train(tiny_config, tmp_path, changes):
-    valid = series(
-        log_of(tiny_config, tmp_path, **{"tokens": 2048} | changes), "cross_entropy", "valid"
-    )
+    log = log_of(tiny_config, tmp_path / "run", **{"tokens": 2048} | changes)
+    valid = series(log, "cross_entropy", "valid")
     assert valid.iloc[-1] != valid.iloc[0]
+    # A row has the mean of its steps, the last row too, which may have fewer.
+    assert series(log, "cross_entropy").iloc[-1] == pytest.approx(valid.iloc[-1], rel=0.2)
+
+
+def test_matrices_decay_and_vectors_do_not(tiny_config):
+    model = SparseLlamaForCausalLM(tiny_config.model_config())
+    groups = adamw(model, tiny_config, torch.device("cpu")).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [{p.dim() for p in group["params"]} for group in groups] == [{2}, {1}]
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 def test_other_backends_and_precisions_follow_the_dense_one(tiny_config, tmp_path):
