@@ -84,7 +84,7 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
 def test_a_card_names_every_start_no_twin_and_no_path_of_this_machine(runs, tmp_path, monkeypatch):
     run = shutil.copytree(runs / "sparse", tmp_path / "run")
     (run / "aggregate.npz").write_bytes(b"statistics")
-    text = f"source={tmp_path / 'texts'} tokenizer=/elsewhere/words --out {run}"
+    text = f"source={tmp_path / 'my' / 'texts'} tokenizer=/elsewhere/words --out {run}"
     origin = results.load_provenance(run)
     first = origin["starts"][0] | {"command": f"python -m twell train quick {text}"}
     changes = (
@@ -97,7 +97,7 @@ def test_a_card_names_every_start_no_twin_and_no_path_of_this_machine(runs, tmp_
     monkeypatch.chdir(tmp_path)
     assert main(["export", "run", "--text", "words", "--out", str(tmp_path / "given")]) == 0
     card = (tmp_path / "given" / "README.md").read_text()
-    assert "`python -m twell train quick source=texts tokenizer=words --out run`" in card
+    assert "`python -m twell train quick source=my/texts tokenizer=words --out run`" in card
     resumes = "commit one, resumed from step 4 on a GPU, commit two and from step 6 on"
     assert f"{resumes} {first['device']}, commit three;" in card
     assert "twin" not in card and re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
