@@ -33,8 +33,7 @@ tags: [llama, sparse, relu, twell]
 A Llama-like language model with {millions:.1f} M parameters whose feed-forward layers are \
 sparse: with ReLU and an L1 term on
 the activations, {active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are \
-active \
-for a token of held-out text, so {inactive:.1f}% are
+active for a token of held-out text, so {inactive:.1f}% are
 not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
 
 | | this model{twin_head} |
@@ -68,11 +67,9 @@ Text: {text}
 `{command}`
 
 on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, hidden size \
-{row[hidden_size]}, \
-{row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
+{row[hidden_size]}, {row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
 vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
-tokens in all, \
-{row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, L1 coefficient
+tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, L1 coefficient
 {row[l1_coefficient]:g} on the mean over tokens and layers of the sum over neurons of |h|.
 
 ## Limits
