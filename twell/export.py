@@ -69,7 +69,8 @@ Text: {text}
 on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, hidden size \
 {row[hidden_size]}, {row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
 vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
-tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, L1 coefficient
+tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, \
+L1 coefficient
 {row[l1_coefficient]:g} on the mean over tokens and layers of the sum over neurons of |h|.
 
 ## Limits
