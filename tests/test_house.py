@@ -15,7 +15,7 @@ ROOT = results.root()
 MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
 # Folders that keep the limits; the others follow.
 FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/measure twell/trace
-    tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace
+    tests/factories tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace
     twell/plots tests/plots""".split()
 FILES = [
     *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),

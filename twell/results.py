@@ -38,7 +38,7 @@ import yaml
 LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 LOCK = "train.lock"
-CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
+CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"  # of older versions
 # Only files of these names are replaced or deleted in a run's folder.
 RUN_FILES = (
     "config.yaml",

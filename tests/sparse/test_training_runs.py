@@ -8,9 +8,9 @@ import torch
 import yaml
 from torch import nn
 
+from tests.factories.train import launch, series, stop_training, stream_config
 from tests.kills import differences
 from tests.sparse.steps import ON_CPU, Fake
-from tests.train.runs import launch, series, stop_training, stream_config
 from twell import results
 from twell.kernels import training_ops
 from twell.sparse import training as sparse_training
