@@ -8,35 +8,37 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.factories.analysis import (
+    BY_TWO,
+    COMPILED,
+    DENSE,
+    DENSELY,
+    GOOD,
+    SPARSELY,
+    UNFINISHED,
+    UNUSED,
+    ceiling_rows,
+    decode_rows,
+    evaluation,
+    family,
+    kernel_rows,
+    made,
+    make_run,
+    make_trace,
+    model_layer_rows,
+    model_rows,
+    part_rows,
+    scaled,
+    speed_rows,
+    step_rows,
+    tables,
+    together,
+    trained,
+    training_rows,
+)
 from tests.trace.activity import aggregate_of
 from twell import analysis, results
 from twell.trace import Trace
-
-
-def make_trace(seed, num_tokens=60, num_layers=3, intermediate_size=300, context=16):
-    """A random trace with empty and full rows, a silent neuron, values of 0 and negative ones."""
-    random = np.random.default_rng(seed)
-    shape = (num_layers, num_tokens, intermediate_size)
-    mask = random.random(shape) < random.lognormal(-3, 1.5, shape[:2])[:, :, None]
-    mask[random.integers(num_layers), random.integers(num_tokens)] = True
-    mask[random.integers(num_layers), random.integers(num_tokens)] = False
-    mask[:, :, 7] = False
-    values = random.standard_normal(mask.sum()).astype(np.float32)
-    values[random.random(len(values)) < 0.1] = 0
-    token_ids = random.integers(0, 12, num_tokens).astype(np.int32)
-    position = np.arange(num_tokens, dtype=np.int32) % context
-    trace = Trace(
-        token_ids=token_ids,
-        strings=[f"<{token}>" for token in token_ids],
-        logprob=np.where(position == 0, np.nan, -random.random(num_tokens)).astype(np.float32),
-        sequence=np.arange(num_tokens, dtype=np.int32) // context,
-        position=position,
-        indptr=np.concatenate([[0], mask.sum(2).reshape(-1).cumsum()]).astype(np.int64),
-        indices=mask.nonzero()[2].astype(np.uint16),
-        values=values,
-        intermediate_size=intermediate_size,
-    )
-    return trace, mask
 
 
 @pytest.fixture(params=[60, 1, 33], ids=lambda tokens: f"{tokens} tokens")
@@ -223,8 +225,6 @@ def test_tile_overflow_is_that_of_the_format():
 
 # --- runs ---------------------------------------------------------------------------------------
 
-SHAPE = {"hidden_size": 8, "intermediate_size": 100, "num_layers": 2, "tokens": 1000}
-
 
 # --- questions about neurons
 
@@ -388,55 +388,8 @@ def test_by_surprise(traced):
     assert table["n"].max() - table["n"].min() <= 1 if len(table) else True
 
 
-def make_run(name, l1, loss, silenced, active, dead=(0.0, 0.0), window=(), complete=True, **config):
-    """One run with a first and a last validation; active and dead for each layer, window the dead fractions seen."""
-    rows = [(0, "valid", None, "cross_entropy", 9.0), (10, "valid", None, "cross_entropy", loss)]
-    rows += [
-        (5, "valid", None, "cross_entropy", 99.0),
-        (10, "valid", None, "cross_entropy_silenced", silenced),
-    ]
-    for layer in range(2):
-        rows += [
-            (0, "valid", layer, "active_mean", 50.0 + layer),
-            (5, "valid", layer, "active_mean", 77.0),
-        ]
-        rows += [
-            (10, "valid", layer, "active_mean", active[layer]),
-            (0, "valid", layer, "dead_fraction", 0.9),
-        ]
-        rows += [(10, "valid", layer, "dead_fraction", dead[layer])]
-        rows += [
-            (step, "train", layer, "dead_fraction", value) for step, value in enumerate(window)
-        ]
-        rows += [(step, "train", layer, "active_mean", 10.0 * step + layer) for step in (4, 2, 10)]
-    log = pd.DataFrame(rows, columns=["step", "split", "layer", "metric", "value"])
-    log = log.assign(run=name, tokens=log["step"] * 100, layer=log["layer"].astype("Int64"))
-    return SHAPE | {"run": name, "l1_coefficient": l1, "complete": complete} | config, log
-
-
-def write_runs(folder, *runs):
-    """The same as run folders."""
-    for config, log in runs:
-        config = dict(config)
-        name = config.pop("run")
-        origin = {"device": "made", "versions": {"torch": "2"}, "commit": "none", "command": "none"}
-        origin |= {key: config.pop(key, None) for key in ("complete", "parameters")}
-        origin |= {key: config.pop(key) for key in ("device", "command") if key in config}
-        results.write_run(folder / name, config, origin)
-        log[results.LOG_COLUMNS].to_csv(folder / name / "log.csv", index=False)
-
-
-def tables(*runs):
-    rows, logs = zip(*runs, strict=True)
-    return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
-
-
-DENSE = make_run("dense", 0.0, 4.0, 5.0, (30, 20))
-GOOD = make_run("good", 1e-3, 4.04, 5.0, (3, 1), (0.2, 0.4), window=(0.1, 0.3, 0.5))
-UNUSED = make_run("unused", 1e-2, 4.4, 4.41, (1, 1))
 DEAD = make_run("dead", 1e-1, 4.8, 4.8, (1, 0.009))
 DEAD_TOO = make_run("dead-too", 2e-1, 4.8, 5.8, (1, 0.5), (0.5, 1.0))
-UNFINISHED = make_run("unfinished", 5e-4, 4.0, 5.0, (1, 1), complete=False)
 
 
 def test_sweep():
@@ -617,32 +570,6 @@ def test_layers_as_a_log_has_them():
 
 
 # --- choices of training and sizes ----------------------------------------------------------------
-
-
-def made(name, l1, price, active, dead, **config):
-    """A run of two layers of 100 neurons, its price in % over a cross-entropy of 4, its dead neurons in %."""
-    loss = 4 * (1 + price / 100)
-    return make_run(name, l1, loss, loss + 1, (active, active), window=(0.9, dead / 100), **config)
-
-
-def family(reinit=0.0, warm_active=8.0, silu=-1.0, without=40.0):
-    """The recipe at three levels, two of them with two seeds, and every other choice; prices of seeds differ at L1 = 0 alone."""
-    wide = {"gated": False, "intermediate_size": 150}
-    runs = [made(f"l1-0-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.2, 0.2))]
-    runs += [
-        made(f"l1-a-{seed}", 1e-3, price, active, without)
-        for seed, price, active in ((0, 1.0, 1.98), (1, 1.0, 2.02))
-    ]
-    runs += [
-        made("l1-b-0", 3e-3, 3.0, 1.0, 60.0),
-        made("l1-c-0", 1e-4, 0.2, 10.0, 2.0, complete=False),
-    ]
-    remedies = {"l1_zero_steps": 3, "l1_warmup_steps": 5}
-    runs += [made(f"reinit-{seed}", 1e-3, 1.0 + reinit, 2, 0.5, reinit=0.1) for seed in (0, 1)]
-    runs += [made(f"warm-{seed}", 1e-3, 0.9, warm_active, 0.0, **remedies) for seed in (0, 1)]
-    runs += [made(f"silu-{seed}", 0.0, silu, 100, 0.0, activation="silu") for seed in (0, 1)]
-    runs += [made("wide-0", 0.0, 0.1, 15, 0.0, **wide), made("wide-a", 1e-3, 1.1, 3, 20.0, **wide)]
-    return runs + [made("ours", 1e-3, 0.25, 2, 10.0, balance_every=1)]
 
 
 def test_a_choice_is_read_from_the_configuration():
@@ -892,11 +819,6 @@ def test_runs_with_a_remedy():
     assert curves.groupby("choice")["run"].nunique().tolist() == [2, 2, 2]
 
 
-def scaled(name, parameters, l1, price, active, width=100, **config):
-    size = {"parameters": parameters, "tokens": 20 * parameters, "intermediate_size": width}
-    return made(name, l1, price, active, 10.0, **(size | config))
-
-
 def test_sizes():
     runs = [
         scaled("a", 10, 0, 0, 20),
@@ -942,70 +864,6 @@ def test_the_papers_sizes():
     assert table["active"].tolist() == pytest.approx([39, np.nan, 29, 24], nan_ok=True)
     assert table["change"].dropna().tolist() == pytest.approx([100 * (2.297 / 2.255 - 1)])
     assert (table["accuracy"] - table["accuracy_dense"]).round(1).tolist() == [0.0, 0.1, -0.2, -0.3]
-
-
-def trained(
-    name,
-    losses,
-    speeds,
-    memory=None,
-    backend="dense",
-    devices=1,
-    every=1,
-    complete=True,
-    last=4.0,
-    **config,
-):
-    """A run with a row of the log every so many steps of 100 tokens; the last validation's cross-entropy, 5 of 100 active."""
-    rows = [(every * (n + 1), "train", "cross_entropy", loss) for n, loss in enumerate(losses)]
-    rows += [
-        (every * (n + 1), "train", "tokens_per_second", speed) for n, speed in enumerate(speeds)
-    ]
-    rows += [(every * (n + 1), "train", "peak_memory", peak) for n, peak in enumerate(memory or [])]
-    rows += [
-        (step, "valid", "cross_entropy", value)
-        for step, value in ((0, 9.0), (every * len(losses), last))
-    ]
-    log = pd.DataFrame(rows, columns=["step", "split", "metric", "value"]).assign(layer=None)
-    active = pd.DataFrame(
-        {
-            "step": every * len(losses),
-            "split": "valid",
-            "metric": "active_mean",
-            "value": [4.0, 6.0],
-        }
-    )
-    log = pd.concat([log, active.assign(layer=[0, 1])], ignore_index=True).astype(
-        {"layer": "Int64"}
-    )
-    log = log.assign(run=name, tokens=100 * log["step"])
-    launched = (
-        "accelerate launch --num_processes {} -m twell train"
-        if devices > 1
-        else "python -m twell train"
-    )
-    row = SHAPE | {
-        "run": name,
-        "complete": complete,
-        "backend": backend,
-        "command": launched.format(devices),
-    }
-    row |= {
-        "tokens": int(100 * every * len(losses)),
-        "parameters": 7e6,
-        "batch_tokens": 100,
-        "vocab_size": 16_384,
-    }
-    return row | {"l1_coefficient": 1e-3, "seed": 0, "device": "a GPU"} | config, log
-
-
-SPARSELY = trained(
-    "a-sparse", [8, 6.5, 5, 4], [10, 20, 60, 40], [900, 700, 300, 400], "triton", last=4.1
-)
-DENSELY = trained("dense", [8, 6, 5, 4.5], [30, 30, 20, 20], [800, 500, 500, 500])
-BY_TWO = trained(
-    "b-two", [8, 6.5, 5, 4.25], [1, 1, 90, 100], [600, 1, 1, 200], "triton", devices=2, last=4.2
-)
 
 
 def test_one_training_computed_in_several_ways():
@@ -1221,166 +1079,6 @@ def test_format_bytes_draws_uneven_rows_of_the_mean_asked_for():
 
 
 # --- speed of the layer -------------------------------------------------------------------------
-
-
-def speed_rows(tokens, active, times, **columns):
-    """Rows of ffn.csv, as one call leaves them for one case; times: provider -> ms."""
-    case = {
-        "tokens": tokens,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "gated": True,
-        "dtype": "bfloat16",
-    }
-    case |= {
-        "pattern": "skewed",
-        "active": active,
-        "active_max": 99,
-        "union": 200.0,
-        "mode": "stream",
-    }
-    case |= {
-        "weight_sets": 1,
-        "relative_rms": 0.003,
-        "energy": np.nan,
-        "device": "NVIDIA H200",
-        "commit": "a" * 40,
-    }
-    case |= {
-        "command": "python -m twell measure ffn",
-        "date": "2026-11-22T10:00:00+00:00",
-    } | columns
-    paths = [name.removeprefix("triton ") for name in times]
-    return pd.DataFrame(
-        case | {"provider": list(times), "path": paths, "p50": list(times.values())}
-    )
-
-
-def training_rows(tokens, active, times, **columns):
-    """Rows of training.csv, as one call leaves them for one case; times: provider -> ms."""
-    rows = speed_rows(tokens, active, times).drop(columns=["mode", "weight_sets"])
-    more = {
-        "forward": rows["p50"] / 4,
-        "held": 600,
-        "peak": 1000,
-        "capacity": np.nan,
-        "worst": "dx",
-    }
-    return rows.assign(command="python -m twell measure ffn --backward", **more | columns)
-
-
-def step_rows(times, **columns):
-    """Rows of train_step.csv, as one call leaves them; times: provider -> ms."""
-    case = {
-        "model": "1.5b",
-        "num_layers": 28,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_heads": 32,
-    }
-    case |= {
-        "vocab_size": 49152,
-        "gated": True,
-        "context": 2048,
-        "micro_batch": 4,
-        "precision": "bf16",
-    }
-    case |= {
-        "checkpoint_activations": False,
-        "active": 29.0,
-        "active_max": 31.0,
-        "peak": 50,
-        "energy": np.nan,
-    }
-    case |= {"profile": "paper", "largest": np.nan, "largest_tokens_per_second": np.nan}
-    case |= {
-        "device": "NVIDIA H200",
-        "commit": "a" * 40,
-        "command": "python -m twell measure train-step",
-    }
-    case |= {"date": "2026-11-22T10:00:00+00:00"} | columns
-    return pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
-
-
-MODEL = {
-    "model": "1.5b",
-    "num_layers": 28,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_heads": 32,
-}
-MODEL |= {
-    "vocab_size": 49152,
-    "gated": True,
-    "dtype": "bfloat16",
-    "profile": "paper",
-    "sdpa": "default",
-}
-MODEL |= {
-    "batch": 64,
-    "context": 2048,
-    "tokens": 131072,
-    "device": "NVIDIA H200",
-    "commit": "a" * 40,
-}
-MODEL |= {"command": "python -m twell measure model", "date": "2026-11-22T10:00:00+00:00"}
-COMPILED = ["dense torch.compile", "triton torch.compile", "auto torch.compile"]
-
-
-def model_rows(times, active=29.0, **columns):
-    """Rows of model.csv, as one call leaves them for one case; times: ms of COMPILED, or provider -> ms."""
-    times = times if isinstance(times, dict) else dict(zip(COMPILED, times, strict=True))
-    case = MODEL | {
-        "active": active,
-        "active_max": 700,
-        "union": 800.0,
-        "mode": "stream",
-        "path": "union 28",
-    }
-    case |= {"relative_rms": 0.01, "peak": 100, "energy": np.nan, "idle": np.nan} | columns
-    rows = pd.DataFrame(case | {"provider": list(times), "p50": list(times.values())})
-    return rows.assign(tokens_per_ms=rows["tokens"] / rows["p50"])
-
-
-def decode_rows(times, batch=1, **columns):
-    """Rows of decode.csv for one case; times as in `model_rows`."""
-    rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns).drop(
-        columns="tokens_per_ms"
-    )
-    return rows.drop(columns=["mode", "peak"]).assign(tokens_per_second=1e3 * batch / rows["p50"])
-
-
-def model_layer_rows(dense, sparse, active, level=29.0, auto=None, **columns):
-    """Rows of model_layers.csv, a layer an entry of the lists."""
-    case = (
-        MODEL | {"level": level, "active_max": [50 * a for a in active], "union": 800.0} | columns
-    )
-    numbers = {
-        "layer": range(len(active)),
-        "active": active,
-        "dense": dense,
-        "sparse": sparse,
-        "auto": auto or sparse,
-    }
-    return pd.DataFrame(case | numbers)
-
-
-def part_rows(dense, sparse, **columns):
-    """Rows of model_parts.csv for one layer; dense, sparse: part -> ms."""
-    both = zip(COMPILED, (dense, sparse), strict=False)
-    rows = [
-        {"provider": name, "part": part, "ms": ms}
-        for name, parts in both
-        for part, ms in parts.items()
-    ]
-    return pd.DataFrame(MODEL | {"active": 24.0} | columns, index=range(len(rows))).join(
-        pd.DataFrame(rows)
-    )
-
-
-def together(*frames):
-    """The frames as one table, in a random order, as nothing may depend on it."""
-    return pd.concat(frames, ignore_index=True).sample(frac=1, random_state=secrets.randbits(32))
 
 
 def found(table, *columns):
@@ -1708,20 +1406,6 @@ def test_step_speedups():
         analysis.step_speedups(rows.drop(columns="peak"))
 
 
-def kernel_rows(*kernels, provider="triton union", **columns):
-    """Rows of kernels.csv; kernels: (name, ms, flops, bytes)."""
-    case = speed_rows(64, 29.0, {provider: 1.0}, **columns).drop(
-        columns=["mode", "weight_sets", "p50", "relative_rms"]
-    )
-    names = ["kernel", "ms", "flops", "bytes"]
-    return case.merge(pd.DataFrame(kernels, columns=names), how="cross")
-
-
-def ceiling_rows(matmul=800.0, copy=4000.0, date="2026-11-22T10:00:00+00:00", device="NVIDIA H200"):
-    rows = [("matmul", matmul, "TFLOP/s"), ("copy bandwidth", copy, "GB/s")]
-    return pd.DataFrame(rows, columns=["metric", "value", "unit"]).assign(date=date, device=device)
-
-
 def test_roofline():
     kernels = kernel_rows(
         ("gate", 5.0, 3.2e12, 2e9),  # 4 ms of operations, 0.5 of bytes
@@ -1769,45 +1453,6 @@ def test_roofline_refuses_what_it_cannot_use():
 
 
 # --- downstream tasks -----------------------------------------------------------------------------------
-
-CHANCE = {task: 0.25 for task in analysis.TASKS} | {
-    "piqa": 0.5,
-    "winogrande": 0.5,
-    "commonsense_qa": 0.2,
-    "paper7": 0.3143,
-}
-
-
-def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **changes):
-    """What `twell evaluate` writes, as far as tables read it: each accuracy is chance and `gain`, with an error of 0.01."""
-    scores = {
-        task: {
-            "sample_len": 700 if task == "paper7" else 100,
-            "acc,none": CHANCE[task] + gain,
-            "acc_stderr,none": 0.01,
-        }
-        for task in tasks
-    }
-    record = {
-        "model": {
-            "name": name,
-            "parameters": 2_000_000,
-            "training_tokens": 10**6,
-            "l1_coefficient": l1,
-        },
-        "backend": "dense",
-        "dtype": "float32",
-        "tasks": {task: {"chance": CHANCE[task]} for task in tasks},
-        "lm_eval": {"results": scores, "lm_eval_version": "0.4.13"},
-    }
-    record["model"] |= {
-        field: changes.pop(field) for field in list(changes) if field in record["model"]
-    }
-    return (
-        record
-        | {"device": "a CPU", "versions": {"python": "3"}, "commit": "abc", "command": "make"}
-        | changes
-    )
 
 
 def test_evaluations_say_what_is_near_chance():

@@ -18,7 +18,7 @@ import pytest
 
 import twell
 from tests.browser import SCREENSHOTS, chromium, why_no_browser
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import inspector, trace
 from twell.inspector import Side

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from tests.train.runs import stop_training
 from twell import results

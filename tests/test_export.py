@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import analysis, load, results
 from twell.__main__ import main

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from tests.trace.activity import aggregate_of
 from twell import results, trace
 from twell.__main__ import RUNS_BEGIN, RUNS_END, main

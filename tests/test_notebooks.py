@@ -13,7 +13,7 @@ import papermill
 import pytest
 import yaml
 
-from tests.test_analysis import (
+from tests.factories.analysis import (
     BY_TWO,
     DENSELY,
     SPARSELY,

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.test_analysis import (
+from tests.factories.analysis import (
     BY_TWO,
     CHANCE,
     DENSELY,

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.test_analysis import (
+from tests.factories.analysis import (
     BY_TWO,
     COMPILED,
     DENSE,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.test_analysis import make_trace  # noqa: F401
+from tests.factories.analysis import make_trace  # noqa: F401
 from tests.trace.activity import aggregate_of  # noqa: F401
 from twell.inspector import unpack
 from twell.trace import Trace
