@@ -74,7 +74,9 @@ def script(entry: str = "page.js", folder: Path = FOLDER) -> str:
                 raise ValueError(f"{module} imports {name}, which {other} does not export")
         body = _IMPORT.sub("", text)
         declared = _DECLARED.findall(body)
-        if re.search(r"^(?:import\b|export (?:\{|\*))", body, re.M) or any(name in "[{" for _, name in declared):
+        if re.search(r"^(?:import\b|export (?:\{|\*))", body, re.M) or any(
+            name in "[{" for _, name in declared
+        ):
             raise ValueError(f"{module} imports, exports or declares in a way that is not joined")
         for _, name in declared:
             if homes.setdefault(name, module) != module:
