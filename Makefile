@@ -1,11 +1,12 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
 #                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
 # make site        the documents and the executed notebooks as one site in build/site, which opens from disk
-# make test        the tests
+# make test        the tests (MARK=slow or MARK=browser: those instead)
+# make fuzz        all tests and random cases of the layer, on fresh inputs (SEED=number repeats them)
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv, nor what you trained, measured or evaluated)
-# reproduce, site, test and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
+# reproduce, site, test, fuzz and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
 MARK ?= not slow and not browser
@@ -31,7 +32,7 @@ else
 LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
 endif
 
-.PHONY: reproduce figures site notebooks test lab screenshot clean
+.PHONY: reproduce figures site notebooks test fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -44,15 +45,13 @@ else
 figures: $(RECORDED:%=build/notebooks/%.ipynb) $(LIVELY:%=build/notebooks/live/%.ipynb)
 endif
 
-# $(1): profile. Twice where the first fails: of kernels that start at the same moment, two can take the same port.
+# $(1): profile.
 define execute
 	@mkdir -p $(@D); echo "$< with $(1) parameters"
-	@run="env $(RUN) -W ignore -m papermill --no-progress-bar --log-level ERROR --cwd . -f notebooks/profiles/$(1).yaml"; \
-	export MPLCONFIGDIR=build/matplotlib; $$run $< $@.part.ipynb || { echo "$<: once more"; $$run $< $@.part.ipynb; }
-	@mv $@.part.ipynb $@
+	@MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
 	$(call execute,recorded)
 
 # These run the model that ships.
@@ -91,8 +90,17 @@ site: $(VENV)/installed
 
 notebooks: $(RECORDED:%=build/notebooks/%.ipynb)
 
+TEST := TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: $(VENV)/installed $(VENV)/triton-older/installed
-	TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARK)"
+	$(TEST) -m "$(MARK)"
+
+ifndef SEED
+SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
+endif
+fuzz: $(VENV)/installed $(VENV)/triton-older/installed
+	TWELL_SEED=$(SEED) $(TEST) -m ""
+	TRITON_INTERPRET=1 $(RUN) -m tests.fuzz --cases 100 --seed $(SEED)
+	TRITON_INTERPRET=1 $(RUN) -m tests.fuzz --cases 30 --seed $(SEED) --training
 
 lab: $(VENV)/installed
 	$(RUN) -m jupyter lab notebooks

@@ -16,7 +16,7 @@ import twell
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, make_trace, unpacked
 from twell import analysis, inspector, trace
-from twell.inspector import VIEW, Side, pages, side
+from twell.inspector import VIEW, Side, pages
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_what_does_not_fit_together_is_refused(pair):
 
 
 def test_a_long_trace_is_shown_in_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(side, "MAX_TOKENS", 20)
+    monkeypatch.setattr("twell.inspector.side.MAX_TOKENS", 20)
     passage, _ = make_trace(SEED)
     passage.save(tmp_path / "long.npz")
     widget = twell.inspect(tmp_path / "long.npz", start=30)
@@ -328,7 +328,7 @@ def test_a_figure_of_a_long_passage_is_around_the_token(token, start):
 
 
 def test_cards_have_what_the_aggregate_and_the_weights_say(model, pair, monkeypatch):
-    monkeypatch.setattr(inspector.neurons, "BATCH", 4)
+    monkeypatch.setattr("twell.inspector.neurons.BATCH", 4)
     network, tokenizer = pair
     (shown,) = inspector.sides(model, "ba de fun")
     counted = trace.Aggregate.load(model / "aggregate.npz")

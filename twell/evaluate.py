@@ -477,7 +477,7 @@ def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str
             texts = [document for part, document in corpus.split(config.source) if part == "valid"]
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; {folder} held out a part of it; --text gives another"
+            f"{error}; {folder} held out a part of it; --source gives another"
         ) from None
     source = f"of {config.source}" if config.valid_source is None else f"in {config.valid_source}"
     return texts, f"what the run {folder.name} held out {source}"

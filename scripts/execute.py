@@ -1,0 +1,36 @@
+"""Execute a notebook with those parameters of a profile that it declares: scripts/execute.py NOTEBOOK PROFILE OUT
+
+The kernel talks through sockets in a file system: of kernels that start at the same moment, two can
+choose the same port.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import papermill
+import yaml
+from traitlets.config import Config
+
+
+def main(notebook: str, profile_name: str, out: str) -> None:
+    path = Path(__file__).parents[1] / "notebooks" / "profiles" / f"{profile_name}.yaml"
+    unfinished = Path(f"{out}.part.ipynb")
+    profile = yaml.safe_load(path.read_text(encoding="utf-8"))
+    declared = papermill.inspect_notebook(notebook)
+    parameters = {name: value for name, value in profile.items() if name in declared}
+    with tempfile.TemporaryDirectory(prefix="twell-") as folder:
+        kernel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+        papermill.execute_notebook(
+            notebook,
+            unfinished,
+            parameters,
+            cwd=".",
+            progress_bar=False,
+            config=Config(KernelManager=kernel),
+        )
+    unfinished.replace(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

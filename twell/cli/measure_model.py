@@ -1,0 +1,143 @@
+"""`twell measure model`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from twell.cli.common import (
+    BENCH,
+    RANDOM,
+    Bench,
+    CalibrationFile,
+    Compile,
+    Energy,
+    File,
+    Overrides,
+    Spread,
+    Text,
+    load_calibration,
+    numbers,
+    option,
+    read_text,
+    split_config,
+)
+
+CONFIG = "2b"
+EXAMPLE = "twell measure model 2b --batches 64x2048 --energy --decode 1,32"
+BATCHES = "64x2048,16x2048,1x2048"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run or model folder or a name on the Hugging Face hub, with a text; or a "
+            "configuration (a YAML file or one of the package's) for random weights.",
+        ),
+    ] = CONFIG,
+    overrides: Overrides = None,
+    text: Text = None,
+    file: File = None,
+    batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
+    spread: Spread = None,
+    active: Annotated[
+        str | None,
+        option(
+            "Mean active neurons per token, with commas; default: the paper's for this size.",
+            RANDOM,
+        ),
+    ] = None,
+    layers: Annotated[
+        bool, option("Also time each feed-forward layer alone.", name="--layers")
+    ] = False,
+    parts: Annotated[
+        bool, option("Also show where the time of a decoder layer goes.", name="--parts")
+    ] = False,
+    decode: Annotated[
+        str | None, option("Also time decoding of so many documents, with commas, such as 1,8,32.")
+    ] = None,
+    context: Annotated[int, option("Tokens in the cache when decoding begins.")] = 512,
+    compile: Compile = None,
+    tuned: Annotated[
+        bool,
+        option(
+            "Also time decoding with layers that torch.compile tunes: a minute more.",
+            name="--tuned",
+        ),
+    ] = False,
+    calibration: CalibrationFile = None,
+    energy: Energy = False,
+    out: Bench = BENCH,
+) -> None:
+    """Time a language model in bf16: dense, sparse and by auto, eager and with compiled layers.
+
+    The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
+    model_layers.csv, model_parts.csv and decode.csv.
+    """
+    model, overrides = split_config(model, overrides, CONFIG)
+    is_config = _is_config(model)
+    if is_config and (text, file) != (None, None):
+        raise ValueError(f"{model} is a configuration, whose weights are random: give no text")
+    if not is_config and (overrides or (spread, active) != (None, None)):
+        raise ValueError(
+            "key=value, --spread and --active are for random weights; a checkpoint has its own"
+        )
+    shapes = _shapes(batches)
+    means = numbers("--active", active, float) if active else None
+    documents = numbers("--decode", decode, int) if decode else ()
+    read = None if is_config else read_text(text, file)
+
+    from twell import measure
+    from twell.measure import clock
+
+    clock.gpu()  # before anything is loaded
+    measure.language_model(
+        model if is_config else CONFIG,
+        overrides,
+        checkpoint=None if is_config else _checkpoint(model, read),
+        shapes=shapes,
+        profile=spread or "paper",
+        active=means,
+        layers=layers,
+        parts=parts,
+        decode=documents,
+        decode_context=context,
+        compiled=compile,
+        tuned=tuned,
+        calibration=load_calibration(calibration),
+        energy=energy,
+        out=out,
+    )
+
+
+def _is_config(name: str) -> bool:
+    """Whether a name is a configuration's: a YAML file or one of the package's."""
+    from twell.config import CONFIGS
+
+    return name.endswith((".yaml", ".yml")) or (CONFIGS / f"{name}.yaml").is_file()
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [part.split("x") for part in text.split(",")] if text != "none" else []
+        return [(int(sequences), int(tokens)) for sequences, tokens in pairs]
+    except ValueError:
+        raise ValueError(
+            f"--batches is {text!r}; write sequences x tokens with commas, such as {BATCHES}"
+        ) from None
+
+
+def _checkpoint(name: str, text: str) -> tuple:
+    """Return a model's name, the model in bf16, and the tokens of a text."""
+    import torch
+
+    from twell import results
+    from twell.models import load
+
+    model, tokenizer = load(name, dtype=torch.bfloat16)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
+    return results.model_name(name), model, tokenizer(text, add_special_tokens=False).input_ids

@@ -1,0 +1,84 @@
+"""`twell runs`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twell.cli.common import OUTPUT, RUNS, option
+
+EXAMPLE = "twell runs data/runs --pattern '85m-50m-*'"
+BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
+END = "<!-- end of runs -->"
+HEADINGS = {
+    "run": "---",
+    "parameters": "---:",
+    "tokens": "---:",
+    "L1": "---:",
+    "seed": "---:",
+    "validation (nats)": "---:",
+    "active": "---:",
+    "dead": "---:",
+    "tokens/s": "---:",
+    "device": "---",
+    "weights": "---",
+}
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of runs.")] = RUNS,
+    pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
+    out: Annotated[
+        Path | None,
+        option(
+            "A Markdown file: replace the list in it instead of printing one.",
+            OUTPUT,
+            metavar="FILE",
+        ),
+    ] = None,
+) -> None:
+    """List runs: size, tokens, L1, cross-entropy, activity, speed, and which have weights."""
+    from twell import analysis, results
+
+    runs, log = results.load_runs(folder, pattern)
+    paths = dict(zip(runs["run"], runs["path"], strict=True))
+    lines = ["|".join(["", *(f" {name} " for name in HEADINGS), ""])]
+    lines.append("|".join(["", *HEADINGS.values(), ""]))
+    for run in analysis.list_runs(runs, log).itertuples():
+        cells = [
+            f"`{run.run}`" + ("" if run.complete else " (not complete)"),
+            f"{run.parameters / 1e6:.1f} M",
+            f"{run.tokens / 1e6:.4g} M",
+            analysis.level_name(run.l1_coefficient),
+            str(run.seed),
+            f"{run.cross_entropy:.3f}",
+            f"{_short(run.active, 3)} ({_short(100 * run.active_fraction, 2)}%)",
+            f"{_short(100 * run.dead_fraction, 2)}%",
+            f"{run.tokens_per_second:,.0f}",
+            run.device,
+            _weights(Path(paths[run.run])),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if out is None:
+        print("\n".join(lines))
+        return
+    before, begin, rest = out.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{out} has no place for the list: two lines, {BEGIN} and {END}")
+    results.write_atomically(out, "\n".join([before + begin, *lines, end + after]))
+
+
+def _short(value: float, digits: int) -> str:
+    """Return a number with few digits: 100 as 100, not as 1e+02."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if float(text) >= 100 else text
+
+
+def _weights(run: Path) -> str:
+    """Return which weights a run's folder holds."""
+    if (run / "model" / "config.json").is_file():
+        return "model"
+    return "checkpoint" if any(run.glob("checkpoint*")) else "–"

@@ -1,0 +1,55 @@
+"""`twell train`"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twell.cli.common import OUTPUT, RUNS, Overrides, option
+
+EXAMPLE = "twell train quick l1_coefficient=3e-3 --out runs/quick"
+
+
+def command(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A YAML file, or the name of one of the package's configurations.",
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        option(
+            f"The run's folder; default: {RUNS}/CONFIG-l1-COEFFICIENT-seed-SEED.",
+            OUTPUT,
+            metavar="DIR",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, option("Replace a run that is already there.", OUTPUT, name="--overwrite")
+    ] = False,
+    resume: Annotated[
+        bool, option("Go on from the run's checkpoint; see checkpoint_every.", name="--resume")
+    ] = False,
+) -> None:
+    """Train a model with the L1 term."""
+    from torch import distributed
+
+    from twell.train import TrainConfig, train
+
+    loaded = TrainConfig.load(config, overrides or ())
+    name = f"{Path(config).stem}-l1-{loaded.l1_coefficient:g}-seed-{loaded.seed}"
+    train(loaded, out or RUNS / name, overwrite=overwrite, resume=resume)
+    if distributed.is_initialized():
+        # Every process has finished. Gloo's threads may abort an interpreter that shuts down (one
+        # FSDP2 run in four on two CPU processes), so it ends at once.
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(0)
