@@ -1,4 +1,4 @@
-"""The documents as tests see them: their code blocks, which run or are parsed, their links, headings and terms."""
+"""The documents as tests see them: code blocks, which run or are parsed, links, headings, terms."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from twell import results
-from twell.__main__ import parser
+from twell import cli, results
+from twell.config import TrainConfig
 
 ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
@@ -32,13 +32,13 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.M | re.S
 )
 MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
-# A page runs in a folder with links to the checkout: code as linked folders, data as folders of links, where new files
-# do not reach the checkout.
+# A page runs in a folder with links to the checkout: code as linked folders, data as folders of
+# links, so that new files stay out of the checkout.
 CODE, DATA = ("twell", "kernels", "tests", "scripts"), ("data", "figures", "notebooks", "docs")
 SECONDS_A_PAGE = 300
 
-# One process runs the blocks of a page in order. Python blocks share its interpreter. It prints the number of the block
-# that failed as the last line.
+# One process runs the blocks of a page in order. Python blocks share its interpreter. The number
+# that it printed last is of the block that failed.
 DRIVER = r"""
 import json, subprocess, sys, traceback
 page, blocks = json.loads(sys.argv[1])
@@ -73,7 +73,7 @@ def builder():
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of bash or Python: the line of its fence, from 1, and what it needs that CI has not."""
+    """A fenced block of bash or Python: the line of its fence, from 1, and what it needs here."""
 
     page: str
     line: int
@@ -87,37 +87,36 @@ class Block:
 
 
 def blocks(page: str, text: str) -> list[Block]:
-    """Return the blocks of a page. Raises ValueError for an unknown marker, language or place of a marker."""
+    """Return the blocks of a page. Raises ValueError for an unknown marker, language or place."""
     every = []
     lines = text.splitlines()
     markers = {n: match[1] for n, line in enumerate(lines, 1) if (match := MARKER.search(line))}
     for match in BLOCK.finditer(text):
-        line = text.count("\n", 0, match.start()) + 1
+        line, language = line_of(text, match.start()), match["language"]
         needs = markers.pop(line - 1, None)
-        if needs is not None and needs not in NEEDS:
-            raise ValueError(
-                f"{page}:{line - 1}: a block needs {needs!r}; use one of {', '.join(NEEDS)}"
-            )
-        if match["language"] in OTHER_NAMES:
-            raise ValueError(
-                f"{page}:{line}: a block of {match['language']}; write bash or python, or text"
-            )
-        if match["language"] in LANGUAGES:
+        if needs not in (None, *NEEDS):
+            known = ", ".join(NEEDS)
+            raise ValueError(f"{page}:{line - 1}: a block needs {needs!r}; use one of {known}")
+        if language in OTHER_NAMES:
+            raise ValueError(f"{page}:{line}: a block of {language}; write bash or python, or text")
+        if language in LANGUAGES:
             code = textwrap.dedent(match["code"])
-            every.append(Block(page, line, len(every) + 1, match["language"], code, needs))
+            every.append(Block(page, line, len(every) + 1, language, code, needs))
     for line in markers:
         raise ValueError(f"{page}:{line}: this marker does not stand directly above a block")
     return every
 
 
+def line_of(text: str, offset: int) -> int:
+    return text.count("\n", 0, offset) + 1
+
+
 def workplace(folder: Path) -> Path:
     """Fill a folder with links to the checkout, so that what blocks write stays in it."""
     for path in ROOT.iterdir():
-        if path.name in CODE:
-            (folder / path.name).symlink_to(path)
-        elif path.name in DATA:
+        if path.name in DATA:
             shutil.copytree(path, folder / path.name, copy_function=os.symlink)
-        elif path.is_file():
+        elif path.name in CODE or path.is_file():
             (folder / path.name).symlink_to(path)
     return folder
 
@@ -126,32 +125,21 @@ def run(every: list[Block], folder: Path, seconds: float = SECONDS_A_PAGE) -> st
     """Run blocks of one page in a folder; return None, or which one failed and what it printed."""
     if not every:
         return None
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("TRITON_INTERPRET", "PYTHONPATH")
-    }
+    # Several pages may run at once: threads that wait for each other's cores are slow.
+    env = {"OMP_NUM_THREADS": "1", "TWELL_CACHE": str(folder / ".cache")} | os.environ
     env |= {
         "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "MPLBACKEND": "Agg",
     }
-    # Several pages may run at once: threads that wait for each other's cores are twenty times slower.
-    env = {"OMP_NUM_THREADS": "1", "TWELL_CACHE": str(folder / ".cache")} | env
-    given = json.dumps(
-        [every[0].page, [(block.language, block.line, block.code) for block in every]]
-    )
+    for name in ("TRITON_INTERPRET", "PYTHONPATH"):
+        env.pop(name, None)
+    script = [(block.language, block.line, block.code) for block in every]
+    command = [sys.executable, "-c", DRIVER, json.dumps([every[0].page, script])]
     with open(folder / ".output", "w+b") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
         try:
-            command = [sys.executable, "-c", DRIVER, given]
-            end = subprocess.run(
-                command,
-                cwd=folder,
-                env=env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-            )
+            end = subprocess.run(command, cwd=folder, env=env, timeout=seconds, **streams)
             status = "failed" if end.returncode else None
         except subprocess.TimeoutExpired:
             status = f"did not end within the {seconds:.0f} seconds of a page"
@@ -171,24 +159,20 @@ def commands(code: str) -> Iterator[list[str]]:
         words.whitespace_split, words.commenters = True, "#"
         command = []
         for word in [*words, ";"]:
-            if word and set(word) <= set(";&|()"):
-                while command and (
-                    re.match(r"\w+=", command[0])
-                    or command[0] in ("do", "then", "else", "if", "!", "time")
-                ):
-                    command.pop(0)
-                if command:
-                    yield command
-                command = []
-            else:
+            if not word or not set(word) <= set(";&|()"):
                 command.append(word)
+                continue
+            while command and re.fullmatch(r"\w+=.*|do|then|else|if|!|time", command[0], re.S):
+                command.pop(0)
+            if command:
+                yield command
+            command = []
 
 
 def parse(block: Block) -> str | None:
     """Check a block that does not run here; return None, or what is wrong with it."""
-    wrong = (
-        mistakes_in_bash(block.code) if block.language == "bash" else mistakes_in_python(block.code)
-    )
+    check = mistakes_in_bash if block.language == "bash" else mistakes_in_python
+    wrong = check(block.code)
     return "\n".join([f"{block} (parsed only)", *wrong]) if wrong else None
 
 
@@ -197,109 +181,90 @@ def mistakes_in_bash(code: str) -> list[str]:
     done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
     if done.returncode:
         return [done.stderr.strip()]
-    return [
-        f"{shlex.join(words)}: {wrong}"
-        for words in commands(code)
-        if (wrong := mistake_in_command(words))
-    ]
+    wrong = [(words, mistake_in_command(words)) for words in commands(code)]
+    return [f"{shlex.join(words)}: {mistake}" for words, mistake in wrong if mistake]
 
 
 def mistake_in_command(words: list[str]) -> str | None:
     """Return what is wrong with one command, as far as it is one of this repository."""
     program, arguments = Path(words[0]).name, words[1:]
     if program == "accelerate" and arguments[:1] == ["launch"]:
-        from accelerate.commands.launch import launch_command_parser
+        errors = io.StringIO()
+        try:
+            from accelerate.commands.launch import launch_command_parser
 
-        options, wrong = parsed(launch_command_parser(), arguments[1:])
-        if wrong:
-            return wrong
-        program = options.training_script
-        arguments = options.training_script_args
-        if not options.module:
-            return None if (ROOT / program).is_file() else f"there is no {program}"
-        program, arguments = "python", ["-m", program, *arguments]
+            with contextlib.redirect_stderr(errors):
+                options = launch_command_parser().parse_args(arguments[1:])
+        except SystemExit:
+            return errors.getvalue().strip().splitlines()[-1]
+        program, arguments = "python", [options.training_script, *options.training_script_args]
+        if options.module:
+            arguments.insert(0, "-m")
     if program in ("python", "python3") and arguments[:1] == ["-m"] and len(arguments) > 1:
         return mistake_in_module(arguments[1], arguments[2:])
-    if (
-        program in ("python", "python3", "bash", "sh")
-        and arguments
-        and arguments[0].endswith((".py", ".sh"))
-    ):
-        return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
-    if program == "twell":
-        return mistake_in_module("twell", arguments)
-    if program == "pytest":
-        return mistake_in_module("pytest", arguments)
+    if program in ("python", "python3", "bash", "sh") and arguments:
+        is_file = arguments[0].endswith((".py", ".sh"))
+        return missing(arguments[0]) if is_file else None
+    if program in ("twell", "pytest"):
+        return mistake_in_module(program, arguments)
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        missing = [
-            word for word in arguments if re.fullmatch(r"[a-z_]+", word) and word not in targets
-        ]
-        return f"no target {', '.join(missing)} in the Makefile" if missing else None
+        targets = re.findall(r"^([a-z]+):", _read("Makefile"), re.M)
+        named = [word for word in arguments if re.fullmatch(r"[a-z_]+", word)]
+        unknown = [word for word in named if word not in targets]
+        return f"no target {', '.join(unknown)} in the Makefile" if unknown else None
     return None
+
+
+def missing(path: str) -> str | None:
+    return None if (ROOT / path).exists() else f"there is no {path}"
 
 
 def mistake_in_module(module: str, arguments: list[str]) -> str | None:
     if module == "twell":
-        options, wrong = parsed(parser(), arguments)
-        if options is None or options.command != "train" or options.config.endswith(".yaml"):
-            return wrong
-        return mistake_in_fields(options.config, options.overrides)
+        return mistake_in_twell(arguments)
     if module == "pytest":
-        paths = [
-            word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)
-        ]
-        for path, _, name in paths:
-            if not (ROOT / path).exists():
-                return f"there is no {path}"
-            if name and not re.search(
-                rf"(def|class) {re.escape(name.split('[')[0].split('::')[-1])}\b", _read(path)
-            ):
+        for word in arguments:
+            path, _, name = word.partition("::")
+            if not re.match(r"(tests|kernels|twell)\b", path):
+                continue
+            if mistake := missing(path):
+                return mistake
+            name = name.split("[")[0].split("::")[-1]
+            if name and not re.search(rf"(def|class) {re.escape(name)}\b", _read(path)):
                 return f"there is no {name} in {path}"
     if module.partition(".")[0] in ("tests", "scripts"):
         path = module.replace(".", "/") + ".py"
-        if not (ROOT / path).is_file():
-            return f"there is no {path}"
-        unknown = [
-            word
-            for word in arguments
-            if word.startswith("--") and f'"{word.split("=")[0]}"' not in _read(path)
-        ]
+        if mistake := missing(path):
+            return mistake
+        options = [word for word in arguments if word.startswith("--")]
+        unknown = [word for word in options if f'"{word.split("=")[0]}"' not in _read(path)]
         return f"{path} has no option {', '.join(unknown)}" if unknown else None
     return None
 
 
+def mistake_in_twell(arguments: list[str]) -> str | None:
+    """Return what the command line refuses; a variable of the shell may have any value."""
+    if "--help" in arguments:
+        return None
+    try:
+        words, options = cli.parse(arguments)
+        if words != ["train"] or options["config"].endswith(".yaml"):
+            return None
+        return mistake_in_fields(options["config"], list(options["overrides"] or ()))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        return None if re.search(r"'\$", str(error)) else str(error)
+
+
 def mistake_in_fields(config: str, overrides: list[str]) -> str | None:
     """Return which field of a shipped configuration is none; the text need not be there."""
-    from twell.config import TrainConfig
-
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     of_shell = [override for override in overrides if "$" in override]
-    if unknown := [
-        word for word in of_shell if "=" in word and word.partition("=")[0] not in known
-    ]:
+    named = [word for word in of_shell if "=" in word]
+    if unknown := [word for word in named if word.partition("=")[0] not in known]:
         return f"unknown field in {', '.join(unknown)}"
-    try:
-        TrainConfig.load(
-            "quick" if "$" in config else config,
-            [word for word in overrides if word not in of_shell],
-        )
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        return str(error)
+    literal = [word for word in overrides if word not in of_shell]
+    TrainConfig.load("quick" if "$" in config else config, literal)
     return None
-
-
-def parsed(argparser, arguments: list[str]) -> tuple:
-    """Return the options, or None and what the parser says. A request for help is no mistake."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            return argparser.parse_args(arguments), None
-    except SystemExit as end:
-        wrong = errors.getvalue().strip().splitlines()[-1] if end.code else None
-        return None, None if wrong and re.search(
-            r"invalid .*'\$", wrong
-        ) else wrong  # a variable of the shell
 
 
 def mistakes_in_python(code: str) -> list[str]:
@@ -316,11 +281,8 @@ def mistakes_in_python(code: str) -> list[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return [
-        f"there is no {name}"
-        for name in sorted(names)
-        if re.match(r"twell\.[\w.]+$", name) and not exists(name)
-    ]
+    ours = sorted(name for name in names if re.match(r"twell\.[\w.]+$", name))
+    return [f"there is no {name}" for name in ours if not exists(name)]
 
 
 def exists(name: str) -> bool:
@@ -331,7 +293,7 @@ def exists(name: str) -> bool:
             try:
                 importlib.import_module(".".join(parts[:number]))
             except ImportError:
-                # Attributes of instances, such as those of a dataclass without default, are seen by its fields alone.
+                # An attribute of instances, such as a field of a dataclass without a default.
                 return part in getattr(found, "__annotations__", {})
         found = getattr(found, part)
     return True
@@ -354,45 +316,43 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
-    """Return the relative links of a page to files or headings that do not exist, each with its line."""
+    """Return the relative links of a page to files or headings that do not exist, by line."""
     wrong = []
     for _, begin, _, target in builder().targets(text):
         if re.match(r"[a-z][a-z+.-]*:", target, re.I):
             continue
         path, anchor = builder().resolve(page, target)
         path = page if target.startswith("#") else path
-        line = text.count("\n", 0, begin) + 1
+        where = f"{page}:{line_of(text, begin)}"
         if not (root / path).exists():
-            wrong.append(f"{page}:{line}: there is no {path}")
-        elif (
-            anchor
-            and path.endswith(".md")
-            and anchor not in anchors((root / path).read_text(encoding="utf-8"))
-        ):
-            wrong.append(f"{page}:{line}: {path} has no heading #{anchor}")
+            wrong.append(f"{where}: there is no {path}")
+        elif anchor and path.endswith(".md"):
+            if anchor not in anchors((root / path).read_text(encoding="utf-8")):
+                wrong.append(f"{where}: {path} has no heading #{anchor}")
     return wrong
 
 
 def unexplained(text: str, terms: dict[str, str]) -> list[str]:
-    """Return the terms that a page uses in prose before it links them to the glossary, or sets them in bold or italics.
+    """Return the terms that a page uses in prose before it explains them.
 
-    terms: anchors of the glossary, each with a regular expression of the words for it.
+    It explains a term by a link to the glossary, or sets it in bold or italics. terms: anchors of
+    the glossary, each with a regular expression of the words for it.
     """
-    prose = re.sub(
-        r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), builder().prose(text), flags=re.M
-    )
+
+    def blank(match):
+        return " " * len(match[0])
+
+    prose = re.sub(r"^#+ .*$|<[^>]*>", blank, builder().prose(text), flags=re.M)
     linked = {}
     for match, begin, end, target in builder().targets(text):
         if "glossary.md#" in target:
             linked.setdefault(target.partition("#")[2], match.start())
-        prose = (
-            prose[:begin] + " " * (end - begin) + prose[end:]
-        )  # the addresses of links are no prose
-    missing = []
+        prose = prose[:begin] + " " * (end - begin) + prose[end:]  # addresses are no prose
+    unlinked = []
     for anchor, pattern in terms.items():
         first = re.search(rf"(?<![\w-])(?:{pattern})", prose, re.I)
         if first is None or linked.get(anchor, len(text)) <= first.start():
             continue
         if not prose[: first.start()].endswith("*"):
-            missing.append(f"{anchor} (line {text.count(chr(10), 0, first.start()) + 1})")
-    return missing
+            unlinked.append(f"{anchor} (line {line_of(text, first.start())})")
+    return unlinked

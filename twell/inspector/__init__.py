@@ -5,12 +5,11 @@ and its `Aggregate` where there are any. `pack` turns them into one compressed b
 widget sends it to JupyterLab, `page` writes it into an HTML file, and both run the same script.
 
     side        a side, from a model, a trace or their files
-    selection   the state of a view: presets, the selected entries, the figure of a view
-    neurons     statistics and promoted words of a neuron, beyond the passage
+    shown       the state of a view: presets, selected entries, cards of neurons, the figure
     packing     a passage as bytes
     pages       the page, and the script and style that it shares with the widget
     widget      the widget (anywidget)
-    browser/    ES modules and CSS
+    browser/    ES modules, CSS and the frame of a page
 """
 
 from twell.lazy import hand_on
@@ -19,8 +18,7 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".side": "AGGREGATE MAX_TOKENS Side Source sides",
-        ".selection": "COLOURS SCALES VIEW drawn entries presets",
-        ".neurons": "WORDS cards",
+        ".shown": "COLOURS SCALES VIEW WORDS cards drawn entries presets",
         ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack unpack",
         ".pages": "PAGE_BYTES page script style",
         ".widget": "Inspector inspect",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from twell import plots
-from twell.inspector.selection import fullest_tile, presets
+from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
 

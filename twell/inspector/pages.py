@@ -6,44 +6,19 @@ import base64
 import html
 import json
 import re
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from twell.inspector.neurons import cards
 from twell.inspector.packing import MAX_ENTRIES, pack
-from twell.inspector.selection import VIEW, presets
+from twell.inspector.shown import VIEW, cards, presets
 from twell.inspector.side import Side
 
 PAGE_BYTES = 2_950_000  # at most, of a page
 FOLDER = Path(__file__).with_name("browser")
 STYLES = ("frame.css", "passage.css", "cards.css")
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-script-src 'unsafe-inline'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ margin: 0; padding: 16px 20px 28px; background: Canvas; }}
-{css}
-</style>
-</head>
-<body>
-<noscript>This page needs JavaScript; it loads nothing from anywhere.</noscript>
-<main id="twell"></main>
-<script id="data" type="text/plain">{data}</script>
-<script type="module">
-{js}
-openPage(document.getElementById("twell"), document.getElementById("data").textContent, {view});
-</script>
-</body>
-</html>
-"""
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.M)
 _DECLARED = re.compile(
     r"^(export )?(?:(?:async )?function\*?|class|const|let|var) (\w+|[\[{])", re.M
@@ -103,6 +78,7 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
     """
     view = VIEW | (view or {})
     names = dict.fromkeys(side.name for side in shown)
+    template = string.Template((FOLDER / "page.html").read_text(encoding="utf-8"))
     parts = {
         "title": html.escape(" and ".join(names) + ": active neurons"),
         "view": json.dumps({name: view[name] for name in VIEW}),
@@ -111,7 +87,7 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
     }
 
     def written(data: bytes) -> str:
-        return PAGE.format(data=base64.b64encode(data).decode(), **parts)
+        return template.substitute(parts, data=base64.b64encode(data).decode())
 
     def room(data: bytes) -> int:
         return PAGE_BYTES - len(written(data).encode())

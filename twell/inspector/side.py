@@ -26,12 +26,14 @@ class Side:
 
     name: str
     trace: Trace
-    aggregate: Aggregate | None = None
+    aggregate: Aggregate | str | Path | None = None  # or its file, which is read
     model: SparseLlamaForCausalLM | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
 
     def __post_init__(self):
+        if isinstance(self.aggregate, str | Path):
+            self.aggregate = Aggregate.load(self.aggregate)
         self.of = self.of if self.of[1] else (0, self.trace.num_tokens)
         parts = {"the aggregate": self.aggregate}
         if self.trace.num_tokens:
@@ -109,7 +111,7 @@ def _side(
     shown = whole.part(start, min(start + MAX_TOKENS, whole.num_tokens))
     of = (start, whole.num_tokens)
     if model is None:
-        return Side(name, shown, _aggregate(aggregate), of=of)
+        return Side(name, shown, aggregate, of=of)
     loaded = _load(model, aggregate)
     return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
 
@@ -125,8 +127,4 @@ def _load(what: Source, aggregate: Aggregate | str | Path | None) -> Side:
         if aggregate is None and (Path(what) / AGGREGATE).is_file():
             aggregate = Path(what) / AGGREGATE
     empty = trace.trace_tokens(model, tokenizer, [])
-    return Side(name, empty, _aggregate(aggregate), model, tokenizer)
-
-
-def _aggregate(given: Aggregate | str | Path | None) -> Aggregate | None:
-    return given if given is None or isinstance(given, Aggregate) else Aggregate.load(given)
+    return Side(name, empty, aggregate, model, tokenizer)

@@ -19,10 +19,9 @@ except ModuleNotFoundError as error:
     ) from None
 
 from twell import plots, results
-from twell.inspector.neurons import cards
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
-from twell.inspector.selection import COLOURS, SCALES, VIEW, drawn, entries, presets
+from twell.inspector.shown import COLOURS, SCALES, VIEW, cards, drawn, entries, presets
 from twell.inspector.side import Side, Source, sides
 from twell.trace import COMPRESSIONS, Aggregate, Trace
 
