@@ -60,7 +60,7 @@ export class Bar {
 
   // A select of values with names, and what happens when one is chosen.
   select(name, names, onchange) {
-    const options = names.map((name) => element("option", name));
+    const options = names.map((text) => element("option", text));
     const select = element("select", { "aria-label": name }, options);
     select.addEventListener("change", () => onchange(select.selectedIndex));
     return select;
@@ -82,13 +82,14 @@ export class Bar {
   }
 
   limit() {
+    const end = () => (Number(input.value) > 0 ? Number(input.value) : null);
     const input = element("input.tw-number", {
       type: "number",
       min: "0",
       step: "any",
       placeholder: "auto",
       "aria-label": "end of the colour scale",
-      onchange: () => this.state.put({ limit: Number(input.value) > 0 ? Number(input.value) : null }),
+      onchange: () => this.state.put({ limit: end() }),
     });
     const group = label("up to", input);
     this.updates.push(() => {

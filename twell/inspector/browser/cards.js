@@ -8,6 +8,9 @@ import { integer, number, percent, signed } from "./words.js";
 const CHIPS = 3; // neurons of a closed layer
 const ENTRIES = 12; // neurons of an opened one, until all are asked for
 
+const HOW =
+  "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.";
+
 export class Cards {
   constructor(view) {
     this.view = view;
@@ -68,11 +71,10 @@ export class Cards {
       const note = element("span", { dir: "auto" }, preset.note);
       return element("li", button(".tw-start", () => go(preset), element("b", preset.name), note));
     });
-    const how = "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.";
     return element(
       "section.tw-card.tw-begin",
       element("h4", "Where to begin"),
-      element("p.tw-quiet", how),
+      element("p.tw-quiet", HOW),
       element("ul", items),
     );
   }
@@ -189,13 +191,12 @@ export class Cards {
     const all = side.strongest(layer, token);
     const shown = this.open ? all : all.slice(0, ENTRIES);
     const most = Math.abs(shown[0].value) || 1;
+    const among = { title: `of ${integer(side.about.aggregate ?? 0)} tokens` };
     const head = element(
       "div.tw-entry.tw-entry-head",
-      element("span", "neuron"),
-      element("span", ""),
-      element("span", "h"),
+      ["neuron", "", "h"].map((name) => element("span", name)),
       element("span", { title: "of the sum of |h| in this layer" }, "share"),
-      side.rate && element("span", { title: `of ${integer(side.about.aggregate)} tokens` }, "fires"),
+      side.rate && element("span", among, "fires"),
     );
     const covered = shown.reduce((sum, one) => sum + one.share, 0);
     const under = [

@@ -4,7 +4,8 @@ import { strongestOf } from "./data.js";
 import { element } from "./elements.js";
 import { integer, plural, powerOfTwo, superscript } from "./words.js";
 
-const SIZE = { wide: 340, tall: 112 };
+const WIDE = 340;
+const TALL = 112;
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 
@@ -62,9 +63,10 @@ export function drawHistogram({ edges, histogram, fires, tokens, own }) {
   const among = own ? "in this passage" : `over ${integer(tokens)} tokens`;
   const label = `h, ${among} (n = ${integer(fires)})`;
   const middle = (top + bottom) / 2;
-  parts.push(text((left + right) / 2, SIZE.tall - 3, "middle", label, name));
+  parts.push(text((left + right) / 2, TALL - 3, "middle", label, name));
   const turned = { ...name, transform: `rotate(-90 8 ${middle})` };
   parts.push(text(8, middle, "middle", "tokens", turned));
+  const size = { viewBox: `0 0 ${WIDE} ${TALL}` };
   const about = { role: "img", "aria-label": `histogram of h, ${fires} firings` };
-  return element("svg:svg.tw-histogram", { viewBox: `0 0 ${SIZE.wide} ${SIZE.tall}`, ...about }, parts);
+  return element("svg:svg.tw-histogram", size, about, parts);
 }
