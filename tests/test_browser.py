@@ -59,7 +59,8 @@ def open_page(browser, tmp_path):
 
     def go(shown, view=None, width=1400, theme="light", wait=".tw-bar"):
         path = tmp_path / f"page{len(contexts)}.html"
-        path.write_text(inspector.page(shown, view), encoding="utf-8")
+        text = shown if isinstance(shown, str) else inspector.page(shown, view)
+        path.write_text(text, encoding="utf-8")
         size = {"width": width, "height": 900}
         contexts.append(browser.new_context(viewport=size, color_scheme=theme))
         page = contexts[-1].new_page()
@@ -336,19 +337,19 @@ def test_words_and_choices(open_page, tiny_run):
 def test_a_large_page_is_small_and_answers_at_once(open_page):
     """2,048 tokens x 12 layers x 2,816 neurons, 30 active: < 3 MB, painted in 1 s, clicks in 100 ms."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
-    assert len(inspector.page([Side("large", passage)]).encode()) < 3e6
-    page = open_page([Side("large", passage)])
-    clicks = [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
-    click(page, ".tw-layer-name", 5)
-    clicks += [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
+    text = inspector.page([Side("large", passage)])
+    assert len(text.encode()) < 3e6
     mark = "() => performance.getEntriesByName('twell-painted')[0].startTime"
-    painted = []
+    painted, tokens, firings = [], [], []
     for _ in range(3):
+        page = open_page(text)
         painted.append(page.evaluate(mark))
-        page.reload()
-        page.wait_for_selector(".tw-bar")
-    print(f"painted {painted}, clicks {clicks}")
-    assert statistics.median(painted) < 1000 and statistics.median(clicks) < 100
+        tokens += [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
+        click(page, ".tw-layer-name", 5)
+        firings += [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
+    print(f"painted {painted}, tokens {tokens}, neurons {firings}")
+    assert statistics.median(painted) < 1000
+    assert statistics.median(tokens) < 100 and statistics.median(firings) < 100
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
     click(page, ".tw-link")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import twell
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace, unpacked
+from tests.factories.inspector import aggregate_of, float32, make_trace, unpack, unpacked
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side, pages
 
@@ -138,7 +138,7 @@ def test_a_long_trace_is_shown_in_parts(monkeypatch, tmp_path):
     passage.save(tmp_path / "long.npz")
     widget = twell.inspect(tmp_path / "long.npz", start=30)
     assert widget.trace.strings == passage.strings[30:50]
-    about = inspector.unpack(widget.data)[0]["sides"][0]
+    about = unpack(widget.data)[0]["sides"][0]
     assert (about["name"], about["start"], about["of"], about["tokens"]) == ("long", 30, 60, 20)
     assert twell.inspect(passage, start=50).trace.num_tokens == 10
 
@@ -182,7 +182,7 @@ def test_a_trace_runs_no_text_without_its_model(pair):
 
 def test_two_models_and_two_texts(model, pair):
     both = twell.inspect(model, "ba de fun", compare=pair)
-    header = inspector.unpack(both.data)[0]
+    header = unpack(both.data)[0]
     assert header["aligned"] and not header["same"] and both.texts == ["ba de fun"]
     # The aggregate beside the model was found.
     assert [side["aggregate"] for side in header["sides"]] == [512, None]
@@ -192,7 +192,7 @@ def test_two_models_and_two_texts(model, pair):
     expected = len(trace.trace_text(*pair, "de").token_ids)
     assert [side.trace.num_tokens for side in both.sides] == [expected] * 2
     texts = twell.inspect(pair, ("ba de fun", "de"))
-    header = inspector.unpack(texts.data)[0]
+    header = unpack(texts.data)[0]
     assert header["same"] and not header["aligned"] and texts.texts == ["ba de fun", "de"]
     assert [side["name"] for side in header["sides"]] == ["model, text 1", "model, text 2"]
     assert repr(texts).startswith("Inspector(model, text 1: ")
@@ -385,7 +385,7 @@ def page_of(shown, view=None):
     """A page with its header and its cards."""
     page = inspector.page(shown, view)
     data = base64.b64decode(re.search(r'type="text/plain">([^<]*)<', page)[1])
-    header, arrays = inspector.unpack(data)
+    header, arrays = unpack(data)
     return page, header, json.loads(arrays["cards"].tobytes())
 
 
@@ -464,7 +464,8 @@ def test_the_widget_and_pages_share_a_script():
     page, widget = inspector.script("page.js"), inspector.script("widget.js")
     assert widget.endswith("export default { render };") and "\nexport " not in page
     assert "\nclass View {" in page and "\nclass View {" in widget
-    for path in sorted(pages.FOLDER.iterdir()):
-        assert path.name in (*pages.STYLES, "page.html") or path.suffix == ".js"
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 500 and max(map(len, lines)) <= 100, path.name
+    modules = [path.name for path in pages.FOLDER.glob("*.js")]
+    for name in [*modules, *pages.STYLES]:
+        lines = (pages.FOLDER / name).read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 500 and max(map(len, lines)) <= 100, name
+        assert lines[0] in page + widget + inspector.style(), name

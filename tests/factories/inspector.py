@@ -1,10 +1,12 @@
 """Random sides for the tests of the inspector, and what the browser makes of a packed one."""
 
+import json
+import zlib
+
 import numpy as np
 
 from tests.factories.analysis import make_trace  # noqa: F401
 from tests.trace.activity import aggregate_of  # noqa: F401
-from twell.inspector import unpack
 from twell.trace import Trace
 
 
@@ -31,6 +33,18 @@ def large_trace(random, tokens, layers, neurons, active):
 def float32(bits, shift=16):
     """float32 of which the leading bits are given."""
     return (bits.astype(np.uint32) << np.uint32(shift)).view(np.float32)
+
+
+def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return the header and the arrays of `pack`, each as it was packed."""
+    raw = zlib.decompress(data)
+    start = 4 + int.from_bytes(raw[:4], "little")
+    header = json.loads(raw[4:start])
+    arrays = {
+        name: np.frombuffer(raw, dtype, length, start + offset)
+        for name, dtype, length, offset in header["arrays"]
+    }
+    return header, arrays
 
 
 def unpacked(data):

@@ -19,7 +19,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".side": "AGGREGATE MAX_TOKENS Side Source sides",
         ".shown": "COLOURS SCALES VIEW WORDS cards drawn entries presets",
-        ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack unpack",
+        ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack",
         ".pages": "PAGE_BYTES page script style",
         ".widget": "Inspector inspect",
     },

@@ -75,18 +75,6 @@ def pack(
     return zlib.compress(b"".join(parts), 9 if chosen is not None else 6)
 
 
-def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the header and the arrays of `pack`, each as it was packed."""
-    raw = zlib.decompress(data)
-    start = 4 + int.from_bytes(raw[:4], "little")
-    header = json.loads(raw[4:start])
-    arrays = {
-        name: np.frombuffer(raw, dtype, length, start + offset)
-        for name, dtype, length, offset in header["arrays"]
-    }
-    return header, arrays
-
-
 def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
     """The most entries that each token and layer can keep within max_entries; None: all."""
     counts = np.concatenate([np.diff(t.indptr) for t in traces])
@@ -119,7 +107,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     if strongest is not None:
         order = np.lexsort((-np.abs(np.nan_to_num(passage.values, nan=np.inf)), rows))
         rank = np.arange(len(rows)) - np.repeat(passage.indptr[:-1], counts)
-        kept[order] = rank < strongest
+        kept[order] = rank <= strongest
     neuron = passage.indices.astype(np.int64)[kept]
     first = np.diff(rows[kept], prepend=-1) > 0
     gap = np.where(first, neuron, np.diff(neuron, prepend=0)).astype(np.uint16)

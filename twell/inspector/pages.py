@@ -101,16 +101,13 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
             raise ValueError(f"{tokens} tokens do not fit into {PAGE_BYTES} bytes")
         data = pack(shown, max_entries=max_entries, chosen={})
     order = _by_weight(shown, view)
-    sample = _cards(shown, order[:256])
-    if not sample:
+    if not order:
         return written(data)
+    sample = _cards(shown, order[:256])
     spent = room(data) - room(pack(shown, max_entries=max_entries, chosen=sample))
     fit = int(0.97 * room(data) * len(sample) / max(spent, 1))
     known = list(_cards(shown, order[:fit]).items())
-    while known:
-        packed = pack(shown, max_entries=max_entries, chosen=dict(known))
-        if room(packed) >= 0:
-            return written(packed)
+    while room(data := pack(shown, max_entries=max_entries, chosen=dict(known))) < 0:
         known = known[: len(known) * 9 // 10]
     return written(data)
 
