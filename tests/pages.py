@@ -252,7 +252,8 @@ def mistake_in_twell(arguments: list[str]) -> str | None:
             return None
         return mistake_in_fields(options["config"], list(options["overrides"] or ()))
     except (ValueError, TypeError, FileNotFoundError) as error:
-        return None if re.search(r"'\$", str(error)) else str(error)
+        of_shell = "Invalid value" in str(error) and any("$" in word for word in arguments)
+        return None if of_shell else str(error)
 
 
 def mistake_in_fields(config: str, overrides: list[str]) -> str | None:

@@ -82,7 +82,7 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
         return None
     # As the limit k rises by one, as many entries come in as rows have more than k.
     more = len(counts) - np.bincount(counts).cumsum()
-    return int(np.searchsorted(more.cumsum(), max_entries, side="right"))
+    return int(np.searchsorted(more.cumsum(), max_entries, side="left"))
 
 
 def _bfloat16(values: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     if strongest is not None:
         order = np.lexsort((-np.abs(np.nan_to_num(passage.values, nan=np.inf)), rows))
         rank = np.arange(len(rows)) - np.repeat(passage.indptr[:-1], counts)
-        kept[order] = rank <= strongest
+        kept[order] = rank < strongest
     neuron = passage.indices.astype(np.int64)[kept]
     first = np.diff(rows[kept], prepend=-1) > 0
     gap = np.where(first, neuron, np.diff(neuron, prepend=0)).astype(np.uint16)
