@@ -54,7 +54,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, tmp_path):
-    """Open a page from a file; what it logs, asks the network for or stumbles over fails the test."""
+    """Open a page from a file; a message, a request or an error of it fails the test."""
     contexts, wrong = [], []
 
     def go(shown, view=None, width=1400, theme="light", wait=".tw-bar"):
@@ -335,7 +335,7 @@ def test_words_and_choices(open_page, tiny_run):
 
 
 def test_a_large_page_is_small_and_answers_at_once(open_page):
-    """2,048 tokens x 12 layers x 2,816 neurons, 30 active: < 3 MB, painted in 1 s, clicks in 100 ms."""
+    """30 active neurons a token and layer: under 3 MB, painted in 1 s, a click drawn in 100 ms."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
     text = inspector.page([Side("large", passage)])
     assert len(text.encode()) < 3e6

@@ -1,4 +1,4 @@
-"""What the inspector packs, knows and selects, against slow loops; tests/test_browser.py draws it."""
+"""The inspector against slow loops: packing, selection, cards, pages; not what a browser draws."""
 
 import base64
 import json

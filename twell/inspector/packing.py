@@ -30,7 +30,7 @@ def leading(values: np.ndarray, bits: int) -> np.ndarray:
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
     rest = 32 - bits
-    return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
+    return ((whole + (1 << (rest - 1))) >> rest).astype(np.uint32)
 
 
 def pack(
@@ -82,7 +82,7 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
         return None
     # As the limit k rises by one, as many entries come in as rows have more than k.
     more = len(counts) - np.bincount(counts).cumsum()
-    return int(np.searchsorted(more.cumsum(), max_entries, side="left"))
+    return int(np.searchsorted(more.cumsum(), max_entries, side="right"))
 
 
 def _bfloat16(values: np.ndarray) -> np.ndarray:

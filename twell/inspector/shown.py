@@ -78,11 +78,11 @@ def presets(side: Side) -> list[dict]:
 def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
     """Return the active neurons that match the selection, one a row.
 
-    A token, layer or neuron that is not selected restricts nothing; where no layer is selected, those of
-    `layers` are taken. Columns: model (the side's name); token, its number in the passage; text;
-    sequence, position; layer, neuron; value (h, signed); share, |value| over the sum of all in this
-    token and layer; with an aggregate rate, the fraction of its tokens that activate the neuron. By
-    token, layer and falling |value|.
+    A token, layer or neuron that is not selected restricts nothing; without a layer, `layers` are
+    taken. Columns: model (the side's name); token, its number in the passage; text; sequence,
+    position; layer, neuron; value (h, signed); share, |value| over the sum of all in this token and
+    layer; with an aggregate rate, the fraction of its tokens that activate the neuron. By token,
+    layer and falling |value|.
     """
     side = shown[view["side"]]
     passage = side.trace
@@ -133,8 +133,8 @@ def fullest_tile(passage: Trace) -> np.ndarray:
 def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     """Return the arguments of `plots.fig_inspector` for a view.
 
-    tokens: at most so many are drawn, the selected one among them; the scales are those of the whole
-    passage, as in the browser. Raises ValueError for a passage without tokens.
+    tokens: at most so many are drawn, the selected one among them; scales are of the whole passage,
+    as in the browser. Raises ValueError for a passage without tokens.
     """
     passage = shown[view["side"]].trace
     if not passage.num_tokens:
@@ -191,17 +191,18 @@ def _coloured(
 def cards(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
     """Return a card for each neuron (layer, neuron): what is known of it beyond the passage.
 
-    With an aggregate: tokens (of the aggregate), fires, mean and largest h, edges and histogram of h,
-    and the places top and quantiles, each [h, quantile, before, token, after, sequence, position].
-    With a model: promotes and suppresses, the words whose logits an h of 1 raises and lowers most,
-    relative to the mean over the vocabulary, without the effect of later layers: [word, change].
-    Raises IndexError for a neuron that does not exist.
+    With an aggregate: tokens (of the aggregate), fires, mean and largest h, edges and histogram of
+    h, and the places top and quantiles, each [h, quantile, before, token, after, sequence,
+    position]. With a model: promotes and suppresses, the words whose logits an h of 1 raises and
+    lowers most, relative to the mean over the vocabulary, without the effect of later layers:
+    [word, change]. Raises IndexError for a neuron that does not exist.
     """
     layers, size = side.shape
     for layer, neuron in neurons:
         if not (0 <= layer < layers and 0 <= neuron < size):
             raise IndexError(
-                f"layer {layer}, neuron {neuron} does not exist: there are {layers} layers of {size}"
+                f"layer {layer}, neuron {neuron} does not exist: "
+                f"there are {layers} layers of {size}"
             )
     found: list[dict] = [{} for _ in neurons]
     if side.aggregate is not None:

@@ -1,4 +1,4 @@
-"""The neuron inspector as a widget (anywidget): its state as traits that Python and browser share."""
+"""The neuron inspector as a widget (anywidget): Python and browser share its state as traits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from twell.trace import COMPRESSIONS, Aggregate, Trace
 class Inspector(anywidget.AnyWidget):
     """A passage whose tokens, layers and neurons can be looked at; made by `twell.inspect`.
 
-    The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number in
-    the passage), `layer` and `neuron`, each None for none; `colour` ("count", "neuron", "surprise")
-    and its `scale` ("all", "layer", "neuron"), whose end `limit` fixes; `layers` (first, last) or
-    None for all; `skip_first`, which leaves out the first token of each sequence; `compression`, at
-    which overflow of TwELL's tiles is marked, or 0; `difference` of the second side to the first.
-    `texts` has the typed texts, one or one for each side; setting it runs the model. A value that
-    does not exist raises a traitlets.TraitError that says what does.
+    The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
+    in the passage), `layer` and `neuron`, each None for none; `colour` ("count", "neuron",
+    "surprise") and its `scale` ("all", "layer", "neuron"), whose end `limit` fixes; `layers`
+    (first, last) or None for all; `skip_first`, which leaves out the first token of each sequence;
+    `compression`, at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
+    side to the first. `texts` has the typed texts, one or one for each side; setting it runs the
+    model. A value that does not exist raises a traitlets.TraitError that says what does.
     """
 
     _esm = script("widget.js")
@@ -158,7 +158,7 @@ class Inspector(anywidget.AnyWidget):
         return {preset["name"]: preset["view"] for preset in presets(self.sides[0])}
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the active neurons of the selection, with exact values: see `inspector.entries`."""
+        """Return the exact active neurons of the selection; see `inspector.entries`."""
         return entries(self.sides, self.view)
 
     def figure(self) -> Figure:
