@@ -1,7 +1,7 @@
 """A passage as bytes: one compressed block that twell/inspector/browser/data.js unpacks.
 
-Of many values only 16 bits travel (bf16). Of more than MAX_ENTRIES active neurons only the strongest
-of each token and layer do; counts, sums and overflow are of all.
+Of many values only 16 bits travel (bf16). Of more than MAX_ENTRIES active neurons only the
+strongest of each token and layer do; counts, sums and overflow are of all.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def pack(
 ) -> bytes:
     """Return sides as the browser reads them, compressed (zlib).
 
-    Inside: the length of a JSON header (uint32), the header, and arrays, little endian, each beginning
-    at a multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset). Arrays of
+    Inside: the length of a JSON header (uint32), the header, and arrays, little endian, each at a
+    multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset). Arrays of
     side i begin with "i."; see `_arrays`. max_entries: active neurons of all tokens and sides that
     are kept; where there are more, each token and layer keeps its header["sides"][i]["strongest"]
     strongest. chosen: cards that a page takes along, by "side:layer:neuron".
@@ -94,11 +94,11 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
 
     token: which of the header's strings and ids; starts: the first token of each sequence, and the
     end; position; logprob float32; of each row: counts of active neurons, the largest count in a
-    tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses better:
-    gap, the distance to the neuron before it in the row (the first: to 0), low byte and high byte,
-    and value, the leading bytes of its float32: two (bf16), or three where `precise`. fires [L * N],
-    only where entries are missing: the tokens that activate each neuron. rate [L * N] (bf16), only
-    with an aggregate: the fraction of its tokens that do.
+    tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses
+    better: gap, the distance to the neuron before it in the row (the first: to 0), low byte and
+    high byte, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
+    fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
+    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)
