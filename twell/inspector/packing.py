@@ -30,7 +30,7 @@ def leading(values: np.ndarray, bits: int) -> np.ndarray:
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
     rest = 32 - bits
-    return ((whole + (1 << (rest - 1))) >> rest).astype(np.uint32)
+    return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
 
 
 def pack(
