@@ -89,7 +89,7 @@ export class ActivityMap {
     const scales = mapScales(this.state, this.side);
     this.follow(place);
     const context = this.blank(place);
-    const style = getComputedStyle(this.canvas);
+    const style = getComputedStyle(this.view.root); // of the canvas it would ask for a layout
     const colour = (name) => style.getPropertyValue(name).trim();
     const each = this.drawCells(context, place, scales, colour);
     this.drawSelection(context, place, colour);

@@ -80,6 +80,7 @@ export class View {
       const old = typeof DecompressionStream === "undefined";
       const why = old ? "it needs a browser of 2023 or later" : error.message;
       this.root.replaceChildren(element("p.tw-empty", `The passage cannot be shown: ${why}.`));
+      this.frame = null;
       return;
     }
     this.build();
