@@ -162,9 +162,7 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     }
 
 
-def _coloured(
-    passage: Trace, view: dict, counts: np.ndarray, layers: tuple[int, int]
-) -> tuple[np.ndarray, str, tuple[float, float]]:
+def _coloured(passage, view, counts, layers) -> tuple[np.ndarray, str, tuple[float, float]]:
     """A value for each token, its label, and the ends of its scale. counts: NaN where left out."""
     layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
     if view["colour"] == "neuron" and layer is not None and neuron is not None:

@@ -79,7 +79,7 @@ def sides(
         raise ValueError("compare_aggregate belongs to compare=, which is not given")
     first = _side(what, texts[0], aggregate, model, start)
     if compare is not None:
-        return [first, _side(compare, texts[0], compare_aggregate, None, start)]
+        return [first, _side(compare, texts[0], compare_aggregate, start=start)]
     if len(texts) == 1:
         return [first]
     both = [first, first.run(texts[1] or "")]
@@ -88,13 +88,7 @@ def sides(
     return both
 
 
-def _side(
-    what: Source,
-    text: str | None,
-    aggregate: Aggregate | str | Path | None,
-    model: Source | None,
-    start: int,
-) -> Side:
+def _side(what, text, aggregate, model=None, start=0) -> Side:
     """A side of a model and a text, or of a trace and the model that it came from."""
     if not (isinstance(what, Trace) or str(what).endswith(".npz")):
         if start or model is not None:
@@ -116,7 +110,7 @@ def _side(
     return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
 
 
-def _load(what: Source, aggregate: Aggregate | str | Path | None) -> Side:
+def _load(what, aggregate) -> Side:
     """A side of a model, without a text yet."""
     if isinstance(what, tuple):
         name, (model, tokenizer) = "model", what
