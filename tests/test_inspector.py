@@ -82,7 +82,10 @@ def test_of_many_entries_the_strongest_are_packed(share):
     limit = int(share * counts.sum())
     _, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)], max_entries=limit))
     k = about["strongest"]
-    assert np.minimum(counts, k).sum() <= limit < np.minimum(counts, k + 1).sum()
+    exact = int(np.minimum(counts, k).sum())
+    assert exact <= limit < np.minimum(counts, k + 1).sum()
+    again = inspector.pack([Side("a", passage)], max_entries=exact)
+    assert unpack(again)[0]["sides"][0]["strongest"] == k
     assert not about["precise"] and np.array_equal(packed["counts"], counts)
     for row, (names, values) in enumerate(packed["rows"]):
         inside = slice(passage.indptr[row], passage.indptr[row + 1])
