@@ -362,7 +362,7 @@ def test_cards_have_what_the_aggregate_and_the_weights_say(model, pair, monkeypa
             expected = np.sort(sign * change)[::-1][:10]
             np.testing.assert_allclose(changes, expected, rtol=2e-3, atol=1e-6)
             assert card[name][0][0] == strings[int((sign * change).argmax())]
-    for missing in ((2, 0), (0, 96), (-1, 0)):
+    for missing in ((2, 0), (0, 96), (-1, 0), (0, -1)):
         with pytest.raises(IndexError, match=r"does not exist: there are 2 layers of 96"):
             inspector.cards(shown, [missing])
 
