@@ -57,7 +57,7 @@ build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DR
 # These run the model that ships.
 build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
 build/notebooks/06_downstream.ipynb: twell/evaluate.py $(wildcard twell/tasks/*/*)
-build/notebooks/07_inspect.ipynb: twell/widget.py $(wildcard twell/inspector.*)
+build/notebooks/07_inspect.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
 	$(call execute,live)
@@ -65,7 +65,7 @@ build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(D
 build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
 build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
-build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector.* twell/widget.py)
+build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite

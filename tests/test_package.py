@@ -76,7 +76,7 @@ def test_the_wheel_works_elsewhere(tmp_path):
         "import twell.evaluate as e, lm_eval.tasks as l; "
         "print([l.TaskManager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in ('both', 'hub', 'local')]); "
         "import twell.analysis.claims as a; a.load(); "
-        "import twell.inspector as i; [f.read_text(encoding='utf-8') for f in i.FILES.values()]"
+        "import twell.inspector as i; i.script(); i.script('widget.js'); i.style()"
     )
     # -P: the repository, as the working folder, must not lend its own files
     done = subprocess.run(

@@ -37,7 +37,7 @@ _HOME = {
     "TrainConfig": "config",
     "Trace": "trace",
     "Aggregate": "trace",
-    "inspect": "widget",
+    "inspect": "inspector.widget",
 }
 _MODULES = set(
     "format reference ffn model corpus results analysis plots measure evaluate train inspector".split()
