@@ -26,9 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
 from twell.kernels import decode, dense, entries, options, rowwise, training, training_ops, union
-from twell.kernels.paper import hybrid, hybrid_pack, pack
+from twell.kernels.paper import hybrid, hybrid_pack
 from twell.kernels.paper import rowwise as twell_rowwise
-from twell.sparse.formats import ELL, PackedTwELL
 
 # CUDA's limits for x, y and z.
 GRID = (2**31 - 1, 65_535, 65_535)
@@ -96,12 +95,6 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
     compile_layers(w, True, torch.zeros(4, dtype=torch.int64))
     compile_layers(w, False, None)
     dense.relu_times(w, w)
-    matrix = torch.zeros(64, 5632, dtype=w.dtype)
-    for sparse in (ELL.pack(matrix), PackedTwELL.pack(matrix)):
-        pack.unpack(sparse)
-    pack._pack(matrix, 256, 32)
-    pack._pack(matrix, 256, 31, words=True)
-    pack.to_union(matrix)
     return shared, sorted(problems)
 
 
@@ -234,30 +227,6 @@ def launch_training(path, num_tokens: int, intermediate_size: int, hidden_size: 
     path.backward(x, *tensors[:5], SAVED[path](*saved), x, dl1, needs)
 
 
-def launch_packing() -> None:
-    """Segments above 2^31, as many tokens as possible, and blocks of one token."""
-    for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):
-        matrix = empty(num_tokens, num_columns)
-        values, indices, counts = pack._pack(matrix, tile, 1)
-        pack._scatter(values, indices, counts, matrix, num_columns // tile, 1)
-        words = pack._pack(matrix, tile, 1, words=True)
-        pack._scatter(words, words, words, matrix, num_columns // tile, 1)
-    for num_tokens, num_columns, block_m in ((2**23, 4096, 64), (2**17, 65_536, 1)):
-        matrix = empty(num_tokens, num_columns)
-        try:
-            pack.to_union(matrix, block_m)
-        except NotImplementedError:
-            pass  # after the first kernel it asks for the size of the unions
-        packed = SimpleNamespace(
-            offsets=empty(num_tokens // block_m + 1, dtype=torch.int64),
-            values=empty(2**32),
-            indices=empty(2**26, dtype=torch.int32),
-            block_m=block_m,
-        )
-        for to_packed in (True, False):
-            pack._move_union(matrix, packed, pack=to_packed)
-
-
 def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     """The kernels launched at the largest sizes, and the integers that leave their range there."""
     launches = Launches()
@@ -269,7 +238,6 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
         for path in TRAINING:
             for sizes in TRAINING[path]:
                 launch_training(path, *sizes, gated)
-    launch_packing()
     names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches.launches})
     return names, sorted((*place, number) for place, number in launches.problems.items())
 

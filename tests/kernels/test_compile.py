@@ -69,12 +69,6 @@ KERNELS = {
     "dense": {"relu_times_kernel"},
     "paper.gate": {"gate_words_kernel"},
     "paper.rowwise": {"twell_rowwise_kernel"},
-    "paper.pack": {
-        "pack_segments_kernel",
-        "unpack_segments_kernel",
-        "block_flags_kernel",
-        "move_union_kernel",
-    },
 }
 NAMES = {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
