@@ -1,21 +1,21 @@
-"""Packing for training by the hybrid format: g becomes short lists and dense backup rows.
+"""The hybrid format of the paper's training: packing g, and the transpose of what is packed.
 
 A token with at most ELL_WIDTH active neurons has a list of them, any other token a backup row. A
 counter hands out the backup rows, in any order; no result depends on it. The gate is computed for
 chunks of tokens, whose dense g is freed after it is packed.
 
-    g        [tokens, width] of one chunk; bits: a bit for each entry, 32 neurons to a word of int32
     place    [M] int32: n >= 0 for a list of n entries, n < 0 for backup row ~n
     lists    indices, g, u [M, ELL_WIDTH]
     backup   owners [rows] int32, the token of each row; used [1] int32, the tokens that need a row;
              dense g, u [rows, N]
-    counts   active neurons of each token [M] int32, tokens of each neuron [N] int32
 
 A token without a backup row, for lack of capacity, counts as empty, and `needed` reports it.
 
-Paper: App. B.2, conversion to the hybrid format.
-Reference: twell.sparse.hybrid_reference.to_hybrid;
-test: tests/kernels/test_hybrid.py.
+The transpose, neurons by tokens, is hybrid again. The place of an entry in its neuron's list is the
+number of earlier tokens for which the neuron is active, from a bit matrix. So every list is in the
+order of tokens, and no sum depends on the order of the programs.
+
+Paper: App. B.2, conversion to the hybrid format. Reference: twell.sparse.hybrid_reference.to_hybrid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, next_power_of_2, popcount, round_up
+from twell.kernels.common import Layer, cdiv, narrow, next_power_of_2, popcount, round_up
 from twell.kernels.gate import gate_bits
 from twell.kernels.options import with_fusion
 
@@ -79,6 +79,35 @@ class HybridSaved(NamedTuple):
     def backup(self) -> Backup:
         """The owners of the backup rows."""
         return Backup(self.owners, self.used, len(self.dense_g))
+
+
+class Transpose(NamedTuple):
+    """The transpose, as kernels write and read it.
+
+    marks   [M / 32, N] int32, where bit i of word j is token 32 j + i
+    before  [M / 32, N] int32, the marks of the neuron in words before this one
+    place   [N] int32: n >= 0 for a list of n tokens, n < 0 for backup row ~n
+    tokens  [N, width] int32
+    planes  h, du and, gated, dg; each has plane_size entries: the lists [N, width], lists_size in
+            all, and then the backup rows [rows, M]
+    """
+
+    marks: Tensor
+    before: Tensor
+    place: Tensor
+    tokens: Tensor
+    planes: Tensor
+    plane_size: int
+    lists_size: int
+    width: int
+
+
+class Transposed(NamedTuple):
+    """A transpose with the owners of its backup rows, and these rows of h, du and dg."""
+
+    transpose: Transpose
+    backup: Backup
+    dense: Tensor
 
 
 # Sizes follow from shapes alone, so that no launch waits for the device.
@@ -224,15 +253,36 @@ def hybrid_count_kernel(
         )
 
 
-def pack(
-    x: Tensor, w: Tensor, b: Tensor | None, token_mask: Tensor | None, saved: HybridSaved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gate and writes all of `saved` but u.
+def saved_like(x: Tensor, layer: Layer, capacity: int) -> HybridSaved:
+    """Empty tensors for `pack` and the forward pass to write."""
+    num_tokens, num_neurons = x.shape[0], layer.w_up.shape[0]
+    num_backup = backup_rows(num_tokens, num_neurons, capacity)
+    lists, dense = (num_tokens, ELL_WIDTH.value), (num_backup, num_neurons)
 
-    x [M, K]; w [N, K] and b [N] of the gate, non-gated of up; token_mask [M] bool or None. Returns
-    token_counts [M] int32, neuron_counts [N] int32 and `needed` 0-d int64.
+    def empty(*shape: int, dtype: torch.dtype = torch.int16) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    return HybridSaved(
+        place=empty(num_tokens, dtype=torch.int32),
+        indices=empty(*lists),
+        g=empty(*lists),
+        u=empty(*lists) if layer.gated else empty(0),
+        owners=empty(num_backup, dtype=torch.int32),
+        used=empty(1, dtype=torch.int32),
+        dense_g=empty(*dense),
+        dense_u=empty(*dense) if layer.gated else empty(0),
+    )
+
+
+def pack(
+    x: Tensor, layer: Layer, token_mask: Tensor | None, saved: HybridSaved
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gate of x [M, K] and writes all of `saved` but u.
+
+    token_mask [M] bool or None. Returns token_counts [M] int32, neuron_counts [N] int32 and
+    `needed` 0-d int64.
     """
-    num_tokens, num_neurons = len(x), len(w)
+    num_tokens, num_neurons = len(x), len(layer.w_up)
     saved.used.zero_()
     token_counts = torch.empty_like(saved.place)
     counts = torch.zeros(num_neurons, dtype=torch.int32, device=x.device)
@@ -243,50 +293,131 @@ def pack(
     size = 256 * max(1, WORKSPACE_BYTES // (256 * 2 * round_up(num_neurons, 256)))
     for first in range(0, num_tokens, size):
         chunk = slice(first, first + size)
-        g, bits = gate_bits(x[chunk], w, b, by_neuron=False)
+        g, bits = gate_bits(x[chunk], *layer.first, by_neuron=False)
         mask = None if token_mask is None else token_mask[chunk]
-        _count(bits, mask, counts, neuron_counts, len(g))
-        _pack_chunk(g, bits, token_counts, first, chunk, saved)
+        tensors, sizes = (bits, mask, counts, neuron_counts), (len(g), num_neurons, bits.shape[1])
+        options = with_fusion(num_warps=4, num_stages=1)
+        hybrid_count_kernel[(cdiv(num_neurons, 128), cdiv(len(g), 512))](
+            *tensors, *sizes, TOKENS=512, **options
+        )
+        hybrid_pack_kernel[(len(g),)](
+            g.view(torch.int16),
+            bits,
+            *(tensor[chunk] for tensor in (token_counts, saved.place, saved.indices, saved.g)),
+            saved.backup(),
+            saved.dense_g,
+            first,
+            num_neurons,
+            g.shape[1],
+            WORDS=next_power_of_2(cdiv(num_neurons, 32)),
+            **with_fusion(num_warps=1, num_stages=1),
+        )
     needed = torch.empty((), dtype=torch.int64, device=x.device)
     least_capacity(counts, saved.used, num_tokens, needed)
     return token_counts, neuron_counts, needed
 
 
-def _count(
-    bits: Tensor, mask: Tensor | None, counts: Tensor, masked_counts: Tensor, num_tokens: int
-) -> None:
-    """Adds a chunk's tokens of each neuron to `counts` [N], and those of the mask apart."""
-    num_neurons = len(counts)
-    hybrid_count_kernel[(cdiv(num_neurons, 128), cdiv(num_tokens, 512))](
-        bits,
-        mask,
-        counts,
-        masked_counts,
-        num_tokens,
-        num_neurons,
-        bits.shape[1],
-        TOKENS=512,
-        **with_fusion(num_warps=4, num_stages=1),
-    )
+@triton.jit
+def hybrid_marks_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
+    """Sets one token's bit for each of its active neurons."""
+    token = tl.program_id(0)
+    place = tl.load(place_ptr + token)
+    marks_ptr += (token // 32).to(tl.int64) * N
+    if place >= 0:
+        slots = tl.arange(0, ELL_WIDTH)
+        neurons = tl.load(
+            indices_ptr + token.to(tl.int64) * ELL_WIDTH + slots, mask=slots < place, other=0
+        ).to(tl.int32)
+        bits = tl.zeros((ELL_WIDTH,), tl.int32) + (1 << (token % 32))
+        tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bits, mask=slots < place, sem="relaxed")
+    else:
+        for start in range(0, N, 1024):
+            neurons = start + tl.arange(0, 1024)
+            g = tl.load(dense_ptr + (~place).to(tl.int64) * N + neurons, mask=neurons < N, other=0)
+            bits = tl.zeros((1024,), tl.int32) + (1 << (token % 32))
+            tl.atomic_or(marks_ptr + neurons, bits, mask=g != 0, sem="relaxed")
 
 
-def _pack_chunk(
-    g: Tensor, bits: Tensor, token_counts: Tensor, first: int, chunk: slice, saved: HybridSaved
-) -> None:
-    """Packs g of the tokens `chunk`, which begin with number `first`."""
-    num_neurons = saved.dense_g.shape[1]
-    hybrid_pack_kernel[(len(g),)](
-        g.view(torch.int16),
-        bits,
-        token_counts[chunk],
-        saved.place[chunk],
-        saved.indices[chunk],
-        saved.g[chunk],
-        saved.backup(),
-        saved.dense_g,
-        first,
-        num_neurons,
-        g.shape[1],
-        WORDS=next_power_of_2(cdiv(num_neurons, 32)),
-        **with_fusion(num_warps=1, num_stages=1),
+@triton.jit(do_not_specialize=["num_words"])
+def hybrid_ranks_kernel(transpose, backup, num_words, N, BN: tl.constexpr, STEP: tl.constexpr):
+    """`before` and `place` of BN neurons, and the owners of the backup rows."""
+    neurons = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), tl.int32)
+    for start in range(0, num_words, STEP):
+        words = start + tl.arange(0, STEP)
+        place = words.to(tl.int64)[:, None] * N + neurons[None, :]
+        inside = (words < num_words)[:, None] & (neurons < N)[None, :]
+        count = popcount(tl.load(transpose.marks + place, mask=inside, other=0))
+        before = total[None, :] + tl.cumsum(count, 0) - count
+        tl.store(transpose.before + place, before, mask=inside)
+        total += tl.sum(count, 0)
+    heavy = (total > transpose.width).to(tl.int32)
+    free = tl.atomic_add(backup.used, tl.sum(heavy, 0), sem="relaxed") + tl.cumsum(heavy, 0) - heavy
+    stored = (heavy != 0) & (free < backup.num_rows)
+    tl.store(backup.owners + free, neurons, mask=stored)
+    place = tl.where(heavy != 0, tl.where(stored, ~free, 0), total)
+    tl.store(transpose.place + neurons, place, mask=neurons < N)
+
+
+@triton.jit
+def entry_gradients(dh, g, u, dl1, active, dtype, GATED):
+    """h, du and dg in the storage type, from dh without the L1 term; du, dg are 0 if inactive."""
+    h = narrow(g * u, dtype) if GATED else narrow(g, dtype)
+    sign = (h.to(tl.float32) > 0).to(tl.float32) - (h.to(tl.float32) < 0).to(tl.float32)
+    dh += sign * dl1
+    du = narrow(tl.where(active, dh * g if GATED else dh, 0.0), dtype)
+    dg = narrow(tl.where(active, dh * u, 0.0), dtype)
+    return h, du, dg
+
+
+@triton.jit
+def store_transposed(transpose, token, neuron, active, h, du, dg, M, N, GATED):
+    """Stores active entries in the transpose."""
+    word = (token // 32).to(tl.int64) * N + neuron
+    earlier = tl.load(transpose.marks + word, mask=active, other=0) & ((1 << (token % 32)) - 1)
+    rank = tl.load(transpose.before + word, mask=active, other=0) + popcount(earlier)
+    place = tl.load(transpose.place + neuron, mask=active, other=0)
+    listed = active & (rank < place)
+    stored = active & ((rank < place) | (place < 0))
+    slot = neuron.to(tl.int64) * transpose.width + rank
+    tl.store(transpose.tokens + slot, token, mask=listed)
+    dense_slot = transpose.lists_size + (~place).to(tl.int64) * M + token
+    slot = tl.where(place < 0, dense_slot, slot)
+    tl.store(transpose.planes + slot, h, mask=stored)
+    tl.store(transpose.planes + transpose.plane_size + slot, du, mask=stored)
+    if GATED:
+        dg_ptr = transpose.planes + 2 * transpose.plane_size.to(tl.int64)
+        tl.store(dg_ptr + slot, dg, mask=stored)
+
+
+def make_transpose(saved: HybridSaved, x: Tensor, gated: bool) -> Transposed:
+    """The transpose of `saved` with its places, in x's dtype; its planes are 0 in backup rows."""
+    num_tokens, (num_rows, num_neurons) = len(x), saved.dense_g.shape
+    width, num_backup = list_width(num_tokens), transposed_rows(num_tokens, num_neurons, num_rows)
+    num_words, lists_size = cdiv(num_tokens, 32), num_neurons * width
+    marks = torch.zeros(num_words, num_neurons, dtype=torch.int32, device=x.device)
+    planes = x.new_empty(2 + gated, lists_size + num_backup * num_tokens)
+    planes[:, lists_size:].zero_()
+    transpose = Transpose(
+        marks=marks,
+        before=torch.empty_like(marks),
+        place=marks.new_empty(num_neurons),
+        tokens=marks.new_empty(num_neurons, width),
+        planes=planes,
+        plane_size=planes.shape[1],
+        lists_size=lists_size,
+        width=width,
     )
+    backup = Backup(marks.new_empty(num_backup), marks.new_zeros(1), num_backup)
+    tensors, options = (saved.place, saved.indices, saved.dense_g, marks), dict(num_stages=1)
+    hybrid_marks_kernel[(num_tokens,)](*tensors, num_neurons, **with_fusion(num_warps=1, **options))
+    hybrid_ranks_kernel[(cdiv(num_neurons, 32),)](
+        transpose,
+        backup,
+        num_words,
+        num_neurons,
+        BN=32,
+        STEP=64,
+        **with_fusion(num_warps=4, **options),
+    )
+    return Transposed(transpose, backup, planes[:, lists_size:])
