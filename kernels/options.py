@@ -54,7 +54,7 @@ rowwise           | s            | 2
 Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number. 4 neurons in
 pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is slow per loop
 iteration, so it takes larger blocks.
-twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2   |                |                |        | 256 128 2
+twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
 
 By the tokens of a block: 16, or 32 and 64. Other tiles, warps and stages: no difference
 [2026-11-21, Decoding].

@@ -17,7 +17,8 @@ ascending order: the 16 bits of g above the 16 of the neuron's number.
     g = relu(x w_gate^T + b_gate)    y = ((x w_up^T + b_up) * g) w_down_t + b_down
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
-Paper: App. A.1, with whole lists in place of TwELL. Reference: twell.sparse.reference.up_down, down.
+Paper: App. A.1, with whole lists in place of TwELL.
+Reference: twell.sparse.reference.up_down, down.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def union_down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """y [BM tokens, BN outputs] of one program: h w + b over the block's list, plus h2 w2 if given."""
+    """y [BM tokens, BN outputs]: h w + b over the block's list, plus h2 w2 if given."""
     num_columns = tl.cdiv(K, BN)
     block = tl.program_id(0) // num_columns
     columns = tl.program_id(0) % num_columns * BN + tl.arange(0, BN)
@@ -287,7 +287,7 @@ def make_lists(
     block_m: int,
     activity: Tensor | None = None,
 ) -> None:
-    """Writes the unions of blocks of `block_m` tokens, from bits that `gate_bits` stores by neurons.
+    """Writes the unions of blocks of `block_m` tokens, from bits by neurons of `gate_bits`.
 
     `gate_bits` has set the length of the queue to 0. `activity` [4] int64 counts as ops.py says.
     """

@@ -1,7 +1,7 @@
 """The backup rows of training by the hybrid format: products on tensor cores.
 
-Each program computes a tile of BM backup rows. Rows that nothing owns are skipped. hybrid.py has the
-formulas.
+Each program computes a tile of BM backup rows. Rows that nothing owns are skipped. The formulas are
+those of hybrid.py.
 
     a, g, u, h, du, dg  [rows, N], dense    x, y, dy, dx  [M, K], read and written by owners
 

@@ -15,7 +15,8 @@ The transpose, neurons by tokens, is hybrid again. The place of an entry in its 
 number of earlier tokens for which the neuron is active, from a bit matrix. So every list is in the
 order of tokens, and no sum depends on the order of the programs.
 
-Paper: App. B.2, conversion to the hybrid format. Reference: twell.sparse.hybrid_reference.to_hybrid.
+Paper: App. B.2, conversion to the hybrid format.
+Reference: twell.sparse.hybrid_reference.to_hybrid.
 """
 
 from __future__ import annotations

@@ -97,16 +97,16 @@ def test_gate_words_are_those_of_the_format(num_tokens):
 
 def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
     tensors = skewed(131_072)
-    y = ops.ffn_union(**tensors)
+    y = ops.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = ops.ffn_union(**tensors)
+    again = ops.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= union.WORKSPACE_BYTES + y.nbytes + 2**22
     assert torch.equal(y, again)
     monkeypatch.setattr(union, "WORKSPACE_BYTES", 2**27)
-    assert torch.equal(ops.ffn_union(**tensors), y)
+    assert torch.equal(ops.PATHS["union"](**tensors), y)
 
 
 @pytest.mark.parametrize("path", PATHS)
