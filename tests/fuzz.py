@@ -1,7 +1,7 @@
 """Random cases of the layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
 
-A case draws path, sizes, dtype, biases, layout of x, and a pattern of activity. One number names
-it. Values are of two kinds:
+One number names a case: path, sizes, dtype, biases, layout of x, and a pattern of activity. Values
+are of two kinds:
 
   normal    y may differ from fp64 by a relative RMS of 5e-3 in bf16 (6e-4 in fp16), and by at most
             a quarter more than the dense layer of the same type. With few active entries one last
@@ -9,12 +9,10 @@ it. Values are of two kinds:
   integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit,
             the layer in fp64 that rounds g, h (not by rows) and y to the storage type.
 
-Every case is computed twice and has to give the same bits, with --training with two capacities.
-
+A GPU computes every case twice, with two capacities in training, and has to give the same bits.
 --training also checks the gradients of every tensor and of the L1 term. Where values are integers,
 u, du and dg are rounded, and dh in the path by unions of a gated layer. Errors are relative to the
 RMS of the result, or to the RMS it would have if no sum cancelled, whichever is larger.
-
 Without a GPU set TRITON_INTERPRET=1.
 """
 
@@ -70,14 +68,14 @@ def draw(seed: int, *, large: bool) -> Case:
     r = random.Random(seed)
     path = r.choice(["rowwise", "union", "decode"])
     if large:
-        num_tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
+        tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
         sizes = [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
-        intermediate_size = r.choice(sizes)
+        neurons = r.choice(sizes)
         hidden_size = 16 * r.choice([1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, r.randint(1, 80)])
     else:
         # The interpreter runs the row-wise path's programs, one for each token, in turn.
-        num_tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
-        intermediate_size = r.choice([1, 70, 256, 257, 300, 520])
+        tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
+        neurons = r.choice([1, 70, 256, 257, 300, 520])
         hidden_size = r.choice([16, 48, 80, 128])
     options = dict(
         dtype=r.choice([torch.bfloat16, torch.float16]),
@@ -89,16 +87,9 @@ def draw(seed: int, *, large: bool) -> Case:
     compression = r.choice([1, 1, 1, 2, 4, 8, 16])
     if path == "rowwise" and compression > 1:
         path, options["compression"] = "twell", compression
-    return Case(
-        path,
-        num_tokens,
-        intermediate_size,
-        hidden_size,
-        **options,
-        layout=r.choice(["contiguous", "contiguous", "transposed", "offset"]),
-        nonfinite=r.choice(["", "", "", "nan", "inf"]),
-        seed=seed,
-    )
+    options["layout"] = r.choice(["contiguous", "contiguous", "transposed", "offset"])
+    options["nonfinite"] = r.choice(["", "", "", "nan", "inf"])
+    return Case(path, tokens, neurons, hidden_size, seed=seed, **options)
 
 
 def _values(case: Case, given: dict) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -188,10 +179,6 @@ def _projection(tensors: Tensors, name: str) -> Tensor:
     return torch.nn.functional.linear(tensors["x"], tensors[f"w_{name}"], tensors[f"b_{name}"])
 
 
-def _gate_name(tensors: Tensors) -> str:
-    return "up" if tensors["w_gate"] is None else "gate"
-
-
 def exact(
     tensors: Tensors,
     round_g: torch.dtype | None = None,
@@ -204,9 +191,9 @@ def exact(
     u is ignored where g is 0, so an infinite u has no effect there, unless the layer is `dense`.
     """
     t = doubles(tensors)
-    g = _round(torch.relu(_projection(t, _gate_name(t))), round_g)
-    h = g
-    if t["w_gate"] is not None:
+    gated = t["w_gate"] is not None
+    h = g = _round(torch.relu(_projection(t, "gate" if gated else "up")), round_g)
+    if gated:
         h = g * _round(_projection(t, "up"), round_u)
         h = h if dense else torch.where(g != 0, h, 0)
     return g, torch.nn.functional.linear(_round(h, round_h), t["w_down"], t["b_down"])
@@ -298,7 +285,8 @@ def exact_training(
     `edge` times the sum of the gate's absolute terms.
     """
     t = doubles(tensors)
-    gated, first = t["w_gate"] is not None, _gate_name(t)
+    gated = t["w_gate"] is not None
+    first = "gate" if gated else "up"
     pre = _projection(t, first)
     active = torch.relu(pre).to(tensors["x"].dtype) != 0
     if edge:

@@ -9,7 +9,7 @@ from twell.kernels import ops
 
 
 def small_layer(path="union", **changes):
-    sizes = dict(num_tokens=3, intermediate_size=70)
+    sizes = dict(num_tokens=5, intermediate_size=70)
     return fuzz.layer(integer_case(path, **sizes | changes), DEVICE)
 
 
