@@ -7,17 +7,10 @@ the weight rows of a token's active neurons, SLOTS at a time. Backup rows run on
 are computed alike: a neuron with a list sums the rows of x and dy of its tokens. Forward saves g
 and u at active entries only.
 
-    forward:   g = relu(x Wg^T + bg)    u = x Wu^T + bu    h = g u    y = h Wd^T + bd
-               l1 = the sum over neurons of |h|
-    backward:  dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
-               dWu = du^T x    dWg = dg^T x    dWd^T = h^T dy    dbu, dbg: the sums of du, dg
-    non-gated: h = g = relu(x Wu^T + bu) and du = dh
-
-    x, y, dy, dx  [M, K]    l1, dl1  [M] fp32    g, u, h, du, dg  lists [M, ELL_WIDTH], [rows, N]
-
-g, u, h, du and dg are rounded to the storage type, dh is not. Whether a token or a neuron has a
-list or a backup row depends on its number of entries alone, so results do not depend on `capacity`,
-which decides how many backup rows there are.
+The formulas are those of kernels/training.py, with g, u, h, du and dg in lists [M, ELL_WIDTH] and
+backup rows [rows, N]. All five are rounded to the storage type, dh is not. Whether a token or a
+neuron has a list or a backup row depends on its number of entries alone, so results do not depend
+on `capacity`, which decides how many backup rows there are.
 
 Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or NaN in an operand of
 an inactive entry reaches nothing through a list; through a backup row it may, since 0 * inf is NaN.
@@ -49,8 +42,9 @@ from twell.kernels.paper.hybrid_backup import (
 )
 from twell.kernels.paper.hybrid_format import (
     ELL_WIDTH,
+    Backup,
     HybridSaved,
-    Transposed,
+    Transpose,
     entry_gradients,
     make_transpose,
     pack,
@@ -68,9 +62,8 @@ def load_rows(ptr, rows, k, valid, K, EVEN):
     mask = valid[:, None]
     if not EVEN:
         mask = mask & (k < K)[None, :]
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    value = tl.load(ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -275,10 +268,9 @@ def backward(
 
     dy [M, K] in x.dtype, dl1 [M] fp32.
     """
-    transposed = None
+    transpose = transposed_backup = None
     if any(gradient is not None for gradient in gradients[1:]):
-        transposed = make_transpose(saved, x, layer.gated)
-    transpose = None if transposed is None else transposed.transpose
+        transpose, transposed_backup = make_transpose(saved, x, layer.gated)
     sizes, weights = (len(dy), *layer.w_up.shape), layer[:3]
     lists, backup = saved.lists(dy.dtype), saved.backup()
     hybrid_rows_backward_kernel[(len(dy),)](
@@ -293,23 +285,25 @@ def backward(
     if gradients.x is not None:
         pairs = (du, layer.w_up), (dg, layer.w_gate)
         backup_product(*pairs, None, gradients.x, None, backup)
-    if transposed is not None:
-        _weight_gradients(x, dy, transposed, gradients)
+    if transpose is not None:
+        _weight_gradients(x, dy, transpose, transposed_backup, gradients)
 
 
-def _weight_gradients(x: Tensor, dy: Tensor, transposed: Transposed, gradients: Gradients) -> None:
+def _weight_gradients(
+    x: Tensor, dy: Tensor, transpose: Transpose, backup: Backup, gradients: Gradients
+) -> None:
     """Writes the gradients of weights and biases, of the neurons with a list and of the others."""
     num_tokens, hidden_size = x.shape
     weights = gradients.w_down_t, gradients.w_up, gradients.w_gate
     biases = gradients.b_up, gradients.b_gate
     columns = max(COLUMN_BYTES // (2 * x.element_size() * num_tokens), 32)
     block_k = min(next_power_of_2(hidden_size), next_power_of_2(columns + 1) // 2)
-    grid = len(transposed.transpose.place), cdiv(hidden_size, block_k)
+    grid = len(transpose.place), cdiv(hidden_size, block_k)
     # Columns are the slow axis: all neurons pass over the same part of x and dy, then the next.
     hybrid_list_gradients_kernel[grid](
         x,
         dy,
-        transposed.transpose,
+        transpose,
         *weights,
         *biases,
         hidden_size,
@@ -318,9 +312,10 @@ def _weight_gradients(x: Tensor, dy: Tensor, transposed: Transposed, gradients: 
         num_warps=min(max(block_k // 256, 1), 8),
         **launch_options("hybrid_weights", x.device),
     )
-    backup, options = transposed.backup, launch_options("hybrid_backup", x.device)
+    options = launch_options("hybrid_backup", x.device)
+    dense_rows = transpose.planes[:, transpose.lists_size :]
     # Non-gated, there is no dense matrix of dg.
-    products = zip(transposed.dense, (dy, x, x), weights, (None, *biases), strict=False)
+    products = zip(dense_rows, (dy, x, x), weights, (None, *biases), strict=False)
     for dense, other, dw, db in products:
         if dw is not None or db is not None:
             hybrid_backup_gradients_kernel[backup_grid(backup.num_rows, hidden_size, options)](

@@ -57,11 +57,10 @@ class Backup(NamedTuple):
 
 
 class HybridSaved(NamedTuple):
-    """The tensors that `hybrid.forward` saves besides x and the weights, all integers.
+    """The tensors that `hybrid.forward` saves besides x and the weights: see the module.
 
-    place [M] int32; lists [M, ELL_WIDTH] int16: indices, bits of g, bits of u; backup rows: owners
-    [rows] int32, used [1] int32, bits of g and of u [rows, N] int16. Non-gated, the tensors of u
-    are empty. Sizes depend on no data.
+    Indices and the bits of g and u are int16. Non-gated, the tensors of u are empty. Sizes depend
+    on no data.
     """
 
     place: Tensor
@@ -103,14 +102,6 @@ class Transpose(NamedTuple):
     width: int
 
 
-class Transposed(NamedTuple):
-    """A transpose with the owners of its backup rows, and these rows of h, du and dg."""
-
-    transpose: Transpose
-    backup: Backup
-    dense: Tensor
-
-
 # Sizes follow from shapes alone, so that no launch waits for the device.
 
 
@@ -120,18 +111,14 @@ def backup_rows(num_tokens: int, num_neurons: int, capacity: int) -> int:
 
 
 def list_width(num_tokens: int) -> int:
-    """Entries of a neuron's list in the transpose.
-
-    One token in 64, rounded up to a power of two, at least LEAST_WIDTH.
-    """
+    """Entries of a neuron's list in the transpose: one token in 64, a power of two, at least 64."""
     return max(next_power_of_2(cdiv(num_tokens, 64)), LEAST_WIDTH)
 
 
 def transposed_rows(num_tokens: int, num_neurons: int, num_backup: int) -> int:
-    """Backup rows of the transpose, for neurons with more tokens than `list_width`.
+    """Backup rows of the transpose, for neurons with more tokens than `list_width`; 1 to N.
 
-    They hold up to NEURON_ROWS times the entries of the tokens' `num_backup` rows. At least 1 row,
-    at most one for each neuron.
+    They hold up to NEURON_ROWS times the entries of the tokens' `num_backup` rows.
     """
     return min(max(NEURON_ROWS * num_backup * num_neurons // num_tokens, 1), num_neurons)
 
@@ -391,8 +378,8 @@ def store_transposed(transpose, token, neuron, active, h, du, dg, M, N, GATED):
         tl.store(dg_ptr + slot, dg, mask=stored)
 
 
-def make_transpose(saved: HybridSaved, x: Tensor, gated: bool) -> Transposed:
-    """The transpose of `saved` with its places, in x's dtype; its planes are 0 in backup rows."""
+def make_transpose(saved: HybridSaved, x: Tensor, gated: bool) -> tuple[Transpose, Backup]:
+    """The transpose of `saved`, planes in x's dtype with backup rows of 0, and their owners."""
     num_tokens, (num_rows, num_neurons) = len(x), saved.dense_g.shape
     width, num_backup = list_width(num_tokens), transposed_rows(num_tokens, num_neurons, num_rows)
     num_words, lists_size = cdiv(num_tokens, 32), num_neurons * width
@@ -421,4 +408,4 @@ def make_transpose(saved: HybridSaved, x: Tensor, gated: bool) -> Transposed:
         STEP=64,
         **with_fusion(num_warps=4, **options),
     )
-    return Transposed(transpose, backup, planes[:, lists_size:])
+    return transpose, backup
