@@ -1,21 +1,17 @@
 """The kernels on a GPU at real shapes, in CUDA graphs, on streams, and compiled by Inductor."""
 
-import os
-import random
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from tests import fuzz
+from tests.factories import SEED
 from twell.kernels import ops, union
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
 from twell.measure import synthetic_layer
 from twell.sparse import reference
 
-# One for all workers of pytest-xdist; it is part of every case that a failure prints.
-SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
 PATHS = sorted(ops.PATHS)
 
 
