@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import ir
 from tests.kernels.ir_samples import INDEX_MODES
 
 triton = pytest.importorskip("triton")
@@ -114,29 +113,3 @@ def test_checks_find_what_they_should(older, tmp_path):
     assert not buffers["none"] and not buffers["two products"]
     reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
     assert reported == INDEX_MODES
-
-
-# A product whose operand a loop carries and two views change. The registers read {source}.
-VIEWS = """
-    %a = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
-    %b = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
-    %first = ttg.memdesc_index %a[%c0] : !type -> !type loc(#loc1)
-    %other = ttg.memdesc_index %b[%c0] : !type -> !type loc(#loc1)
-    %r:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %first, %s = %cst) -> (!type)  : i32 {{
-      %part = ttg.memdesc_subslice %x[0, 0] : !type -> !type loc(#loc1)
-      %turned = ttg.memdesc_trans %part {{order = array<i32: 1, 0>}} : !type -> !type loc(#loc1)
-      %slot = ttg.memdesc_index {source}[%i] : !type -> !type loc(#loc1)
-      %values = ttg.local_load %slot : !type -> tensor<64x64xbf16, #blocked> loc(#loc1)
-      %p = ttng.warp_group_dot %turned, %other, %s {{isAsync = true}} : !type -> !type loc(#loc1)
-      %next = ttg.memdesc_index %a[%i] : !type -> !type loc(#loc1)
-      scf.yield %next, %p : !type, !type loc(#loc1)
-    }} loc(#loc1)
-    scf.if %c {{
-      %turned = ttg.memdesc_index %c[%c0] : !type -> !type loc(#loc1)
-    }} loc(#loc1)
-"""
-
-
-@pytest.mark.parametrize(("source", "problems"), [("%a", 1), ("%b", 1), ("%c", 0)])
-def test_views_lead_to_their_allocation(source, problems):
-    assert len(ir.races(VIEWS.format(source=source))) == problems
