@@ -17,6 +17,7 @@ MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
 FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/measure twell/trace
     tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace""".split()
 FILES = [
+    "tests/factories/measure.py",
     *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),
     *(f"tests/test_{name}.py" for name in ("config", "corpus", "damage", "export")),
 ]

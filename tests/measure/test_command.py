@@ -13,20 +13,19 @@ from twell.__main__ import main
 from twell.measure import clock
 from twell.sparse.calibration import DEFAULT, Calibration, Point
 
+NO_GPU = "measuring needs a GPU, and torch sees none"
+
 
 @pytest.fixture
 def seen(monkeypatch):
     """Measurements without measuring: name -> its arguments and options."""
     seen = {}
+    for name in ("ffn", "ffn_steps", "train_step", "language_model"):
 
-    def record(name):
-        def measured(*arguments, **options):
+        def record(*arguments, name=name, **options):
             seen[name] = arguments, options
 
-        return measured
-
-    for name in ("ffn", "ffn_steps", "train_step", "language_model"):
-        monkeypatch.setattr(measure, name, record(name))
+        monkeypatch.setattr(measure, name, record)
     monkeypatch.setattr(clock, "gpu", lambda: None)
     return seen
 
@@ -35,7 +34,7 @@ def run(words, *more):
     assert main([*words.split(), *map(str, more)]) == 0
 
 
-def test_ffn_gets_everything(seen, tmp_path):
+def test_layers_get_everything(seen, tmp_path):
     h = scipy.sparse.csr_array(np.array([[0, 2.0, 0], [3.0, 0, 0], [0, 0, 0]], np.float32))
     h.data[0] = 0  # active, though its value came out 0
     recorded = trace.Trace(
@@ -51,26 +50,19 @@ def test_ffn_gets_everything(seen, tmp_path):
     )
     path = tmp_path / "text.npz"
     recorded.save(path)
-    words = "measure ffn --tokens 1,64 --active 2.5,9 --pattern even,recorded --hidden 64"
-    words += " --intermediate 128 --non-gated --mode graph --energy --kernels --layer 1"
-    run(words, "--calibration", DEFAULT, "--trace", path, "--out", tmp_path)
-    arguments, options = seen["ffn"]
-    assert options.pop("calibration").device == "NVIDIA H200"
-    masks = options.pop("masks")
-    mask = [[False, True, False], [True, False, False], [False] * 3]
-    assert list(masks) == ["text_1"] and masks["text_1"].tolist() == mask
-    assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
+    words = "--tokens 1,64 --active 2.5,9 --pattern even,recorded --hidden 64 --intermediate 128"
+    words += f" --non-gated --energy --kernels --trace {path} --layer 1 --out {tmp_path}"
+    run(f"measure ffn --mode graph --calibration {DEFAULT} {words}")
+    run(f"measure ffn --backward {words}")
+    assert seen["ffn"][1].pop("calibration").device == "NVIDIA H200"
+    assert seen["ffn"][1].pop("mode") == "graph"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "gated": False}
-    assert options == sizes | {"mode": "graph", "energy": True, "kernels": True, "out": tmp_path}
-
-
-def test_training_of_a_layer_gets_everything(seen, tmp_path):
-    words = "measure ffn --backward --tokens 64,128 --active 2.5 --pattern even --hidden 64"
-    words += " --intermediate 128 --non-gated --energy --kernels --out"
-    run(words, tmp_path)
-    options = {"hidden_size": 64, "intermediate_size": 128, "gated": False, "masks": None}
-    options |= {"energy": True, "kernels": True, "out": tmp_path}
-    assert seen["ffn_steps"] == (([64, 128], [2.5], ["even"]), options)
+    for arguments, options in (seen["ffn"], seen["ffn_steps"]):
+        masks = options.pop("masks")
+        mask = [[False, True, False], [True, False, False], [False] * 3]
+        assert list(masks) == ["text_1"] and masks["text_1"].tolist() == mask
+        assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
+        assert options == sizes | {"energy": True, "kernels": True, "out": tmp_path}
     run("measure ffn --backward")
     assert seen["ffn_steps"][0] == ([65536, 16384], [29.0], ["skewed"])
 
@@ -90,7 +82,7 @@ def test_train_step_gets_everything(seen):
     assert seen["train_step"] == (("171m", []), options)
 
 
-def test_model_gets_everything(seen, tmp_path):
+def test_model_gets_everything(seen, tmp_path, tiny_run, monkeypatch):
     words = "measure model --size 1.5b --tokens 4x64,1x128 --profile flat --active 2.5,9 --layers"
     words += " --parts --decode 1,8 --context 30 --no-compile --tuned --energy"
     run(words, "--calibration", DEFAULT, "--out", tmp_path)
@@ -116,69 +108,37 @@ def test_model_gets_everything(seen, tmp_path):
     assert (options["profile"], options["active"], options["decode"]) == ("paper", None, ())
     assert options["out"] == Path("build/bench")
     assert options["compiled"] is None and not options["tuned"]
-
-
-def test_a_checkpoint_has_the_name_of_its_run(seen, tmp_path, tiny_run, monkeypatch):
+    # A checkpoint has the name of its run.
     text = tmp_path / "text.txt"
     text.write_text("bain da fo")
     monkeypatch.chdir(tiny_run)
     for model in (tiny_run, Path(tiny_run) / "model", "model"):
-        seen.clear()
-        options = "--tokens", "none", "--decode", 1
-        run("measure model --model", model, "--text", text, *options)
+        run("measure model --model", model, "--text", text, "--tokens", "none", "--decode", 1)
         name, loaded, ids = seen["language_model"][1]["checkpoint"]
         assert name == Path(tiny_run).name and loaded.dtype == torch.bfloat16 and len(ids) >= 3
         assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-NO_GPU = "measuring needs a GPU, and torch sees none"
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            "ffn --tokens 1,many",
-            "--tokens is '1,many'; write numbers with commas, such as 1,16,256",
-        ),
+        ("ffn --tokens 1,many", "--tokens is '1,many'; write numbers with commas"),
         ("ffn --trace x --pattern recorded", "--trace FILE and --layer NUMBER go together"),
         ("ffn --trace x --layer 0", "--trace is for --pattern recorded; the pattern is skewed"),
-        ("ffn", NO_GPU),
-        (
-            "ffn --backward --mode graph",
-            "--mode graph is for forward passes; with --backward calls come one after the other",
-        ),
-        (
-            "ffn --backward --calibration x.json",
-            "--calibration is for auto, which --backward does not time",
-        ),
-        ("ffn --backward", NO_GPU),
-        ("train-step", NO_GPU),
-        (
-            "model --tokens 64",
-            "--tokens is '64'; write sequences x tokens with commas, "
-            "such as 64x2048,16x2048,1x2048",
-        ),
-        (
-            "model --decode 1,many",
-            "--decode is '1,many'; write numbers with commas, such as 1,16,256",
-        ),
-        (
-            "model --model x",
-            "--model NAME and --text FILE go together: "
-            "the activity of a checkpoint is that of a text",
-        ),
-        (
-            "model --model x --text y --active 3",
-            "--size, --profile and --active are for random weights; a checkpoint has its own",
-        ),
-        ("model", NO_GPU),
+        ("ffn --backward --mode graph", "--mode graph is for forward passes"),
+        ("ffn --backward --calibration x.json", "--calibration is for auto, which --backward does"),
+        ("model --tokens 64", "--tokens is '64'; write sequences x tokens with commas"),
+        ("model --decode 1,many", "--decode is '1,many'; write numbers with commas"),
+        ("model --model x", "--model NAME and --text FILE go together"),
+        ("model --model x --text y --active 3", "--size, --profile and --active are for random"),
+        *((what, NO_GPU) for what in ("ffn", "ffn --backward", "train-step", "model")),
     ],
 )
 def test_a_mistake_is_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["measure", *arguments.split(), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"twell measure: {message}\n"
+    error = capsys.readouterr().err
+    assert error.startswith(f"twell measure: {message}") and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
