@@ -81,10 +81,9 @@ def test_rows_of_passes(tables):
     assert (table["profile"] == "paper").all() and (table["hidden_size"] == 32).all()
     weights = 2 * table["parameters"]
     assert (table["peak"] == weights + 500_000).all()  # the weights once, and what a pass takes
-    first = next(line for line in tables["output"] if "  triton torch.compile" in line)
-    active = f"{table['active'].iloc[0]:.4g} active"
-    assert first.startswith("quick  2 x 64 tokens  " + active)
-    assert first.endswith("128.0 tokens/ms  0.1562 mJ a token  union 3")
+    first = next(line for line in tables["output"] if "  provider triton torch.compile" in line)
+    assert first.startswith("model:  model quick  tokens 128  batch 2  context 64  active ")
+    assert "path union 3  p50 1.0  tokens_per_ms 128.0  energy 20.0" in first
 
 
 def test_rows_of_decoding(tables):
@@ -207,7 +206,7 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
         ({"shapes": [], "parts": True}, "parts: measured on the first of the batches, and there"),
         ({"tuned": True}, "tuned: decoding is timed so with compiled layers, and decode has no"),
         ({"tuned": True, "compiled": False, "decode": [1]}, "layers, and compiled is False"),
-        ({"overrides": [*TINY, "activation=silu"]}, "activation is 'silu'; sparse layers need"),
+        ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'; sparse"),
         ({"overrides": [*TINY[2:], TINY[0], "hidden_size=40"]}, "hidden_size is 40; the kernels"),
         ({"out": "folder"}, r"decode.csv has the columns \['tokens', 'active'\]"),
     ],

@@ -130,7 +130,7 @@ def test_checkpointed_layers_compute_again(build, provider):
     torch.testing.assert_close(results[True], results[False], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("limit", [100, 131, 160, 219, 220, 1000, 9000])
+@pytest.mark.parametrize("limit", [100, 131, 219, 9000])
 def test_the_largest_micro_batch_is_found(build, monkeypatch, limit):
     trainer, tried = build(), []
 
@@ -277,7 +277,7 @@ def test_a_model_that_learns_something_else_is_refused(dense_kernels, tmp_path, 
         ("hidden_size=72 num_heads=2", ValueError, "hidden_size is 72; the kernels need a"),
         ("micro_batch=-1", ValueError, "micro_batch is -1; it has to be at least 1"),
         ("precision=fp32", ValueError, "precision is 'fp32'; the sparse path of training needs"),
-        ("activation=silu", ValueError, "activation is 'silu'; sparse layers need 'relu'"),
+        ("activation=silu", ValueError, "171m has the activation 'silu'; sparse layers need"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_built(

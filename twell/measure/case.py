@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
 from twell.measure.patterns import Pattern, Weights
+from twell.measure.rows import require
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -27,12 +28,11 @@ Call = Callable[[], Tensor]
 
 def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
     """Raise ValueError for sizes that the kernels do not take."""
-    if min(tokens) < 1:
-        raise ValueError(f"tokens holds {min(tokens)}; it has to be at least 1")
-    if hidden_size < 16 or hidden_size % 16:
-        raise ValueError(f"hidden_size is {hidden_size}; the kernels need a multiple of 16")
-    if intermediate_size < 1:
-        raise ValueError(f"intermediate_size is {intermediate_size}; it has to be at least 1")
+    require(min(tokens) >= 1, f"tokens holds {min(tokens)}; it has to be at least 1")
+    unfit = f"hidden_size is {hidden_size}; the kernels need a multiple of 16"
+    require(hidden_size >= 16 and hidden_size % 16 == 0, unfit)
+    unfit = f"intermediate_size is {intermediate_size}; it has to be at least 1"
+    require(intermediate_size >= 1, unfit)
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,9 @@ def measure_decode(
     rows = []
     measured = bench.measure(title, providers, once, prepare, judge, per_call=decoder.steps)
     for provider, columns in measured.items():
-        path = bench.paths(provider, len(script))
         speed = significant(1e3 * len(script) / columns["p50"], 5)
-        row = {"provider": provider.name, "path": path, "tokens_per_second": speed}
-        rows.append(case | row | columns)
-        print(f"{title}  {provider.name:<20} {speed:9.1f} tokens/s  {path}", flush=True)
+        row = {"provider": provider.name, "path": bench.paths(provider, len(script))}
+        rows.append(case | row | columns | {"tokens_per_second": speed})
     return rows, decoder
 
 

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from twell.measure.check import BLOCK
 from twell.measure.patterns import IMPOSED
+from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
 
@@ -130,11 +131,11 @@ def impose(
     alike to the stream. Raises ValueError for means that a layer cannot have.
     """
     most = model.config.intermediate_size
-    if len(means) != len(model.ffns) or not all(0 < mean < most for mean in means):
-        raise ValueError(
-            f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
-            f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons"
-        )
+    require(
+        len(means) == len(model.ffns) and all(0 < mean < most for mean in means),
+        f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
+        f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons",
+    )
 
     def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
         _set_threshold(_first(ffn).weight, x.flatten(0, -2), means[index], seed + 1 + index)

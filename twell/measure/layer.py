@@ -14,7 +14,7 @@ from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
 from twell.measure.clock import Gpu
 from twell.measure.costs import ceilings, kernel_formulas, roofline, work
 from twell.measure.providers import AUTO, DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
-from twell.measure.rows import Rows, significant
+from twell.measure.rows import Rows, require, significant
 from twell.sparse import reference
 from twell.sparse.calibration import Calibration
 
@@ -58,8 +58,8 @@ def ffn(
     """
     gpu = clock.gpu(energy)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
-    if mode not in (None, "stream", "graph"):
-        raise ValueError(f"mode {mode!r} is unknown; use 'stream' or 'graph'")
+    known = mode in (None, "stream", "graph")
+    require(known, f"mode {mode!r} is unknown; use 'stream' or 'graph'")
     bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
     for num_tokens in tokens:
         how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
@@ -126,14 +126,12 @@ class Bench:
     """
 
     def __init__(self, gpu: Gpu, out: str | Path | None, files: Sequence[str], kernels: bool):
-        if kernels and out is None:
-            raise ValueError("the rows of kernels go to a file; say in which folder (out)")
+        somewhere = not kernels or out is not None
+        require(somewhere, "the rows of kernels go to a file; say in which folder (out)")
         self.gpu, self.kernels = gpu, kernels
         self.rows = Rows(out, [*files, "ceilings"])
         self.peaks = ceilings(gpu)
         self.rows.add("ceilings", self.peaks)
-        for peak in self.peaks:
-            print(f"{peak['metric']}: {peak['value']} {peak['unit']}", flush=True)
 
     def row(
         self,
@@ -144,17 +142,12 @@ class Bench:
         calls: int = 1,
         backward: bool = False,
     ) -> dict:
-        """Return and print a provider's row; `columns` has its path, check and times."""
+        """Return a provider's row; `columns` has its path, check and times."""
         c, exact, p50 = case.columns, case.exact, columns["p50"]
         shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
         row = c | {"provider": provider.name} | columns
         cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
-        row |= self._work(cost, p50)
-        row |= clock.energy(self.gpu, run, calls, p50)
-        energy = f"  {row['energy']} mJ" if self.gpu.meter else ""
-        speed = f"{p50:.4f} ms  {row['roofline']:.0%} of the roofline{energy}"
-        print(f"{case}  {provider.name:<20} {speed}", flush=True)
-        return row
+        return row | self._work(cost, p50) | clock.energy(self.gpu, run, calls, p50)
 
     def kernel_rows(
         self, row: dict, calls: Sequence[clock.Run], formulas: Mapping | None = None

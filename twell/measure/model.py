@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from twell.measure import check, clock, imposed
-from twell.measure.case import GRAPH_TOKENS, Case, check_sizes
+from twell.measure.case import GRAPH_TOKENS, Case
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
 from twell.measure.layer import checked
 from twell.measure.parts import decode_parts, measure_parts
 from twell.measure.patterns import IMPOSED
 from twell.measure.providers import DENSE_EAGER, Provider, model_providers
-from twell.measure.rows import LAYER_TIMES, Rows, significant
-from twell.measure.sides import Bench, exact_hidden_states, forward, random_model
+from twell.measure.rows import LAYER_TIMES, Rows, require, significant
+from twell.measure.sides import Bench, check_model, exact_hidden_states, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse import reference
 from twell.sparse.calibration import Calibration
@@ -77,21 +77,21 @@ def language_model(
     """
     gpu = clock.gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned)
-    if checkpoint is not None and active is not None:
-        raise ValueError("active is imposed on random weights; a checkpoint has its own activity")
+    unfit = "active is imposed on random weights; a checkpoint has its own activity"
+    require(checkpoint is None or active is None, unfit)
+    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
+    require(checkpoint or active is not None or size in imposed.PAPER_ACTIVE, unfit)
     rows = Rows(out, FILES)
     if checkpoint is None:
-        name, levels = size, _levels(size, active)
-        model, draw = _random(size, overrides, plan.longest, gpu.device)
-        means_of = replace(IMPOSED, profile=profile).means
-        levels = [means_of(model.config.num_hidden_layers, mean) for mean in levels]
+        name, pattern = size, replace(IMPOSED, profile=profile)
+        model, config = random_model(size, overrides, plan.longest, gpu.device)
+        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
+        means = [imposed.PAPER_ACTIVE[size]] if active is None else active
+        levels = [pattern.means(config.num_layers, mean) for mean in means]
     else:
         name, profile, levels = checkpoint[0], "checkpoint", [None]
         model, draw = _given(*checkpoint, plan.longest, gpu.device)
-    columns = _columns(name, model, profile)
-    million = f"{columns['parameters'] / 1e6:.0f} M parameters"
-    print(f"{name}: {million}, {columns['num_layers']} layers", flush=True)
-    bench = Bench(model, calibration, columns, gpu)
+    bench = Bench(name, model, profile, calibration, gpu)
     for means in levels:
         bench.become(DENSE_EAGER)
         if means is not None:
@@ -116,14 +116,15 @@ class Plan:
     def __post_init__(self):
         sizes = [number for shape in self.shapes for number in shape]
         for name, numbers in (("shapes", sizes), ("decode", [*self.decode, self.decode_context])):
-            if numbers and min(numbers) < 1:
-                raise ValueError(f"{name} holds {min(numbers)}; it has to be at least 1")
-        for name, batches in (("layers", self.shapes), ("parts", [*self.shapes, *self.decode])):
-            if getattr(self, name) and not batches:
-                raise ValueError(f"{name}: measured on the first of the batches, and there is none")
-        if self.tuned and (self.compiled is False or not self.decode):
-            reason = "compiled is False" if self.decode else "decode has no number of documents"
-            raise ValueError(f"tuned: decoding is timed so with compiled layers, and {reason}")
+            least = min(numbers, default=1)
+            require(least >= 1, f"{name} holds {least}; it has to be at least 1")
+        none = "measured on the first of the batches, and there is none"
+        require(not self.layers or self.shapes, f"layers: {none}")
+        require(not self.parts or self.shapes or self.decode, f"parts: {none}")
+        reason = "compiled is False" if self.decode else "decode has no number of documents"
+        possible = self.compiled is not False and self.decode
+        unfit = f"tuned: decoding is timed so with compiled layers, and {reason}"
+        require(possible or not self.tuned, unfit)
 
     @property
     def longest(self) -> int:
@@ -154,22 +155,6 @@ class Plan:
             torch.cuda.empty_cache()
 
 
-def _levels(size: str, active: Sequence[float] | None) -> Sequence[float]:
-    if active is None and size not in imposed.PAPER_ACTIVE:
-        raise ValueError(
-            f"active: the paper has no model {size!r}; say how many neurons are to be active"
-        )
-    return [imposed.PAPER_ACTIVE[size]] if active is None else active
-
-
-def _random(
-    size: str, overrides: Sequence[str], longest: int, device: torch.device
-) -> tuple[SparseLlamaForCausalLM, Draw]:
-    """A model of random weights, and what draws its tokens."""
-    model, config = random_model(size, overrides, longest, device)
-    return model, functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
-
-
 def _given(
     name: str,
     model: SparseLlamaForCausalLM,
@@ -178,47 +163,21 @@ def _given(
     device: torch.device,
 ) -> tuple[SparseLlamaForCausalLM, Draw]:
     """A checkpoint, and what cuts its text. Raises ValueError for one that is not measured."""
-    config = model.config
-    if config.hidden_act != "relu":
-        raise ValueError(
-            f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
-        )
-    if model.dtype != torch.bfloat16:
-        raise ValueError(f"{name} is in {model.dtype}; load it in torch.bfloat16")
-    if config.mlp_bias:
-        raise ValueError(f"{name} has feed-forward layers with biases, which are not measured")
-    most = config.max_position_embeddings
-    if longest > most:
-        raise ValueError(f"{name} is for {most} tokens; {longest} were asked for")
-    check_sizes([longest], config.hidden_size, config.intermediate_size)
+    config, most = model.config, model.config.max_position_embeddings
+    check_model(name, config, longest)
+    in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
+    require(model.dtype == torch.bfloat16, in_bf16)
+    biases = f"{name} has feed-forward layers with biases, which are not measured"
+    require(not config.mlp_bias, biases)
+    require(longest <= most, f"{name} is for {most} tokens; {longest} were asked for")
     tokens = torch.as_tensor(text, dtype=torch.int64, device=device)
 
     def draw(batch: int, context: int) -> Tensor:
-        needed = batch * context
-        if len(tokens) < needed:
-            raise ValueError(
-                f"the text has {len(tokens)} tokens; {batch} x {context} need {needed}"
-            )
-        return tokens[:needed].view(batch, context)
+        needed = f"{batch} x {context} need {batch * context}"
+        require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
+        return tokens[: batch * context].view(batch, context)
 
     return model.to(device).requires_grad_(False).eval(), draw
-
-
-def _columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
-    config = model.config
-    return {
-        "model": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_attention_heads,
-        "vocab_size": config.vocab_size,
-        "gated": config.gated_mlp,
-        "dtype": "bfloat16",
-        "profile": profile,
-        "sdpa": "default",  # recorded files name attention's kernel; it is torch's choice
-    }
 
 
 def measure_forward(
@@ -249,14 +208,9 @@ def measure_forward(
     judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:sequences])
     rows = []
     for provider, columns in bench.measure(title, providers, run, prepare, judge).items():
-        row = {"mode": mode, "provider": provider.name}
-        row["path"] = bench.paths(provider, ids.numel())
+        row = {"provider": provider.name, "path": bench.paths(provider, ids.numel()), "mode": mode}
         row["tokens_per_ms"] = significant(ids.numel() / columns["p50"], 5)
         rows.append(case | row | columns)
-        joules = columns["energy"]
-        energy = "" if joules is None else f"  {joules / ids.numel():.4g} mJ a token"
-        speed = f"{row['tokens_per_ms']:8.1f} tokens/ms{energy}"
-        print(f"{title}  {provider.name:<20} {speed}  {row['path']}", flush=True)
     return rows, activity
 
 
@@ -314,9 +268,6 @@ def measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
         row["auto_path"] = auto.chooser.path(len(case.x))
         row["relative_rms"] = columns["sparse"]["relative_rms"]
         rows.append(row)
-        speeds = "  ".join(f"{name} {row[name]:.3f}" for name in calls)
-        active = f"{case.columns['active']:>7} active"
-        print(f"layer {index:>2}  {active}  {speeds} ms", flush=True)
 
     with imposed.before_ffn(bench.model, visit):
         forward(bench.model, ids)

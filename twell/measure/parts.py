@@ -120,7 +120,4 @@ def part_rows(
         for part, ms in parts.items():
             row = {"provider": provider.name, "part": part, "ms": significant(ms, 4)}
             rows.append(case | row)
-        line = "  ".join(f"{part} {ms:.4f}" for part, ms in parts.items())
-        title = f"layer of {case['batch']} x {case['context']}  {provider.name:<20}"
-        print(f"{title} {total:.4f} ms: {line}", flush=True)
     return rows

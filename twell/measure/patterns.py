@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from twell import results
+from twell.measure.rows import require
 
 DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
@@ -51,8 +52,7 @@ class Pattern:
             ("pattern", self.kind, ("even", "skewed", "recorded")),
             ("profile", self.profile, ("paper", "flat")),
         ):
-            if value not in known:
-                raise ValueError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+            require(value in known, f"{name} {value!r} is unknown; use one of {', '.join(known)}")
 
     def means(self, num_layers: int, active: float) -> list[float]:
         """Return each layer's mean active neurons per token, for a mean of `active` over layers.
@@ -93,11 +93,8 @@ def synthetic_layer(
     x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides (1, K)). `pattern` is EVEN, SKEWED
     or another of these kinds. Raises ValueError for an `active` that the layer cannot have. Ours.
     """
-    if not 0 <= active <= intermediate_size:
-        raise ValueError(
-            f"active is {active:g}; "
-            f"a layer of {intermediate_size} neurons can have 0 to all of them"
-        )
+    most = f"a layer of {intermediate_size} neurons can have 0 to all of them"
+    require(0 <= active <= intermediate_size, f"active is {active:g}; {most}")
     normal = _normal(device, seed)
     documents = normal(-(-num_tokens // DOCUMENT), hidden_size)
     documents = documents.repeat_interleave(DOCUMENT, 0)[:num_tokens]
@@ -154,11 +151,9 @@ def imposed_layer(
     not fit, ArithmeticError if rounding changed the pattern. Ours.
     """
     mask = torch.as_tensor(mask, dtype=torch.bool, device=device)
-    if mask.dim() != 2 or not 1 <= mask.shape[0] <= hidden_size:
-        raise ValueError(
-            f"the mask has shape {tuple(mask.shape)}, "
-            f"expected [1 to {hidden_size} (hidden_size), neurons]"
-        )
+    expected = f"expected [1 to {hidden_size} (hidden_size), neurons]"
+    fits = mask.dim() == 2 and 1 <= len(mask) <= hidden_size
+    require(fits, f"the mask has shape {tuple(mask.shape)}, {expected}")
     normal = _normal(device, seed)
     length, intermediate_size = mask.shape
     x = math.sqrt(hidden_size) * torch.linalg.qr(normal(hidden_size, length)).Q.t()

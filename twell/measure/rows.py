@@ -19,7 +19,11 @@ ACTIVITY = "active active_max union"
 SPEED, WORK, ENERGY = "p20 p50 p80", "flops bytes roofline", "energy watts"
 KERNEL = "provider kernel launches ms"
 LAYER_TIMES = "dense sparse auto auto_path relative_rms"
-STEP_SIZES = f"{SIZES} context micro_batch"
+# What is printed of a row, where it is known.
+SHOWN = (
+    "metric value unit model tokens batch context pattern active layer provider path part "
+    "p50 ms roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest"
+).split()
 
 COLUMNS = {
     file: columns.split()
@@ -31,9 +35,9 @@ COLUMNS = {
         "training": f"{LAYER} active_max union provider path capacity relative_rms worst "
         f"{SPEED} forward held peak {WORK} {ENERGY}",
         "training_kernels": f"{LAYER} union {KERNEL}",
-        "train_step": f"model parameters {STEP_SIZES} precision checkpoint_activations profile "
-        f"active active_max provider path capacity loss grad_norm {SPEED} tokens_per_second peak "
-        f"{ENERGY} largest largest_tokens_per_second",
+        "train_step": f"model parameters {SIZES} context micro_batch precision "
+        f"checkpoint_activations profile active active_max provider path capacity loss grad_norm "
+        f"{SPEED} tokens_per_second peak {ENERGY} largest largest_tokens_per_second",
         "model": f"{MODEL} {ACTIVITY} mode provider path relative_rms layer_rms "
         f"{SPEED} tokens_per_ms peak {ENERGY} idle",
         "model_layers": f"{MODEL} level layer wanted active p99 active_max union {LAYER_TIMES}",
@@ -68,11 +72,21 @@ class Rows:
                 )
 
     def add(self, name: str, rows: Iterable[dict]) -> None:
-        """Append rows to a file, each with its columns alone; KeyError for a row without one."""
+        """Append and print rows, each with its columns alone; KeyError for a row without one."""
         rows = [{column: row[column] for column in COLUMNS[name]} for row in rows]
+        for row in rows:
+            shown = {column: row.get(column) for column in SHOWN}
+            parts = (f"{column} {value}" for column, value in shown.items() if value is not None)
+            print(f"{name}:", *parts, sep="  ", flush=True)
         self.by_file[name] += rows
         if self.folder and rows:
             results.append_rows(self.folder / f"{name}.csv", rows, self.origin)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError, with the message, where the condition does not hold."""
+    if not condition:
+        raise ValueError(message)
 
 
 def significant(value: float, digits: int) -> float:

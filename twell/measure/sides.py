@@ -23,8 +23,8 @@ from twell.config import TrainConfig
 from twell.measure import check, clock, imposed
 from twell.measure.case import check_sizes
 from twell.measure.providers import COMPILED, TUNED, Provider
-from twell.measure.rows import significant
-from twell.models.llama import SparseLlamaForCausalLM
+from twell.measure.rows import require, significant
+from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
@@ -133,18 +133,38 @@ class Sides:
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
 
+def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
+    """Return the columns of a model."""
+    config = model.config
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "gated": config.gated_mlp,
+        "dtype": "bfloat16",
+        "profile": profile,
+        "sdpa": "default",  # recorded files name attention's kernel; it is torch's choice
+    }
+
+
 class Bench(Sides):
-    """A model that is measured by all providers; columns: those of the model."""
+    """A model that is measured by all providers, with the columns of all its rows."""
 
     def __init__(
         self,
+        name: str,
         model: SparseLlamaForCausalLM,
+        profile: str,
         calibration: Calibration | None,
-        columns: dict,
         gpu: clock.Gpu,
     ):
         super().__init__(model, calibration)
-        self.columns, self.gpu, self.idle = columns, gpu, clock.idle_watts(gpu)
+        self.columns = model_columns(name, model, profile)
+        self.gpu, self.idle = gpu, clock.idle_watts(gpu)
 
     def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
         """Return a case's columns: means over layers, and the most active neurons of a token."""
@@ -195,6 +215,13 @@ class Bench(Sides):
         return {key: columns[key] | clocks[key].energy(self.idle) for key in columns}
 
 
+def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
+    """Raise ValueError for a model that the kernels do not take."""
+    unfit = f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
+    require(config.hidden_act == "relu", unfit)
+    check_sizes([context], config.hidden_size, config.intermediate_size)
+
+
 def random_model(
     size: str, overrides: Sequence[str], context: int, device: torch.device
 ) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
@@ -204,10 +231,8 @@ def random_model(
     takes them. Raises ValueError for a model that the kernels do not take.
     """
     config = TrainConfig.load(size, overrides)
-    if config.activation != "relu":
-        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
-    check_sizes([context], config.hidden_size, config.intermediate_size)
     sizes = config.model_config()
+    check_model(size, sizes, context)
     sizes.max_position_embeddings = context
     with device:
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from twell.config import TrainConfig
 from twell.measure import clock, imposed
-from twell.measure.case import check_sizes
 from twell.measure.check import TOLERANCE
 from twell.measure.patterns import IMPOSED, Pattern
 from twell.measure.providers import Provider, compilations
-from twell.measure.rows import STEP_SIZES, Rows, significant
-from twell.measure.sides import Compiled
+from twell.measure.rows import Rows, require, significant
+from twell.measure.sides import Compiled, check_model, model_columns
 from twell.measure.step import training_ops
 from twell.models.l1 import l1_by_layer
 from twell.models.llama import SparseLlamaForCausalLM
@@ -71,9 +70,8 @@ def train_step(
     gpu = clock.gpu(energy)
     config = model_config(model, overrides)
     active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
-    if not 0 < active < config.intermediate_size:
-        limit = f"below {config.intermediate_size}, the neurons"
-        raise ValueError(f"active is {active:g}; it has to be above 0 and {limit}")
+    limit = f"it has to be above 0 and below {config.intermediate_size}, the neurons"
+    require(0 < active < config.intermediate_size, f"active is {active:g}; {limit}")
     pattern = replace(IMPOSED, profile=profile)
     rows = Rows(out, ["train_step"])
     trainer = Trainer(model, config, active, pattern, gpu)
@@ -89,16 +87,12 @@ def train_step(
 def model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
     """Return the configuration of a model to be timed: one micro-batch a step."""
     config = TrainConfig.load(model, [*overrides, f"l1_coefficient={L1_COEFFICIENT}"])
-    if config.precision != "bf16":
-        raise ValueError(
-            f"precision is {config.precision!r}; the sparse path of training needs 'bf16'"
-        )
-    if config.activation != "relu":
-        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
+    unfit = f"precision is {config.precision!r}; the sparse path of training needs 'bf16'"
+    require(config.precision == "bf16", unfit)
+    check_model(model, config.model_config(), config.context)
     config.micro_batch = config.micro_batch or config.batch_tokens // config.context
-    check_sizes([config.context], config.hidden_size, config.intermediate_size)
-    if config.micro_batch < 1:
-        raise ValueError(f"micro_batch is {config.micro_batch}; it has to be at least 1")
+    unfit = f"micro_batch is {config.micro_batch}; it has to be at least 1"
+    require(config.micro_batch >= 1, unfit)
     return config
 
 
@@ -265,12 +259,17 @@ class Trainer:
 
 def _measure(trainer: Trainer, providers: Sequence[Provider], largest: bool) -> list[dict]:
     """Check the steps of every provider, then time them in turns; return the rows."""
-    common, gpu = _common(trainer), trainer.gpu
+    config, gpu = trainer.config, trainer.gpu
+    common = model_columns(trainer.name, trainer.model, trainer.pattern.profile)
+    common |= {name: getattr(config, name) for name in ("context", "micro_batch", "precision")}
+    common["checkpoint_activations"] = config.checkpoint_activations
+    common["active"] = round(float(np.mean(trainer.active)), 2)
+    common["active_max"] = round(max(trainer.active), 2)
     expected: list[tuple] = []  # loss and norms of the first provider, which is dense
     numbers: dict[Provider, int] = {}  # steps of a turn
 
     def check(provider: Provider) -> tuple[dict, Callable]:
-        trainer.become(provider, trainer.config.learning_rate)
+        trainer.become(provider, config.learning_rate)
         results = trainer.steps()
         expected.append(results)
         _compare(f"{provider} of {trainer.name}", results, expected[0], providers[0])
@@ -291,10 +290,13 @@ def _measure(trainer: Trainer, providers: Sequence[Provider], largest: bool) -> 
         return gpu.replay_times(trainer.step, numbers[provider])
 
     columns = clock.measure(providers, check, clock.LAYER_ROUNDS)
-    rows = [common | _row(trainer, provider, columns[provider]) for provider in providers]
-    for provider, row in zip(providers, rows, strict=True):
+    rows = []
+    for provider in providers:
+        trainer.become(provider, 0.0)
+        trainer.step()  # allocates the optimiser's state
+        rows.append(common | columns[provider] | _row(trainer, provider, columns[provider]["p50"]))
         if largest:
-            row |= _largest(trainer, provider)
+            rows[-1] |= _largest(trainer)
     trainer.leave()
     return rows
 
@@ -310,45 +312,25 @@ def _compare(what: str, results: tuple, expected: tuple, first: Provider) -> Non
             raise ArithmeticError(f"{what} is wrong: {name} is {value:.5g}, of {first} {exact:.5g}")
 
 
-def _common(trainer: Trainer) -> dict:
-    """Return the columns of the model and its activity, and print them."""
-    config = trainer.config
-    common = {"model": trainer.name}
-    common["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-    common |= {size: getattr(config, size) for size in STEP_SIZES.split()}
-    common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
-    common["profile"] = trainer.pattern.profile
-    common["active"] = round(float(np.mean(trainer.active)), 2)
-    common["active_max"] = round(max(trainer.active), 2)
-    size = f"{common['parameters'] / 1e6:.0f} M parameters, {trainer.tokens.numel()} tokens"
-    active = f"{common['active']} active (at most {common['active_max']} in a layer)"
-    print(f"{trainer.name}: {size}, {active}", flush=True)
-    return common
+def _row(trainer: Trainer, provider: Provider, milliseconds: float) -> dict:
+    """The columns of the provider whose steps the trainer takes."""
+    row = {
+        "provider": provider.name,
+        "path": provider.path or "dense",
+        "capacity": trainer.sparse and trainer.sparse.summary()["capacity"],
+        "tokens_per_second": round(1e3 * trainer.tokens.numel() / milliseconds),
+        "peak": trainer.gpu.peak(trainer.step)[1],
+        "largest": None,
+        "largest_tokens_per_second": None,
+    }
+    return row | clock.energy(trainer.gpu, trainer.step, 1, milliseconds)
 
 
-def _row(trainer: Trainer, provider: Provider, columns: dict) -> dict:
-    """Return and print a provider's row, without the largest micro-batch."""
-    trainer.become(provider, 0.0)
-    trainer.step()  # allocates the optimiser's state
-    row = columns | {"provider": provider.name, "path": provider.path or "dense"}
-    row["capacity"] = trainer.sparse and trainer.sparse.summary()["capacity"]
-    row["tokens_per_second"] = round(1e3 * trainer.tokens.numel() / columns["p50"])
-    row["peak"] = trainer.gpu.peak(trainer.step)[1]
-    row |= clock.energy(trainer.gpu, trainer.step, 1, columns["p50"])
-    row |= {"largest": None, "largest_tokens_per_second": None}
-    speed = f"{columns['p50']:.1f} ms, {row['tokens_per_second']} tokens/s"
-    print(f"{trainer.name}  {provider.name:<27} {speed}, {row['peak'] / 1e9:.1f} GB", flush=True)
-    return row
-
-
-def _largest(trainer: Trainer, provider: Provider) -> dict:
-    """Find and time a provider's largest micro-batch; return and print the columns."""
-    trainer.become(provider, 0.0)
+def _largest(trainer: Trainer) -> dict:
+    """The columns of the largest micro-batch, which is timed."""
     result, speed = trainer.largest(), None
     if result:
         times = clock.quantiles(trainer.gpu.replay_times(trainer.step, 5, lead=1))
         speed = round(1e3 * trainer.tokens.numel() / times["p50"])
-    batch = f"{result} x {trainer.config.context} tokens fit"
-    print(f"{trainer.name}  {provider.name:<27} {batch}, {speed} tokens/s", flush=True)
     trainer.draw(trainer.config.micro_batch)
     return {"largest": result, "largest_tokens_per_second": speed}
