@@ -124,6 +124,8 @@ def test_the_gpu_reads_torchs_events_counters_and_profiler(monkeypatch, capsys):
     order = "synchronize memory_allocated reset_peak_memory_stats run synchronize"
     order = [*order.split(), "max_memory_allocated"]
     assert [call[0] for call in cuda.mock_calls] == order
+    cuda.mem_get_info.return_value, cuda.memory_reserved.return_value = (9000, 10**5), 500
+    assert gpu.available() == 9500
     assert gpu.kernels([run], 3) == [("gate", 0.5), ("up", 0.5)]
     nvml.nvmlInit.side_effect = KeyError("Not Supported")
     assert clock.gpu(energy=True).meter is None

@@ -113,6 +113,10 @@ class Gpu:
         torch.cuda.synchronize()
         return before, torch.cuda.max_memory_allocated()
 
+    def available(self) -> int:
+        """Return the bytes that are free, and those that torch holds to use again."""
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
     def kernels(self, calls: Sequence[Run], rounds: int) -> Kernels:
         """Return the kernels of so many rounds of the calls, in the order they ran."""
         from torch.profiler import ProfilerActivity, profile

@@ -242,16 +242,21 @@ class Trainer:
     def largest(self) -> int:
         """Return the most documents, within 3%, whose step fits into memory; 0: none.
 
-        They are the batch from then on.
+        They are the batch from then on. The peak is a straight line in their number; the first
+        guess is where it meets the limit.
         """
-        low, high = 0, self.config.micro_batch
-        while self.fits(high):
-            low, high = high, 2 * high
-        while high - low > max(low // 32, 1):
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
-        self.draw(low)
-        return low
+        limit, few = self.gpu.available(), max(self.config.micro_batch // 2, 1)
+        peaks: list[int] = []
+        for sequences in (few, 2 * few):
+            if not self.fits(sequences):
+                break
+            peaks.append(self.gpu.peak(self.step)[1])
+        guess = few * (len(peaks) + 1) - 1
+        if len(peaks) == 2:
+            guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
+        while guess > 0 and not self.fits(guess):
+            guess -= max(guess // 32, 1)
+        return guess
 
 
 # --- all providers ----------------------------------------------------------------------------
