@@ -193,19 +193,17 @@ def output_gradients(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def training_capacity(path: str, case: Case) -> int:
     """Return the entries per token that SparseTraining would give this case."""
-    sizes = capacities(case.columns["intermediate_size"])
+    *_, most = sizes = capacities(case.columns["intermediate_size"])
     needed = math.ceil(case.columns["active"])
-    while True:
-        fitting = (size for size in sizes if size >= CAPACITY_MARGIN * needed)
-        capacity = next(fitting, sizes[-1])
-        with torch.no_grad():
-            needed = int(training_ops().train(path, capacity, case.x, *case.sets[0]).needed)
-        if needed <= capacity:
-            return capacity
-        if capacity == sizes[-1]:
-            raise ArithmeticError(
-                f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons"
-            )
+    for capacity in sizes:
+        if capacity >= CAPACITY_MARGIN * needed or capacity == most:
+            with torch.no_grad():
+                needed = int(training_ops().train(path, capacity, case.x, *case.sets[0]).needed)
+            if needed <= capacity:
+                return capacity
+    raise ArithmeticError(
+        f"triton {path} at {case} needs {needed} entries a token, of {most} neurons"
+    )
 
 
 def case_steps(case: Case, compiled: Callable, paths: Sequence[str]) -> dict[Provider, Step]:
