@@ -121,9 +121,10 @@ def test_without_active_neurons_only_zero_passes():
 
 def test_the_relative_error_is_that_of_the_whole():
     g = torch.Generator().manual_seed(SEED)
-    exact = torch.randn(2**12, 4100, generator=g)  # more than a part
-    result = exact + 0.01 * torch.randn(exact.shape, generator=g)
-    assert check.relative(result, exact) == pytest.approx(relative(result, exact), rel=1e-4)
+    exact = torch.randn(2**24 + 5000, generator=g)  # more than a part
+    result = exact.clone()
+    result[-5000:] *= 2
+    assert check.relative(result, exact) == pytest.approx(relative(result, exact), rel=1e-3)
     assert check.relative(torch.ones(4), torch.zeros(4)) == 2
 
 
