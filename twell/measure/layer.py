@@ -120,9 +120,9 @@ def checked(
 
 
 class Bench:
-    """What all cases of a command share: the clock, the rows, and the GPU's ceilings, just measured.
+    """What all cases of a command share: the clock, the rows, and the GPU's ceilings.
 
-    kernels: whether each kernel is measured. Raises ValueError for rows of kernels without a folder.
+    kernels: also measure each kernel; raises ValueError for such rows without a folder.
     """
 
     def __init__(self, gpu: Gpu, out: str | Path | None, files: Sequence[str], kernels: bool):
@@ -153,10 +153,8 @@ class Bench:
         self, row: dict, calls: Sequence[clock.Run], formulas: Mapping | None = None
     ) -> list[dict]:
         """Return a provider's row once for each of its kernels, with kernel, launches and ms."""
-        rows = []
-        for name, (launches, ms) in (
-            clock.kernel_times(self.gpu, calls).items() if self.kernels else ()
-        ):
+        rows, times = [], clock.kernel_times(self.gpu, calls) if self.kernels else {}
+        for name, (launches, ms) in times.items():
             kernel = {"kernel": name, "launches": round(launches, 2), "ms": significant(ms, 4)}
             cost = (formulas or {}).get((row["path"], name))
             rows.append(row | kernel | self._work(cost, kernel["ms"]))

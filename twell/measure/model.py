@@ -79,18 +79,13 @@ def language_model(
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned)
     unfit = "active is imposed on random weights; a checkpoint has its own activity"
     require(checkpoint is None or active is None, unfit)
-    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
-    require(checkpoint or active is not None or size in imposed.PAPER_ACTIVE, unfit)
     rows = Rows(out, FILES)
     if checkpoint is None:
-        name, pattern = size, replace(IMPOSED, profile=profile)
-        model, config = random_model(size, overrides, plan.longest, gpu.device)
-        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
-        means = [imposed.PAPER_ACTIVE[size]] if active is None else active
-        levels = [pattern.means(config.num_layers, mean) for mean in means]
+        name, given = size, _random(size, overrides, profile, active, plan.longest, gpu.device)
     else:
-        name, profile, levels = checkpoint[0], "checkpoint", [None]
-        model, draw = _given(*checkpoint, plan.longest, gpu.device)
+        name, profile = checkpoint[0], "checkpoint"
+        given = _given(*checkpoint, plan.longest, gpu.device)
+    model, draw, levels = given
     bench = Bench(name, model, profile, calibration, gpu)
     for means in levels:
         bench.become(DENSE_EAGER)
@@ -155,14 +150,35 @@ class Plan:
             torch.cuda.empty_cache()
 
 
+def _random(
+    size: str,
+    overrides: Sequence[str],
+    profile: str,
+    active: Sequence[float] | None,
+    longest: int,
+    device: torch.device,
+) -> tuple[SparseLlamaForCausalLM, Draw, list[list[float]]]:
+    """A model of random weights, what draws its tokens, and levels of activity by layer."""
+    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
+    require(active is not None or size in imposed.PAPER_ACTIVE, unfit)
+    pattern = replace(IMPOSED, profile=profile)
+    model, config = random_model(size, overrides, longest, device)
+    means = [imposed.PAPER_ACTIVE[size]] if active is None else active
+    draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
+    return model, draw, [pattern.means(config.num_layers, mean) for mean in means]
+
+
 def _given(
     name: str,
     model: SparseLlamaForCausalLM,
     text: Sequence[int],
     longest: int,
     device: torch.device,
-) -> tuple[SparseLlamaForCausalLM, Draw]:
-    """A checkpoint, and what cuts its text. Raises ValueError for one that is not measured."""
+) -> tuple[SparseLlamaForCausalLM, Draw, list[None]]:
+    """A checkpoint, what cuts its text, and one level: its own activity.
+
+    Raises ValueError for a model that is not measured.
+    """
     config, most = model.config, model.config.max_position_embeddings
     check_model(name, config, longest)
     in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
@@ -177,7 +193,7 @@ def _given(
         require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
         return tokens[: batch * context].view(batch, context)
 
-    return model.to(device).requires_grad_(False).eval(), draw
+    return model.to(device).requires_grad_(False).eval(), draw, [None]
 
 
 def measure_forward(
