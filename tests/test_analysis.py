@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.trace.activity import aggregate_of
+from tests.factories.trace import aggregate_of
 from twell import analysis, results
 from twell.trace import Trace
 

@@ -18,8 +18,8 @@ import pytest
 
 import twell
 from tests.browser import SCREENSHOTS, chromium, why_no_browser
+from tests.factories.trace import aggregate_of
 from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
 from twell import inspector, trace
 from twell.inspector import Side
 from twell.trace import Trace

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from tests.factories.trace import aggregate_of
 from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
 from tests.train.runs import stop_training
 from twell import results
 from twell.__main__ import main

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
+from tests.factories.trace import aggregate_of
 from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
 from twell import analysis, load, results
 from twell.__main__ import main
 from twell.config import TrainConfig

@@ -14,8 +14,8 @@ import traitlets
 from matplotlib.figure import Figure
 
 import twell
+from tests.factories.trace import aggregate_of
 from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side
 

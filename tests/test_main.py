@@ -13,8 +13,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.factories.trace import aggregate_of
 from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
 from twell import results, trace
 from twell.__main__ import RUNS_BEGIN, RUNS_END, main
 from twell.sparse.layer import backend_status
