@@ -9,7 +9,7 @@ from twell.trace.counter import Counter
 
 
 def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
-    out = tmp_path / "deep" / "a.npz"
+    out, text = tmp_path / "deep" / "a.npz", tmp_path / "text.txt"
     command = ["trace", str(tiny_run), "--aggregate", "--out", str(out)]
     assert main([*command, "--valid", "--tokens", "500"]) == 0
     printed = capsys.readouterr().out
@@ -20,7 +20,6 @@ def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
     assert counted.meta["l1_coefficient"] == 1e-2
     assert main([*command, "--valid"]) == 0
     assert Aggregate.load(out).num_tokens > 512  # all that is held out
-    text = tmp_path / "text.txt"
     text.write_text("ba de fun " * 30, encoding="utf-8")
     assert main([*command, "--file", str(text)]) == 0
     assert 30 < Aggregate.load(out).num_tokens < 200
@@ -32,10 +31,7 @@ def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
         ("--aggregate --valid --tokens 9999999", "9999999 tokens were asked for; there are "),
         ("--aggregate --valid --tokens 0", "0 tokens were asked for"),
         ("--valid --tokens 10", "--tokens and --max-bytes belong to --aggregate"),
-        (
-            "--aggregate --valid --max-bytes 5000",
-            "2 layers of 96 neurons may need 6144 bytes; max_bytes is 5000",
-        ),
+        ("--aggregate --valid --max-bytes 5000", "may need 6144 bytes; max_bytes is 5000"),
         ("--aggregate --text EMPTY", "the text is empty"),
         ("--aggregate --file LATIN", "latin.txt is not UTF-8 text: byte 1"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,15 +136,12 @@ class Trace(files.Record):
         entries in these blocks. Blocks start at the first token and cross the ends of sequences.
         """
         totals = np.zeros((3, self.num_layers, len(blocks)), np.int64)
-        for layer, counts in enumerate(self.counts()):
-            token = np.repeat(np.arange(self.num_tokens), counts)
-            neuron = self.layer(layer).indices
+        for layer, token, neuron in self._entries():
             for n, block in enumerate(blocks):
-                end = self.num_tokens // block * block
-                inside = token < end
+                inside = token < self.num_tokens // block * block
                 pairs = token[inside] // block * self.intermediate_size + neuron[inside]
                 sizes = np.bincount(np.unique(pairs) // self.intermediate_size, minlength=1)
-                totals[:, layer, n] = sizes.sum(), sizes.max(), counts[:end].sum()
+                totals[:, layer, n] = sizes.sum(), sizes.max(), inside.sum()
         return tuple(totals)
 
     def overflows(self, tile_n: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -156,11 +153,15 @@ class Trace(files.Record):
         num_tiles = -(-self.intermediate_size // tile_n)
         shape = (self.num_tokens, num_tiles)
         totals = np.zeros((2, self.num_layers, len(compressions)), np.int64)
-        for layer, counts in enumerate(self.counts()):
-            first = np.repeat(np.arange(self.num_tokens), counts) * num_tiles
-            tile = first + self.layer(layer).indices // tile_n
+        for layer, token, neuron in self._entries():
+            tile = token * num_tiles + neuron // tile_n
             in_tile = np.bincount(tile, minlength=self.num_tokens * num_tiles).reshape(shape)
             for n, compression in enumerate(compressions):
                 over = in_tile > tile_n // compression - 1
                 totals[:, layer, n] = over.any(axis=1).sum(), over.sum()
         return tuple(totals)
+
+    def _entries(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield each layer, and the tokens and neurons of its active entries."""
+        for layer, counts in enumerate(self.counts()):
+            yield layer, np.repeat(np.arange(self.num_tokens), counts), self.layer(layer).indices

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,32 +42,16 @@ class Progress:
             self.add(size(item))
 
 
-class Observer(Protocol):
-    """Sees the batches of a model, one after the other."""
-
-    def begin(self, ids: Tensor) -> None:
-        """A batch of token ids int64 [B, S] starts."""
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        """The n active entries of the batch in one layer.
-
-        token, neuron: int64 [n], ascending, tokens numbered from 0 in the batch; value: their h,
-        float32 [n].
-        """
-
-    def end(self, logprob: Tensor) -> None:
-        """The batch is done; logprob fp32 [B, S], NaN for the first token of each sequence."""
-
-
 def watch(
-    model: SparseLlamaForCausalLM,
-    sequences: Iterable[Sequence[int]],
-    batch: int,
-    observer: Observer,
+    model: SparseLlamaForCausalLM, sequences: Iterable[Sequence[int]], batch: int, observer: Any
 ) -> None:
     """Run sequences of token ids through the model, in batches of one length.
 
-    Raises ValueError for a token that the model does not have, and for an empty sequence.
+    Of each batch the observer is told: begin(ids), int64 [B, S]; for every layer
+    layer(layer, token, neuron, value), its n active entries: token and neuron int64 [n], ascending,
+    tokens numbered from 0 in the batch, and their h, float32 [n]; end(logprob), fp32 [B, S], NaN
+    for the first token of each sequence. Raises ValueError for a token that the model does not
+    have, and for an empty sequence.
     """
     with contextlib.ExitStack() as hooks:
         for layer, ffn in enumerate(model.ffns):
@@ -75,7 +59,7 @@ def watch(
         score(model, sequences, batch, observer.end, observer.begin)
 
 
-def _hook(observer: Observer, layer: int) -> Callable:
+def _hook(observer: Any, layer: int) -> Callable:
     def hook(ffn, inputs, _):
         # Computed again, densely, so that a trace does not depend on the backend.
         g, h = (t.reshape(-1, ffn.intermediate_size) for t in ffn.activations(inputs[0]))
