@@ -14,11 +14,12 @@ from twell import results
 ROOT = results.root()
 MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
 # Folders that keep the limits; the others follow.
-FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/measure twell/trace twell/evaluate
-    tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace""".split()
+FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/measure twell/trace
+    twell/evaluate tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace
+    tests/evaluate""".split()
 FILES = [
     *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),
-    *("twell/results.py", "tests/factories/trace.py", "tests/test_evaluate.py"),
+    *("twell/results.py", "tests/factories/trace.py", "tests/factories/evaluate.py"),
     "tests/test_results.py",
     *(f"tests/test_{name}.py" for name in ("config", "corpus", "damage", "export")),
 ]

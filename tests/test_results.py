@@ -73,34 +73,23 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
 
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_COMMIT", raising=False)
-
-    def git(*arguments):
-        options = ["-c", "user.name=a", "-c", "user.email=a"]
-        command = ["git", *options, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    package = tmp_path / "twell"
-    package.mkdir()
-    monkeypatch.setattr(results, "__file__", str(package / "results.py"))
-    assert results.commit() == results.source_commit([package]) == "unknown"
-    for name in ("results.py", "other.py"):
-        (package / name).write_text("")
-    git("init")
-    git("add", "twell/results.py")
-    git("commit", "-m", "first")
-    first = git("rev-parse", "HEAD")
-    git("add", ".")
-    git("commit", "-m", "second")
-    second = git("rev-parse", "HEAD")
-    assert results.commit() == second
-    assert results.source_commit([package / "results.py"]) == first
-    (package / "results.py").write_text("changed")
-    assert results.commit() == f"{second}-dirty"
-    assert results.source_commit([package / "results.py"]) == f"{first}-dirty"
-    assert results.source_commit([package / "other.py"]) == second
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "twell" / "results.py"))
+    assert results.commit() == results.source_commit([tmp_path]) == "unknown"
+    commits, one, other = [], tmp_path / "twell" / "one.py", tmp_path / "twell" / "other.py"
+    one.parent.mkdir()
+    for path in (one, other):
+        path.write_text("")
+        user = "-c user.name=a -c user.email=a"
+        for command in ("init", "add .", f"{user} commit -m x", "rev-parse HEAD"):
+            done = subprocess.run(["git", *command.split()], cwd=tmp_path, stdout=subprocess.PIPE)
+        commits.append(done.stdout.decode().strip())
+    assert (results.commit(), results.source_commit([one])) == (commits[1], commits[0])
+    one.write_text("changed")
+    assert results.commit() == f"{commits[1]}-dirty"
+    assert results.source_commit([one]) == f"{commits[0]}-dirty"
+    assert results.source_commit([other]) == commits[1]
     monkeypatch.setenv("TWELL_COMMIT", "given")
-    assert results.commit() == results.source_commit([package / "new.py"]) == "given"
+    assert results.commit() == results.source_commit([tmp_path / "new.py"]) == "given"
 
 
 def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
@@ -221,24 +210,6 @@ def test_a_missing_file_of_a_run_is_named(tmp_path, file):
     assert results.run_state(folder) == ("beginning" if file == "log.csv" else "else")
     with pytest.raises(FileNotFoundError, match=rf"a is not a run: it has no {file}"):
         results.load_run(folder)
-
-
-def test_only_the_files_of_a_run_are_removed(tmp_path):
-    folder = write_run(tmp_path / "a")
-    assert results.run_state(tmp_path / "none") == "nothing"
-    (folder / "model").mkdir()
-    for name in ("model/config.json", "model/model-1-of-2.safetensors", "checkpoint.pt"):
-        (folder / name).touch()
-    unfinished, others = ".log.csv.abcd1234.part", ["notes.txt", ".log.csv.abcd.part"]
-    for name in (unfinished, *others):
-        (folder / name).touch()
-    results.remove_unfinished(folder)
-    assert not (folder / unfinished).exists() and (folder / "log.csv").exists()
-    results.remove_run(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(others)
-    assert results.run_state(folder) == "else"
-    (folder / "notes.txt").unlink()
-    assert results.run_state(folder) == "nothing"
 
 
 @pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)

@@ -47,13 +47,13 @@ def load_tasks(
         # So lm-eval hands arguments to custom data sets.
         metadata={"model": str(model), "data": data and str(data), "text": text},
     )
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        known = "lm-eval has no such task or group"
+        if data is not None:
+            known = f"with local data there are {', '.join(manager.all_tasks)}"
+        raise ValueError(f"unknown task {unknown[0]!r}: {known}")
     chosen, tasks = [], {}
     for name in names:
-        if name not in manager.all_tasks:
-            known = "lm-eval has no such task or group"
-            if data is not None:
-                known = f"with local data there are {', '.join(manager.all_tasks)}"
-            raise ValueError(f"unknown task {name!r}: {known}")
         try:
             loaded = manager.load(name)
         except Exception as error:
