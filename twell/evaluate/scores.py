@@ -85,14 +85,13 @@ def run(
 def _check_options(
     num_fewshot: int | None, limit: int | None, batch_size: int | str, dtype: str | None
 ) -> None:
-    for name, value, least, unit in (
-        ("num_fewshot", num_fewshot, 0, "a number of examples, 0 or more"),
-        ("limit", limit, 1, "a number of items, 1 or more"),
-        ("batch_size", batch_size, 1, "a number of requests, 1 or more, or 'auto'"),
+    for name, value, other, least, expected in (
+        ("num_fewshot", num_fewshot, None, 0, "a number of examples, 0 or more"),
+        ("limit", limit, None, 1, "a number of items, 1 or more"),
+        ("batch_size", batch_size, "auto", 1, "a number of requests, 1 or more, or 'auto'"),
     ):
-        given = value is not None and (name, value) != ("batch_size", "auto")
-        if given and not (isinstance(value, int) and value >= least):
-            raise ValueError(f"{name} is {value!r}; it is {unit}")
+        if value != other and not (isinstance(value, int) and value >= least):
+            raise ValueError(f"{name} is {value!r}; it is {expected}")
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
 
