@@ -36,7 +36,7 @@ from tests.factories.analysis import (
     trained,
     training_rows,
 )
-from tests.trace.activity import aggregate_of
+from tests.factories.trace import aggregate_of
 from twell import analysis, results
 from twell.trace import Trace
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.factories.analysis import make_trace
-from tests.trace.activity import aggregate_of
+from tests.factories.trace import aggregate_of
 from twell import corpus
 from twell.cli import main
 from twell.cli.spelling import RENAMED

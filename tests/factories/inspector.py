@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 
 from tests.factories.analysis import make_trace  # noqa: F401
-from tests.trace.activity import aggregate_of  # noqa: F401
+from tests.factories.trace import aggregate_of  # noqa: F401
 from twell.trace import Trace
 
 

@@ -1,4 +1,4 @@
-"""Random traces with the cases that go wrong, their aggregates, and slow loops over them."""
+"""Random traces with the cases that go wrong, their aggregates, and their dense form."""
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from twell.trace.counter import Counter
 from twell.trace.watch import same_length
 
 LENGTHS = (40, 40, 40, 40, 7, 1, 1, 64, 64, 64, 64, 64, 100, 3)
+DEAD, OFTEN, AT_MOST_ONCE = 7, 8, 9  # neurons of `random_activity`
 BELOW_4 = np.nextafter(np.float32(4), np.float32(0))
 # 0, -0.0, ties, powers of two, tiny and huge values.
 ODD = (0.0, -0.0, 1.0, -1.0, 2.0, 2.0, 1e-20, -1e-20, BELOW_4, -4.0, 1000.0)
@@ -20,25 +21,7 @@ class Words:
         return f"<{ids[0]}>"
 
 
-def random_trace(tokens=7, layers=2, neurons=300):
-    """A trace of one sequence and its mask; every fifth neuron has the value 0."""
-    active = np.random.default_rng().random((layers * tokens, neurons)) < 0.1
-    rows, columns = active.nonzero()
-    trace = Trace(
-        token_ids=np.arange(tokens, dtype=np.int32),
-        strings=[f"t{n}" for n in range(tokens)],
-        logprob=np.full(tokens, -1.0, np.float32),
-        sequence=np.zeros(tokens, np.int32),
-        position=np.arange(tokens, dtype=np.int32),
-        indptr=np.concatenate([[0], np.bincount(rows, minlength=layers * tokens).cumsum()]),
-        indices=columns.astype(np.uint16),
-        values=np.where(columns % 5, columns, 0).astype(np.float32),
-        intermediate_size=neurons,
-    )
-    return trace, active
-
-
-def random_activity(seed, lengths, layers=2, neurons=600, rate=0.05):
+def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
     """A trace of sequences with silent and full rows, dead neurons and ODD values."""
     random = np.random.default_rng(seed)
     tokens = sum(lengths)
@@ -46,9 +29,9 @@ def random_activity(seed, lengths, layers=2, neurons=600, rate=0.05):
     mask = random.random(shape) < rate * random.lognormal(0, 1, (layers, tokens, 1))
     mask[0, random.integers(tokens)] = True
     mask[:, random.integers(tokens)] = False
-    mask[:, :, 7] = False
-    mask[:, :, 8] = random.random((layers, tokens)) < 0.5  # fires often
-    mask[:, 1:, 9] = False  # fires at the first token at most
+    mask[:, :, DEAD] = False
+    mask[:, :, OFTEN] = random.random((layers, tokens)) < 0.5
+    mask[:, 1:, AT_MOST_ONCE] = False
     values = random.standard_normal(mask.sum()) * random.lognormal(0, 1, mask.sum())
     values = values.astype(np.float32)
     odd = random.choice(np.array(ODD, np.float32), len(values))
@@ -89,13 +72,11 @@ def aggregate_of(trace: Trace, batch=3, seed=0, max_bytes=10**9) -> Aggregate:
     return counter.finish(sequences, Words(), max_bytes, {})
 
 
-def firings(trace, layer, neuron):
-    """The numbers of the tokens that activate a neuron, and its values, by a slow loop."""
-    at, values = [], []
-    for token in range(trace.num_tokens):
-        row = layer * trace.num_tokens + token
-        for entry in range(trace.indptr[row], trace.indptr[row + 1]):
-            if trace.indices[entry] == neuron:
-                at.append(token)
-                values.append(float(trace.values[entry]))
-    return at, values
+def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+    """Which neurons are active, and their h, both [L, T, N]."""
+    shape = (trace.num_layers, trace.num_tokens, trace.intermediate_size)
+    active, h = np.zeros(shape, bool), np.zeros(shape)
+    row = np.repeat(np.arange(len(trace.indptr) - 1), np.diff(trace.indptr))
+    place = (*np.divmod(row, trace.num_tokens), trace.indices)
+    active[place], h[place] = True, trace.values
+    return active, h
