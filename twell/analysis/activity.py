@@ -1,4 +1,4 @@
-"""Tables of activity: by layer, token, position and neuron, and how neurons depend on tokens and each other.
+"""Tables of activity: by layer, token, position and neuron, and what single neurons stand for.
 
 "Active" is the number of neurons of one layer that are active for one token, the paper's
 "non-zeros". Every stored entry of a trace is active, whatever its value.
@@ -318,17 +318,18 @@ def together(
 
 
 def surprise(trace: twell.Trace, layers: Sequence[int] | None = None) -> pd.DataFrame:
-    """Return each token's activity and surprise: sequence, position, token, active, surprise, next_surprise.
+    """Return each token's activity and surprise.
 
-    active: mean over `layers` (default: all). surprise: -log p of the token given those before it,
-    nats; next_surprise: of the token after it, which the model predicts here. NaN at the first and
-    the last token of a sequence. Ours.
+    Columns: sequence, position, token; active: mean over `layers` (default: all); surprise: -log p
+    of the token given those before it, nats; next_surprise: of the token after it, which the model
+    predicts here. NaN at the first and the last token of a sequence. Ours.
     """
     active = trace.counts() if layers is None else trace.counts()[list(layers)]
     columns = {"sequence": trace.sequence, "position": trace.position, "token": trace.strings}
     columns |= {"active": active.mean(axis=0), "surprise": -trace.logprob}
     table = pd.DataFrame(columns)
-    return table.assign(next_surprise=table.groupby("sequence")["surprise"].shift(-1).astype(float))
+    following = table.groupby("sequence")["surprise"].shift(-1)
+    return table.assign(next_surprise=following.astype(float))
 
 
 def surprise_correlation(
@@ -379,10 +380,10 @@ def _correlation(
 
 
 def by_surprise(table: pd.DataFrame, of: str = "surprise", bins: int = 10) -> pd.DataFrame:
-    """Return the activity in equally filled bins of surprise: low, high, surprise, active, n, q25, q75.
+    """Return the activity in equally filled bins of a column `of` of `surprise`.
 
-    table: `surprise`; of: its column to bin by, from low to high in a bin; surprise and active are
-    means, q25 and q75 quartiles of active. First tokens are left out. Ours.
+    Columns: low, high (of the bin), surprise and active (means), n, q25 and q75 (quartiles of
+    active). First tokens are left out. Ours.
     """
     known = table[(table["position"] > 0) & table[of].notna()]
     groups = known.groupby(pd.qcut(known[of], bins, labels=False, duplicates="drop"))

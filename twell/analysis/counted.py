@@ -10,6 +10,7 @@ from twell.analysis.runs import level_name, logged_layers
 from twell.analysis.tasks import (
     MEAN,
     NEAR_CHANCE,
+    SIZE,
     against_dense,
     by_level,
     seven_tasks,
@@ -20,7 +21,7 @@ Quantities = dict[str, Any]
 
 
 def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quantities:
-    """Return what a tile of TwELL holds and whether nothing is lost.
+    """Return the numbers of a tile of TwELL, and of random cases of the kernels.
 
     packed: a `twell.PackedTwELL`; exact: whether unpacking gave the same bits; fuzz: rows of
     data/bench/fuzz.csv. Errors are relative RMS against fp64, of bf16.
@@ -32,8 +33,8 @@ def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quant
         for name, rows in (("forward", fuzz[~training]), ("backward", fuzz[training])):
             result[f"{name}_cases"] = rows["cases"].iloc[0]
             result[f"{name}_failed"] = rows["failed"].sum()
-            of_bf16 = rows.loc[rows["dtype"] == "bfloat16", "worst_relative_rms"]
-            result[f"{name}_error"] = of_bf16.max()
+            errors = rows.loc[rows["dtype"] == "bfloat16", "worst_relative_rms"]
+            result[f"{name}_error"] = errors.max()
     return result
 
 
@@ -51,21 +52,20 @@ def layers(
     """Return where in the model activity is.
 
     sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1,
-    and at a level beyond use; overflow: `tile_overflow` at the recommended level; seeds: the first
-    table of other seeds, one under the other with a column run; prefix stands before every name.
-    Layers count from 0; _depth is a layer's place from 0 (first) to 1 (last).
+    and at a level beyond use; overflow: `tile_overflow` at the recommended level; seeds: tables as
+    the first, of other seeds, with a column run; prefix stands before every name. Layers count from
+    0; _depth is a layer's place from 0 (first) to 1 (last).
     """
     last = len(sparse) - 1
     least = sparse.nsmallest(3, "mean")["layer"].astype(int).tolist()
-    two = sorted(sparsest.nlargest(2, "mean")["layer"].astype(int)) if len(sparsest) else []
     tiles = overflow[overflow["compression"] == 8]
-    worst = tiles[tiles["overflow_rows"] == tiles["overflow_rows"].max()]
+    most = tiles["overflow_rows"].max()
     result = {
         "last": last,
         "ratio_least": sparse["max_over_mean"].min(),
         "ratio_most": sparse["max_over_mean"].max(),
-        "overflow": 100 * tiles["overflow_rows"].max(),
-        "overflow_layer": worst["layer"].max(),
+        "overflow": 100 * most,
+        "overflow_layer": tiles.loc[tiles["overflow_rows"] == most, "layer"].max(),
         "least": ", ".join(map(str, sorted(least))),
         "least_layer": least[0],
         "first_two_least": set(least[:2]) == {0, 1},
@@ -75,9 +75,10 @@ def layers(
         if len(table):
             peak = int(table.set_index("layer")["mean"].idxmax())
             result |= {name: peak, f"{name}_depth": peak / max(last, 1)}
-    if len(two) == 2:
-        result |= {"sparsest_peaks": f"{two[0]}, {two[1]}", "sparsest_at_last": two[1] == last}
-        result["sparsest_first_depth"] = two[0] / max(last, 1)
+    if len(sparsest) > 1:
+        first, second = sorted(sparsest.nlargest(2, "mean")["layer"].astype(int))
+        result |= {"sparsest_peaks": f"{first}, {second}", "sparsest_at_last": second == last}
+        result["sparsest_first_depth"] = first / max(last, 1)
     if seeds is not None and len(seeds):
         ratios = seeds.groupby("run", sort=False)["max_over_mean"].min()
         result |= {"seed_ratios": ", ".join(f"{ratio:.1f}" for ratio in ratios)}
@@ -86,18 +87,24 @@ def layers(
 
 
 def seed_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
-    """Return `logged_layers` of each run of a log with a column run, one under the other."""
-    tables = []
-    for run, rows in log.groupby("run"):
-        tables.append(logged_layers(rows, intermediate_size).assign(run=run))
+    """Return `logged_layers` of each run of a log, one under the other, with a column run."""
+    tables = [
+        logged_layers(rows, intermediate_size).assign(run=run) for run, rows in log.groupby("run")
+    ]
     return pd.concat(tables, ignore_index=True)
 
 
+def _word(token: str) -> str:
+    """A token without its spaces; quoted where nothing else is in it."""
+    return token.strip() or repr(token)
+
+
 def tokens(table: pd.DataFrame, positions: pd.DataFrame, prefix: str = "") -> Quantities:
-    """Return which tokens and positions are active; table: `per_token`; positions: `by_position`;
-    prefix: before every name.
+    """Return which tokens and positions are active, from `per_token` and `by_position`.
+
+    prefix stands before every name.
     """
-    names = [token.strip() or repr(token) for token in table["token"]]
+    names = table["token"].map(_word).tolist()
     mean = positions["mean_active"]
     first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
     result = {
@@ -115,8 +122,9 @@ def neurons(
     specific: pd.DataFrame | None = None,
     cost: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return what single neurons do: tables of `surprise_correlation`, `specific` and
-    `trace.silenced_loss`.
+    """Return numbers of single neurons.
+
+    correlation: `surprise_correlation`; specific: `specific`; cost: `trace.silenced_loss`.
     """
     overall = correlation[(correlation["layer"] == -1) & (correlation["of"] == "surprise")]
     result = {}
@@ -126,7 +134,7 @@ def neurons(
     if specific is not None and len(specific):
         row = specific.iloc[0]
         result |= {"layer": int(row["layer"]), "neuron": int(row["neuron"])}
-        result |= {"token": row["token"].strip() or repr(row["token"]), "phi": row["phi"]}
+        result |= {"token": _word(row["token"]), "phi": row["phi"]}
     if cost is not None and len(cost):
         result["cost"] = cost["loss_change"].max()
     return result
@@ -139,9 +147,8 @@ def tasks(table: pd.DataFrame, differences: pd.DataFrame) -> Quantities:
     """Return accuracies of downstream tasks, from `evaluations` and their `backend_differences`.
 
     Accuracies in %, differences in points. `pairs` are sparse models beside the dense one of their
-    size and tokens; `pairs_above` those of which one is above chance; `pairs_lost` those of them
-    more than two standard errors below dense. The list of means is of the size with the most levels
-    of L1.
+    size and tokens; of `pairs_above` one model is above chance; of these, `pairs_lost` are more
+    than two standard errors below dense. The list of means is of the size with the most levels.
     """
     result = {}
     seven = seven_tasks(table)
@@ -167,33 +174,24 @@ def tasks(table: pd.DataFrame, differences: pd.DataFrame) -> Quantities:
 
 
 def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
-    """Means of the seven tasks and accuracies of continuations by level, of the size with the most
-    levels.
-    """
+    """Means of the seven tasks and of continuations, of the size with the most levels."""
     means = several_levels(by_level(seven))
     means = means[means["task"] == MEAN]
     if means.empty:
         return {}
-    size = means[["parameters", "training_tokens"]].iloc[-1]
-    means = means[(means[["parameters", "training_tokens"]] == size).all(axis=1)]
-    result = {
-        "task_levels": ", ".join(level_name(level) for level in means["l1_coefficient"]),
-        "means": ", ".join(f"{100 * value:.1f}" for value in means["accuracy"]),
-        "means_error": 100 * means["stderr"].max(),
-        "chance": 100 * means["chance"].iloc[0],
-    }
-    same = (table[["parameters", "training_tokens"]] == size).all(axis=1)
-    for column, value in (("dtype", "float32"), ("backend", "dense"), ("metric", "acc")):
-        same &= table[column] == value
-    held_out = table[same & (table["task"] == "held_out_continuation")]
-    held_out = held_out.sort_values("l1_coefficient")
-    if len(held_out):
-        result |= {
-            "continued": ", ".join(f"{100 * value:.1f}" for value in held_out["accuracy"]),
-            "continued_error": 100 * held_out["stderr"].max(),
-            "continued_chance": 100 * held_out["chance"].iloc[0],
-        }
-    above = table[same & table["task"].isin(seven["task"]) & (table["task"] != MEAN)]
+    size = means[SIZE].iloc[-1]
+    means = means[(means[SIZE] == size).all(axis=1)]
+    same = (table[SIZE] == size).all(axis=1)
+    same &= (table["dtype"] == "float32") & (table["backend"] == "dense")
+    plain = table[same & (table["metric"] == "acc")]
+    held_out = plain[plain["task"] == "held_out_continuation"].sort_values("l1_coefficient")
+    result = {"task_levels": ", ".join(means["l1_coefficient"].map(level_name))}
+    for name, prefix, rows in (("means", "", means), ("continued", "continued_", held_out)):
+        if len(rows):
+            result[name] = ", ".join(f"{100 * value:.1f}" for value in rows["accuracy"])
+            result[f"{name}_error"] = 100 * rows["stderr"].max()
+            result[f"{prefix}chance"] = 100 * rows["chance"].iloc[0]
+    above = plain[plain["task"].isin(seven["task"]) & (plain["task"] != MEAN)]
     above = (above["verdict"] == "above chance").groupby(above["task"]).all()
     result["tasks_above"] = ", ".join(above.index[above]) or "none"
     return result

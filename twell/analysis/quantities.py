@@ -1,7 +1,6 @@
 """The numbers behind the claims: by subject of `claims.yaml` a function from tables to a flat dict.
 
-The functions are in `trained` (runs), `counted` (formats, traces, evaluations) and `measured` (rows
-of data/bench). A notebook gives them its own tables; `recorded` gives them those of data/.
+A notebook gives the functions its own tables; `recorded` gives them those of data/.
 """
 
 from __future__ import annotations
@@ -32,19 +31,22 @@ PAIRS = {  # one training on one GPU and on two: the newest version, and those b
 
 
 def recorded(root: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the quantities of every subject from the recorded data of a repository, by subject.
+    """Return the quantities of every subject from data/ of a repository, by subject.
 
     Raises FileNotFoundError where data/ is not whole.
     """
     data = Path(root) / "data"
-    bench = functools.cache(lambda name: pd.read_csv(data / "bench" / f"{name}.csv"))
     every, log = results.load_runs(data / "runs")
-    result = {"formats": _formats(bench("fuzz"))} | _runs(every, log)
-    return result | _speed(bench) | _traces(data, log)
+    result = {"formats": _formats(data)} | _runs(every, log)
+    return result | _speed(data) | _traces(data, log)
 
 
-def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
-    """Of a small tensor with full, empty and overflowing rows; of the fuzz cases all."""
+def _bench(data: Path, name: str) -> pd.DataFrame:
+    return pd.read_csv(data / "bench" / f"{name}.csv")
+
+
+def _formats(data: Path) -> dict[str, Any]:
+    """Of a small tensor with full, empty and overflowing rows, and of all fuzz cases."""
     import torch
 
     from twell.sparse.formats import PackedTwELL
@@ -52,13 +54,11 @@ def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
     dense = torch.zeros(4, 5632, dtype=torch.bfloat16)
     dense[0], dense[1, ::100], dense[2, :40] = 1, 2, 3
     packed = PackedTwELL.pack(dense, 256, 8)
-    return formats(packed, torch.equal(packed.unpack(), dense), fuzz)
+    return formats(packed, torch.equal(packed.unpack(), dense), _bench(data, "fuzz"))
 
 
 def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> Runs:
-    """The runs whose name fits one of several patterns, and their log, as `results.load_runs` gives
-    them.
-    """
+    """The runs whose name fits one of several patterns, and their log."""
     names = [name for name in every["run"] if any(Path(name).match(one) for one in pattern.split())]
     some = every[every["run"].isin(names)].dropna(axis=1, how="all")
     return some.reset_index(drop=True), log[log["run"].isin(names)].reset_index(drop=True)
@@ -75,13 +75,14 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
     pair = _fitting(every, log, FLAGSHIP)
     flagships, curves = variants.computed_otherwise(*pair), variants.computed_curves(*pair)
-    of_pairs = {}
-    for name, pattern in PAIRS.items():
-        of_pairs[name] = variants.computed_otherwise(*_fitting(every, log, pattern))
+    scaled = {
+        name: variants.computed_otherwise(*_fitting(every, log, pattern))
+        for name, pattern in PAIRS.items()
+    }
     sparse_log = log[log["run"] == "flagship-triton"]
-    whole = training(flagships, of_pairs["devices"], curves, sparse_log)
-    for name, scaled in of_pairs.items():
-        whole |= devices(scaled, name)
+    whole = training(flagships, scaled["devices"], curves, sparse_log)
+    for name, table_of_pair in scaled.items():
+        whole |= devices(table_of_pair, name)
     return {
         "sweep": sweep(table, active, chosen, longer) | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
@@ -90,7 +91,8 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
     }
 
 
-def _speed(bench: Any) -> dict[str, dict[str, Any]]:
+def _speed(data: Path) -> dict[str, dict[str, Any]]:
+    bench = functools.partial(_bench, data)
     rows, training_rows = bench("ffn"), bench("training")
     by_tokens = speed.model_speedups(bench("model"))
     by_step = speed.step_speedups(bench("train_step"))

@@ -1,4 +1,4 @@
-"""Tables of runs: the outcome of each, an L1 sweep by level, curves over training, the price of an activity.
+"""Tables of runs: their outcomes, an L1 sweep by level, curves over training, prices of activity.
 
 A run is a row of the configurations and many rows of the log, both from `results.load_runs`.
 """
@@ -74,7 +74,7 @@ def last_validation(log: pd.DataFrame) -> pd.DataFrame:
 
 
 def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
-    """Return the outcome of each complete run of an L1 sweep, a row a run, by rising level (Fig. 3).
+    """Return the outcome of each complete run of an L1 sweep, by rising level (Fig. 3).
 
     Of the last validation, activity as the mean over layers: cross_entropy, cross_entropy_silenced
     (without feed-forward layers), ffn_gain (their difference), in nats; active, active_fraction (of

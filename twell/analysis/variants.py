@@ -59,9 +59,9 @@ def compared_level(table: pd.DataFrame) -> float:
 
 
 def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Return the complete runs at a level with a remedy for dead neurons, and the recipe's (Fig. 8).
+    """Return the runs at a level with a remedy for dead neurons, and the recipe's (Fig. 8).
 
-    No rows where there is no remedy.
+    Complete runs alone; no rows where there is no remedy.
     """
     if runs.empty:
         return runs
@@ -74,11 +74,11 @@ def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
 
 
 def seed_noise(table: pd.DataFrame, column: str) -> tuple[float, int]:
-    """Return the standard deviation between seeds of a column of `choices`, and its degrees of freedom.
+    """Return a column's standard deviation between seeds, and its degrees of freedom.
 
-    Pooled over all settings with several runs; (NaN, 0) without any. active_fraction counts in
-    natural logarithms, since activity scatters in proportion. Left out: SiLU's activity and
-    settings without a dead neuron, which cannot scatter.
+    table: `choices`. Pooled over all settings with several runs; (NaN, 0) without any.
+    active_fraction counts in natural logarithms, since activity scatters in proportion. Left out:
+    SiLU's activity and settings without a dead neuron, which cannot scatter.
     """
     values = table[column].astype(float)
     if column != "cross_entropy_change":
@@ -220,7 +220,8 @@ def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.Da
     names = {"mean_task_accuracy": "paper_accuracy", "cross_entropy": "paper_cross_entropy"}
     names |= {"avg_nonzeros": "paper_active"}
     printed = rows.pivot(index=setting, columns="metric", values="value").reindex(order)
-    printed = printed.rename(columns=names).reset_index().astype({"paper_l1": float})
+    printed = printed.rename(columns=names).rename_axis(columns=None).reset_index()
+    printed = printed.astype({"paper_l1": float})
     if len(table):
         level, ours = compared_level(table), levels(table)
         ours = ours.assign(dead=100 * ours["dead_fraction_train"], l1=ours["l1_coefficient"])
@@ -232,7 +233,7 @@ def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.Da
 
 
 def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
-    """Return dense and sparse models of the recipe by rising parameters, a row a size (section 4.2).
+    """Return dense and sparse models of the recipe, a row a size, rising (section 4.2).
 
     Columns: parameters, tokens, num_layers, hidden_size, intermediate_size, l1_coefficient (the
     level above 0 of most sizes, the lowest of equals); at that level runs, cross_entropy, active,
@@ -353,7 +354,7 @@ def _ways(runs: pd.DataFrame, devices: pd.Series) -> pd.Series:
 def computed_curves(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return cross_entropy, tokens_per_second and peak_memory over the training of complete runs.
 
-    Columns: run, metric, step, tokens, value. Memory is that of one device; a run on a CPU has none.
+    Columns: run, metric, step, tokens, value. Memory is of one device; a CPU has none.
     """
     columns = ["run", "metric", "step", "tokens", "value"]
     if runs.empty or log.empty:
