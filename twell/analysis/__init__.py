@@ -10,9 +10,8 @@ formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
 tasks     accuracies of downstream tasks
 trained   quantities of runs: the numbers behind the claims, by name
-counted   quantities of formats, traces and evaluations
 measured  quantities of measured rows
-quantities  all of these by subject (`analysis.quantities.sweep`), and `recorded`: those of data/
+quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
 claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
 
 The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities` and

@@ -343,24 +343,18 @@ def surprise_correlation(
     below 8 blocks. First tokens are left out. Ours.
     """
     table = surprise(trace)
-    kept = np.flatnonzero(trace.position > 0)
-    blocks = np.unique(
-        np.stack([trace.sequence, trace.position // block])[:, kept], axis=1, return_inverse=True
-    )[1]
-    counts = np.concatenate([trace.counts(), table["active"].to_numpy()[None]])[:, kept]
+    counts = [*trace.counts(), table["active"].to_numpy()]
     names = [*range(trace.num_layers), -1]
     rows = []
     for of in ("surprise", "next_surprise"):
-        values = table[of].to_numpy()[kept]
-        known = ~np.isnan(values)
-        where = np.unique(blocks[known], return_inverse=True)[1]
+        known = table[(table["position"] > 0) & table[of].notna()]
+        where = known.groupby(["sequence", known["position"] // block]).ngroup().to_numpy()
         number = where.max(initial=-1) + 1
-        y = scipy.stats.rankdata(values[known])
-        weights = np.random.default_rng(seed).multinomial(
-            number, np.full(number, 1 / max(number, 1)), draws
-        )
+        y = scipy.stats.rankdata(known[of])
+        random = np.random.default_rng(seed)
+        weights = random.multinomial(number, np.full(number, 1 / number), draws) if number else None
         for name, active in zip(names, counts, strict=True):
-            x = scipy.stats.rankdata(active[known])
+            x = scipy.stats.rankdata(active[known.index])
             # Six sums of each block are all that a correlation of any sample of blocks needs.
             parts = (np.ones(len(x)), x, y, x * x, y * y, x * y)
             sums = np.stack([np.bincount(where, part, number) for part in parts])

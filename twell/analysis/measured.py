@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.speed import BASELINE, at_level, correlation, crossovers
+from twell.analysis.trained import Quantities
 from twell.measure import providers
 
-Quantities = dict[str, Any]
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
 FORCED_AND_AUTO = providers.TRITON_COMPILED.name, providers.AUTO_COMPILED.name
 STEP = providers.UNION_COMPILED.name
@@ -55,9 +55,7 @@ def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.D
 
 
 def layer_speed(
-    table: pd.DataFrame,
-    auto: pd.DataFrame | None = None,
-    rows: pd.DataFrame | None = None,
+    table: pd.DataFrame, auto: pd.DataFrame | None = None, rows: pd.DataFrame | None = None
 ) -> Quantities:
     """Return the speed of the layer alone over compiled dense, and up to which activity it gains.
 
@@ -165,10 +163,7 @@ def _scale(scale: pd.DataFrame, rows: pd.DataFrame, kind: str, other: str) -> Qu
 
 
 def models(
-    scale: pd.DataFrame,
-    rows: pd.DataFrame,
-    decode: pd.DataFrame,
-    layers: pd.DataFrame,
+    scale: pd.DataFrame, rows: pd.DataFrame, decode: pd.DataFrame, layers: pd.DataFrame
 ) -> Quantities:
     """Return the speed of forward passes of whole models with imposed activity, and of decoding.
 
@@ -193,15 +188,12 @@ def models(
 
 
 def _decoding(table: pd.DataFrame) -> Quantities:
-    """Gains of decoding by the number of documents, and the largest, untuned and tuned."""
+    """Gains of decoding by the number of documents, untuned and tuned."""
     result = {}
     for name, some in (("decode", table[~table["tuned"]]), ("decode_tuned", table[table["tuned"]])):
-        sparse, auto = (some[some["provider"] == provider] for provider in FORCED_AND_AUTO)
-        result[f"{name}_most"] = 100 * (sparse["speedup"].max() - 1)
-        for row in sparse.itertuples():
+        for row in some[some["provider"] == FORCED_AND_AUTO[0]].itertuples():
             result[f"{name}_{row.batch}"] = 100 * (row.speedup - 1)
             result[f"{name}_{row.batch}_active"] = row.active
-        result |= {f"{name}_{row.batch}_path": row.path for row in auto.itertuples()}
     return result
 
 

@@ -34,7 +34,7 @@ def choice(runs: pd.DataFrame) -> pd.Series:
     "recipe", or one or more of "SiLU", "non-gated", "re-initialisation", "L1 warm-up" and
     "balanced columns", joined by " + ". The level of L1, sizes, tokens and seed are no choices.
     """
-    config = runs.reindex(columns=list(RECIPE)).fillna(RECIPE)
+    config = runs.reindex(columns=list(RECIPE)).astype(object).fillna(RECIPE)
     departs = pd.DataFrame(
         {
             "SiLU": config["activation"] == "silu",

@@ -200,9 +200,9 @@ def short(cases: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     The origin is "device day commit", several joined by "; ".
     """
     levels = [name for name in ("device", "date", "commit") if name in cases.index.names]
-    origins = cases.index.to_frame()[levels].astype(str).agg(" ".join, axis=1) if levels else []
+    origins = cases.index.to_frame()[levels].to_numpy().tolist()
     dropped = [*levels, *({"weight_sets"} & set(cases.index.names))]
-    return "; ".join(dict.fromkeys(origins)), cases.droplevel(dropped)
+    return "; ".join(dict.fromkeys(map(" ".join, origins))), cases.droplevel(dropped)
 
 
 def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:

@@ -139,7 +139,7 @@ def choices(table: pd.DataFrame) -> Quantities:
     """
     level = compared_level(table)
     every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else table
-    result = {"level": level_name(level) if level == level else None}
+    result = {}
     for key, (name, sparse) in COMPARED.items():
         l1 = level if sparse else 0.0
         pair = (name, l1), ("recipe", l1)
@@ -193,7 +193,6 @@ def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
     if table.empty:
         return {}
     result = {
-        "layers": ", ".join(str(number) for number in table["num_layers"]),
         "actives": " → ".join(f"{value:.1f}" for value in table["active"]),
         "shares": " → ".join(f"{100 * value:.3g}" for value in table["active_fraction"]),
     }
@@ -272,7 +271,6 @@ def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
         first, second = ordered.iloc[0], ordered.iloc[-1]
         if second["devices"] > first["devices"]:
             return {
-                f"{prefix}_number": second["devices"],
                 f"{prefix}_times": second["tokens_per_second"] / first["tokens_per_second"],
                 f"{prefix}_first": first["tokens_per_second"] / 1e3,
                 f"{prefix}_second": second["tokens_per_second"] / 1e3,

@@ -120,11 +120,12 @@ def contrast(
     less second, and limit, the `noise_limit` (cross_entropy_change: points of %; active_fraction: %
     of the second; dead_fraction_train: a share); verdict, as `noise_verdict`.
     """
-    settings = table.set_index(["choice", "l1_coefficient"])[column].dropna()
-    (runs, value), (other_runs, other) = (
-        (int((settings.index == one).sum()), float(settings[settings.index == one].mean()))
-        for one in (first, second)
+    first_values, second_values = (
+        table.loc[(table["choice"] == name) & (table["l1_coefficient"] == l1), column].dropna()
+        for name, l1 in (first, second)
     )
+    runs, other_runs = len(first_values), len(second_values)
+    value, other = (float(rows.astype(float).mean()) for rows in (first_values, second_values))
     limit, difference = noise_limit(table, column, runs, other_runs), value - other
     verdict = noise_verdict(difference, limit)
     if column == "active_fraction":
