@@ -191,9 +191,11 @@ def _decoding(table: pd.DataFrame) -> Quantities:
     """Gains of decoding by the number of documents, untuned and tuned."""
     result = {}
     for name, some in (("decode", table[~table["tuned"]]), ("decode_tuned", table[table["tuned"]])):
-        for row in some[some["provider"] == FORCED_AND_AUTO[0]].itertuples():
+        sparse, auto = (some[some["provider"] == provider] for provider in FORCED_AND_AUTO)
+        for row in sparse.itertuples():
             result[f"{name}_{row.batch}"] = 100 * (row.speedup - 1)
             result[f"{name}_{row.batch}_active"] = row.active
+        result |= {f"{name}_{row.batch}_path": row.path for row in auto.itertuples()}
     return result
 
 

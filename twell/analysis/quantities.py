@@ -76,6 +76,7 @@ def layers(
         "overflow": 100 * most,
         "overflow_layer": tiles.loc[tiles["overflow_rows"] == most, "layer"].max(),
         "least": ", ".join(map(str, sorted(least))),
+        "least_layer": least[0],
         "first_two_least": set(least[:2]) == {0, 1},
         "most_active": sparse["mean"].max(),
     }
