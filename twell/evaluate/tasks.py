@@ -183,7 +183,7 @@ def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str
             texts = _valid(config.source)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; {folder} held out a part of it; --text gives another"
+            f"{error}; {folder} held out a part of it; --source gives another"
         ) from None
     return texts, f"what the run {folder.name} held out {source}"
 

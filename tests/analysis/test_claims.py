@@ -127,12 +127,15 @@ def test_some_quantities_computed_otherwise(recorded):
     assert recorded["formats"]["forward_error"] == worst
 
 
-def test_numbers_of_the_paper():
+def test_numbers_of_the_paper(monkeypatch):
     numbers = claims.paper_numbers()
     assert numbers["paper_active_dense"] == 911 and numbers["paper_speed_0_5b"] == 17.0
     assert numbers["paper_price"] == pytest.approx(100 * (2.297 / 2.255 - 1))
     assert (numbers["paper_lettered_least"], numbers["paper_lettered_most"]) == (18.6, 22.3)
     assert numbers["paper_memory_2b"] == 22.3 and numbers["paper_dead"] == ">30"
+    monkeypatch.setattr(claims, "load", lambda: {"paper": {"a": {"source": "Table 1"}}})
+    with pytest.raises(ValueError, match="a selects .* numbers, expected one"):
+        claims.paper_numbers.__wrapped__()
 
 
 # --- how a claim is read --------------------------------------------------------------------------
