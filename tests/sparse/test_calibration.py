@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from tests.sparse.calibrations import ABOUT, PATHS, calibration, from_grid, random_rows, threshold
-from twell.sparse.calibration import MARGIN, SCALED_MARGIN, Calibration, Point, default
+from twell.sparse.calibration import (
+    MARGIN,
+    SCALED_MARGIN,
+    Calibration,
+    Point,
+    crossing,
+    default,
+)
 from twell.sparse.plan import Chooser
 
 # --- prediction and choice
@@ -257,3 +264,26 @@ def test_scaling_keeps_the_time_of_equal_work():
     assert other.predict(8, 10, 20) == pytest.approx({"dense": 4.0, "union": 2.5, "rowwise": 46.0})
     with pytest.raises(ValueError, match="non-gated"):
         other.scaled(32, 1000, True)
+
+
+# --- where a curve falls
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([(10, 2.0), (1000, 0.5)], 100),
+        ([(10, 2.0), (30, 0.5), (50, 1.5), (80, 0.5)], 10 * 3**0.5),  # the first fall
+        ([(10, 0.5), (20, 2.0), (80, 0.5)], 40),
+        ([(10, 1.0), (20, 0.5)], 10),
+        ([(10, 0.9), (20, 1.5)], 20),
+        ([(10, 2.0), (20, 1.0)], 20),
+        ([(10, 1.5), (20, 0.5), (30, 0.4)], 10 * 2 ** (math.log(1.5) / math.log(3))),
+        ([(29, 0.9)], 0),
+        ([(29, 1.9)], 29),
+    ],
+)
+def test_crossing(levels, expected):
+    assert crossing(levels) == pytest.approx(expected)
+    tenfold = [(x, 10 * y) for x, y in levels]
+    assert crossing(tenfold, 10) == pytest.approx(expected)

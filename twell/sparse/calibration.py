@@ -11,9 +11,10 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -270,6 +271,21 @@ def _at(curve: list[tuple[float, float]], x: float) -> float | None:
         return above
     low, below = curve[place - 1]
     return below + (above - below) * (x - low) / (high - low)
+
+
+def crossing(levels: Sequence[tuple[float, float]], level: float = 1.0) -> float:
+    """Return up to which x a curve stays at `level` or above: where it first falls below.
+
+    levels: its points (x, y), x rising, all numbers above 0. Between two points the curve is linear
+    in the logarithms of both. Without a fall: the last x where y is at `level` or above there, else
+    0. Ours.
+    """
+    for (x, y), (next_x, next_y) in pairwise(levels):
+        if y >= level > next_y:
+            start, above, below = math.log(x), math.log(y / level), math.log(next_y / level)
+            return math.exp(start + (math.log(next_x) - start) * above / (above - below))
+    x, y = levels[-1]
+    return x if y >= level else 0.0
 
 
 def is_number(value: Any) -> bool:
