@@ -261,7 +261,7 @@ def test_hybrid_keeps_the_pattern_where_values_are_zero(shape, case, generator):
     assert u.nnz == g.nnz
     assert u.pattern is g.backup and u.slot is g.slot and u.ell.indices is g.ell.indices
 
-    nothing = u.with_values(torch.zeros_like(u.ell.values), torch.zeros_like(u.backup))
+    nothing = u.with_entries(torch.zeros_like(u.entries()[2]))
     assert nothing.nnz == g.nnz and not nothing.unpack().any()
     assert nothing.pattern is g.backup
 
@@ -438,7 +438,7 @@ def test_parts_that_do_not_fit_are_refused_by_name(pack, name, change, error):
 def test_to_moves_every_tensor(pack, generator):
     packed = pack(make_dense("heavy", (7, 300), generator))
     if isinstance(packed, Hybrid):
-        packed = packed.with_values(packed.ell.values, packed.backup)
+        packed = packed.with_entries(packed.entries()[2])
     moved = packed.to("meta")
     assert (
         type(moved) is type(packed)

@@ -17,7 +17,7 @@ from twell.reference import (
     ffn,
     ffn_backward,
     ffn_forward,
-    first_weights,
+
     gate_pack,
     hybrid_matmul,
     multiply,
@@ -30,6 +30,7 @@ from twell.reference import (
     union_up_down,
     up_down,
 )
+from twell.sparse.reference import Layer
 from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
 
 PATTERNS = ["empty", "full", "sparse", "heavy"]
@@ -92,7 +93,7 @@ def cast(layer, dtype):
 
 
 def first(layer):
-    return first_weights(layer.w_gate, layer.w_up, layer.w_down, layer.b_gate, layer.b_up)
+    return Layer(**vars(layer)).first
 
 
 def dense_gate(layer):

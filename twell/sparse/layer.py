@@ -351,7 +351,7 @@ class SparseFFN(nn.Module):
             if wants_l1 or torch.is_grad_enabled():
                 y, l1, active = reference.union_train(*tensors)
             else:
-                g = reference.gate_pack(tensors[0], *reference.first_weights(*tensors[1:]))
+                g = reference.gate_pack(tensors[0], *reference.Layer(*tensors).first)
                 y, l1 = reference.rowwise_ffn(g, *tensors), None
                 active = g.unpack() != 0 if wants_activity else None
         activity = Activity.of(active, self.token_mask) if wants_activity else None
@@ -410,7 +410,7 @@ class SparseFFN(nn.Module):
             path = self.chooser.path(num_tokens)
             if path == "dense":
                 if counts:
-                    weight, bias = reference.first_weights(*tensors[1:])
+                    weight, bias = reference.Layer(*tensors).first
                     self.chooser.probe(tensors[0], weight, bias)
                 return Result(ops.run("dense", *tensors))
             activity = self.chooser.counters(num_tokens, rows.device) if counts else None
