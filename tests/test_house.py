@@ -18,6 +18,8 @@ FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/me
     tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace""".split()
 FILES = [
     *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),
+    *("twell/lazy.py", "tests/test_package.py"),
+    *("tests/factories/sparse.py", "tests/factories/models.py"),
     *(f"tests/test_{name}.py" for name in ("config", "corpus", "damage", "export")),
 ]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]

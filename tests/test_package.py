@@ -18,7 +18,7 @@ from twell.models import load
 from twell.trace import Aggregate
 
 ROOT = results.root()
-WHEEL = [*f"{sys.executable} -m pip wheel -q --no-deps --no-build-isolation -w".split()]
+WHEEL = f"{sys.executable} -m pip wheel -q --no-deps --no-build-isolation -w".split()
 
 
 def run(command, **options):

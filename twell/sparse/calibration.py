@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -112,15 +113,12 @@ class Calibration:
         layer's own ("dense eager", "dense torch.compile", "auto") are left out; of several for one
         case the median counts.
         """
-        cases: dict[tuple[int, float, float], dict[str, list[float]]] = {}
+        cases = defaultdict(lambda: defaultdict(list))
         for row in rows:
             if row.get("provider") not in ("dense eager", "dense torch.compile", "auto"):
                 case = int(row["tokens"]), float(row["active"]), float(row["union"])
-                cases.setdefault(case, {}).setdefault(row["path"], []).append(float(row["p50"]))
-        times = tuple(
-            Point(*case, {path: median(times) for path, times in paths.items()})
-            for case, paths in sorted(cases.items())
-        )
+                cases[case][row["path"]].append(float(row["p50"]))
+        times = tuple(Point(*case, _medians(cases[case])) for case in sorted(cases))
         return cls(times=times, **about)
 
     def save(self, path: str | Path) -> None:
@@ -161,17 +159,16 @@ class Calibration:
     @cached_property
     def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
         """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
-        times: dict[str, dict[float, dict[float, list[float]]]] = {}
+        times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for point in self.times:
             for path, ms in point.ms.items():
                 x = getattr(point, DEPENDS_ON[path]) if DEPENDS_ON[path] else 0.0
-                times.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
+                times[path][point.tokens][x].append(ms)
         return {
             path: sorted(
-                (tokens, [(x, median(ms)) for x, ms in sorted(by_x.items())])
-                for tokens, by_x in by_tokens.items()
+                (tokens, sorted(_medians(by_x).items())) for tokens, by_x in curves.items()
             )
-            for path, by_tokens in times.items()
+            for path, curves in times.items()
         }
 
     def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
@@ -234,6 +231,10 @@ class Calibration:
             margin=SCALED_MARGIN,
             training=None if self.training is None else neurons(self.training),
         )
+
+
+def _medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
+    return {key: median(values) for key, values in times.items()}
 
 
 def _interpolate(

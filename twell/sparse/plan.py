@@ -31,7 +31,7 @@ SMALLEST_CALL = 512
 READ_EVERY = 2**14
 PROBE_EVERY = 2**17
 PROBE_BLOCKS = 1024 // BLOCK
-# Plans are made anew when an observation differs by this factor: each plan compiles code of its own.
+# Plans are made anew when an observation differs by this factor: each compiles code of its own.
 NOTICEABLE = 1.2
 
 

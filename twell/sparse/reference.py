@@ -157,9 +157,9 @@ def up_down(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """y [M, K] in x.dtype: sum of g[n] (x . w_up[n] + b_up[n]) w_down[:, n] over a token's active n.
+    """y [M, K]: per token the sum over active n of g[n] (x . w_up[n] + b_up[n]) w_down[:, n].
 
-    Plus b_down. g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another
+    y is in x.dtype; b_down is added. g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another
     format. u and h are not rounded. Paper: inference, fused up and down projection.
     """
     _check_up_down(x, g, w_up, w_down, b_up, b_down)
