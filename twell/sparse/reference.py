@@ -159,8 +159,8 @@ def up_down(
 ) -> Tensor:
     """y [M, K]: per token the sum over active n of g[n] (x . w_up[n] + b_up[n]) w_down[:, n].
 
-    y is in x.dtype; b_down is added. g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another
-    format. u and h are not rounded. Paper: inference, fused up and down projection.
+    y is in x.dtype; b_down is added. g [M, N] is a TwELL, whose overflow rows come from beside the
+    slots, or another format. u and h are not rounded. Paper: inference, fused up and down.
     """
     _check_up_down(x, g, w_up, w_down, b_up, b_down)
     wide_x, wide_up, wide_down = wide(x), wide(w_up), wide(w_down.t())

@@ -166,9 +166,8 @@ class SparseTraining:
                     return
                 largest = self.capacities[-1]
                 if self.capacity >= largest:
-                    raise AssertionError(
-                        f"a layer needs a capacity of {overflow} and has the largest, {self.capacity}"
-                    )
+                    message = f"a layer needs a capacity of {overflow} and has the largest"
+                    raise AssertionError(f"{message}, {self.capacity}")
                 self.repeated += 1
                 last = attempt + 2 >= ATTEMPTS
                 self.capacity = largest if last else self._capacity_for(overflow)
