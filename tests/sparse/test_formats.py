@@ -18,7 +18,7 @@ def filled(entries, width):
 
 
 def dense_rows(rows, n_cols):
-    return [[dict(row).get(n, 0) for n in range(n_cols)] for row in rows]
+    return [[row.get(n, 0) for n in range(n_cols)] for row in map(dict, rows)]
 
 
 def assert_slots(packed, rows, width):
