@@ -39,7 +39,9 @@ SECONDS = 600
 # One process imports what blocks need and forks for each page: pages share imports and nothing
 # else. Python blocks of a page share its interpreter. It prints page and number of each block, and
 # ends with the first that fails.
-PRELOADED = "import pandas, peft, torch, transformers, twell.analysis, twell.model, twell.inspector.widget"
+PRELOADED = (
+    "import pandas, peft, torch, transformers, twell.analysis, twell.model, twell.inspector.widget"
+)
 DRIVER = r"""
 import json, os, subprocess, sys, traceback
 

@@ -44,7 +44,7 @@ def step(ffn, x, autocast=True, layer=None):
     """y and all gradients; `layer` computes in place of `ffn`."""
     x = x.detach().requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        y = (layer or ffn)(x)
+        y = (ffn if layer is None else layer)(x)
     return [y, *torch.autograd.grad(loss_of(y, ffn.l1), [x, *ffn.parameters()])]
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 
 from twell.analysis.runs import MIN_LAYER_ACTIVE
 from twell.measure import providers
+from twell.sparse.calibration import crossing
 
 BASELINE = providers.DENSE_COMPILED.name  # speed-ups are over it
 # Rows of one case, with the same `active`, are compared. Rows of kernels and training have no mode.
@@ -136,21 +137,17 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
     found = []
     for keys, line in paths.groupby([*case, "provider"]):
         line = line.sort_values("active")
-        active, gain = np.log(line["active"].to_numpy()), np.log(line["speedup"].to_numpy())
-        lowest, highest = line["active"].iloc[0], line["active"].iloc[-1]
-        falls = np.flatnonzero((gain[:-1] >= 0) & (gain[1:] < 0))
-        crossing = np.nan
-        if len(falls):
-            at = falls[0]
-            crossing = np.exp(
-                active[at] + (active[at + 1] - active[at]) * gain[at] / (gain[at] - gain[at + 1])
-            )
-            verdict = f"faster below {crossing:.0f} active"
-        elif gain[-1] >= 0:
+        levels = list(zip(line["active"].tolist(), line["speedup"].tolist(), strict=True))
+        lowest, highest = levels[0][0], levels[-1][0]
+        result = crossing(levels)
+        if result == 0:
+            verdict = f"slower from {lowest:.0f} active on, the fewest measured"
+        elif result == highest:
             verdict = f"faster at {highest:.0f} active, the most measured"
         else:
-            verdict = f"slower from {lowest:.0f} active on, the fewest measured"
-        found.append((*keys, line["speedup"].max(), lowest, highest, crossing, verdict))
+            verdict = f"faster below {result:.0f} active"
+        fall = result if 0 < result < highest else np.nan
+        found.append((*keys, line["speedup"].max(), lowest, highest, fall, verdict))
     return pd.DataFrame(
         found, columns=[*case, "provider", "best", "lowest", "highest", "crossover", "verdict"]
     )

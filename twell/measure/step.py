@@ -25,6 +25,7 @@ from twell.measure.patterns import Weights, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, Provider
 from twell.measure.rows import significant
 from twell.sparse import reference
+from twell.sparse.calibration import crossing
 from twell.sparse.training import CAPACITY_MARGIN, capacities
 
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
@@ -281,22 +282,7 @@ def crossover(
             break
     torch.compiler.reset()
     result = crossing(levels)
+    if result < levels[-1][0]:
+        result = significant(result, 4)
     print(f"training is faster sparsely up to {result:g} active neurons per token", flush=True)
     return result
-
-
-def crossing(levels: Sequence[tuple[float, float]]) -> float:
-    """Return the active neurons where the speed-up falls below 1, from pairs (active, speed-up).
-
-    The activity of the pairs rises. As `analysis.training_crossover` of one case: linear in the
-    logarithms of both, 0 where the first is slower, and the most measured where none is.
-    """
-    (active, gain), *rest = levels
-    if gain < 1:
-        return 0.0
-    for next_active, next_gain in rest:
-        if next_gain < 1:
-            power = math.log(gain) / math.log(gain / next_gain)
-            return significant(active * (next_active / active) ** power, 4)
-        active, gain = next_active, next_gain
-    return active

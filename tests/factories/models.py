@@ -11,43 +11,28 @@ from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import backend_status
 
-VOCAB, INDEX = 90, "model.safetensors.index.json"
+VOCAB, INDEX, DOWN = 90, "model.safetensors.index.json", ".mlp.down_proj.weight"
 NO_TRITON = backend_status()["triton"]
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels
 
+SHAPE = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 84},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.2},
+}
+
 
 def make(**changes):
-    """A model of ours with fresh random weights."""
-    fields = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 84,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.2,
-        "l1_coefficient": 0.03,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    torch.seed()
-    return SparseLlamaForCausalLM(SparseLlamaConfig(**fields | changes))
+    """A model of ours with random weights."""
+    own = {"max_position_embeddings": 32, "l1_coefficient": 0.03}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return SparseLlamaForCausalLM(SparseLlamaConfig(**SHAPE | own | tokens | changes))
 
 
 def stock(kind, act="relu", **changes):
     """A model of transformers."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 84,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.2,
-    }
-    config = AutoConfig.for_model(kind, hidden_act=act, **sizes | changes)
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(kind, hidden_act=act, **SHAPE | heads | changes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -55,23 +40,18 @@ def tokens(*shape):
     return torch.randint(1, VOCAB, shape)
 
 
-def gradients(model):
-    """The gradients of all parameters in one vector; each has to have one."""
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-
-
-def present_gradients(model):
-    """The gradients of the parameters that have one."""
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+def step(model, **inputs):
+    """A pass and its gradients: the output, and all gradients in one vector."""
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    grads = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+    return output, torch.cat(grads)
 
 
 def counted(model):
     """Take the number of tokens that each layer counted."""
     return [int(ffn.stats.take()[1].sum()) for ffn in model.ffns]
-
-
-def rounding(logits, exact):
-    return (logits - exact).square().mean().sqrt()
 
 
 def calibration(**changes):
@@ -121,20 +101,11 @@ MASKS = {
 # --- checkpoints
 
 PAPER_CONFIG = {
-    "architectures": ["LlamaSparse"],
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 4 * 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    "torch_dtype": "bfloat16",
-    "sparsity_l1_coeff": 2e-5,
-    "sparsity_something_else": [1],
+    **{"architectures": ["LlamaSparse"], "vocab_size": VOCAB, "hidden_size": 32},
+    **{"intermediate_size": 4 * 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "max_position_embeddings": 32, "hidden_act": "silu"},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 100000, "torch_dtype": "bfloat16"},
+    **{"sparsity_l1_coeff": 2e-5, "sparsity_something_else": [1]},
 }
 
 
@@ -146,13 +117,9 @@ def published(
     layout: names of the feed-forward weights, "llama" or the paper's "own". changes: fields of
     config.json.
     """
-    model = make(
-        gated_mlp=gated,
-        tie_word_embeddings=tied,
-        intermediate_size=neurons,
-        l1_coefficient=2e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    shape = {"gated_mlp": gated, "tie_word_embeddings": tied, "intermediate_size": neurons}
+    model = make(**shape, l1_coefficient=2e-5, rope_parameters=rope)
     # Rotary tables stay fp32, as in a model that transformers loads.
     frequencies = model.model.rotary_emb.inv_freq.clone()
     tensors = {name: t.detach().clone() for name, t in model.bfloat16().state_dict().items()}
@@ -161,17 +128,12 @@ def published(
         del tensors["lm_head.weight"]
     if layout == "own":
         tensors = own_layout(tensors, gated)
-    config = PAPER_CONFIG | {
-        "model_type": kind,
-        "tie_word_embeddings": tied,
-        "sparsity_gated_mlp": gated,
-        "sparsity_new_intermediate_size": neurons,
-    }
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    fields = {"model_type": kind, "tie_word_embeddings": tied, "sparsity_gated_mlp": gated}
+    fields |= {"sparsity_new_intermediate_size": neurons}
+    (folder / "config.json").write_text(json.dumps(PAPER_CONFIG | fields | changes))
     names = sorted(tensors)
-    write_shards(
-        folder, [{name: tensors[name] for name in names[n::shards]} for n in range(shards)]
-    )
+    parts = [{name: tensors[name] for name in names[n::shards]} for n in range(shards)]
+    write_shards(folder, parts)
     return model.eval()
 
 
@@ -210,19 +172,18 @@ def change_config(**fields):
     def change(folder):
         path = folder / "config.json"
         changed = json.loads(path.read_text()) | fields
-        kept = {name: value for name, value in changed.items() if value is not ...}
-        path.write_text(json.dumps(kept))
+        path.write_text(json.dumps({k: value for k, value in changed.items() if value is not ...}))
 
     return change
 
 
 def change_tensors(edit):
-    """Apply `edit` to the dictionary of tensors in every file."""
+    """Apply a function, or a dictionary of new tensors, to the tensors in every file."""
 
     def change(folder):
         for path in folder.glob("*.safetensors"):
             tensors = load_file(path)
-            edit(tensors)
+            edit(tensors) if callable(edit) else tensors.update(edit)
             save_file(tensors, path)
 
     return change
@@ -233,5 +194,4 @@ def write(name, text):
 
 
 def transpose_down(tensors):
-    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
-        tensors[name] = tensors[name].t().contiguous()
+    tensors |= {name: t.t().contiguous() for name, t in tensors.items() if name.endswith(DOWN)}
