@@ -47,7 +47,7 @@ RESUME = ["train", "stopped/config.yaml", "--out", "stopped", "--resume"]
 TRAIN = ["train", "run/config.yaml", "--out", "new"]
 TRACE = ["trace", "run", "--text", "ba de", "--out", "out.npz"]
 VALID = ["trace", "run", "--valid", "--out", "out.npz"]
-INSPECT = ["inspect", "ba", "--model", "run", "--aggregate", "aggregate.npz", "--out", "out.html"]
+INSPECT = ["inspect", "run", "--text", "ba", "--aggregate", "aggregate.npz", "--out", "out.html"]
 MASKS = "measure ffn --trace trace.npz --layer 0 --pattern recorded --out b".split()
 EVALUATE = "evaluate run --tasks piqa --data . --out out.json".split()
 
@@ -96,7 +96,9 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "damages", "command"), DAMAGES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("name", "damages", "command"), DAMAGES, ids=[name for name, *_ in DAMAGES]
+)
 def test_a_damaged_file_is_named_with_what_to_do(place, capsys, name, damages, command):
     paths = sorted(place.glob(name))
     intact = {path: path.read_bytes() for path in paths}

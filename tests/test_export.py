@@ -33,7 +33,7 @@ def last_loss(log):
 
 def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     run, out = runs / "sparse", tmp_path / "checkpoint"
-    options = ["--text", "nonsense words", "--twin", str(runs / "dense"), "--out", str(out)]
+    options = ["--trained-on", "nonsense words", "--twin", str(runs / "dense"), "--out", str(out)]
     assert main(["export", str(run), *options]) == 0
     assert str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
@@ -95,7 +95,7 @@ def test_a_card_names_every_start_no_twin_and_no_path_of_this_machine(runs, tmp_
     origin["starts"] = [first | change for change in changes]
     (run / "provenance.json").write_text(json.dumps(origin))
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "run", "--text", "words", "--out", str(tmp_path / "given")]) == 0
+    assert main(["export", "run", "--trained-on", "words", "--out", str(tmp_path / "given")]) == 0
     card = (tmp_path / "given" / "README.md").read_text()
     assert "`python -m twell train quick source=my/texts tokenizer=words --out run`" in card
     resumes = "commit one, resumed from step 4 on a GPU, commit two and from step 6 on"
@@ -112,7 +112,7 @@ def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(
     trace = ["trace", run, "--valid", "--out", str(tmp_path / "out.npz")]
     assert main([*trace, "--aggregate"]) == main(trace) == 0
     text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
-    export = ["export", run, "--text", "a", "--out", str(tmp_path / "new")]
+    export = ["export", run, "--trained-on", "a", "--out", str(tmp_path / "new")]
     for command in (trace, [*trace, "--aggregate"], export):
         assert main(command) == 2
         message = "run has changed since the run started: its validation and training tokens"
@@ -127,7 +127,7 @@ def test_runs_that_cannot_be_exported_leave_nothing(runs, tmp_path, capsys, monk
     (unfinished / "provenance.json").write_text(json.dumps(origin))
 
     def refused(run, *options):
-        assert main(["export", str(run), "--text", "words", "--out", str(out), *options]) == 2
+        assert main(["export", str(run), "--trained-on", "words", "--out", str(out), *options]) == 2
         assert not out.exists()
         return capsys.readouterr().err
 

@@ -138,7 +138,7 @@ def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     page = Path(shutil.copy(ROOT / "data" / "README.md", tmp_path))
-    assert commands.main(["runs", str(ROOT / "data" / "runs"), "--into", str(page)]) == 0
+    assert commands.main(["runs", str(ROOT / "data" / "runs"), "--out", str(page)]) == 0
     assert page.read_bytes() == (ROOT / "data" / "README.md").read_bytes()
 
 

@@ -254,7 +254,7 @@ def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capf
     words = " ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200))
     Path("text.txt").write_text(words)
     command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
-    command += ["--dtype", "bfloat16", "--text", "text.txt"]
+    command += ["--dtype", "bfloat16", "--source", "text.txt"]
     capfd.readouterr()
     assert main(command) == 0
     out, err = capfd.readouterr()
