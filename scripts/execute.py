@@ -1,7 +1,7 @@
-"""Execute a notebook with those parameters of a profile that it declares: scripts/execute.py NOTEBOOK PROFILE OUT
+"""Execute a notebook with parameters of a profile: scripts/execute.py NOTEBOOK PROFILE OUT
 
-The kernel talks through sockets in a file system: of kernels that start at the same moment, two can
-choose the same port.
+A notebook gets the parameters that it declares. The kernel talks through sockets in a file system:
+of kernels that start at the same moment, two can choose the same port.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Write the picture of the house into docs/maintaining.md, from the imports: python scripts/house.py"""
+"""Write the table of parts in docs/maintaining.md, from the imports: scripts/house.py"""
 
 from __future__ import annotations
 

@@ -260,8 +260,8 @@ def mistake_in_module(module: str, arguments: list[str]) -> str | None:
             with contextlib.redirect_stdout(io.StringIO()):
                 words, given = cli.parse(arguments)
         except ValueError as error:
-            variable_of_the_shell = re.search(r"'\$", str(error))
-            return None if variable_of_the_shell else str(error)
+            of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
+            return None if of_the_shell else str(error)
         if words != ["train"] or not given or given["config"].endswith(".yaml"):
             return None
         return mistake_in_fields(given["config"], given["overrides"] or [])

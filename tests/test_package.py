@@ -1,6 +1,5 @@
 """What a user installs: the wheel holds every file that the code opens; pins fit the ranges."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from twell import __main__ as commands
 from twell import analysis, results
+from twell.cli import common, main
 from twell.models import load
 from twell.trace import Aggregate
 
@@ -95,7 +94,7 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
 
 
 def test_results_go_where_git_does_not_look_and_tracked_files_stay_small():
-    folders = [commands.RUNS, commands.BENCH, commands.EVALUATIONS, "build", "runs/live"]
+    folders = [common.RUNS, common.BENCH, common.BUILD, "runs/live"]
     paths = [str(Path(folder) / "x") for folder in (*folders, "figures/live")]
     assert tracked("check-ignore", *paths) == paths
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -109,36 +108,9 @@ def test_results_go_where_git_does_not_look_and_tracked_files_stay_small():
     assert sum(file.stat().st_size for file in files if file.is_file()) < 24e6
 
 
-# Fails as often as the file says, and leaves the executed notebook, its last argument.
-RUNNER = """#!/bin/sh
-read fail < fail; echo $((fail - 1)) > fail
-[ $fail -gt 0 ] && exit 1
-for out in "$@"; do :; done; echo done > "$out"
-"""
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_runs_a_notebook_once_more_and_says_so(tmp_path):
-    sources = ("data/paper.yaml", "twell/results.py", "twell/sparse/formats.py")
-    for name in (*sources, "notebooks/a.ipynb", "notebooks/profiles/recorded.yaml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    runner, notebook = tmp_path / "runner", tmp_path / "build" / "notebooks" / "a.ipynb"
-    runner.write_text(RUNNER)
-    runner.chmod(0o755)
-    command = ["make", "-f", str(ROOT / "Makefile"), f"RUN={runner}", "build/notebooks/a.ipynb"]
-    outside = {k: value for k, value in os.environ.items() if k not in ("MAKEFLAGS", "PROFILE")}
-    for fail, again in ((0, False), (1, True), (2, True)):
-        shutil.rmtree(tmp_path / "build", ignore_errors=True)
-        (tmp_path / "fail").write_text(f"{fail}\n")
-        done = run(command, cwd=tmp_path, env=outside)
-        assert done.stdout.count("notebooks/a.ipynb: once more\n") == again, done
-        assert (done.returncode == 0) == notebook.is_file() == (fail < 2)
-
-
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
     page = Path(shutil.copy(ROOT / "data" / "README.md", tmp_path))
-    assert commands.main(["runs", str(ROOT / "data" / "runs"), "--out", str(page)]) == 0
+    assert main(["runs", str(ROOT / "data" / "runs"), "--out", str(page)]) == 0
     assert page.read_bytes() == (ROOT / "data" / "README.md").read_bytes()
 
 

@@ -218,7 +218,7 @@ def other_source(model):
         ),
         (no_ends, "run has neither bos_token nor eos_token"),
         (shutil.rmtree, r"holds no model: it has no config\.json"),
-        (other_source, r"no text at nowhere\.jsonl.*; .*run held out a part of it.*--text"),
+        (other_source, r"no text at nowhere\.jsonl.*; .*run held out a part of it.*--source"),
     ],
 )
 def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, change, words):

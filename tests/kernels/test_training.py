@@ -21,6 +21,8 @@ from twell.sparse import hybrid_reference, reference
 
 slow = pytest.mark.slow
 PATHS = sorted(training_ops.TRAIN_PATHS)
+# The hybrid format takes many times as long in the interpreter.
+quick_union = pytest.mark.parametrize("path", [pytest.param("hybrid", marks=slow), "union"])
 MODULES = {"union": training, "hybrid": hybrid}
 NAMES = "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"
 paths = pytest.mark.parametrize("path", PATHS)
@@ -110,7 +112,7 @@ def test_integers_equal_the_reference(path, gated, monkeypatch):
 @pytest.mark.parametrize(
     "architecture", [*(pytest.param(a, marks=slow) for a in ("sm_80", "sm_89")), "sm_90"]
 )
-@paths
+@quick_union
 def test_every_configuration_is_exact(path, architecture, monkeypatch):
     run_as(architecture, monkeypatch)
     monkeypatch.setattr(training, "DENSE_FROM", 16)
@@ -202,7 +204,7 @@ def busy_step(path, **changes):
     return step
 
 
-@paths
+@quick_union
 @both
 def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     """The least capacity and a large one. Every frequent neuron gets a row of the backup."""
@@ -216,7 +218,7 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     assert_same(results, expected)
 
 
-@paths
+@quick_union
 def test_overflow_is_reported_and_stays_inside(path, monkeypatch):
     """Counts stay right, and no buffer is written past its end."""
     step = busy_step(path)
@@ -283,6 +285,7 @@ def test_sizes_at_full_scale():
 # What results do not depend on
 
 
+@slow
 def test_order_of_backup_rows_does_not_matter(monkeypatch):
     """Programs take the rows in any order."""
     step = busy_step("hybrid", values="normal")
@@ -325,6 +328,7 @@ def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
     assert results["y"][others].isfinite().all() and not results["y"][4].isfinite().all()
 
 
+@slow
 def test_a_nan_in_a_backup_row_reaches_its_own_row():
     step = step_of("hybrid", 9, 140, 48, pattern="full")
     _, before = step.run(140)
@@ -337,7 +341,7 @@ def test_a_nan_in_a_backup_row_reaches_its_own_row():
     assert trained.token_counts[4] == 140
 
 
-@paths
+@quick_union
 def test_weights_of_inactive_neurons_do_not_matter(path):
     """In lists; and of w_up also in backup rows of hybrid, which a full pattern fills."""
     step = step_of(path, 9, 140, 16, pattern="edges")

@@ -130,7 +130,7 @@ def test_a_row_with_nan_leaves_the_other_rows_alone():
 @torch._dynamo.config.patch(
     allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256
 )
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param("hybrid", marks=pytest.mark.slow), "union"])
 def test_compiled_code_serves_every_capacity(path):
     _, sparse, x = layers()
     SparseTraining(sparse).allow_recompiling()

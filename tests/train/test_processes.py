@@ -76,7 +76,8 @@ assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"], files
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_resume_exactly_and_give_the_losses_of_one(tiny_config, tmp_path, kind):
     settings = {"tokens": 8 * 512, "micro_batch": 3, "checkpoint_every": 4, "learning_rate": 1e-2}
     config = dataclasses.replace(tiny_config, reinit=0.3, balance_every=3, **settings)
