@@ -48,7 +48,7 @@ endif
 # $(1): profile.
 define execute
 	@mkdir -p $(@D); echo "$< with $(1) parameters"
-	@MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
+	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
 endef
 
 build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
@@ -68,7 +68,7 @@ build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
 build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
-	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite
+	$(TRAIN) -m twell train quick tokens=491_520 l1_coefficient=$* --out $(@D) --overwrite
 	@touch $@
 
 $(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done $(wildcard twell/trace/*.py)
