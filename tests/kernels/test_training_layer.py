@@ -58,7 +58,7 @@ def assert_close(results, expected, rtol=2**-7, atol=1e-3):
     [
         ("union", torch.float32, True, True),
         ("union", torch.bfloat16, False, False),
-        ("hybrid", torch.float32, True, False),
+        pytest.param("hybrid", torch.float32, True, False, marks=pytest.mark.slow),
         ("hybrid", torch.bfloat16, False, True),
     ],
 )
@@ -130,7 +130,8 @@ def test_a_row_with_nan_leaves_the_other_rows_alone():
 @torch._dynamo.config.patch(
     allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256
 )
-@pytest.mark.parametrize("path", [pytest.param("hybrid", marks=pytest.mark.slow), "union"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 def test_compiled_code_serves_every_capacity(path):
     _, sparse, x = layers()
     SparseTraining(sparse).allow_recompiling()
