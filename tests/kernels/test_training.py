@@ -204,7 +204,8 @@ def busy_step(path, **changes):
     return step
 
 
-@quick_union
+@slow
+@paths
 @both
 def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     """The least capacity and a large one. Every frequent neuron gets a row of the backup."""
@@ -218,7 +219,8 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     assert_same(results, expected)
 
 
-@quick_union
+@slow
+@paths
 def test_overflow_is_reported_and_stays_inside(path, monkeypatch):
     """Counts stay right, and no buffer is written past its end."""
     step = busy_step(path)

@@ -103,6 +103,7 @@ def test_else_gradients_are_dense(reason, monkeypatch):
     assert_close(*pair, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_and_weights_that_lost_their_strides():
     _, sparse, x = layers()
     expected = step(sparse, x)[1:]
@@ -146,6 +147,7 @@ def test_compiled_code_serves_every_capacity(path):
     assert counter.frame_count == 2  # for the first, and for all others
 
 
+@pytest.mark.slow
 def test_steps_follow_those_of_the_dense_layer():
     """On the same data, with L1, losses differ by rounding to bf16 alone."""
     dense, sparse, x = layers(bias=True)
