@@ -12,7 +12,6 @@ from tests.factories.kernels import (
     as_words,
     bits,
     integer_case,
-    layer_of,
     random,
     run_as,
 )
@@ -262,27 +261,3 @@ def test_lists_are_sorted_complete_and_filled_up(block_m, num_neurons, likely):
     in_unions = int(active.reshape(3, block_m // 64, 64, -1).any(2).sum())
     counts = num_tokens, -(-num_tokens // 64), int(active.sum()), in_unions
     assert activity.tolist() == [a + b for a, b in zip(counts, (1, 2, 3, 4), strict=True)]
-
-
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_product_over_unions(block_m, add):
-    """The product of training: exact also where a token is inactive, plus a number for each."""
-    case = integer_case(num_tokens=130, pattern="skewed", biases=add)
-    t = fuzz.layer(case, DEVICE)
-    layer = layer_of(t)
-    unions = union.empty_unions(130, 300, block_m, torch.device(DEVICE))
-    _, words = gate.gate_bits(t["x"], *layer.first, by_neuron=True, zero=unions.queue)
-    union.make_lists(words, unions, 130, 300, block_m)
-    num_blocks = len(unions.counts)
-    numbers = torch.arange(num_blocks * block_m, device=DEVICE).float() if add else None
-    result = t["x"].new_empty(unions.lists.numel(), block_m)
-    union.product(t["x"], layer.w_up, layer.b_up, unions, result, numbers)
-    result = result.view(num_blocks, -1, block_m)
-    b_up = layer.b_up.double() if add else None
-    u = torch.nn.functional.linear(t["x"].double(), layer.w_up.double(), b_up)
-    u = u + numbers[:130, None] if add else u
-    for block, rows in enumerate(u.to(case.dtype).split(block_m)):
-        neurons = unions.lists[block, : unions.counts[block]].long()
-        listed = result[block, : len(neurons), : len(rows)].t()
-        assert len(neurons) and torch.equal(listed, rows[:, neurons])

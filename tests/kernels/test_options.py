@@ -1,6 +1,5 @@
 """The table of launch options and its rules, and the headers of the kernels' files."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -26,14 +25,6 @@ def test_every_key_is_used_and_every_used_key_exists():
     }
     expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
     assert expanded == set(options.OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "path", [p for p, text in SOURCES.items() if re.search(r"^def \w+_kernel\(", text, re.M)]
-)
-def test_headers_name_their_reference(path):
-    header = ast.get_docstring(ast.parse(SOURCES[path]))
-    assert re.search(r"Reference: twell\.sparse\.\w+\.\w+", header)
 
 
 @pytest.mark.parametrize("kernel", options.OPTIONS)

@@ -13,10 +13,9 @@ import torch
 
 from tests import fuzz
 from tests.factories import SEED
-from tests.factories.kernels import DEVICE, layer_of, run_as
+from tests.factories.kernels import DEVICE, run_as
 from twell.kernels import training, training_ops, weight_gradients
 from twell.kernels.paper import hybrid, hybrid_format
-from twell.kernels.paper.hybrid_format import HybridSaved
 from twell.sparse import hybrid_reference, reference
 
 slow = pytest.mark.slow
@@ -158,22 +157,6 @@ def test_a_backup_that_needs_two_rounds(gated, monkeypatch, rounds):
     assert rounds == [200, 200] * RUNS
 
 
-@pytest.mark.parametrize("capacity", [9, 300])
-def test_every_frequent_neuron_is_in_the_backup(capacity):
-    """Each of 300 neurons is active for two of 70 tokens, more than one in 64."""
-    tokens = torch.arange(300) % 70
-    x = torch.eye(70, 80)
-    w = torch.full((300, 80), -1.0)
-    w[torch.arange(300), tokens] = w[torch.arange(300), (tokens + 1) % 70] = 1
-    x, w = x.to(DEVICE, torch.float16), w.to(DEVICE, torch.float16)
-    layer = layer_of(dict(x=x, w_gate=w, w_up=w, w_down=w.t(), b_gate=None, b_up=None, b_down=None))
-    _, _, _, counts, needed, *saved = training.forward(x, layer, None, capacity)
-    saved = training.UnionSaved(*saved)
-    neurons = torch.arange(300, device=DEVICE).int()
-    assert needed == 9 and (counts == 2).all()
-    assert saved.spans[2].all() and saved.backup[:300].sort().values.equal(neurons)
-
-
 @pytest.mark.parametrize(
     "path, module, name",
     [
@@ -278,35 +261,7 @@ def test_needed_is_the_least_capacity_that_fits(num_tokens, num_neurons):
         assert least == 0 or not suffices(counts, int(heavy), num_tokens, least - 1)
 
 
-def test_sizes_at_full_scale():
-    """16,384 tokens of 5,632 neurons, 64 entries each: a small part of the dense layer."""
-    assert hybrid_format.backup_rows(16_384, 5632, 64) == 187
-    assert hybrid_format.list_width(16_384) == 256 and hybrid_format.list_width(100) == 64
-    sizes = (16_384, 5632, 187), (16_384, 5632, 1), (100, 300, 100)
-    assert [hybrid_format.transposed_rows(*size) for size in sizes] == [257, 1, 300]
-
-
 # What results do not depend on
-
-
-@slow
-def test_order_of_backup_rows_does_not_matter(monkeypatch):
-    """Programs take the rows in any order."""
-    step = busy_step("hybrid", values="normal")
-    before = step.run(140)[1]
-    forward = hybrid.forward
-
-    def reordered(*args):
-        *results, place, indices, g, u, owners, used, dense_g, dense_u = forward(*args)
-        rows = torch.arange(len(owners), device=DEVICE)
-        rows[: int(used)] = rows[: int(used)].flip(0)
-        place[owners[: int(used)].long()] = ~rows[: int(used)].int()
-        assert int(used) == 2
-        dense = dense_g[rows], dense_u[rows]
-        return *results, *HybridSaved(place, indices, g, u, owners[rows], used, *dense)
-
-    monkeypatch.setattr(hybrid, "forward", reordered)
-    assert_same(step.run(140)[1], before)
 
 
 # Values that are not finite

@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from tests.factories.models import (
     DOWN,
@@ -133,22 +132,6 @@ def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(
         again.save_pretrained(tmp_path)
         config = how(tmp_path).config
         assert config.l1_coefficient == number and not config.gated_mlp
-
-
-def test_loading_draws_no_bar_and_restores_the_setting(tmp_path, capfd, monkeypatch):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    make().save_pretrained(tmp_path)
-    capfd.readouterr()
-    switches = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
-    before = logging.is_progress_bar_enabled()
-    try:
-        for enabled in (True, False):
-            switches[enabled]()
-            load(tmp_path)
-            assert logging.is_progress_bar_enabled() == enabled
-            assert capfd.readouterr() == ("", "")
-    finally:
-        switches[before]()
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])

@@ -170,13 +170,6 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
     assert made.margin == SCALED_MARGIN > MARGIN
 
 
-@pytest.mark.parametrize("size", [1, 3, 100, 127, 2827, 14336])
-def test_all_neurons_stay_all_neurons(size):
-    times = default(64, size, True).times
-    assert max(point.active for point in times) == max(point.union for point in times) == size
-    assert threshold(training=1000).scaled(64, size, True).training == size
-
-
 def test_scaling_keeps_the_time_of_equal_work():
     made = threshold(expected=(2.0, 50.0))
     half = made.scaled(32, 500, True)

@@ -86,16 +86,6 @@ def assert_close(got, expected):
     assert got.dtype == expected.dtype and error(got, expected) < 1e-12
 
 
-def test_patterns_are_what_they_say(g):
-    """Otherwise the tests below would test less than they seem to."""
-    layers = {p: tensors_of(130, 300, p, g) for p in ("empty", "full", "sparse", "heavy")}
-    active = {p: (gate_and_h(layer)[0] != 0).sum(1) for p, layer in layers.items()}
-    assert active["empty"].max() == 0 and active["full"].min() == 300
-    assert 0 < active["sparse"].double().mean() < 60
-    assert active["heavy"].max() > 250 and active["heavy"].median() < 30
-    assert 0 < r.gate_pack(layers["heavy"].x, layers["heavy"].w_gate).overflow.sum() < 130
-
-
 @BIASES
 @SIZES
 @torch.no_grad()
@@ -146,29 +136,6 @@ def test_inference_and_training_against_autograd(num_tokens, n, pattern, gated, 
                     assert_close(gradient, expected[name])
                 else:
                     assert gradient is None
-
-
-@SHAPES
-@SIZES
-@torch.no_grad()
-def test_training_parts(num_tokens, n, pattern, g):
-    layer = tensors_of(num_tokens, n, pattern, g)
-    gate, dense_h = gate_and_h(layer)
-    active = gate != 0
-    packed, l0 = r.to_hybrid(TwELL.pack(gate, 64, 8), ell_width=20)
-    assert l0.dtype == torch.int32 and l0.equal(active.sum(1, dtype=torch.int32))
-    assert packed.unpack().equal(gate) and len(packed.backup) == (l0 > 20).sum()
-    dense_u = torch.where(active, r.linear(layer.x, layer.w_up, layer.b_up), 0)
-    u = r.sampled_matmul(layer.x, layer.w_up, packed, layer.b_up)
-    assert_close(u.unpack(), dense_u)
-    without = r.sampled_matmul(layer.x, layer.w_up, u).unpack()
-    assert_close(without, dense_u - active * layer.b_up)
-    h, l1 = r.multiply(u, packed)
-    assert u.nnz == h.nnz == packed.nnz
-    assert_close(h.unpack(), dense_h)
-    assert_close(l1, dense_h.abs().sum(1))
-    assert_close(r.hybrid_matmul(h, layer.w_down), dense_h @ layer.w_down.t())
-    assert_close(r.transpose_matmul(h, layer.x), dense_h.t() @ layer.x)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -170,30 +170,6 @@ def test_the_capacity_follows_the_most_of_recent_steps():
     assert fresh.capacity == 32 and fresh.summary()["repeated_steps"] == 1
 
 
-def test_layers_that_become_sparse_have_the_capacity_that_they_need_then():
-    sparse = SparseTraining(Stack((4096, 4096), "auto", (2000.0, 2000.0)))
-    step(sparse, 4000, 4000)
-    assert sparse.sparse == [False, False] and sparse.capacity == 32  # no layer is sparse
-    for needed, chosen, capacity in (
-        ((200, 3000), [True, False], 384),
-        ((200, 600), [True] * 2, 1024),
-    ):
-        for _ in range(40):  # the first becomes sparse in time, and its past of 4000 is forgotten
-            assert step(sparse, *needed) == 1
-        assert sparse.sparse == chosen and sparse.capacity == capacity
-
-
-def test_layers_without_a_pass_change_nothing():
-    sparse = SparseTraining(Stack((256, 256), "auto", (100.0, 100.0)))
-    assert step(sparse, None, 50) == 1
-    assert sparse.activity == [None, 50] and sparse.sparse == [False, True]
-    for _ in range(20):
-        step(sparse, 300, None)
-    assert sparse.activity == [300, 50] and sparse.sparse == [False, True]
-    before = sparse.state()
-    assert step(sparse, None, None) == 1 and sparse.state() == before
-
-
 def test_state_is_all_that_choices_depend_on(rng, tmp_path):
     model = Stack((1024, 1024, 1024), "auto", (80.0, 120.0, 50.0))
     model.ffns[2].backend = "triton"
@@ -335,30 +311,3 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(attempt, late):
         assert told(sparse) == [("union", True)] * 2
         need(sparse, 10, 10)
     assert sparse.activity == [4 + 6 / 8, 5 + 5 / 8] and told(sparse) == [(None, False)] * 2
-
-
-@on_cpu
-def test_gradients_that_nothing_checks_are_dense(fake):
-    model = Stack((256, 256))
-    for _ in SparseTraining(model).attempts():
-        backward(model)
-        break  # the loop is gone, and with it the attempt
-    assert len(fake.calls) == 2
-    assert backward(model).isfinite().all() and len(fake.calls) == 2
-
-
-@on_cpu
-@pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_layers_with_adapters_train_densely_and_learn(fake, backend):
-    """Without a repeated step, whatever the capacity; the others train sparsely."""
-    model = Stack((256, 256), backend)
-    adapter = nn.Linear(32, 256)
-    model.ffns[0].up_proj.register_forward_hook(lambda module, args, y: y + adapter(args[0]))
-    sparse = SparseTraining(model)
-    for _ in range(3):
-        for _ in sparse.attempts():
-            model.zero_grad()
-            backward(model)
-    assert sparse.summary()["sparse_layers"] == (1 if backend == "triton" else sum(sparse.sparse))
-    assert not sparse.sparse[0] and sparse.repeated == 0 and sparse.capacity == 32
-    assert adapter.weight.grad.abs().sum() > 0 and model.ffns[0].train_path is None
