@@ -1,4 +1,4 @@
-"""The documents as tests see them: code blocks, which run or are parsed, links and terms."""
+"""The code blocks of documents, which run or are parsed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
 # links, where new files do not reach the checkout.
 CODE, DATA = ("twell", "kernels", "tests", "scripts"), ("data", "figures", "notebooks", "docs")
 SECONDS = 600
+REPOSITORY = re.compile(r"(tests|kernels|scripts|twell)/[\w/.-]+")
 
 # One process imports what blocks need and forks for each page: pages share imports and nothing
 # else. Python blocks of a page share its interpreter. It prints page and number of each block, and
@@ -201,9 +202,8 @@ def commands(code: str) -> Iterator[list[str]]:
 
 def parse(block: Block) -> str | None:
     """Check a block that does not run here; return None, or what is wrong with it."""
-    wrong = (
-        mistakes_in_bash(block.code) if block.language == "bash" else mistakes_in_python(block.code)
-    )
+    check = {"bash": mistakes_in_bash, "python": mistakes_in_python}[block.language]
+    wrong = check(block.code)
     return "\n".join([f"{block} (parsed only)", *wrong]) if wrong else None
 
 
@@ -212,114 +212,73 @@ def mistakes_in_bash(code: str) -> list[str]:
     done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
     if done.returncode:
         return [done.stderr.strip()]
-    return [
-        f"{shlex.join(words)}: {wrong}"
-        for words in commands(code)
-        if (wrong := mistake_in_command(words))
-    ]
+    wrong = {shlex.join(words): mistake_in_command(words) for words in commands(code)}
+    return [f"{words}: {mistake}" for words, mistake in wrong.items() if mistake]
 
 
 def mistake_in_command(words: list[str]) -> str | None:
     """Return what is wrong with one command, as far as it is one of this repository."""
     program, arguments = Path(words[0]).name, words[1:]
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):", _read("Makefile"), re.M)
+        named = [word for word in arguments if re.fullmatch(r"[a-z_]+", word)]
+        return next((f"no target {word}" for word in named if word not in targets), None)
     if program == "accelerate" and arguments[:1] == ["launch"]:
-        from accelerate.commands.launch import launch_command_parser
-
-        options, wrong = parsed(launch_command_parser(), arguments[1:])
+        options, wrong = launched(arguments[1:])
         if wrong:
             return wrong
-        program = options.training_script
-        arguments = options.training_script_args
-        if not options.module:
-            return None if (ROOT / program).is_file() else f"there is no {program}"
-        program, arguments = "python", ["-m", program, *arguments]
-    if program in ("python", "python3") and arguments[:1] == ["-m"] and len(arguments) > 1:
-        return mistake_in_module(arguments[1], arguments[2:])
-    if (
-        program in ("python", "python3", "bash", "sh")
-        and arguments
-        and arguments[0].endswith((".py", ".sh"))
-    ):
-        return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
+        arguments = [options.training_script, *options.training_script_args]
+        arguments = ["-m", *arguments] if options.module else arguments
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        program, arguments = arguments[1], arguments[2:]
     if program == "twell":
-        return mistake_in_module("twell", arguments)
-    if program == "pytest":
-        return mistake_in_module("pytest", arguments)
-    if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        missing = [
-            word for word in arguments if re.fullmatch(r"[a-z_]+", word) and word not in targets
-        ]
-        return f"no target {', '.join(missing)} in the Makefile" if missing else None
-    return None
+        return mistake_in_twell(arguments)
+    if program.startswith(("tests.", "scripts.")):
+        file = program.replace(".", "/") + ".py"
+        options = [word.split("=")[0] for word in arguments if word.startswith("--")]
+        if (ROOT / file).is_file():
+            text = _read(file)
+            return next((f"no option {word}" for word in options if f'"{word}"' not in text), None)
+        arguments = [file]
+    paths = [match[0] for word in arguments if (match := re.match(REPOSITORY, word))]
+    return next((f"there is no {path}" for path in paths if not (ROOT / path).exists()), None)
 
 
-def mistake_in_module(module: str, arguments: list[str]) -> str | None:
-    if module == "twell":
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                words, given = cli.parse(arguments)
-        except ValueError as error:
-            of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
-            return None if of_the_shell else str(error)
-        if words != ["train"] or not given or given["config"].endswith(".yaml"):
-            return None
-        return mistake_in_fields(given["config"], given["overrides"] or [])
-    if module == "pytest":
-        paths = [
-            word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)
-        ]
-        for path, _, name in paths:
-            if not (ROOT / path).exists():
-                return f"there is no {path}"
-            if name and not re.search(
-                rf"(def|class) {re.escape(name.split('[')[0].split('::')[-1])}\b", _read(path)
-            ):
-                return f"there is no {name} in {path}"
-    if module.partition(".")[0] in ("tests", "scripts"):
-        path = module.replace(".", "/") + ".py"
-        if not (ROOT / path).is_file():
-            return f"there is no {path}"
-        unknown = [
-            word
-            for word in arguments
-            if word.startswith("--") and f'"{word.split("=")[0]}"' not in _read(path)
-        ]
-        return f"{path} has no option {', '.join(unknown)}" if unknown else None
-    return None
+def launched(arguments: list[str]) -> tuple:
+    """Return the options of `accelerate launch` and None, or None and what its parser says."""
+    from accelerate.commands.launch import launch_command_parser
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return launch_command_parser().parse_args(arguments), None
+    except SystemExit:
+        return None, errors.getvalue().strip().splitlines()[-1]
 
 
-def mistake_in_fields(config: str, overrides: list[str]) -> str | None:
-    """Return which field of a shipped configuration is none; the text need not be there."""
+def mistake_in_twell(arguments: list[str]) -> str | None:
+    """Return what a command of twell refuses. The text of a training need not be there."""
     from twell.config import TrainConfig
 
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    of_shell = [override for override in overrides if "$" in override]
-    if unknown := [
-        word for word in of_shell if "=" in word and word.partition("=")[0] not in known
-    ]:
-        return f"unknown field in {', '.join(unknown)}"
     try:
-        TrainConfig.load(
-            "quick" if "$" in config else config,
-            [word for word in overrides if word not in of_shell],
-        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            words, given = cli.parse(arguments)
+    except ValueError as error:
+        of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
+        return None if of_the_shell else str(error)
+    if words != ["train"] or not given or given["config"].endswith(".yaml"):
+        return None
+    config = "quick" if "$" in given["config"] else given["config"]
+    overrides = given["overrides"] or []
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    for word in overrides:
+        if "$" in word and "=" in word and word.partition("=")[0] not in known:
+            return f"unknown field in {word}"
+    try:
+        TrainConfig.load(config, [word for word in overrides if "$" not in word])
     except (ValueError, TypeError, FileNotFoundError) as error:
         return str(error)
     return None
-
-
-def parsed(argparser, arguments: list[str]) -> tuple:
-    """Return the options, or None and what the parser says. A request for help is no mistake."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            return argparser.parse_args(arguments), None
-    except SystemExit as end:
-        wrong = errors.getvalue().strip().splitlines()[-1] if end.code else None
-        return None, None if wrong and re.search(
-            r"invalid .*'\$", wrong
-        ) else wrong  # a variable of the shell
 
 
 def mistakes_in_python(code: str) -> list[str]:
@@ -360,63 +319,3 @@ def exists(name: str) -> bool:
 
 def _read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    every, count = set(), {}
-    without = BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
-    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", without, re.M):
-        words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", words.replace("`", "").lower()).replace(" ", "-")
-        number = count[slug] = count.get(slug, -1) + 1
-        every.add(f"{slug}-{number}" if number else slug)
-    return every | set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
-
-
-def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
-    """Return the relative links of a page to files or headings that do not exist, each with its
-    line.
-    """
-    wrong = []
-    for _, begin, _, target in builder().targets(text):
-        if re.match(r"[a-z][a-z+.-]*:", target, re.I):
-            continue
-        path, anchor = builder().resolve(page, target)
-        path = page if target.startswith("#") else path
-        line = text.count("\n", 0, begin) + 1
-        if not (root / path).exists():
-            wrong.append(f"{page}:{line}: there is no {path}")
-        elif (
-            anchor
-            and path.endswith(".md")
-            and anchor not in anchors((root / path).read_text(encoding="utf-8"))
-        ):
-            wrong.append(f"{page}:{line}: {path} has no heading #{anchor}")
-    return wrong
-
-
-def unexplained(text: str, terms: dict[str, str]) -> list[str]:
-    """Return the terms that a page uses in prose before it links them to the glossary, or sets them
-    in bold or italics.
-
-    terms: anchors of the glossary, each with a regular expression of the words for it.
-    """
-    prose = re.sub(
-        r"^#+ .*$|<[^>]*>", lambda match: " " * len(match[0]), builder().prose(text), flags=re.M
-    )
-    linked = {}
-    for match, begin, end, target in builder().targets(text):
-        if "glossary.md#" in target:
-            linked.setdefault(target.partition("#")[2], match.start())
-        prose = (
-            prose[:begin] + " " * (end - begin) + prose[end:]
-        )  # the addresses of links are no prose
-    missing = []
-    for anchor, pattern in terms.items():
-        first = re.search(rf"(?<![\w-])(?:{pattern})", prose, re.I)
-        if first is None or linked.get(anchor, len(text)) <= first.start():
-            continue
-        if not prose[: first.start()].endswith("*"):
-            missing.append(f"{anchor} (line {text.count(chr(10), 0, first.start()) + 1})")
-    return missing

@@ -357,23 +357,6 @@ def test_a_large_page_is_small_and_answers_at_once(open_page):
     keep(page, "large")
 
 
-def test_of_a_dense_page_the_strongest_are_kept(open_page):
-    passage = large_trace(np.random.default_rng(SEED), 512, 6, 2816, 500)
-    page = open_page([Side("dense", passage)])
-    (note,) = texts(page, ".tw-note")
-    kept = re.match(r"Of each token and layer the (\d+) strongest neurons are kept here", note)[1]
-    assert 250 <= int(kept) <= 270 and "rounded to bf16" in note
-    click(page, ".tw-t", 300)
-    assert values(page, ".tw-count b") == passage.counts()[:, 300].tolist()
-    click(page, ".tw-layer-name", 2)
-    assert texts(page, ".tw-link") == [f"show the {kept} kept"]
-    click(page, ".tw-link")
-    assert len(neurons(page)) == int(kept)
-    click(page, "button.tw-entry", 0)
-    fires = passage.neurons()[0][2, neurons(page)[0]]
-    assert f"{fires} of 512" in texts(page, ".tw-neuron .tw-fact b")[0]
-
-
 @pytest.fixture
 def lab(tmp_path, tiny_run):
     """A JupyterLab, dark, with a notebook that makes the widget; yields its address."""

@@ -64,7 +64,6 @@ balance_every=5 gated=false activation=silu | balance_every is 5; without a gate
 batch_tokens=1000 | batch_tokens 1000 is no multiple of context 128
 num_heads=3 | hidden_size 128 is no multiple of num_heads 3
 checkpoint_every=5 | checkpoint_every 5 is no multiple of log_every 10
-hidden_size=4 | hidden_size 4 and num_heads 4 give heads of 1; rotary positions need an even
 valid_tokens=127 | valid_tokens is 127; it has to hold one context of 128 tokens
 precision=fp8 | precision is 'fp8'; it has to be 'fp32' or 'bf16'
 reinit=1.5 | reinit is 1.5; it has to be a share, from 0 to 1
@@ -79,6 +78,8 @@ adam_beta1=1 | adam_beta1 is 1.0; it has to be from 0 to less than 1
 adam_beta2=.nan | adam_beta2 is nan; it has to be from 0 to less than 1
 seed=4294967296 | seed is 4294967296; it has to be below 2\^32
 source='' | source is ''; it has to name something
+hidden_size=36 num_heads=4 | heads of 9; rotary positions need an even number
+seed=2001-13-01 | 'seed=2001-13-01' is no YAML value
 nonsense | 'nonsense' is no override; write key=value
 seed=1 seed=2 | seed is given twice: seed=1 and seed=2
 seed=[1 | 'seed=\[1' is no YAML value; write seed=value

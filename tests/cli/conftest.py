@@ -1,9 +1,6 @@
-import dataclasses
 import shutil
 
 import pytest
-
-from twell import results
 
 SMALL = """hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=32 batch_tokens=512
     tokens=512 warmup_steps=0 vocab_size=320 valid_tokens=512""".split()
@@ -32,14 +29,6 @@ class Place:
 
     def inspect(self, *options, run=None):
         return ["inspect", str(run or self.run), *options, "--out", str(self.folder / "out.html")]
-
-    def stopped_run(self, checkpoint):
-        """Return the folder of a run that stopped with this checkpoint."""
-        run = self.folder / "stopped"
-        results.write_run(run, dataclasses.asdict(self.config), results.provenance())
-        (run / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
-        (run / "checkpoint.pt").write_bytes(checkpoint)
-        return run
 
 
 @pytest.fixture

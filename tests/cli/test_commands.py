@@ -14,10 +14,9 @@ import torch
 import typer
 
 from tests.factories.analysis import make_trace
-from twell import evaluate, measure, results, trace
+from twell import evaluate, measure, results
 from twell.cli import app, main, parse
 from twell.cli.runs import BEGIN, END
-from twell.cli.spelling import RENAMED
 from twell.measure import clock
 from twell.sparse.calibration import DEFAULT, Calibration, Point
 from twell.sparse.layer import backend_status
@@ -62,20 +61,6 @@ def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
         assert "calibrate" in (text := capsys.readouterr().out) or "Models" in text
 
 
-def test_help_loads_neither_torch_nor_pandas():
-    heavy = "{'torch', 'transformers', 'numpy', 'pandas'}"
-    code = f"import sys, twell.cli as c; c.main(['train', '-h']); print({heavy} & {{*sys.modules}})"
-    assert python(f'-c "{code}"')[1].endswith("set()\n")
-
-
-def test_old_spellings_are_documented():
-    page = (results.root() / "docs" / "commands.md").read_text(encoding="utf-8")
-    for command, options in RENAMED.items():
-        assert command in every_command()
-        for option in options:
-            assert f"| `{command}` | `{option}` |" in page
-
-
 @pytest.mark.parametrize("option", ["--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"])
 def test_hyphens_and_underscores_are_one(option):
     assert parse(["evaluate", "m", *option.split()])[1]["num_fewshot"] == 3
@@ -106,22 +91,6 @@ def test_outputs_go_to_build_and_runs_by_default(place, monkeypatch, capsys):
         if arguments[0] != "train":
             assert expected.removesuffix("/README.md") in capsys.readouterr().out
     assert main(["runs"]) == 0
-
-
-def test_trace_counts_what_it_is_asked_to(place, capsys):
-    assert main(place.trace()) == 0
-    traced = trace.Trace.load(place.folder / "out.npz")
-    assert f"{traced.num_tokens} tokens, 2 layers" in capsys.readouterr().out
-    out = place.folder / "deep" / "a.npz"
-    command = ["trace", str(place.run), "--aggregate", "--valid", "--out", str(out)]
-    assert main([*command, "--tokens", "500"]) == 0
-    printed = capsys.readouterr().out
-    assert "500 tokens, 2 layers" in printed and f"{out.stat().st_size} bytes" in printed
-    counted = trace.Aggregate.load(out)
-    assert counted.num_tokens == 500 and counted.lengths.tolist() == [32] * 15 + [20]
-    assert counted.meta["run"] == "run" and counted.meta["l1_coefficient"] == 1e-2
-    assert main(command) == 0
-    assert trace.Aggregate.load(out).num_tokens > 512  # all that is held out
 
 
 def test_inspect_says_what_the_page_shows(place, capsys):

@@ -15,7 +15,6 @@ import twell
 from tests.factories.evaluate import brute_force
 from twell import analysis, corpus, evaluate, results, trace
 from twell.__main__ import main
-from twell.evaluate import adapter
 from twell.train import cache_folder
 from twell.train import evaluate as validate
 
@@ -236,16 +235,6 @@ def test_without_lm_eval_one_line_says_so(tiny_run, tmp_path, capsys, monkeypatc
     error = capsys.readouterr().err
     words = "evaluation needs the package lm-eval: pip install 'twell[evaluate]'"
     assert error.startswith(f"twell evaluate: {words}") and error.count("\n") == 1
-
-
-def test_an_interruption_is_one_line_and_leaves_no_file(tiny_run, tmp_path, capsys, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(adapter.HFLM, "_model_call", interrupted)
-    out = tmp_path / "out.json"
-    assert main(["evaluate", str(tiny_run), "--limit", "2", "--out", str(out)]) == 130
-    assert capsys.readouterr().err == "twell evaluate: interrupted\n" and not out.exists()
 
 
 def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):

@@ -1,8 +1,5 @@
 """Files of rows, and the names of providers in them."""
 
-import subprocess
-import sys
-
 import pandas as pd
 import pytest
 
@@ -20,7 +17,7 @@ from twell.measure.providers import (
     compilations,
     model_providers,
 )
-from twell.measure.rows import COLUMNS, Rows, significant
+from twell.measure.rows import COLUMNS, Rows
 
 BENCH = results.root() / "data" / "bench"
 
@@ -56,10 +53,6 @@ def test_unfit_files_are_refused(tmp_path):
 def test_recorded_files_have_these_columns():
     for name, columns in COLUMNS.items():
         assert list(pd.read_csv(BENCH / f"{name}.csv", nrows=0))[: len(columns)] == columns, name
-
-
-def test_numbers_are_rounded_to_significant_digits():
-    assert [significant(x, 3) for x in (0.0012345, 98765.0, 0.0)] == [0.00123, 98800.0, 0.0]
 
 
 def test_recorded_names_are_parsed_and_written_alike():
@@ -104,10 +97,7 @@ def test_the_providers_of_a_model_are_those_of_its_compilations():
     assert compilations(None, True) == [EAGER, COMPILED, TUNED]
 
 
-def test_the_face_of_the_package_loads_and_names_are_cheap():
-    code = "import sys, twell.measure.providers; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+def test_the_face_of_the_package_loads():
     for name in measure.__all__:
         assert getattr(measure, name) is not None and name in dir(measure)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

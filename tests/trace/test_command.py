@@ -25,28 +25,6 @@ def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
     assert 30 < Aggregate.load(out).num_tokens < 200
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--aggregate --valid --tokens 9999999", "9999999 tokens were asked for; there are "),
-        ("--aggregate --valid --tokens 0", "0 tokens were asked for"),
-        ("--valid --tokens 10", "--tokens and --max-bytes belong to --aggregate"),
-        ("--aggregate --valid --max-bytes 5000", "may need 6144 bytes; max_bytes is 5000"),
-        ("--aggregate --text EMPTY", "the text is empty"),
-        ("--aggregate --file LATIN", "latin.txt is not UTF-8 text: byte 1"),
-    ],
-)
-def test_bad_requests_leave_nothing_behind(tiny_run, tmp_path, capsys, arguments, words):
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes(b"a\xe9")
-    values = {"EMPTY": "", "LATIN": str(latin)}
-    arguments = [values.get(argument, argument) for argument in arguments.split()]
-    assert main(["trace", str(tiny_run), *arguments, "--out", str(tmp_path / "a.npz")]) == 2
-    printed = capsys.readouterr().err
-    assert words in printed and printed.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["latin.txt"]
-
-
 def test_interrupted_aggregate_leaves_no_file(tiny_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tracing, "BATCH_TOKENS", 64)
     end, calls = Counter.end, []

@@ -180,11 +180,3 @@ def test_places_make_way_until_the_file_fits_and_counts_never_do():
         least = smaller
     with pytest.raises(ValueError, match=r"the counts alone need \d+ bytes; max_bytes is 1000"):
         aggregate_of(trace, max_bytes=1000)
-
-
-def test_each_row_of_contexts_takes_no_more_than_the_one_before():
-    for one, after in zip(CONTEXTS, CONTEXTS[1:], strict=False):
-        sizes = [row._replace(quantiles=len(row.quantiles)) for row in (one, after)]
-        assert all(a >= b for a, b in zip(*sizes, strict=True)) and sizes[0] != sizes[1]
-        assert {*after.quantiles} <= {*one.quantiles}
-    assert CONTEXTS[-1] == (0, [], 0, 0)

@@ -1,8 +1,6 @@
 """Traces and aggregates: what they count, their files, and sizes that do not fit."""
 
 import copy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -139,12 +137,3 @@ def test_sizes_that_were_not_counted_are_refused(records):
         records["aggregate"].unions((16, 24))
     with pytest.raises(ValueError, match="tile_n 128 was not counted; the aggregate has 256"):
         records["aggregate"].overflows(128, (2,))
-
-
-def test_reading_a_file_loads_no_torch():
-    path = results.root() / "data" / "checkpoints" / "twell-6m" / "aggregate.npz"
-    code = "import sys; from twell.trace import Aggregate, Trace; Aggregate.load(sys.argv[1])"
-    code += "; print({'torch', 'transformers'} & {*sys.modules})"
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
