@@ -64,22 +64,15 @@ def test_random_case(path, seed, monkeypatch):
 
 
 # Tokens, neurons, hidden size, pattern and gated. A list of hybrid holds 128 neurons or 64 tokens.
-EXACT = [
-    (1, 40, 48, "even", False),
-    (1, 130, 80, "full", True),
-    (33, 1, 16, "full", True),
-    (9, 128, 16, "full", True),
-    (9, 129, 16, "full", False),
-    (70, 40, 16, "edges", True),
-    pytest.param(33, 40, 48, "empty", False, marks=slow),
-    pytest.param(65, 70, 48, "even", True, marks=slow),
-    pytest.param(130, 300, 48, "heavy", False, marks=slow),
-    pytest.param(70, 300, 48, "tile", True, marks=slow),
-]
+SMALL = [(1, 40, 48, "even", False), (33, 1, 16, "full", True), (70, 40, 16, "edges", True)]
+LARGE = [(1, 130, 80, "full", True), (9, 128, 16, "full", True), (9, 129, 16, "full", False)]
+LARGE += [(33, 40, 48, "empty", False), (65, 70, 48, "even", True)]
+LARGE += [(130, 300, 48, "heavy", False), (70, 300, 48, "tile", True)]
+EXACT = [(path, *case) for path in PATHS for case in SMALL] + [("hybrid", *LARGE[2])]
+EXACT += [pytest.param(path, *case, marks=slow) for path in PATHS for case in LARGE]
 
 
-@pytest.mark.parametrize("num_tokens, num_neurons, hidden_size, pattern, gated", EXACT)
-@paths
+@pytest.mark.parametrize("path, num_tokens, num_neurons, hidden_size, pattern, gated", EXACT)
 def test_exact(path, num_tokens, num_neurons, hidden_size, pattern, gated):
     dtype = torch.float16 if hidden_size == 48 else torch.bfloat16
     sizes = num_tokens, num_neurons, hidden_size
@@ -87,7 +80,7 @@ def test_exact(path, num_tokens, num_neurons, hidden_size, pattern, gated):
     assert fuzz.check_training(case, DEVICE, path) == 0
 
 
-@paths
+@quick_union
 @both
 def test_integers_equal_the_reference(path, gated, monkeypatch):
     """Every result, with some neurons in lists and some in the backup."""
@@ -108,10 +101,9 @@ def test_integers_equal_the_reference(path, gated, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs its own configuration")
-@pytest.mark.parametrize(
-    "architecture", [*(pytest.param(a, marks=slow) for a in ("sm_80", "sm_89")), "sm_90"]
-)
-@quick_union
+@slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90"])
+@paths
 def test_every_configuration_is_exact(path, architecture, monkeypatch):
     run_as(architecture, monkeypatch)
     monkeypatch.setattr(training, "DENSE_FROM", 16)
@@ -161,7 +153,7 @@ def test_a_backup_that_needs_two_rounds(gated, monkeypatch, rounds):
     "path, module, name",
     [
         ("union", weight_gradients, "CACHE_BYTES"),
-        ("hybrid", hybrid, "COLUMN_BYTES"),
+        pytest.param("hybrid", hybrid, "COLUMN_BYTES", marks=slow),
         pytest.param("hybrid", hybrid_format, "WORKSPACE_BYTES", marks=slow),
     ],
 )

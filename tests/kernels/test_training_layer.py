@@ -59,7 +59,7 @@ def assert_close(results, expected, rtol=2**-7, atol=1e-3):
         ("union", torch.float32, True, True),
         ("union", torch.bfloat16, False, False),
         pytest.param("hybrid", torch.float32, True, False, marks=pytest.mark.slow),
-        ("hybrid", torch.bfloat16, False, True),
+        pytest.param("hybrid", torch.bfloat16, False, True, marks=pytest.mark.slow),
     ],
 )
 def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):

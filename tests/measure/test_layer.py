@@ -14,7 +14,7 @@ from tests.factories.measure import run as by_reference
 from twell.measure import calibration as calibrations
 from twell.measure import case as cases
 from twell.measure import layer
-from twell.measure.calibration import BEHIND, Layers, calibrate, calibration_levels
+from twell.measure.calibration import BEHIND, Layers, calibrate
 from twell.measure.check import TOLERANCE
 from twell.measure.costs import kernel_formulas, roofline, work
 from twell.measure.layer import ffn
@@ -55,6 +55,7 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == [4000.0, 800.0]
 
 
+@pytest.mark.slow
 def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))  # they were called once
     rows = ffn([3], [4], hidden_size=16, intermediate_size=32, mode="stream")
@@ -149,12 +150,6 @@ def test_auto_knows_the_activity_and_its_path_is_recorded(dense_kernels, active,
 
 
 # --- calibrations -----------------------------------------------------------------------------
-
-
-def test_calibration_levels_end_with_half_and_all():
-    assert calibration_levels(5632) == [1, 10, 30, 100, 300, 1000, 2816, 5632]
-    assert calibration_levels(600) == [1, 10, 30, 100, 300, 600]
-    assert calibration_levels(1) == [1]
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ PATHS = list(OPS.TRAIN_PATHS)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("path", ["union", pytest.param("hybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.slow  # tests/kernels has the operators
 def test_the_sparse_step_is_correct(path, gated):
     parts = layer_step(20, gated, active=4)  # few entries, generous limit
     x, weights, gradients = parts

@@ -132,7 +132,12 @@ def test_summary_against_sorting():
 @triton_here
 @pytest.mark.parametrize(
     ("path", "gated", "bias"),
-    [(None, True, False), ("union", True, False), ("union", False, True), ("rowwise", True, True)],
+    [
+        pytest.param(None, True, False, marks=pytest.mark.slow),
+        ("union", True, False),
+        ("union", False, True),
+        ("rowwise", True, True),
+    ],
 )
 def test_triton_computes_what_dense_does(gated, bias, path, taken):
     ffn = half(gated=gated, bias=bias).eval()

@@ -1,4 +1,7 @@
-"""Projections that are not what their weight says: the layer calls them."""
+"""Projections that are not what their weight says: the layer calls them.
+
+tests/models/test_convert.py has the adapters of peft.
+"""
 
 import copy
 
@@ -14,23 +17,6 @@ class Scaled(torch.nn.Linear):
 
     def forward(self, x):
         return 1.5 * super().forward(x)
-
-
-class Adapter(torch.nn.Module):
-    """A low-rank adapter; as peft's, it hands on the weight that it stands around."""
-
-    weight = property(lambda self: self.base_layer.weight)
-    bias = property(lambda self: self.base_layer.bias)
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        options = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
-        self.down = torch.nn.Linear(base.in_features, 2, **options)
-        self.up = torch.nn.Linear(2, base.out_features, **options)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.up(self.down(x))
 
 
 class Int8(torch.nn.Linear):
@@ -75,7 +61,6 @@ def normed(base):
 
 # A change returns another module, or changes the one that it is given.
 CHANGES = {
-    "adapter": Adapter,
     "int8": Int8,
     "subclass": subclass,
     "hook": lambda base: base.register_forward_hook(lambda module, args, y: 1.5 * y),
@@ -101,7 +86,7 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
     for ffn in (dense, sparse):
         torch.manual_seed(0)
         changed = CHANGES[change](getattr(ffn, part))
-        if isinstance(changed, (Adapter, Int8)):
+        if isinstance(changed, Int8):
             setattr(ffn, part, changed)
     sparse.backend = backend
     sparse.chooser.observe(1, 2)  # at which auto would take a sparse path
@@ -169,11 +154,11 @@ def test_hooks_for_all_modules_are_called_too():
         assert ffn(x).any() and ffn.readable
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_directions_are_columns_of_the_down_projection(adapter):
+@pytest.mark.parametrize("changed", [False, True])
+def test_directions_are_columns_of_the_down_projection(changed):
     ffn = make(bias=True)
-    if adapter:
-        ffn.down_proj = Adapter(ffn.down_proj)
+    if changed:
+        subclass(ffn.down_proj)
     h = torch.zeros(70, dtype=torch.float64)
     zero = ffn.down_proj(h).detach()
     h[13] = 2
