@@ -77,43 +77,34 @@ note = open("runs/note").read()
 
 ```python
 assert note == "made 1\\n"
-open("runs/note", "w").write("again\\n")
 ```
 
 ```bash
-grep again runs/note
 {last}
 ```
 """
-
-
-@pytest.fixture
-def nothing_preloaded(monkeypatch):
-    monkeypatch.setattr(pages, "PRELOADED", "")
-
-
-def test_blocks_run_in_order_and_pages_share_nothing(tmp_path, nothing_preloaded):
-    first = blocks("docs/a.md", PAGE.format(last="true"))
-    places = [(block.language, block.line) for block in first]
-    assert places == [("bash", 3), ("python", 7), ("python", 11), ("bash", 16)]
-    second = "```python\nassert 'note' not in globals()\nopen('runs/note')\n```\n"
-    failure = run(first + blocks("docs/b.md", second), tmp_path)
-    assert failure.startswith("docs/b.md:1, block 1 (python) failed")
-    assert 'File "docs/b.md", line 3' in failure and "FileNotFoundError" in failure
+SECOND = "```python\nassert 'note' not in globals()\nopen('runs/note')\n```\n"
 
 
 @pytest.mark.parametrize(
-    ("last", "status", "output"),
+    ("last", "start", "output"),
     [
-        ("echo before; false; echo after", "failed", "before\nexit status 1"),
-        ("echo $unset", "failed", "unbound variable"),
-        ("echo before; sleep 60", "did not end within 6 seconds", "before"),
+        ("grep made runs/note", "docs/b.md:1, block 1 (python) failed\n", "FileNotFoundError"),
+        ("echo before; false; echo after", "docs/a.md:15, block 4 (bash) failed\n", "before\nexit"),
+        ("echo $unset", "docs/a.md:15, block 4 (bash) failed\n", "unbound variable"),
+        ("echo before; sleep 60", "docs/a.md:15, block 4 (bash) did not end within 6", "before"),
     ],
 )
-def test_a_block_that_fails_is_named(tmp_path, nothing_preloaded, last, status, output):
-    failure = run(blocks("docs/a.md", PAGE.format(last=last)), tmp_path, seconds=6)
-    assert failure.startswith(f"docs/a.md:16, block 4 (bash) {status}\ngrep again runs/note\n")
-    assert output in failure and "after" not in failure.partition("--- output")[2]
+def test_blocks_share_a_page_alone_and_one_that_fails_is_named(
+    tmp_path, monkeypatch, last, start, output
+):
+    monkeypatch.setattr(pages, "PRELOADED", "")
+    every = blocks("docs/a.md", PAGE.format(last=last)) + blocks("docs/b.md", SECOND)
+    assert [block.line for block in every] == [3, 7, 11, 15, 1]
+    failure = run(every, tmp_path, seconds=6)
+    assert failure.startswith(start)
+    printed = failure.partition("--- output")[2]
+    assert output in printed and "after" not in printed
 
 
 @pytest.mark.parametrize(

@@ -49,20 +49,6 @@ def test_one_process_wins_and_the_other_says_which(tmp_path, holder):
         assert (tmp_path / "run" / "train.lock").is_file()
 
 
-def test_a_killed_process_holds_nothing(tmp_path, holder):
-    process, _ = holder
-    process.kill()
-    process.join()
-    path = tmp_path / "run" / "train.lock"
-    left = json.loads(path.read_text())
-    assert left["process"] == process.pid
-    # The number may be in use again: here it is that of a process which is alive.
-    path.write_text(json.dumps(left | {"process": os.getppid()}))
-    with lock.hold(tmp_path / "run"):
-        assert json.loads(path.read_text())["process"] == os.getpid()
-    assert not path.exists()
-
-
 def test_another_hosts_lock_counts_while_somebody_touches_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.1)
     monkeypatch.setattr(lock, "PATIENCE", 0.6)
