@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -114,31 +115,18 @@ def test_mistakes_of_a_file_are_named(tmp_path, text, words):
         TrainConfig.load(tmp_path / "a.yaml")
 
 
-WARM_UP = "the run ends within the warm-up of the"
+REMARKS = [
+    ({}, []),
+    ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
+    ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
+    ({"warmup_steps": 16}, ["warmup_steps 16, 16 steps.*94% of 0.005"]),
+    ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["16 steps.*50% of l1_coefficient"]),
+    ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1 never acts: .*8192.*1048576"]),
+    ({"balance_every": 17}, ["balance_every 17 never acts: the run has 16 steps"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "lines"),
-    [
-        ({}, []),
-        ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
-        ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
-        (
-            {"warmup_steps": 16, "l1_zero_steps": 6, "l1_warmup_steps": 20},
-            [
-                f"{WARM_UP} learning rate (warmup_steps 16, 16 steps): it reaches 94% of 0.005",
-                f"{WARM_UP} L1 term (l1_zero_steps 6, l1_warmup_steps 20, 16 steps): "
-                "it reaches 50% of l1_coefficient",
-            ],
-        ),
-        (
-            {"reinit": 0.1, "dead_window_tokens": 2**20, "balance_every": 17},
-            [
-                "reinit 0.1 never acts: the run has 8192 tokens, and dead_window_tokens is 1048576",
-                "balance_every 17 never acts: the run has 16 steps",
-            ],
-        ),
-    ],
-)
-def test_a_schedule_that_the_run_ends_before_is_said(tiny_config, changes, lines):
-    assert dataclasses.replace(tiny_config, **changes).remarks() == lines
+@pytest.mark.parametrize(("changes", "words"), REMARKS)
+def test_a_schedule_that_the_run_ends_before_is_said(tiny_config, changes, words):
+    remarks = dataclasses.replace(tiny_config, **changes).remarks()
+    assert len(remarks) == len(words) and all(map(re.search, words, remarks))

@@ -42,6 +42,7 @@ def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}  # by Accelerate's launcher
 TWO = LAUNCHED | {"WORLD_SIZE": "2", "FSDP_VERSION": "2"}
+FSDP = TWO | {"ACCELERATE_USE_FSDP": "true"}
 
 
 @pytest.mark.parametrize(
@@ -51,10 +52,7 @@ TWO = LAUNCHED | {"WORLD_SIZE": "2", "FSDP_VERSION": "2"}
         ({"WORLD_SIZE": "16", "FSDP_VERSION": "2"}, "python"),  # a cluster's
         (LAUNCHED, "accelerate launch --num_processes 1"),
         (TWO | {"ACCELERATE_USE_FSDP": "false"}, "accelerate launch --num_processes 2"),
-        (
-            TWO | {"ACCELERATE_USE_FSDP": "true"},
-            "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2",
-        ),
+        (FSDP, "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2"),
     ],
 )
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):

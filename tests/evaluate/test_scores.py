@@ -211,10 +211,6 @@ def other_source(model):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda model: [file.unlink() for file in model.glob("tokenizer*")],
-            "has no tokenizer; put",
-        ),
         (no_ends, "run has neither bos_token nor eos_token"),
         (shutil.rmtree, r"holds no model: it has no config\.json"),
         (other_source, r"no text at nowhere\.jsonl.*; .*run held out a part of it.*--source"),

@@ -27,18 +27,9 @@ def short_turns(monkeypatch):
 
 
 def test_a_model_is_measured_in_every_way(tmp_path):
-    kept = language_model(
-        "0.5b",
-        SMALL,
-        shapes=[(16, 512), (2, 200)],
-        active=[10, 300],
-        layers=True,
-        parts=True,
-        decode=[1, 8, 70],
-        decode_context=50,
-        energy=True,
-        out=tmp_path,
-    )
+    options = {"shapes": [(16, 512), (2, 200)], "active": [10, 300], "layers": True, "parts": True}
+    options |= {"decode": [1, 8, 70], "decode_context": 50, "energy": True, "out": tmp_path}
+    kept = language_model("0.5b", SMALL, **options)
     assert {name: len(rows) for name, rows in kept.items()} == {
         "model": 2 * 2 * 6,
         "model_layers": 2 * 2 * 3,
@@ -48,13 +39,9 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     assert {row["mode"] for row in kept["model"] if row["batch"] == 2} == {"graph"}
     assert all(row["p50"] > 0 and row["peak"] > 1e6 for row in kept["model"])
     for row in kept["model"] + kept["decode"]:
-        expected = (
-            "dense"
-            if row["provider"].startswith("dense")
-            else "decode"
-            if row["tokens"] <= 64
-            else "union"
-        )
+        expected = "decode" if row["tokens"] <= 64 else "union"
+        if row["provider"].startswith("dense"):
+            expected = "dense"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in kept["decode"])
     named = [part for part in PARTS if part != "between kernels"]
@@ -62,19 +49,10 @@ def test_a_model_is_measured_in_every_way(tmp_path):
 
 
 def test_decoding_with_tuned_layers():
-    rows = language_model(
-        "0.5b",
-        SMALL,
-        shapes=[],
-        active=[10],
-        decode=[1],
-        decode_context=50,
-        compiled=True,
-        tuned=True,
-    )
-    assert [row["provider"] for row in rows["decode"]] == [
-        provider.name for provider in model_providers(True, tuned=True)
-    ]
+    options = {"shapes": [], "active": [10], "decode": [1], "decode_context": 50}
+    rows = language_model("0.5b", SMALL, **options, compiled=True, tuned=True)
+    names = [provider.name for provider in model_providers(True, tuned=True)]
+    assert [row["provider"] for row in rows["decode"]] == names
     assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])
 
 
@@ -96,10 +74,8 @@ def test_all_layers_share_the_compiled_code():
 def test_training_steps_are_measured(tmp_path, checkpointed):
     sizes = [*SMALL, "context=256", "micro_batch=4", f"checkpoint_activations={checkpointed}"]
     rows = train_step("0.5b", sizes, active=20, profile="paper", compiled=True, out=tmp_path)
-    assert [row["provider"] for row in rows] == [
-        "dense torch.compile",
-        "triton union torch.compile",
-    ]
+    names = ["dense torch.compile", "triton union torch.compile"]
+    assert [row["provider"] for row in rows] == names
     assert all(row["peak"] > 1e6 and row["p50"] > 0 for row in rows)
 
 

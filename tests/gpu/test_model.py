@@ -14,29 +14,18 @@ PATHS = [None, "rowwise", "union", "decode"]
 def models():
     """The model densely, with the kernels, and in fp32; about 2% of the neurons are active."""
     torch.manual_seed(0)
-    config = SparseLlamaConfig(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        initializer_range=0.05,
-        mlp_bias=True,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    exact = SparseLlamaForCausalLM(config).cuda().eval()
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 16, "initializer_range": 0.05}
+    ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    config = SparseLlamaConfig(**sizes, **ids, mlp_bias=True)
+    exact, dense, sparse = (SparseLlamaForCausalLM(config).cuda().eval() for _ in range(3))
     with torch.no_grad():
         for ffn in exact.ffns:
             ffn.gate_proj.bias.fill_(-3.3)
             ffn.down_proj.weight.mul_(4)
-    state = exact.state_dict()
-    dense = SparseLlamaForCausalLM(config).cuda().eval()
-    dense.load_state_dict(state)
-    sparse = SparseLlamaForCausalLM(config).cuda().eval()
-    sparse.load_state_dict(state)
-    dense, sparse = dense.bfloat16(), sparse.bfloat16()
+    for model in (dense, sparse):
+        model.load_state_dict(exact.state_dict())
+        model.bfloat16()
     sparse.set_ffn_backend("triton")
     active = []
     hooks = [

@@ -109,14 +109,9 @@ def test_a_step_that_overflows_equals_one_with_large_buffers():
     weights = {}
     for name in ("small", "large"):
         torch.manual_seed(0)
-        config = SparseLlamaConfig(
-            vocab_size=512,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-        )
-        config.ffn_backend = "triton"
+        sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
+        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4}
+        config = SparseLlamaConfig(**sizes, ffn_backend="triton")
         model = SparseLlamaForCausalLM(config).cuda().train()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         sparse = SparseTraining(model)

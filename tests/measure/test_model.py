@@ -171,25 +171,22 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
         replay, outputs = capture(calls)
         return lambda: replay() or outputs[0][0].mul_(1.1), outputs
 
-    if wrong in ("layer", "layer of a step"):
-        monkeypatch.setattr(ops, "run", lambda *tensors, **_: 1.01 * measure.run(*tensors))
-    if wrong == "pass":
-        monkeypatch.setattr(model, "forward", bad_forward)
-    if wrong == "step":
-        monkeypatch.setattr(Decoder, "step", bad_step)
-    if wrong == "replay":
-        monkeypatch.setattr(quick, "capture", bad_capture)
-    if wrong == "layer alone":
-        bad = lambda *tensors, **_: 1.01 * measure.run(*tensors)  # noqa: E731
-        monkeypatch.setattr(
-            model, "measure_forward", lambda bench, ids, _: ([], activity_of(bench.model, ids))
-        )
-        activity_of = imposed.activity_of
-        monkeypatch.setattr(ops, "run", bad)
+    def alone(bench, ids, _):
+        return [], activity_of(bench.model, ids)
+
+    activity_of, layers = imposed.activity_of, wrong == "layer alone"
+    patches = {
+        "pass": (model, "forward", bad_forward),
+        "step": (Decoder, "step", bad_step),
+        "replay": (quick, "capture", bad_capture),
+    }
+    run = (ops, "run", lambda *tensors, **_: 1.01 * measure.run(*tensors))
+    monkeypatch.setattr(*patches.get(wrong, run))
+    if layers:
+        monkeypatch.setattr(model, "measure_forward", alone)
     shapes, documents = ([], [2]) if wrong.endswith("step") else ([(2, 32)], [])
     options = {"shapes": shapes, "decode": documents, "decode_context": 20, "active": [20]}
     with pytest.raises(ArithmeticError, match=message):
-        layers = wrong == "layer alone"
         language_model("quick", TINY, **options, compiled=False, layers=layers, out=tmp_path)
     assert not quick.timed and not list(tmp_path.iterdir())
 
