@@ -113,32 +113,6 @@ def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
     assert len(dense_kernels.timed) == 2 * times_of_a_provider * len(PROVIDERS)
 
 
-@pytest.mark.parametrize("measured", [ffn, ffn_steps])
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"patterns": ["evn"]}, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
-        ({"tokens": [4, 0]}, "tokens holds 0; it has to be at least 1"),
-        ({"hidden_size": 0}, "hidden_size is 0; the kernels need a multiple of 16"),
-        ({"hidden_size": 40}, "hidden_size is 40; the kernels need a multiple of 16"),
-        ({"intermediate_size": 0}, "intermediate_size is 0; it has to be at least 1"),
-        ({"kernels": True}, "say in which folder"),
-        ({"mode": "fast"}, "mode 'fast' is unknown; use 'stream' or 'graph'"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_measured(
-    gpu, tmp_path, monkeypatch, measured, options, message
-):
-    monkeypatch.setattr(layer, "ceilings", lambda gpu: pytest.fail("measured something"))
-    if measured is ffn or "mode" not in options:
-        with pytest.raises(ValueError, match=message):
-            measured(**({"tokens": [4]} | options))
-    for name in ("ffn", "training"):
-        (tmp_path / f"{name}.csv").write_text("tokens,active,device\n1,2,x\n")
-    with pytest.raises(ValueError, match=r"(ffn|training).csv has the columns"):
-        measured([4], out=tmp_path)
-
-
 @pytest.mark.parametrize("active, path", [(1.0, "union"), (90.0, "dense")])
 def test_auto_knows_the_activity_and_its_path_is_recorded(dense_kernels, active, path):
     points = tuple(Point(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96))
@@ -226,16 +200,6 @@ def test_the_worst_of_each_kind_is_reported(timed, dense_kernels, monkeypatch):
     alike = [ms / (0.02 + 0.02 * m) for (m, *_), ms in few.items()]
     assert len(alike) == 2 and worst["alike"] == pytest.approx(max(1.0, *alike), rel=1e-3)
     assert 1 < worst["even"] < expected
-
-
-def test_a_calibration_that_could_not_be_saved_is_not_begun(timed, tmp_path):
-    message = "cannot be written: name a file in a folder that exists"
-    for out in (tmp_path / "none" / "c.json", tmp_path):
-        with pytest.raises(FileNotFoundError, match=message):
-            calibrate(32, 64, out=out, tokens=(1,))
-    with pytest.raises(ValueError, match="hidden_size is 33"):
-        calibrate(33, 64, out=tmp_path / "c.json")
-    assert not timed
 
 
 # --- operations and bytes ---------------------------------------------------------------------

@@ -192,37 +192,6 @@ def test_nothing_is_timed_before_all_is_checked(quick, tmp_path, monkeypatch, wr
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"active": None}, "active: the paper has no model 'quick'; say how many neurons"),
-        ({"active": [96]}, "each of 3 layers can have more than 0 and less than 96 active neurons"),
-        ({"profile": "hump"}, "profile 'hump' is unknown; use one of paper, flat"),
-        ({"shapes": [(4, 0)]}, "shapes holds 0; it has to be at least 1"),
-        ({"decode": [4, -1]}, "decode holds -1; it has to be at least 1"),
-        ({"shapes": [], "layers": True}, "layers: measured on the first of the batches, and there"),
-        ({"shapes": [], "parts": True}, "parts: measured on the first of the batches, and there"),
-        ({"tuned": True}, "tuned: decoding is timed so with compiled layers, and decode has no"),
-        ({"tuned": True, "compiled": False, "decode": [1]}, "layers, and compiled is False"),
-        ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'; sparse"),
-        ({"overrides": [*TINY[2:], TINY[0], "hidden_size=40"]}, "hidden_size is 40; the kernels"),
-        ({"out": "folder"}, r"decode.csv has the columns \['tokens', 'active'\]"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_measured(
-    quick, tmp_path, monkeypatch, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "decode.csv").write_text("tokens,active\n1,2\n")
-    given = {"overrides": TINY, "shapes": [(2, 32)], "active": [20]}
-    with pytest.raises(ValueError, match=message):
-        language_model("quick", **(given | options))
-    with pytest.raises(FileNotFoundError, match="no configuration no"):
-        language_model("no", active=[20])
-    assert not quick.timed
-
-
-@pytest.mark.parametrize(
     "changes, options, message",  # of the model, of the arguments
     [
         ({}, {"active": [20]}, "active is imposed on random weights; a checkpoint has its own"),

@@ -263,29 +263,3 @@ def test_a_model_that_learns_something_else_is_refused(dense_kernels, tmp_path, 
     with pytest.raises(ArithmeticError, match=f"^triton union of quick {message}"):
         train_step("quick", TINY, active=20, compiled=False, out=tmp_path)
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "options, kind, message",
-    [
-        ({"model": "no"}, FileNotFoundError, "no configuration no"),
-        ({"active": 0}, ValueError, "active is 0; it has to be above 0 and below 2816"),
-        ({"active": 2816}, ValueError, "active is 2816; it has to be above 0 and below 2816"),
-        ({"profile": "hump"}, ValueError, "profile 'hump' is unknown; use one of paper, flat"),
-        ({}, ValueError, "train_step.csv has the columns"),
-        ("num_layers=0", ValueError, "num_layers is 0; it has to be more than 0"),
-        ("num_heads=7", ValueError, "hidden_size 1024 is no multiple of num_heads 7"),
-        ("hidden_size=72 num_heads=2", ValueError, "hidden_size is 72; the kernels need a"),
-        ("micro_batch=-1", ValueError, "micro_batch is -1; it has to be at least 1"),
-        ("precision=fp32", ValueError, "precision is 'fp32'; the sparse path of training needs"),
-        ("activation=silu", ValueError, "171m has the activation 'silu'; sparse layers need"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_built(
-    gpu, tmp_path, monkeypatch, options, kind, message
-):
-    monkeypatch.setattr(trainer, "Trainer", lambda *_: pytest.fail("built something"))
-    (tmp_path / "train_step.csv").write_text("tokens,active,device\n1,2,x\n")
-    options = {"overrides": options.split()} if isinstance(options, str) else options
-    with pytest.raises(kind, match=message):
-        train_step(**options, out=tmp_path)
