@@ -16,7 +16,6 @@ from twell.measure.patterns import (
     EVEN,
     IMPOSED,
     SKEWED,
-    Pattern,
     imposed_layer,
     permuted,
     recorded_masks,
@@ -86,10 +85,6 @@ def test_impossible_layers_are_refused(monkeypatch):
         message = f"active is {active}; a layer of 96 neurons can have 0 to all of them"
         with pytest.raises(ValueError, match=message):
             synthetic_layer(4, K, N, active=active, device="cpu")
-    with pytest.raises(ValueError, match="profile 'hump' is unknown; use one of paper, flat"):
-        replace(IMPOSED, profile="hump")
-    with pytest.raises(ValueError, match="'evn' is unknown; use one of even, skewed, recorded"):
-        Pattern("evn")
     not_orthogonal = lambda a: type("QR", (), {"Q": a})  # noqa: E731
     monkeypatch.setattr(torch.linalg, "qr", not_orthogonal)
     with pytest.raises(ArithmeticError, match=r"\d+ of 640 entries differ from the mask"):

@@ -37,13 +37,6 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     assert without.loss is None and without.cross_entropy is None and without.l1 is None
 
 
-@pytest.mark.parametrize("value", [-1.0, [0.1, 0.0, 0.3]])
-def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(value):
-    message = re.escape(f"l1_coefficient is {value}; it has to be a finite number, 0 or more")
-    with pytest.raises(ValueError, match=message):
-        make(l1_coefficient=value)
-
-
 def test_shifted_labels_count_where_they_are_given():
     model, x = make().double(), tokens(2, 8)
     shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
