@@ -199,6 +199,17 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content, words):
         results.load_runs(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["config.yaml", "provenance.json", "log.csv"])
+def test_a_missing_file_of_a_run_is_named(tmp_path, file):
+    folder = write_run(tmp_path / "a")
+    assert results.missing_of_run(folder) == [] and results.run_state(folder) == "run"
+    (folder / file).unlink()
+    assert results.missing_of_run(folder) == [file]
+    assert results.run_state(folder) == ("beginning" if file == "log.csv" else "else")
+    with pytest.raises(FileNotFoundError, match=rf"a is not a run: it has no {file}"):
+        results.load_run(folder)
+
+
 @pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
 def test_a_run_without_provenance_is_refused(tmp_path, missing):
     with pytest.raises(ValueError, match=f"provenance without {missing}"):

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from tests import fuzz
-from tests.factories.kernels import DEVICE, integer_case
+from tests.factories import SEED
+from tests.factories.kernels import DEVICE, integer_case, layer_of
+from twell.kernels.paper import rowwise
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
 from twell.kernels.paper.ops import ffn_twell
-from twell.sparse import formats
+from twell.sparse import formats, reference
 
 CASES = [
     *(("full", c, True, torch.bfloat16) for c in COMPRESSIONS),
@@ -44,6 +46,17 @@ def test_gate_words_of_a_nan_row():
     neurons = torch.arange(31, device=DEVICE) + torch.tensor([[0], [256]], device=DEVICE)
     assert torch.equal(tiles[:, 1:] & 0xFFFF, neurons)
     assert (tiles[:, 1:] >> 16).to(torch.int16).view(torch.bfloat16).isnan().all()
+
+
+def test_rowwise_reads_what_the_reference_reads():
+    """From TwELL, in the format's own words."""
+    case = fuzz.Case("twell", 9, 300, 48, dtype=torch.float16, pattern="skewed", seed=SEED)
+    t = fuzz.layer(case, DEVICE)
+    g = reference.gate_pack(t["x"], t["w_gate"])
+    words = formats.PackedTwELL.pack(g.unpack()).words
+    y = rowwise.up_down(t["x"], words, layer_of(t), 8)
+    expected = reference.up_down(t["x"], g, t["w_up"], t["w_down"])
+    torch.testing.assert_close(y, expected, rtol=2**-9, atol=1e-4)
 
 
 def test_compressions_are_checked():
