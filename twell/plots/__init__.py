@@ -47,6 +47,7 @@ from twell.plots.formats import (
     fig01_bytes,
     fig01_formats,
 )
+from twell.plots.keep import Keep
 from twell.plots.models import (
     ACTIVITY,
     SIDES,
