@@ -40,6 +40,7 @@ from twell.analysis.activity import (
     union_sizes,
     value_histogram,
 )
+from twell.analysis.bench import Bench
 from twell.analysis.formats import (
     format_bytes,
     format_cells,
