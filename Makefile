@@ -48,7 +48,7 @@ endif
 # $(1): profile.
 define execute
 	@mkdir -p $(@D); echo "$< with $(1) parameters"
-	@MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
+	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
 endef
 
 build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
@@ -56,8 +56,8 @@ build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DR
 
 # These run the model that ships.
 build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
-build/notebooks/06_downstream.ipynb: twell/evaluate.py $(wildcard twell/tasks/*/*)
-build/notebooks/07_inspect.ipynb: twell/widget.py $(wildcard twell/inspector.*)
+build/notebooks/07_inspect.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
+build/notebooks/06_downstream.ipynb: $(wildcard twell/evaluate/*.py twell/tasks/*/*)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
 	$(call execute,live)
@@ -65,10 +65,10 @@ build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(D
 build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
 build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
 build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
-build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector.* twell/widget.py)
+build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
-	$(TRAIN) -m twell train quick l1_coefficient=$* --out $(@D) --overwrite
+	$(TRAIN) -m twell train quick tokens=491_520 l1_coefficient=$* --out $(@D) --overwrite
 	@touch $@
 
 $(LIVE)/l1-%/trace.npz: $(LIVE)/l1-%/done $(wildcard twell/trace/*.py)

@@ -6,18 +6,54 @@ value after ReLU *and rounding to the storage type* is `!= 0`: NaN is active, -0
 Without a GPU, kernels run under TRITON_INTERPRET=1. There bf16 is a bare 16-bit integer: arithmetic
 and tl.dot use its bits as a number, and rounding to it truncates. `wide` and `narrow` stand at each
 load and store and hide this.
-
-Test: tests/kernels/test_kernels.py; launch options: kernels/options.py.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 DTYPES = torch.bfloat16, torch.float16
+
+
+class Layer(NamedTuple):
+    """Weights and biases as the kernels read them, all bf16 or all fp16.
+
+    w_gate (None in a non-gated layer), w_up and w_down_t, the transpose of w_down: [N, K]
+    contiguous. b_gate and b_up: [N], b_down: [K], or None.
+    """
+
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down_t: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.w_gate is not None
+
+    @property
+    def first(self) -> tuple[Tensor, Tensor | None]:
+        """The weights and bias whose product decides which neurons are active."""
+        return (self.w_gate, self.b_gate) if self.gated else (self.w_up, self.b_up)
+
+
+class Gradients(NamedTuple):
+    """Where a backward pass writes: each like the tensor of its name, or None to leave it out."""
+
+    x: Tensor | None
+    w_gate: Tensor | None
+    w_up: Tensor | None
+    w_down_t: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
 
 
 @triton.jit
@@ -30,7 +66,7 @@ def wide(value):
 
 
 @triton.jit
-def narrow(value, dtype: tl.constexpr):
+def narrow(value, dtype):
     """fp32 rounded to the storage type: to nearest, ties to even; a NaN stays one."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
@@ -58,7 +94,7 @@ def popcount(bits):
 
 
 @triton.jit
-def load(pointers, inside, EVEN: tl.constexpr):
+def load(pointers, inside, EVEN):
     """The values at the pointers, 0 where not `inside`; EVEN: all are inside.
 
     A mask costs the row-wise kernel a third of its speed, so it is left out where it can be.

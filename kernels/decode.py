@@ -13,22 +13,16 @@ For 1 to 4 tokens the first launch uses no tensor cores, for 1 and 2 neither doe
 tiles of 16 tokens would be mostly padding. More than 64 tokens run as blocks of 64, each of which
 reads the weights again.
 
-    M tokens, K hidden size, N neurons, W = N rounded up to 64
-    block_m = 16, 32 or 64 tokens, B = ceil(M / block_m) blocks
-
-    x, y                     [M, K]
-    w_gate, w_up, w_down_t   [N, K]
-    h                        [B * W, block_m]
-    flags                    [B, W] int8, 1 where any token of the block activates the neuron
-    lists                    [B * programs, W] int32, for one and two tokens [programs, W / 8]
+    x, y   [M, K], in B = ceil(M / block_m) blocks of block_m = 16, 32 or 64 tokens
+    h      [B * W, block_m], W = N rounded up to 64
+    flags  [B, W] int8, 1 where any token of the block activates the neuron
+    lists  [B * programs, W] int32, for one and two tokens [programs, W / 8]
 
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
     without w_gate: h = g = relu(x w_up^T + b_up)
 
 An inf or NaN in w_down may reach the other tokens of a block, where h is 0: 0 * inf is NaN.
-
-Reference: twell.sparse.reference.up_down; test: tests/kernels/test_decode.py;
-options: kernels/options.py 'decode_up_*', 'decode_down', 'decode_few_down', decode_few_up().
+Reference: twell.sparse.reference.up_down.
 """
 
 from __future__ import annotations
@@ -40,6 +34,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import (
+    Layer,
     add_activity,
     cdiv,
     load,
@@ -49,12 +44,7 @@ from twell.kernels.common import (
     round_up,
     wide,
 )
-from twell.kernels.options import (
-    FEW_DOWN_TOKENS,
-    FEW_UP_TOKENS,
-    decode_few_up,
-    launch_options,
-)
+from twell.kernels.options import FEW_DOWN_TOKENS, FEW_UP_TOKENS, decode_few_up, launch_options
 
 MAX_TOKENS = 64
 # For h and the lists of a chunk of tokens, at least 64.
@@ -76,10 +66,7 @@ def decode_few_up_kernel(
     K,
     M: tl.constexpr,
     TOKENS: tl.constexpr,
-    ACTIVITY: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_UP: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -99,13 +86,13 @@ def decode_few_up_kernel(
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
         g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
-    if BIAS:
+    if b_ptr is not None:
         g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
     active = (h != 0) & (neurons < N)[:, None] & (tokens < M)[None, :]
     flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
-    if ACTIVITY:
+    if activity_ptr is not None:
         entries = tl.sum(active.to(tl.int32))
         add_activity(activity_ptr, tl.program_id(0) == 0, M, entries, tl.sum(flags, 0))
     if GATED:
@@ -117,7 +104,7 @@ def decode_few_up_kernel(
                 row = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
                 dots = tl.sum(wu * row[None, :], 1)
                 u += tl.where((tokens == token)[None, :], dots[:, None], 0.0)
-            if BIAS_UP:
+            if bu_ptr is not None:
                 u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
             h *= u
     h_ptrs = h_ptr + neurons[:, None] * BM + tokens[None, :]
@@ -139,10 +126,7 @@ def decode_up_kernel(
     N,
     K,
     width,
-    ACTIVITY: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_UP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -158,7 +142,7 @@ def decode_up_kernel(
         acc = tl.dot(
             wide(w_desc.load([first_neuron, start])), wide(x_desc.load([first_row, start])).T, acc
         )
-    if BIAS:
+    if b_ptr is not None:
         acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(acc), dtype).to(tl.float32)
     # Rows beyond M may hold relu(bias), neurons beyond N the NaN of a row of x.
@@ -166,7 +150,7 @@ def decode_up_kernel(
     flags = tl.max(active.to(tl.int32), 1)
     place = tl.program_id(1).to(tl.int64) * width + neurons
     tl.store(flags_ptr + place, flags.to(tl.int8))
-    if ACTIVITY:
+    if activity_ptr is not None:
         SIZE: tl.constexpr = BM if BM < 64 else 64
         in_unions = tl.max(tl.reshape(active.to(tl.int32), (BN, BM // SIZE, SIZE)), 2)
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
@@ -182,7 +166,7 @@ def decode_up_kernel(
             mask = (flags != 0)[:, None] & (start + k < K)[None, :]
             w = tl.load(w_ptrs + start, mask=mask, other=0.0)
             u = tl.dot(wide(w), wide(x_desc.load([first_row, start])).T, u)
-        if BIAS_UP:
+        if bu_ptr is not None:
             u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
         h *= u
     h = tl.where(active, h, 0.0)
@@ -201,7 +185,6 @@ def decode_down_kernel(
     K,
     width,
     stride,
-    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -237,7 +220,7 @@ def decode_down_kernel(
         h = wide(tl.load(h_ptrs))
         h = tl.where((slots < total)[:, None], h, 0.0)
         acc = tl.dot(h.T, wide(w), acc)
-    if BIAS:
+    if bd_ptr is not None:
         acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     rows = block * BM + tl.arange(0, BM)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
@@ -256,7 +239,6 @@ def decode_few_down_kernel(
     K,
     width,
     M: tl.constexpr,
-    BIAS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -290,51 +272,34 @@ def decode_few_down_kernel(
         for token in tl.static_range(M):
             h = tl.load(h_ptr + neurons * BM + token, mask=active, other=0.0).to(tl.float32)
             acc += tl.where((tokens == token)[:, None], tl.sum(w * h[:, None], 0)[None, :], 0.0)
-    if BIAS:
+    if bd_ptr is not None:
         acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + tokens[:, None] * K + columns[None, :]
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
 
 
-def up(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    activity: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _up(x: Tensor, layer: Layer, activity: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first launch: h and flags of x [M, K]; flags as words of eight, [B, W / 8] int64."""
-    (num_tokens, hidden_size), intermediate_size = x.shape, len(w_up)
-    gated = w_gate is not None
-    w, b = (w_gate, b_gate) if gated else (w_up, b_up)
+    (num_tokens, hidden_size), intermediate_size = x.shape, len(layer.w_up)
+    w, b = layer.first
     block_m = min(max(next_power_of_2(num_tokens), 16), MAX_TOKENS)
     num_blocks, width = cdiv(num_tokens, block_m), round_up(intermediate_size, 64)
     h = x.new_empty(num_blocks * width, block_m)
     flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
-    given = dict(
-        ACTIVITY=activity is not None,
-        GATED=gated,
-        BIAS=b is not None,
-        BIAS_UP=gated and b_up is not None,
-        BM=block_m,
-    )
-    results = h, flags.view(torch.int8), activity
+    rest = b, layer.w_up, layer.b_up, h, flags.view(torch.int8), activity
     if num_tokens <= FEW_UP_TOKENS:
         options = decode_few_up(num_tokens, hidden_size)
         decode_few_up_kernel[(width // options["BN"],)](
             x,
             w,
-            b,
-            w_up,
-            b_up,
-            *results,
+            *rest,
             intermediate_size,
             hidden_size,
             M=num_tokens,
             TOKENS=next_power_of_2(num_tokens),
+            GATED=layer.gated,
             EVEN=options["BK"] == hidden_size and width == intermediate_size,
-            **given,
+            BM=block_m,
             **options,
         )
     else:
@@ -342,36 +307,33 @@ def up(
         decode_up_kernel[(width // options["BN"], num_blocks)](
             TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
             TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
-            b,
-            w_up,
-            b_up,
-            *results,
+            *rest,
             num_tokens,
             intermediate_size,
             hidden_size,
             width,
-            **given,
+            GATED=layer.gated,
+            BM=block_m,
             **options,
         )
     return h, flags
 
 
-def down(h: Tensor, flags: Tensor, w_down_t: Tensor, b_down: Tensor | None, y: Tensor) -> None:
-    """The second launch: y [M, K] from the results of `up`."""
+def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor) -> None:
+    """The second launch: y [M, K] from the results of `_up`."""
     (num_tokens, hidden_size), num_blocks, width = y.shape, len(flags), 8 * flags.shape[1]
     few = num_tokens <= FEW_DOWN_TOKENS
     options = launch_options("decode_few_down" if few else "decode_down", h.device)
-    num_columns, block_n = cdiv(hidden_size, options["BN"]), options["BN"]
+    num_columns, even = cdiv(hidden_size, options["BN"]), hidden_size % options["BN"] == 0
     stride = width // 8 if few else width
     lists = torch.empty(num_blocks * num_columns, stride, dtype=torch.int32, device=h.device)
-    options |= dict(BIAS=b_down is not None, BM=h.shape[1], EIGHTS=next_power_of_2(width // 8))
-    tensors = h, flags, w_down_t, b_down, lists, y
+    options |= dict(BM=h.shape[1], EIGHTS=next_power_of_2(width // 8))
+    tensors = h, flags, layer.w_down_t, layer.b_down, lists, y
     if few:
         decode_few_down_kernel[(num_columns,)](
             *tensors, hidden_size, width, M=num_tokens, **options
         )
     else:
-        even = hidden_size % block_n == 0
         decode_down_kernel[(num_columns, num_blocks)](
             *tensors, num_tokens, hidden_size, width, stride, EVEN=even, **options
         )
@@ -385,30 +347,19 @@ def chunk_tokens(hidden_size: int, intermediate_size: int, device: torch.device)
     return MAX_TOKENS * min(max(WORKSPACE_BYTES // bytes_per_block, 1), MAX_BLOCKS)
 
 
-def ffn(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    *,
-    activity: Tensor | None = None,
-) -> Tensor:
-    """The layer for few tokens: y [M, K], M at least 1 and best at most 64.
+def ffn(x: Tensor, layer: Layer, *, activity: Tensor | None = None) -> Tensor:
+    """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 64.
 
-    x [M, K]; w_gate (or None), w_up and w_down_t [N, K] contiguous; b_gate and b_up [N], b_down [K]
-    or None. g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says.
-    Workspace: h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and
-    64 tokens; more tokens are taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper
-    has no kernel for decoding.
+    g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens;
+    more tokens are taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper has no
+    kernel for decoding.
     """
     y = torch.empty_like(x)
     if len(x) <= MAX_TOKENS:
-        down(*up(x, w_gate, w_up, b_gate, b_up, activity), w_down_t, b_down, y)
+        _down(*_up(x, layer, activity), layer, y)
         return y
-    size = chunk_tokens(x.shape[1], len(w_up), x.device)
+    size = chunk_tokens(x.shape[1], len(layer.w_up), x.device)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        down(*up(x_chunk, w_gate, w_up, b_gate, b_up, activity), w_down_t, b_down, y_chunk)
+        _down(*_up(x_chunk, layer, activity), layer, y_chunk)
     return y

@@ -5,17 +5,12 @@ storage type; h = relu(g) u is computed in fp32 and rounded. Where most neurons 
 sparse path is faster. Under torch.compile the operators use the plain formula instead, which fuses
 with its surroundings.
 
-    M tokens, K hidden size, N neurons
-    x, y [M, K]    w_gate, w_up, w_down_t [N, K]    g, u, h [M, N]
-
+    x, y [M, K]    g, u, h [M, N]
     g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
     without w_gate: h = relu(u)
 
 As in any dense layer, an inf or NaN in a weight reaches every token, also where the neuron is
-inactive: 0 * inf is NaN.
-
-Reference: twell.sparse.reference.ffn; test: tests/kernels/test_dense.py;
-options: kernels/options.py 'dense'.
+inactive: 0 * inf is NaN. Reference: twell.sparse.reference.ffn.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import cdiv, narrow, relu
+from twell.kernels.common import Layer, cdiv, narrow, relu
 from twell.kernels.options import launch_options
 
 
@@ -47,21 +42,15 @@ def relu_times(g: Tensor, u: Tensor) -> Tensor:
     return g
 
 
-def ffn(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-) -> Tensor:
-    """The dense layer: y [M, K].
+def ffn(x: Tensor, layer: Layer) -> Tensor:
+    """The dense layer: y [M, K] of x [M, K]; g, u and h are rounded to x.dtype.
 
-    x [M, K]; w_gate (or None), w_up and w_down_t [N, K]; b_gate and b_up [N], b_down [K] or None.
-    g, u and h are rounded to x.dtype. Workspace: g and u, 2 M N values, without a gate M N. Ours;
-    the paper's dense baseline computes the same.
+    Workspace: g and u, 2 M N values, without a gate M N. The paper's dense baseline computes
+    the same.
     """
-    u = F.linear(x, w_up, b_up)
-    h = u.relu_() if w_gate is None else relu_times(F.linear(x, w_gate, b_gate), u)
-    return F.linear(h, w_down_t.t(), b_down)
+    u = F.linear(x, layer.w_up, layer.b_up)
+    if layer.gated:
+        h = relu_times(F.linear(x, layer.w_gate, layer.b_gate), u)
+    else:
+        h = u.relu_()
+    return F.linear(h, layer.w_down_t.t(), layer.b_down)

@@ -19,9 +19,7 @@ stands as many places later as bits below i are set.
 h and its gradients are over the unions, neuron-major: a row of 64 tokens for each listed neuron.
 A place beyond the capacity is not stored and not read; totals[0] counts it all the same.
 
-Reference: twell.sparse.reference.union_train_forward, union_train_backward;
-test: tests/kernels/test_training.py;
-options: kernels/options.py 'training_index', 'training_elements'.
+Reference: twell.sparse.reference.union_train_forward, union_train_backward.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ def entries_index_kernel(
     capacity,
     dense_count,
     backup_rows,
-    MASK: tl.constexpr,
     BN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -86,12 +83,12 @@ def entries_index_kernel(
             bits_ptr + words.to(tl.int64)[:, None] * width + neurons[None, :], mask=real, other=0
         )
         total += tl.sum(popcount(bits), 0)
-        if MASK:
+        if mask_ptr is not None:
             tokens = words[:, None] * 32 + tl.arange(0, 32)[None, :]
             mask = tl.load(mask_ptr + tokens, mask=tokens < M, other=0).to(tl.int32)
             mask_bits = tl.sum(mask << tl.arange(0, 32)[None, :], 1)[:, None]
             counted += tl.sum(popcount(bits & mask_bits), 0)
-    tl.store(counts_ptr + neurons, counted if MASK else total, mask=inside)
+    tl.store(counts_ptr + neurons, total if mask_ptr is None else counted, mask=inside)
     begin = tl.atomic_add(totals_ptr, tl.sum(total.to(tl.int64), 0), sem="relaxed")
     begin += tl.cumsum(total.to(tl.int64), 0) - total
     dense = (total > dense_count).to(tl.int32)
@@ -125,7 +122,7 @@ def entry_places(index, lane, capacity):
 
 
 @triton.jit
-def low_value(word, dtype: tl.constexpr):
+def low_value(word, dtype):
     """The value in the low 16 bits, in fp32."""
     return word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
@@ -208,7 +205,6 @@ def entries_backward_kernel(
     M,
     width,
     capacity,
-    GATED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -217,6 +213,7 @@ def entries_backward_kernel(
     Non-gated, dh includes the L1 term already.
     """
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
+    GATED: tl.constexpr = dg_ptr is not None
     word = tl.program_id(0)
     block = word // (BM // 32)
     lane = tl.arange(0, 32)
@@ -263,7 +260,6 @@ def make_index(
     tokens that are not counted. A neuron with more than `dense_count` tokens gets a backup row.
     """
     intermediate_size = saved.spans.shape[1]
-    num_words, width = saved.index.shape
     neuron_counts = torch.empty(intermediate_size, dtype=torch.int32, device=bits.device)
     saved.totals.zero_()
     options = launch_options("training_index", bits.device)
@@ -276,13 +272,12 @@ def make_index(
         saved.totals,
         saved.backup,
         num_tokens,
-        num_words,
+        len(saved.index),
         intermediate_size,
-        width,
+        saved.index.shape[1],
         len(saved.entries),
         dense_count,
         len(saved.backup),
-        MASK=token_mask is not None,
         **options,
     )
     return neuron_counts
@@ -299,24 +294,11 @@ def forward(
     l1 = torch.empty(num_tokens, dtype=torch.float32, device=g.device)
     l0 = torch.empty(num_tokens, dtype=torch.int32, device=g.device)
     needed = torch.empty((), dtype=torch.int64, device=g.device)
+    tensors = g, h, saved.index, saved.lists, saved.counts, saved.entries
+    sizes = num_tokens, g.shape[1], width, len(saved.entries)
+    options = launch_options("training_elements", g.device)
     entries_forward_kernel[(num_words,)](
-        g,
-        h,
-        saved.index,
-        saved.lists,
-        saved.counts,
-        saved.entries,
-        l1,
-        l0,
-        saved.totals,
-        needed,
-        num_tokens,
-        g.shape[1],
-        width,
-        len(saved.entries),
-        GATED=gated,
-        BM=h.shape[1],
-        **launch_options("training_elements", g.device),
+        *tensors, l1, l0, saved.totals, needed, *sizes, GATED=gated, BM=h.shape[1], **options
     )
     return l1, l0, needed
 
@@ -330,19 +312,8 @@ def backward(
     [capacity * M] int32 or None; dl1 [M] fp32.
     """
     num_words, width = saved.index.shape
+    tensors = dh, dg, saved.index, saved.lists, saved.counts, saved.entries, gradients, dl1
+    options = launch_options("training_elements", dh.device)
     entries_backward_kernel[(num_words,)](
-        dh,
-        dg,
-        saved.index,
-        saved.lists,
-        saved.counts,
-        saved.entries,
-        gradients,
-        dl1,
-        len(dl1),
-        width,
-        len(saved.entries),
-        GATED=dg is not None,
-        BM=dh.shape[1],
-        **launch_options("training_elements", dh.device),
+        *tensors, len(dl1), width, len(saved.entries), BM=dh.shape[1], **options
     )

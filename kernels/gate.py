@@ -6,14 +6,11 @@ epilogue sums 32 bits to a word in registers, at a few percent of the product. T
 union and row-wise paths are made from these words. The result is stored by tokens (row-wise) or,
 transposed, by neurons (union).
 
-    M tokens, K hidden size (a multiple of 16), N neurons, W = N rounded up to 256
-
-    x  [M, K]    w  [N, K], w_gate or in a layer without one w_up    b  [N] or None
+    x [M, K], K a multiple of 16    w [N, K]    b [N] or None    W = N rounded up to 256
     by tokens    g [M, W]         bits [tokens, W / 32] int32, bit i of word j: neuron 32 j + i
     by neurons   g [N, tokens]    bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
 
-Reference: twell.sparse.reference.gate_pack; test: tests/kernels/test_gate.py;
-options: kernels/options.py 'gate_tokens', 'gate_neurons'.
+Reference: twell.sparse.reference.gate_pack.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 
 @triton.jit
-def tile_of(number, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+def tile_of(number, num_row_tiles, num_column_tiles, GROUP):
     """Row and column of a tile by its number, in columns of GROUP row tiles."""
     per_group = GROUP * num_column_tiles
     first = number // per_group * GROUP
@@ -38,20 +35,7 @@ def tile_of(number, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def gate_tile(
-    x_desc,
-    w_desc,
-    b_ptr,
-    token,
-    neuron,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_NEURON: tl.constexpr,
-):
+def gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BY_NEURON):
     """The tile of g at (token, neuron), not yet rounded: [BM, BN], or [BN, BM] if BY_NEURON.
 
     0 beyond neuron N, except for tokens with NaN.
@@ -62,7 +46,7 @@ def gate_tile(
         x = wide(x_desc.load([token, k]))
         w = wide(w_desc.load([neuron, k]))
         acc = tl.dot(w, x.T, acc) if BY_NEURON else tl.dot(x, w.T, acc)
-    if BIAS:
+    if b_ptr is not None:
         b = tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
         acc += b[:, None] if BY_NEURON else b[None, :]
     return relu(acc)
@@ -82,15 +66,13 @@ def gate_bits_kernel(
     bits_stride,
     num_programs,
     GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
     BY_NEURON: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """g of a queue of tiles, and its bits; see `gate_bits`. ZERO: stores 0 at zero_ptr."""
-    if ZERO:
+    """g of a queue of tiles, and its bits; see `gate_bits`. Stores 0 at zero_ptr."""
+    if zero_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(zero_ptr, 0)
     num_token_tiles = tl.cdiv(M, BM)
@@ -102,7 +84,7 @@ def gate_bits_kernel(
     ):
         token_tile, neuron_tile = tile_of(number, num_token_tiles, num_neuron_tiles, GROUP)
         token, neuron = token_tile * BM, neuron_tile * BN
-        acc = gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BIAS, BY_NEURON)
+        acc = gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BY_NEURON)
         g = narrow(acc, x_desc.dtype)
         row, column = (neuron, token) if BY_NEURON else (token, neuron)
         g_desc.store([row, column], g)
@@ -112,9 +94,8 @@ def gate_bits_kernel(
         # Beyond the last column there may be relu(bias) or NaN, which are not active.
         words = column // 32 + tl.arange(0, WORDS)
         inside = (M if BY_NEURON else N) - words * 32
-        bits &= tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)[
-            None, :
-        ]
+        mask = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
+        bits &= mask[None, :]
         rows = row + tl.arange(0, ROWS)
         if BY_NEURON:
             tl.store(bits_ptr + words.to(tl.int64)[None, :] * bits_stride + rows[:, None], bits)
@@ -135,13 +116,12 @@ def check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
 def gate_bits(
     x: Tensor, w: Tensor, b: Tensor | None, *, by_neuron: bool, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """g and its bits, by tokens or by neurons; shapes as above.
+    """g in x.dtype and its bits, by tokens or by neurons, for an M of at least 1; shapes as above.
 
-    x, contiguous w and b are all bf16 or all fp16; M is at least 1. g is in x.dtype. `tokens` is M
-    rounded up to whole tiles, by neurons at least to a multiple of 128. Bits of neurons beyond N
-    (by tokens) and of tokens beyond M (by neurons) are 0; other entries outside are undefined. The
-    first entry of `zero` is set to 0, which saves its owner a launch. Raises ValueError for shapes
-    that do not fit. Ours: the paper packs each row at once (App. A.1), which takes longer.
+    `tokens` is M rounded up to whole tiles, by neurons at least to a multiple of 128. Bits of
+    neurons beyond N (by tokens) and of tokens beyond M (by neurons) are 0; other entries outside
+    are undefined. The first entry of `zero` is set to 0, which saves its owner a launch. Raises
+    ValueError for shapes that do not fit. Ours: the paper packs each row at once (App. A.1).
     """
     check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
@@ -168,8 +148,6 @@ def gate_bits(
         bits.shape[1],
         num_programs,
         GROUP=GATE_GROUP,
-        ZERO=zero is not None,
-        BIAS=b is not None,
         BY_NEURON=by_neuron,
         **options,
     )

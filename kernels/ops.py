@@ -2,7 +2,7 @@
 
     twell::ffn_rowwise   any M; weight rows of each token's active neurons (rowwise.py)
     twell::ffn_union     many tokens; products over unions of 64 or 128 tokens (union.py)
-    twell::ffn_decode    1 to 64 tokens; each weight row read at most once (decode.py)
+    twell::ffn_decode    1 to 64 tokens, more 64 at a time; each weight row read once (decode.py)
 
 training_ops.py has the operators with gradients, paper/ops.py the paper's own. For x [M, K] all
 compute the same y [M, K]:
@@ -28,8 +28,6 @@ backward() raises.
 Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or NaN in the weights of
 an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
 in which another token activates the neuron, and any weight of a dense layer.
-
-Reference: twell.sparse.reference.ffn; test: tests/kernels/test_ops.py.
 """
 
 from __future__ import annotations
@@ -41,19 +39,30 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, rowwise, union
-from twell.kernels.common import DTYPES, INTERPRETED
+from twell.kernels.common import DTYPES, INTERPRETED, Layer
 from twell.sparse import reference
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 
 PLAIN = Tensor, nn.Parameter
+FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
 
 
 def check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
-    _check_sizes(x, w_up)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
+    if w_up.dim() != 2:
+        expected = "[intermediate_size, hidden_size]"
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected {expected}")
+    n, k = w_up.shape[0], x.shape[1]
+    if k % 16 or k == 0:
+        raise ValueError(f"x has hidden_size={k}, expected a multiple of 16")
+    if not 1 <= n <= MAX_COLUMNS:
+        raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
-    k, n = x.shape[1], w_up.shape[0]
     for name, tensor, shape in (
         ("w_gate", w_gate, (n, k)),
         ("w_up", w_up, (n, k)),
@@ -66,26 +75,10 @@ def check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) 
             check_tensor(name, tensor, shape, x.dtype)
             _check_storage(name, tensor, x.device)
     if activity is not None:
-        if (activity.dtype, tuple(activity.shape)) != (torch.int64, (4,)):
-            raise ValueError(
-                f"activity is {activity.dtype} {tuple(activity.shape)}, expected torch.int64 (4,)"
-            )
+        given = activity.dtype, tuple(activity.shape)
+        if given != (torch.int64, (4,)):
+            raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
         _check_device("activity", activity, x.device)
-
-
-def _check_sizes(x: Tensor, w_up: Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
-    if w_up.dim() != 2:
-        raise ValueError(
-            f"w_up has shape {tuple(w_up.shape)}, expected [intermediate_size, hidden_size]"
-        )
-    if x.shape[1] % 16 or x.shape[1] == 0:
-        raise ValueError(f"x has hidden_size={x.shape[1]}, expected a multiple of 16")
-    if not 1 <= w_up.shape[0] <= MAX_COLUMNS:
-        raise ValueError(f"w_up has intermediate_size={w_up.shape[0]}, expected 1 to {MAX_COLUMNS}")
 
 
 def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -112,10 +105,15 @@ def prepare(x: Tensor) -> Tensor:
             "x is on cpu, expected a GPU "
             "(or TRITON_INTERPRET=1, set before the kernels are imported)"
         )
-    return aligned(x.contiguous())
+    return _aligned(x.contiguous())
 
 
-def aligned(tensor: Tensor | None) -> Tensor | None:
+def to_layer(w_gate, w_up, w_down, b_gate, b_up, b_down) -> Layer:
+    """The tensors as the kernels read them."""
+    return Layer(_aligned(w_gate), _aligned(w_up), w_down.t(), b_gate, b_up, b_down)
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
     """The tensor, copied where it begins at an address that tensor descriptors do not accept."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
@@ -130,75 +128,33 @@ def launch(ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down, **options) -> Ten
     check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    x, w_gate, w_up = prepare(x), aligned(w_gate), aligned(w_up)
+    x, layer = prepare(x), to_layer(w_gate, w_up, w_down, b_gate, b_up, b_down)
     with on_device(x):
-        return ffn(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, **options)
+        return ffn(x, layer, **options)
 
 
-@torch.library.custom_op("twell::ffn_rowwise", mutates_args=())
-def ffn_rowwise(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
-    """y [M, K] by rows: each token's active neurons, one after the other.
-
-    Shapes, dtypes and errors: see the module. Only g is rounded; u and h stay in fp32. Paper:
-    App. A.1, with whole lists in place of TwELL.
-    """
-    return launch(rowwise.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-
-
-@torch.library.custom_op("twell::ffn_union", mutates_args=())
-def ffn_union(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
-    """y [M, K] by unions of the active neurons of 64 or 128 tokens.
-
-    Shapes, dtypes and errors: see the module. g and h are rounded, u is not.
-    """
-    return launch(union.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-
-
-@torch.library.custom_op("twell::ffn_decode", mutates_args=())
-def ffn_decode(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
-    """y [M, K] for 1 to 64 tokens; more run 64 at a time.
-
-    Shapes, dtypes and errors: see the module. g and h are rounded, u is not.
-    """
-    return launch(decode.ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-
-
-@ffn_rowwise.register_fake
-@ffn_union.register_fake
-@ffn_decode.register_fake
 def fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> Tensor:
     """An empty y, after all checks of shapes."""
     check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return x.new_empty(x.shape)
 
 
-# The sparse paths.
-PATHS = {"rowwise": ffn_rowwise, "union": ffn_union, "decode": ffn_decode}
-FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
+def _register(path: str) -> torch.library.CustomOpDef:
+    """Registers twell::ffn_`path`."""
+
+    def compute(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
+        return launch(FUNCTIONS[path], x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+    weights = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
+    schema = f"({weights}, Tensor? b_gate=None, Tensor? b_up=None, Tensor? b_down=None) -> Tensor"
+    name = f"twell::ffn_{path}"
+    operator = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    return operator
+
+
+# The operators of the sparse paths.
+PATHS = {path: _register(path) for path in ("rowwise", "union", "decode")}
 
 
 def takes(x: Tensor, intermediate_size: int) -> bool:

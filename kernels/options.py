@@ -15,144 +15,97 @@ import torch
 LIKE = {"sm_86": "sm_89", "sm_87": "sm_80"}
 LIKE |= dict.fromkeys(("sm_100", "sm_103"), "sm_90") | dict.fromkeys(("sm_120", "sm_121"), "sm_89")
 
-Options = dict[str, dict[str, int]]
+# In products BM is tokens, BN neurons (in products with w_down outputs), BK entries of the summed
+# axis in one step; w is num_warps, s num_stages. "default" serves the architectures without values
+# and Triton's interpreter ("cpu"), and fits the 64 KiB of shared memory of gfx942.
+TABLE = """
+kernel            | options      | default        | sm_80          | sm_89          | sm_90  | cpu
+
+The largest tiles that fit: within 5% of cuBLAS, smaller ones within 9% [Gate and unions].
+gate_tokens       | BM BN BK w s | 64 128 32 4 2  | 128 128 64 8 3 | 128 128 32 8 3 | 128 256 64 8 3
+gate_neurons      | BM BN BK w s | 128 64 32 4 2  | 128 128 64 8 3 | 128 128 32 8 3 | 256 128 64 8 3
+
+128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
+gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
+
+One pass over the words of a block; not tuned.
+union_lists       | CHUNK w s    | 4096 8 1
+
+By the tokens of a block. PER_SM programs stay resident on each multiprocessor, so that many bytes
+are in flight: 1.37 ms with three, 1.43 with two; 1.26 for blocks of 128, 1.55 with 8 warps
+[Gate and unions].
+union_up_64       | BN BK PER_SM w s | 64 32 2 4 2 | 128 64 2 4 3  | 128 64 1 4 3   | 128 64 3 4 3
+union_up_128      | BN BK PER_SM w s | 64 32 2 4 2 | 128 64 1 4 3  | 128 32 1 4 3   | 128 64 2 4 3
+
+Short steps and many stages, two of which go to reading the list in the same loop: 1.00 ms; steps of
+64 with 3 stages 1.24 [Gate and unions].
+union_down_64     | BN BK w s    | 128 32 4 2     | 256 32 4 5     | 128 32 4 5     | 256 32 4 5
+union_down_128    | BN BK w s    | 128 32 4 2     | 128 32 4 6     | 128 32 4 4     | 128 32 4 6
+
+One warp packs a token's words: 0.13 ms beside the 3.5 of the row-wise kernel [Row-wise].
+token_lists       | w s          | 1 1
+
+Only counts activity; not tuned.
+count_activity    | w s          | 4 1
+
+Unrolling 2 or 4 neurons: 3.3 ms skewed (3.5), but 3.9 to 4.2 even (3.7) [Row-wise].
+rowwise           | s            | 2
+
+Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number. 4 neurons in
+pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is slow per loop
+iteration, so it takes larger blocks.
+twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
+
+By the tokens of a block: 16, or 32 and 64. Other tiles, warps and stages: no difference
+[2026-11-21, Decoding].
+decode_up_16      | BN BK w s    | 16 64 2 2      | 16 256 2 4     | 16 256 2 4     | 16 256 2 4
+decode_up_64      | BN BK w s    | 32 32 4 2      | 64 128 4 3     | 64 64 4 3      | 64 256 4 3
+
+Narrow tiles, so that many programs read: 128 for 2,048 outputs. Others: below 1% [Decoding].
+decode_down       | BN BK w s    | 16 32 4 2      | 16 64 4 5      | 16 64 4 4      | 16 64 4 8
+
+BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
+decode_few_down   | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
+
+16 values a thread, two loads of 16 bytes of each operand; no size is measurably better.
+dense             | BLOCK w s    | 4096 8 1
+
+WORDS of 32 tokens in one step; not tuned.
+training_index    | BN WORDS w s | 16 128 4 1
+
+BN divides the neurons of a tile of union_up_64. 0.126 ms; 64 neurons 0.165 [Tuning].
+training_elements | BN w s       | 32 8 1
+
+Four entries at a time: 0.43 ms; eight 0.44, one slower by a third [Tuning].
+training_lists    | UNROLL s     | 4 1
+
+Wide tiles win where the backup has many rows: 1.24 ms; 128 x 128 1.51 [Tuning].
+training_backup   | BH BN BT w s | 64 64 32 4 2   | 64 128 64 4 3  | 64 128 64 4 3  | 128 256 64 8 3
+
+SLOTS entries of a list at a time: registers limit them on a GPU. Not tuned, as all of hybrid.
+hybrid_rows       | SLOTS s      | 1 2            |                |                |        | 32 1
+hybrid_weights    | SLOTS s      | 4 2            |                |                |        | 64 1
+hybrid_backup     | BM BN BK w s | 64 64 32 4 2   | 64 128 32 8 3  | 64 64 32 4 3   | 64 128 64 8 3
+"""
 
 
-def _one(**options: int) -> Options:
-    """The same options on every architecture."""
-    return {"default": options}
+def _parse(table: str) -> dict[str, dict[str, dict[str, int]]]:
+    """The options by kernel and architecture."""
+    lines = ([cell.strip() for cell in line.split("|")] for line in table.splitlines())
+    header, *rows = (cells for cells in lines if len(cells) > 1)
+    short = {"w": "num_warps", "s": "num_stages"}
+    options = {}
+    for kernel, names, *cells in rows:
+        keys = [short.get(name, name) for name in names.split()]
+        options[kernel] = {
+            architecture: dict(zip(keys, map(int, cell.split()), strict=True))
+            for architecture, cell in zip(header[2:], cells, strict=False)
+            if cell
+        }
+    return options
 
 
-# By kernel and architecture. "default" serves the architectures without a row and Triton's
-# interpreter ("cpu"), and fits the 64 KiB of shared memory of gfx942. In products BM is tokens, BN
-# neurons (in products with w_down outputs), BK entries of the summed axis in one step.
-OPTIONS: dict[str, Options] = {
-    # The largest tiles that fit: within 5% of cuBLAS, smaller ones within 9% [Gate and unions].
-    "gate_tokens": {
-        "default": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
-        "sm_90": {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-    },
-    "gate_neurons": {
-        "default": {"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BM": 128, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
-        "sm_90": {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-    },
-    # 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
-    "gate_words": {
-        "default": {"BM": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BM": 32, "BK": 32, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-    },
-    # One pass over the words of a block; not tuned.
-    "union_lists": _one(CHUNK=4096, num_warps=8, num_stages=1),
-    # By the tokens of a block. PER_SM programs stay resident on each multiprocessor, so that many
-    # bytes are in flight: 1.37 ms with three, 1.43 with two; 1.26 for blocks of 128, 1.55 with
-    # 8 warps [Gate and unions].
-    "union_up_64": {
-        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-        "sm_89": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
-    },
-    "union_up_128": {
-        "default": {"BN": 64, "BK": 32, "PER_SM": 2, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 128, "BK": 64, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
-        "sm_89": {"BN": 128, "BK": 32, "PER_SM": 1, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BN": 128, "BK": 64, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
-    },
-    # Short steps and many stages, two of which go to reading the list in the same loop:
-    # 1.00 ms; steps of 64 with 3 stages 1.24 [Gate and unions].
-    "union_down_64": {
-        "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
-        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 5},
-        "sm_90": {"BN": 256, "BK": 32, "num_warps": 4, "num_stages": 5},
-    },
-    "union_down_128": {
-        "default": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
-        "sm_89": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 4},
-        "sm_90": {"BN": 128, "BK": 32, "num_warps": 4, "num_stages": 6},
-    },
-    # One warp packs a token's words: 0.13 ms beside the 3.5 of the row-wise kernel [Row-wise].
-    "token_lists": _one(num_warps=1, num_stages=1),
-    # Only counts activity; not tuned.
-    "count_activity": _one(num_warps=4, num_stages=1),
-    # Unrolling 2 or 4 neurons: 3.3 ms skewed (3.5), but 3.9 to 4.2 even (3.7) [Row-wise].
-    "rowwise": _one(num_stages=2),
-    # Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number.
-    # 4 neurons in pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is
-    # slow per loop iteration, so it takes larger blocks.
-    "twell_rowwise": {
-        "default": {"AGAIN_N": 4, "AGAIN_K": 512, "num_stages": 2},
-        "cpu": {"AGAIN_N": 256, "AGAIN_K": 128, "num_stages": 2},
-    },
-    # By the tokens of a block: 16, or 32 and 64. Other tiles, warps and stages: no difference
-    # [2026-11-21, Decoding].
-    "decode_up_16": {
-        "default": {"BN": 16, "BK": 64, "num_warps": 2, "num_stages": 2},
-        "sm_80": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-        "sm_89": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-        "sm_90": {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-    },
-    "decode_up_64": {
-        "default": {"BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
-        "sm_89": {"BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3},
-    },
-    # Narrow tiles, so that many programs read: 128 for 2,048 outputs. Others: below 1% [Decoding].
-    "decode_down": {
-        "default": {"BN": 16, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 5},
-        "sm_89": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 4},
-        "sm_90": {"BN": 16, "BK": 64, "num_warps": 4, "num_stages": 8},
-    },
-    # BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
-    "decode_few_down": {
-        "default": {"BN": 16, "BK": 16, "num_warps": 4, "num_stages": 1},
-        "sm_80": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
-        "sm_89": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
-        "sm_90": {"BN": 16, "BK": 64, "num_warps": 8, "num_stages": 1},
-    },
-    # 16 values a thread, two loads of 16 bytes of each operand; no size is measurably better.
-    "dense": _one(BLOCK=4096, num_warps=8, num_stages=1),
-    # Segments or rows of a program, and columns or slots in one step. For tests; not tuned.
-    "pack": _one(SEGMENTS=16, CHUNK=128, num_warps=4, num_stages=1),
-    "pack_union": _one(ROWS=16, CHUNK=128, num_warps=4, num_stages=1),
-    # WORDS of 32 tokens in one step; not tuned.
-    "training_index": _one(BN=16, WORDS=128, num_warps=4, num_stages=1),
-    # BN divides the neurons of a tile of "union_up_64". 0.126 ms; 64 neurons 0.165 [Tuning].
-    "training_elements": _one(BN=32, num_warps=8, num_stages=1),
-    # Four entries at a time: 0.43 ms; eight 0.44, one slower by a third [Tuning].
-    "training_lists": _one(UNROLL=4, num_stages=1),
-    # Wide tiles win where the backup has many rows: 1.24 ms; 128 x 128 1.51 [Tuning].
-    "training_backup": {
-        "default": {"BH": 64, "BN": 64, "BT": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
-        "sm_89": {"BH": 64, "BN": 128, "BT": 64, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BH": 128, "BN": 256, "BT": 64, "num_warps": 8, "num_stages": 3},
-    },
-    # SLOTS entries of a list at a time: registers limit them on a GPU. Not tuned, as all of hybrid.
-    "hybrid_rows": {
-        "default": {"SLOTS": 1, "num_stages": 2},
-        "cpu": {"SLOTS": 32, "num_stages": 1},
-    },
-    "hybrid_weights": {
-        "default": {"SLOTS": 4, "num_stages": 2},
-        "cpu": {"SLOTS": 64, "num_stages": 1},
-    },
-    "hybrid_backup": {
-        "default": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
-        "sm_80": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 3},
-        "sm_89": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
-        "sm_90": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
-    },
-}
+OPTIONS = _parse(TABLE)
 
 # Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
 # of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate and unions].

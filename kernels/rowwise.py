@@ -7,13 +7,9 @@ stored. Rows are independent, so neither a NaN nor the other tokens change a row
 The list of a token can hold all N neurons, so nothing overflows. A kernel of its own makes the
 lists from the gate's bits, which is cheaper than a scan in the gate's epilogue (paper/gate.py).
 
-    M tokens, K hidden size, N neurons, W = N rounded up to 256
-
-    x, y           [M, K]
-    w_gate, w_up   [N, K]
-    w_down_t       [N, K]          the transpose of w_down
-    g, bits        [M, W], [tokens, W / 32], by tokens: see gate.py
-    words          [M, N + 1 rounded up to 8] int32
+    x, y     [M, K]
+    g, bits  by tokens: see gate.py
+    words    [M, N + 1 rounded up to 8] int32
 
 A row of words begins with its number of active neurons. Each following word is one of them, in
 ascending order: the 16 bits of g above the 16 of the neuron's number.
@@ -21,8 +17,8 @@ ascending order: the 16 bits of g above the 16 of the neuron's number.
     g = relu(x w_gate^T + b_gate)    y = ((x w_up^T + b_up) * g) w_down_t + b_down
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
-Reference: twell.sparse.reference.up_down, down; test: tests/kernels/test_rowwise.py;
-options: kernels/options.py 'token_lists', 'count_activity', 'rowwise'.
+Paper: App. A.1, with whole lists in place of TwELL.
+Reference: twell.sparse.reference.up_down, down.
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import (
+    Layer,
     add_activity,
     cdiv,
     load,
@@ -89,21 +86,7 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
 
 
 @triton.jit
-def add_neuron(
-    acc,
-    word,
-    x,
-    wu_ptr,
-    bu_ptr,
-    wd_ptr,
-    k,
-    inside,
-    K,
-    dtype: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS_UP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN):
     """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK]."""
     neuron = word & 0xFFFF
     h = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -111,7 +94,7 @@ def add_neuron(
     down = load(wd_ptr + weights, inside, EVEN).to(tl.float32)
     if GATED:
         u = tl.sum(x * load(wu_ptr + weights, inside, EVEN).to(tl.float32), 0)
-        if BIAS_UP:
+        if bu_ptr is not None:
             u += tl.load(bu_ptr + neuron).to(tl.float32)
         h *= u
     return acc + h * down
@@ -129,8 +112,6 @@ def rowwise_kernel(
     K,
     stride,
     GATED: tl.constexpr,
-    BIAS_UP: tl.constexpr,
-    BIAS_DOWN: tl.constexpr,
     EVEN: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -144,22 +125,19 @@ def rowwise_kernel(
     words_ptr += row * stride
     for slot in range(1, tl.load(words_ptr) + 1):
         word = tl.load(words_ptr + slot)
-        acc = add_neuron(
-            acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, BIAS_UP, EVEN
-        )
-    if BIAS_DOWN:
+        acc = add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN)
+    if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
 
 
 def count_activity(bits: Tensor, num_tokens: int, intermediate_size: int, activity: Tensor) -> None:
     """Adds the counts of `bits`, by tokens, to `activity` [4] int64; see ops.py."""
+    sizes = num_tokens, intermediate_size, bits.shape[1]
     count_activity_kernel[(cdiv(num_tokens, 64),)](
         bits,
         activity,
-        num_tokens,
-        intermediate_size,
-        bits.shape[1],
+        *sizes,
         WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
         **launch_options("count_activity", bits.device),
     )
@@ -173,13 +151,12 @@ def make_lists(g: Tensor, bits: Tensor, intermediate_size: int) -> Tensor:
     num_tokens, width = g.shape
     size = round_up(intermediate_size + 1, 8)
     words = torch.empty(num_tokens, size, dtype=torch.int32, device=g.device)
+    sizes = intermediate_size, width, size
     token_lists_kernel[(num_tokens,)](
         g,
         bits,
         words,
-        intermediate_size,
-        width,
-        size,
+        *sizes,
         WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
         **launch_options("token_lists", g.device),
     )
@@ -193,42 +170,29 @@ def row_block(hidden_size: int, gated: bool) -> dict[str, int]:
     loads better.
     """
     block_k = next_power_of_2(hidden_size) // (1 if gated else 2)
-    return dict(BK=block_k, num_warps=row_warps(block_k))
+    return dict(
+        BK=block_k, num_warps=row_warps(block_k), GATED=gated, EVEN=hidden_size % block_k == 0
+    )
 
 
-def up_down(
-    x: Tensor,
-    words: Tensor,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    y: Tensor,
-    gated: bool = True,
-) -> None:
-    """Writes y [M, K] from the words of `make_lists`; u and h are not rounded. Paper: App. A.1.
+def up_down(x: Tensor, words: Tensor, layer: Layer, y: Tensor) -> None:
+    """Writes y [M, K] from the words of `make_lists`; u and h are not rounded.
 
-    x [M, K]; w_up and w_down_t [N, K] contiguous; b_up [N] and b_down [K] or None. Without a gate
-    the words hold h, and w_up and b_up are not read.
+    Without a gate the words hold h, and neither x nor w_up is read.
     """
     num_tokens, hidden_size = x.shape
-    block = row_block(hidden_size, gated)
-    rowwise_kernel[(num_tokens, cdiv(hidden_size, block["BK"]))](
+    options = launch_options("rowwise", x.device) | row_block(hidden_size, layer.gated)
+    rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
         x,
         words,
-        w_up,
-        b_up,
-        w_down_t,
-        b_down,
+        layer.w_up,
+        layer.b_up,
+        layer.w_down_t,
+        layer.b_down,
         y,
         hidden_size,
         words.shape[1],
-        GATED=gated,
-        BIAS_UP=gated and b_up is not None,
-        BIAS_DOWN=b_down is not None,
-        EVEN=hidden_size % block["BK"] == 0,
-        **block,
-        **launch_options("rowwise", x.device),
+        **options,
     )
 
 
@@ -238,40 +202,19 @@ def chunk_tokens(intermediate_size: int) -> int:
     return 256 * max(1, WORKSPACE_BYTES // (256 * bytes_per_token))
 
 
-def ffn(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    *,
-    activity: Tensor | None = None,
-) -> Tensor:
-    """The layer by rows: y [M, K], M at least 1.
+def ffn(x: Tensor, layer: Layer, *, activity: Tensor | None = None) -> Tensor:
+    """The layer by rows: y [M, K] of x [M, K], M at least 1. Only g is rounded to x.dtype.
 
-    x [M, K]; w_gate (or None), w_up and w_down_t [N, K] contiguous; b_gate and b_up [N], b_down [K]
-    or None. Only g is rounded to x.dtype. `activity` [4] int64 counts as ops.py says. Workspace: 6
-    bytes for each token and neuron, in chunks that keep it below WORKSPACE_BYTES.
+    `activity` [4] int64 counts as ops.py says. Workspace: 6 bytes for each token and neuron, in
+    chunks that keep it below WORKSPACE_BYTES.
     """
-    w, b = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
-    gated, intermediate_size = w_gate is not None, len(w_up)
+    intermediate_size = len(layer.w_up)
     y = torch.empty_like(x)
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(intermediate_size))), 256)
     for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        g, bits = gate_bits(x_chunk, w, b, by_neuron=False)
+        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False)
         if activity is not None:
             count_activity(bits, len(x_chunk), intermediate_size, activity)
-        # Not named, so that the words are freed before the next chunk.
-        up_down(
-            x_chunk,
-            make_lists(g, bits, intermediate_size),
-            w_up,
-            w_down_t,
-            b_up,
-            b_down,
-            y_chunk,
-            gated,
-        )
+        # The words have no name, so that they are freed before the next chunk.
+        up_down(x_chunk, make_lists(g, bits, intermediate_size), layer, y_chunk)
     return y

@@ -11,8 +11,6 @@ Between forward and backward they keep x, the weights and the active entries of 
 hold `capacity` entries per token. A step that needs more says so, in `needed`, and is wrong.
 
 Shapes, dtypes and errors: see ops.py.
-Reference: twell.sparse.reference.union_train_forward, union_train_backward;
-test: tests/kernels/test_training.py.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ import torch
 from torch import Tensor
 
 from twell.kernels import entries, training
-from twell.kernels.ops import aligned, check_tensors, on_device, prepare
+from twell.kernels.common import Gradients, Layer
+from twell.kernels.ops import check_tensors, on_device, prepare, to_layer
 
 TRAIN_PATHS = "union", "hybrid"
 # Places of entries are 32-bit integers, and kernels step past the last one by up to 256.
@@ -78,27 +77,10 @@ def train(
 def operator(path: str) -> torch.library.CustomOpDef:
     """The operator of a path; its results are Trained's, followed by the saved tensors."""
     if path == "hybrid":
-        from twell.kernels.paper import hybrid_ops
+        from twell.kernels.paper.ops import train_hybrid
 
-        return hybrid_ops.train_hybrid
+        return train_hybrid
     return train_union
-
-
-def _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity) -> None:
-    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    num_tokens = x.shape[0]
-    if num_tokens == 0:
-        raise ValueError("x has no token, expected at least 1")
-    if not 1 <= capacity < MAX_ENTRIES / num_tokens:
-        raise ValueError(
-            f"capacity={capacity} for {num_tokens} tokens, expected 1 or more, "
-            f"and below {MAX_ENTRIES} entries in all"
-        )
-    if token_mask is not None and token_mask.numel() != num_tokens:
-        raise ValueError(
-            f"token_mask has shape {tuple(token_mask.shape)}, "
-            f"expected {num_tokens} entries, one a token"
-        )
 
 
 class _Step:
@@ -113,37 +95,58 @@ class _Step:
         self.saved_type = saved_type
         self.backward_operator: torch.library.CustomOpDef | None = None
 
-    def forward(self, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
-        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-        x, w_gate, w_up = prepare(x), aligned(w_gate), aligned(w_up)
+    def check(self, x, *rest) -> None:
+        *tensors, token_mask, capacity = rest
+        check_tensors(x, *tensors)
+        num_tokens = x.shape[0]
+        if num_tokens == 0:
+            raise ValueError("x has no token, expected at least 1")
+        if not 1 <= capacity < MAX_ENTRIES / num_tokens:
+            raise ValueError(
+                f"capacity={capacity} for {num_tokens} tokens, expected 1 or more, "
+                f"and below {MAX_ENTRIES} entries in all"
+            )
+        if token_mask is not None and token_mask.numel() != num_tokens:
+            raise ValueError(
+                f"token_mask has shape {tuple(token_mask.shape)}, "
+                f"expected {num_tokens} entries, one a token"
+            )
+
+    def forward(self, x, *rest):
+        self.check(x, *rest)
+        *tensors, token_mask, capacity = rest
+        x, layer = prepare(x), to_layer(*tensors)
         with on_device(x):
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
-            biases = b_gate, b_up, b_down
-            return self.path.forward(x, w_gate, w_up, w_down.t(), *biases, token_mask, capacity)
+            return self.path.forward(x, layer, token_mask, capacity)
 
-    def fake_forward(self, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity):
-        _check_train(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, capacity)
-        num_tokens, intermediate_size = x.shape[0], w_up.shape[0]
+    def fake_forward(self, x, *rest):
+        self.check(x, *rest)
+        *tensors, _, capacity = rest
+        layer = Layer(*tensors)
+        num_tokens, intermediate_size = x.shape[0], layer.w_up.shape[0]
         return (
             x.new_empty(x.shape),
             x.new_empty(num_tokens, dtype=torch.float32),
             x.new_empty(num_tokens, dtype=torch.int32),
             x.new_empty(intermediate_size, dtype=torch.int32),
             x.new_empty((), dtype=torch.int64),
-            *self.path.saved_like(x, intermediate_size, capacity, w_gate is not None),
+            *self.path.saved_like(x, layer, capacity),
         )
 
     def backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
         *saved, dy, dl1, needs = rest
         x, dy = prepare(x), prepare(dy.to(x.dtype))
-        w_gate, w_up = aligned(w_gate), aligned(w_up)
         # Copied even where it is fp32: in autograd's threads the device has no context before
         # PyTorch runs something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        given = x, w_gate, w_up, w_down.t(), b_gate, b_up
+        layer = to_layer(w_gate, w_up, w_down, b_gate, b_up, None)
+        pairs = zip((x, *layer), needs, strict=False)
+        gradients = [torch.empty_like(tensor) if need else None for tensor, need in pairs]
         with on_device(x):
-            gradients = self.path.backward(*given, self.saved_type(*saved), dy, dl1, needs)
+            saved = self.saved_type(*saved)
+            self.path.backward(x, layer, saved, dy, dl1, Gradients(*gradients))
         return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     def fake_backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
@@ -154,10 +157,9 @@ class _Step:
         )
 
     def save(self, ctx, inputs, output) -> None:
-        x, w_gate, w_up, w_down, b_gate, b_up, *_ = inputs
         # Else autograd makes zeros for the gradients of all saved tensors.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *output[5:])
+        ctx.save_for_backward(*inputs[:6], *output[5:])
 
     def differentiate(self, ctx, dy, dl1, *_):
         tensors = ctx.saved_tensors
@@ -184,23 +186,20 @@ def register(name: str, path: ModuleType, saved_type: type) -> torch.library.Cus
     step = _Step(path, saved_type)
     layer = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
     saved = ", ".join(f"Tensor {field}" for field in saved_type._fields)
-
-    def outputs(number: int) -> str:
-        return ", ".join(["Tensor"] * number)
-
+    outputs = ", ".join(["Tensor"] * len(Trained._fields + saved_type._fields))
+    # capacity is a SymInt, so that compiled code serves every capacity.
     forward_operator = torch.library.custom_op(
         f"twell::train_{name}",
         step.forward,
         mutates_args=(),
-        # capacity is a SymInt, so that compiled code serves every capacity.
-        schema=f"({layer}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> "
-        f"({outputs(len(Trained._fields) + len(saved_type._fields))})",
+        schema=f"({layer}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> ({outputs})",
     )
     step.backward_operator = torch.library.custom_op(
         f"twell::train_{name}_backward",
         step.backward,
         mutates_args=(),
-        schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs) -> ({outputs(6)})",
+        schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs)"
+        f" -> ({', '.join(['Tensor'] * 6)})",
     )
     forward_operator.register_fake(step.fake_forward)
     step.backward_operator.register_fake(step.fake_backward)

@@ -9,16 +9,13 @@ Backup. A neuron that is active for many tokens gets dense rows of h, du and dg 
 products run on tensor cores. Which neurons have a row depends on their numbers of tokens alone.
 This is the paper's transposed hybrid format with lists in place of ELL rows (App. B.2).
 
-    entries    [capacity * M] int64, gradients [capacity * M] int32, spans [3, N] int32
+    entries, gradients, spans    see entries.py
     x, dy      [M, K]
     dense      [3 * backup rows, tokens]: h, du and, gated, dg, one after the other
-    gradients  dwg, dwu, dwd [N, K], dbg, dbu [N]; None leaves a gradient out
 
 Where the buffer does not hold all rows, the rest follows in another round.
 
-Reference: twell.sparse.reference.union_train_backward;
-test: tests/kernels/test_training.py;
-options: kernels/options.py 'training_lists', 'training_backup'.
+Reference: twell.sparse.reference.union_train_backward.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, load, narrow, next_power_of_2, wide
+from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, wide
 from twell.kernels.entries import UnionSaved, entry_places, low_value
 from twell.kernels.options import launch_options, num_processors, with_fusion
 
@@ -39,29 +36,19 @@ CACHE_BYTES = 2**24
 WARP_COLUMNS = 512  # that a warp sums
 
 
-class WeightGradients(NamedTuple):
-    """dwg, dwu and dwd, the last of w_down's transpose: [N, K] each; None leaves one out."""
+class Step(NamedTuple):
+    """x and dy [M, K], what forward saved, the entries' gradients, and where the results go."""
 
-    gate: Tensor | None
-    up: Tensor | None
-    down: Tensor | None
+    x: Tensor
+    dy: Tensor
+    saved: UnionSaved
+    entry_gradients: Tensor | None
+    gated: bool
+    gradients: Gradients
 
 
 @triton.jit
-def _add_entry(
-    sums,
-    place,
-    operands,
-    k,
-    inside,
-    K,
-    dtype: tl.constexpr,
-    GATED: tl.constexpr,
-    EVEN: tl.constexpr,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    DOWN: tl.constexpr,
-):
+def _add_entry(sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN):
     """Adds dg x, du x and h dy of one entry to the sums dwg, dwu and dwd, as the flags ask."""
     dwg, dwu, dwd = sums
     entries_ptr, gradients_ptr, x_ptr, dy_ptr = operands
@@ -135,17 +122,10 @@ def list_gradients_kernel(
 
 
 @triton.jit
-def bias_gradients_kernel(
-    gradients_ptr,
-    spans_ptr,
-    dbg_ptr,
-    dbu_ptr,
-    N,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: tl.constexpr):
     """The sums of one neuron's dg and du."""
+    GATE: tl.constexpr = dbg_ptr is not None
+    UP: tl.constexpr = dbu_ptr is not None
     dtype: tl.constexpr = dbu_ptr.dtype.element_ty if UP else dbg_ptr.dtype.element_ty
     neuron = tl.program_id(0)
     begin = tl.load(spans_ptr + neuron)
@@ -213,9 +193,7 @@ def backup_fill_kernel(
 
 
 @triton.jit
-def _dense_product(
-    dense_desc, x_desc, first, column, M, BH: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
-):
+def _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT):
     """BH rows of the backup times BN columns of x [M, K]."""
     acc = tl.zeros((BH, BN), tl.float32)
     for token in range(0, M, BT):
@@ -269,65 +247,51 @@ def backup_gradients_kernel(
                 tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
 
 
-def from_lists(
-    x: Tensor,
-    dy: Tensor,
-    saved: UnionSaved,
-    entry_gradients: Tensor | None,
-    gated: bool,
-    weights: WeightGradients,
-) -> None:
-    """Writes the weight gradients of the neurons without a backup row. x and dy [M, K]."""
-    num_tokens, hidden_size = x.shape
-    intermediate_size = saved.spans.shape[1]
+def from_lists(step: Step) -> None:
+    """Writes the weight gradients of the neurons without a backup row."""
+    num_tokens, hidden_size = step.x.shape
+    intermediate_size = step.saved.spans.shape[1]
     # The widest power of two whose columns of x and dy stay in the cache.
     columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
     block_k = min(max(1 << (columns.bit_length() - 1), 128), next_power_of_2(hidden_size), 2048)
     list_gradients_kernel[(intermediate_size * cdiv(hidden_size, block_k),)](
-        saved.entries,
-        entry_gradients,
-        saved.spans,
-        x,
-        dy,
-        *weights,
+        step.saved.entries,
+        step.entry_gradients,
+        step.saved.spans,
+        step.x,
+        step.dy,
+        *step.gradients[1:4],
         intermediate_size,
         hidden_size,
-        GATED=gated,
+        GATED=step.gated,
         EVEN=hidden_size % block_k == 0,
         BK=block_k,
         num_warps=max(block_k // WARP_COLUMNS, 1),
-        **launch_options("training_lists", x.device),
+        **launch_options("training_lists", step.x.device),
     )
 
 
-def from_backup(
-    x: Tensor,
-    dy: Tensor,
-    saved: UnionSaved,
-    entry_gradients: Tensor | None,
-    scratch: Tensor,
-    gated: bool,
-    weights: WeightGradients,
-) -> None:
-    """Writes the weight gradients of the neurons with a backup row; `scratch` holds the rows.
+def from_backup(step: Step, scratch: Tensor) -> None:
+    """Writes the weight gradients of the neurons with a backup row.
 
-    x and dy [M, K]; scratch of any shape in x.dtype, overwritten. Too small a scratch for all rows
-    takes several rounds.
+    `scratch`, of any shape in x.dtype, holds the rows. Where it is too small for all of them,
+    there are several rounds.
     """
+    x, saved = step.x, step.saved
     options = launch_options("training_backup", x.device)
-    block_rows, num_matrices = options["BH"], 2 + gated
+    block_rows, num_matrices = options["BH"], 2 + step.gated
     size = 32 * len(saved.index)
     most = scratch.numel() // (num_matrices * size)
     num_rows = min(most // block_rows * block_rows, len(saved.backup))
     dense = scratch.view(-1)[: num_matrices * num_rows * size].view(-1, size)
     num_tiles = num_matrices * num_rows // block_rows * cdiv(x.shape[1], options["BN"])
     for first_row in range(0, len(saved.backup), num_rows):
-        _fill(dense, saved, entry_gradients, first_row, num_rows, gated, weights)
+        _fill(step, dense, first_row, num_rows)
         backup_gradients_kernel[(num_tiles,)](
             TensorDescriptor.from_tensor(dense, [block_rows, options["BT"]]),
             TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
-            TensorDescriptor.from_tensor(dy, [options["BT"], options["BN"]]),
-            *weights,
+            TensorDescriptor.from_tensor(step.dy, [options["BT"], options["BN"]]),
+            *step.gradients[1:4],
             saved.backup,
             saved.totals,
             first_row,
@@ -337,22 +301,15 @@ def from_backup(
         )
 
 
-def _fill(
-    dense: Tensor,
-    saved: UnionSaved,
-    entry_gradients: Tensor | None,
-    first_row: int,
-    num_rows: int,
-    gated: bool,
-    weights: WeightGradients,
-) -> None:
+def _fill(step: Step, dense: Tensor, first_row: int, num_rows: int) -> None:
     """Writes up to `num_rows` dense rows of each of h, du and dg, from `first_row` on."""
+    saved, (_, gate, up, down, *_) = step.saved, step.gradients
     num_words, width = saved.index.shape
     grid = cdiv(num_words, 64), min(num_rows, 4 * num_processors(dense.device))
     backup_fill_kernel[grid](
         saved.index,
         saved.entries,
-        entry_gradients,
+        step.entry_gradients,
         saved.backup,
         saved.totals,
         dense,
@@ -361,28 +318,18 @@ def _fill(
         width,
         len(saved.entries),
         num_rows,
-        GATED=gated,
-        GATE=weights.gate is not None,
-        UP=weights.up is not None,
-        DOWN=weights.down is not None,
+        GATED=step.gated,
+        GATE=gate is not None,
+        UP=up is not None,
+        DOWN=down is not None,
         WORDS=64,
         **with_fusion(num_warps=4, num_stages=1),
     )
 
 
-def of_biases(
-    entry_gradients: Tensor, spans: Tensor, d_b_gate: Tensor | None, d_b_up: Tensor | None
-) -> None:
+def of_biases(step: Step) -> None:
     """Writes the gradients of b_gate and b_up [N], each unless it is None; not both are."""
-    intermediate_size = spans.shape[1]
-    bias_gradients_kernel[(intermediate_size,)](
-        entry_gradients,
-        spans,
-        d_b_gate,
-        d_b_up,
-        intermediate_size,
-        GATE=d_b_gate is not None,
-        UP=d_b_up is not None,
-        STEP=256,
-        **with_fusion(num_warps=1, num_stages=1),
+    spans, options = step.saved.spans, with_fusion(num_warps=1, num_stages=1)
+    bias_gradients_kernel[(spans.shape[1],)](
+        step.entry_gradients, spans, *step.gradients[4:], spans.shape[1], STEP=256, **options
     )

@@ -1,4 +1,4 @@
-"""Write the picture of the house into docs/maintaining.md, from the imports: python scripts/house.py"""
+"""Write the table of parts in docs/maintaining.md, from the imports: scripts/house.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- house: python scripts/house.py -->", "<!-- end of house -->"
 ALIASES = {"format", "ffn", "reference", "model"}
 # The layer chooses between reference and kernels, and kernels know formats and the reference; the
 # configuration loads text and models when asked (pyproject.toml, `ignore_imports`).
-UPWARD = {("kernels", "sparse"), ("config", "corpus"), ("config", "models"), ("config", "train")}
+UPWARD = {("kernels", "sparse"), ("config", "corpus"), ("config", "models")}
 
 
 def imports() -> dict[str, set[str]]:

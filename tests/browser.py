@@ -1,8 +1,9 @@
-"""A browser for the tests of the inspector, and the picture of it in the README: python -m tests.browser MODEL."""
+"""The browser of the tests; `python -m tests.browser MODEL` draws the picture of the inspector."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,23 +13,24 @@ from twell import inspector, results
 SCREENSHOTS = results.root() / "build" / "screenshots"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PASSAGE = (
-    "Fellow citizens of the Senate and House of Representatives: I have the honor to report that the relations of the United "
-    "States with foreign nations continue to be peaceful, and that the public debt has been reduced by $1,234,567 since the "
-    "last session of Congress.\nThe Secretary of the Treasury will lay before you a statement of the receipts and expenditures "
-    "of the Government for the year. It is believed that the revenue derived from customs, from the sales of public lands, and "
-    "from other sources will be sufficient to defray the expenses of the Government.\nAmerica is strong tonight because our "
-    "people are free. We will never waver, we will never tire, we will never fail."
+    "Fellow citizens of the Senate and House of Representatives: I have the honor to report that "
+    "the relations of the United States with foreign nations continue to be peaceful, and that the "
+    "public debt has been reduced by $1,234,567 since the last session of Congress.\n"
+    "The Secretary of the Treasury will lay before you a statement of the receipts and "
+    "expenditures of the Government for the year. It is believed that the revenue derived from "
+    "customs, from the sales of public lands, and from other sources will be sufficient to defray "
+    "the expenses of the Government.\n"
+    "America is strong tonight because our people are free. We will never waver, we will never "
+    "tire, we will never fail."
 )
 
 
 def why_no_browser() -> str | None:
     """None where the tests can drive a browser, else what is missing."""
-    try:
-        import playwright  # noqa: F401
-    except ImportError:
-        return "no browser: the package playwright is not installed (pip install 'twell[dev]')"
+    if importlib.util.find_spec("playwright") is None:
+        return "no browser: playwright is not installed (pip install 'twell[dev]')"
     if not any(map(shutil.which, NAMES)):
-        return f"no browser: none of {', '.join(NAMES)} is installed (Debian: apt-get install chromium)"
+        return f"no browser: none of {', '.join(NAMES)} (Debian: apt-get install chromium)"
     return None
 
 
@@ -38,23 +40,19 @@ def chromium() -> Iterator:
     from playwright.sync_api import sync_playwright
 
     program = next(filter(None, map(shutil.which, NAMES)))
+    # Root, as which CI runs, has no sandbox; a container without a GPU has little shared memory.
+    options = ["--no-sandbox", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:
-        # As root, as which CI runs, there is no sandbox; without a GPU there is little shared memory in a container.
-        browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+        browser = playwright.chromium.launch(executable_path=program, args=options)
         yield browser
         browser.close()
 
 
 def main(model: str) -> None:
     shown = inspector.sides(model, PASSAGE)
-    preset = {found["name"]: found["view"] for found in inspector.presets(shown[0])}[
-        "Busiest token"
-    ]
-    layer = shown[0].shape[0] - 1
-    strongest = inspector.entries(shown, inspector.VIEW | preset | {"layer": layer})["neuron"][0]
-    view = preset | {"layer": layer, "neuron": int(strongest)}
+    presets = {preset["name"]: preset["view"] for preset in inspector.presets(shown[0])}
+    view = inspector.VIEW | presets["Busiest token"] | {"layer": shown[0].shape[0] - 1}
+    view["neuron"] = int(inspector.entries(shown, view)["neuron"][0])
     page = results.root() / "build" / "inspector.html"
     results.write_atomically(page, inspector.page(shown, view))
     with chromium() as browser:

@@ -1,7 +1,7 @@
 """Random cases of the layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
 
-A case draws path, sizes, dtype, biases, layout of x, and a pattern of activity. One number names
-it. Values are of two kinds:
+One number names a case: path, sizes, dtype, biases, layout of x, and a pattern of activity. Values
+are of two kinds:
 
   normal    y may differ from fp64 by a relative RMS of 5e-3 in bf16 (6e-4 in fp16), and by at most
             a quarter more than the dense layer of the same type. With few active entries one last
@@ -9,12 +9,10 @@ it. Values are of two kinds:
   integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit,
             the layer in fp64 that rounds g, h (not by rows) and y to the storage type.
 
-Every case is computed twice and has to give the same bits, with --training with two capacities.
-
+A GPU computes every case twice, with two capacities in training, and has to give the same bits.
 --training also checks the gradients of every tensor and of the L1 term. Where values are integers,
 u, du and dg are rounded, and dh in the path by unions of a gated layer. Errors are relative to the
 RMS of the result, or to the RMS it would have if no sum cancelled, whichever is larger.
-
 Without a GPU set TRITON_INTERPRET=1.
 """
 
@@ -70,14 +68,14 @@ def draw(seed: int, *, large: bool) -> Case:
     r = random.Random(seed)
     path = r.choice(["rowwise", "union", "decode"])
     if large:
-        num_tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
+        tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
         sizes = [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
-        intermediate_size = r.choice(sizes)
+        neurons = r.choice(sizes)
         hidden_size = 16 * r.choice([1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, r.randint(1, 80)])
     else:
         # The interpreter runs the row-wise path's programs, one for each token, in turn.
-        num_tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
-        intermediate_size = r.choice([1, 70, 256, 257, 300, 520])
+        tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
+        neurons = r.choice([1, 70, 256, 257, 300, 520])
         hidden_size = r.choice([16, 48, 80, 128])
     options = dict(
         dtype=r.choice([torch.bfloat16, torch.float16]),
@@ -89,67 +87,49 @@ def draw(seed: int, *, large: bool) -> Case:
     compression = r.choice([1, 1, 1, 2, 4, 8, 16])
     if path == "rowwise" and compression > 1:
         path, options["compression"] = "twell", compression
-    return Case(
-        path,
-        num_tokens,
-        intermediate_size,
-        hidden_size,
-        **options,
-        layout=r.choice(["contiguous", "contiguous", "transposed", "offset"]),
-        nonfinite=r.choice(["", "", "", "nan", "inf"]),
-        seed=seed,
-    )
+    options["layout"] = r.choice(["contiguous", "contiguous", "transposed", "offset"])
+    options["nonfinite"] = r.choice(["", "", "", "nan", "inf"])
+    return Case(path, tokens, neurons, hidden_size, seed=seed, **options)
 
 
-class _Numbers:
-    """Random numbers of a case."""
+def _values(case: Case, given: dict) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """x, the weights gate, up and down_t, and the biases, before any threshold."""
+    m, n, k = case.num_tokens, case.intermediate_size, case.hidden_size
+    if case.values == "integer":
 
-    def __init__(self, case: Case, device: torch.device | str):
-        self.case = case
-        self.given = dict(device=device, generator=torch.Generator(device).manual_seed(case.seed))
+        def integers(limit: int, *shape: int) -> Tensor:
+            return torch.randint(-limit, limit + 1, shape, **given).float()
 
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, **self.given)
+        x = integers(1, m, k) * (torch.rand(m, k, **given) < 12 / k)
+        return x, [integers(2, n, k) for _ in range(3)], [integers(2, size) for size in (n, n, k)]
+    x = torch.randn(m, k, **given)
+    weights = [torch.randn(n, k, **given) / size**0.5 for size in (k, k, n)]
+    biases = [torch.randn(size, **given) for size in (n, n, k)]
+    return x, weights, [0.1 * biases[0], *biases[1:]]
 
-    def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, **self.given)
 
-    def integers(self, limit: int, *shape: int) -> Tensor:
-        return torch.randint(-limit, limit + 1, shape, **self.given).float()
-
-    def layer(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """x, the weights gate, up and down_t, and the biases, before any threshold."""
-        m, n, k = self.case.num_tokens, self.case.intermediate_size, self.case.hidden_size
-        if self.case.values == "integer":
-            x = self.integers(1, m, k) * (self.uniform(m, k) < 12 / k)
-            weights = [self.integers(2, n, k) for _ in range(3)]
-            return x, weights, [self.integers(2, size) for size in (n, n, k)]
-        x = self.normal(m, k)
-        weights = [self.normal(n, k) / size**0.5 for size in (k, k, n)]
-        return x, weights, [0.1 * self.normal(n), self.normal(n), self.normal(k)]
-
-    def thresholds(self) -> tuple[Tensor, Tensor]:
-        """What each neuron has to exceed to be active, and how much heavy tokens add to it."""
-        n, integer = self.case.intermediate_size, self.case.values == "integer"
-        spread = 6.0 if integer else 1.0
-        threshold = torch.full((n,), 1.7 * spread, device=self.given["device"])
-        heavy = torch.zeros_like(threshold)
-        match self.case.pattern:
-            case "skewed":
-                noise = 0.6 * spread * self.normal(n)
-                threshold += noise.round() if integer else noise
-            case "empty":
-                threshold += 200
-            case "full":
-                threshold -= 40
-            case "edges":
-                threshold += 200
-                threshold[0] = threshold[-1] = -40
-            case "heavy":
-                heavy += 40
-            case "tile":
-                heavy[-(-n // 512) * 256 - 256 :][:256] = 40
-        return threshold.round() if integer else threshold, heavy
+def _thresholds(case: Case, given: dict) -> tuple[Tensor, Tensor]:
+    """What each neuron has to exceed to be active, and how much heavy tokens add to it."""
+    n, integer = case.intermediate_size, case.values == "integer"
+    spread = 6.0 if integer else 1.0
+    threshold = torch.full((n,), 1.7 * spread, device=given["device"])
+    heavy = torch.zeros_like(threshold)
+    match case.pattern:
+        case "skewed":
+            noise = 0.6 * spread * torch.randn(n, **given)
+            threshold += noise.round() if integer else noise
+        case "empty":
+            threshold += 200
+        case "full":
+            threshold -= 40
+        case "edges":
+            threshold += 200
+            threshold[0] = threshold[-1] = -40
+        case "heavy":
+            heavy += 40
+        case "tile":
+            heavy[-(-n // 512) * 256 - 256 :][:256] = 40
+    return threshold.round() if integer else threshold, heavy
 
 
 def layer(case: Case, device: torch.device | str) -> Tensors:
@@ -159,11 +139,11 @@ def layer(case: Case, device: torch.device | str) -> Tensors:
     marks heavy tokens.
     """
     m, k = case.num_tokens, case.hidden_size
-    numbers = _Numbers(case, device)
-    x, (w_gate, w_up, w_down_t), (b_gate, b_up, b_down) = numbers.layer()
-    threshold, heavy = numbers.thresholds()
+    given = dict(device=device, generator=torch.Generator(device).manual_seed(case.seed))
+    x, (w_gate, w_up, w_down_t), (b_gate, b_up, b_down) = _values(case, given)
+    threshold, heavy = _thresholds(case, given)
     x[:, 0] = 1
-    x[:, 1] = (numbers.uniform(m) < 0.1) if m > 1 else 1
+    x[:, 1] = (torch.rand(m, **given) < 0.1) if m > 1 else 1
     first = w_gate if case.gated else w_up
     first[:, 0], first[:, 1] = -threshold, heavy
     if case.nonfinite:
@@ -173,15 +153,16 @@ def layer(case: Case, device: torch.device | str) -> Tensors:
         x = x.t().contiguous().t()
     elif case.layout == "offset":
         x = torch.cat([x.new_zeros(3), x.flatten()])[3:].view(m, k)
-    return {
-        "x": x,
-        "w_gate": w_gate.to(case.dtype) if case.gated else None,
-        "w_up": w_up.to(case.dtype),
-        "w_down": w_down_t.to(case.dtype).t(),
-        "b_gate": b_gate.to(case.dtype) if case.biases and case.gated else None,
-        "b_up": b_up.to(case.dtype) if case.biases else None,
-        "b_down": b_down.to(case.dtype) if case.biases else None,
+    tensors = {
+        "w_gate": w_gate if case.gated else None,
+        "w_up": w_up,
+        "w_down": w_down_t,
+        "b_gate": b_gate if case.biases and case.gated else None,
+        "b_up": b_up if case.biases else None,
+        "b_down": b_down if case.biases else None,
     }
+    tensors = {name: None if t is None else t.to(case.dtype) for name, t in tensors.items()}
+    return {"x": x, **tensors, "w_down": tensors["w_down"].t()}
 
 
 def doubles(tensors: Tensors) -> Tensors:
@@ -198,10 +179,6 @@ def _projection(tensors: Tensors, name: str) -> Tensor:
     return torch.nn.functional.linear(tensors["x"], tensors[f"w_{name}"], tensors[f"b_{name}"])
 
 
-def _gate_name(tensors: Tensors) -> str:
-    return "up" if tensors["w_gate"] is None else "gate"
-
-
 def exact(
     tensors: Tensors,
     round_g: torch.dtype | None = None,
@@ -214,9 +191,9 @@ def exact(
     u is ignored where g is 0, so an infinite u has no effect there, unless the layer is `dense`.
     """
     t = doubles(tensors)
-    g = _round(torch.relu(_projection(t, _gate_name(t))), round_g)
-    h = g
-    if t["w_gate"] is not None:
+    gated = t["w_gate"] is not None
+    h = g = _round(torch.relu(_projection(t, "gate" if gated else "up")), round_g)
+    if gated:
         h = g * _round(_projection(t, "up"), round_u)
         h = h if dense else torch.where(g != 0, h, 0)
     return g, torch.nn.functional.linear(_round(h, round_h), t["w_down"], t["b_down"])
@@ -277,7 +254,7 @@ def check(case: Case, device: torch.device | str) -> float:
     if expected.isfinite().sum() >= MANY:
         dense = relative_rms_of_dense(tensors, expected)
         assert error <= 1.25 * dense, (
-            f"relative RMS {error:.2e} is above 1.25 times that of the dense layer, {dense:.2e}"
+            f"relative RMS {error:.2e} is above 1.25 of dense, {dense:.2e}"
         )
     return error
 
@@ -308,7 +285,8 @@ def exact_training(
     `edge` times the sum of the gate's absolute terms.
     """
     t = doubles(tensors)
-    gated, first = t["w_gate"] is not None, _gate_name(t)
+    gated = t["w_gate"] is not None
+    first = "gate" if gated else "up"
     pre = _projection(t, first)
     active = torch.relu(pre).to(tensors["x"].dtype) != 0
     if edge:
@@ -343,7 +321,7 @@ def exact_training(
 
 
 @dataclass
-class _Step:
+class Step:
     """One training step of a case: its inputs, and its results from the kernels."""
 
     case: Case
@@ -354,7 +332,7 @@ class _Step:
     mask: Tensor
 
     @classmethod
-    def of(cls, case: Case, path: str, device: torch.device | str) -> _Step:
+    def of(cls, case: Case, path: str, device: torch.device | str) -> Step:
         g = torch.Generator(device).manual_seed(case.seed + 1)
         given = dict(generator=g, device=device)
         dy = torch.randn(case.num_tokens, case.hidden_size, **given)
@@ -368,12 +346,8 @@ class _Step:
         """The results of `training_ops.train`, and y, l1 and each gradient by name."""
         from twell.kernels.training_ops import train
 
-        leaves = {
-            name: None if t is None else t.detach().requires_grad_()
-            for name, t in self.tensors.items()
-        }
-        given = {name: t for name, t in leaves.items() if t is not None}
-        trained = train(self.path, capacity, **leaves, token_mask=self.mask)
+        given = {n: t.detach().requires_grad_() for n, t in self.tensors.items() if t is not None}
+        trained = train(self.path, capacity, **{**self.tensors, **given}, token_mask=self.mask)
         outputs, weights = [trained.y, trained.l1], [self.dy, self.dl1]
         gradients = torch.autograd.grad(outputs, list(given.values()), weights)
         results = {"y": trained.y.detach(), "l1": trained.l1.detach()}
@@ -393,7 +367,7 @@ def check_training(
 
     Raises AssertionError if one is wrong.
     """
-    step = _Step.of(case, path, device)
+    step = Step.of(case, path, device)
     trained, results = step.run(capacity or case.intermediate_size)
     if trained.y.is_cuda:  # the interpreter runs programs one after the other
         again, repeated = step.run(max(int(trained.needed), 1))
@@ -415,7 +389,7 @@ def check_training(
     return _compare(step, results, rows, int(active[finite].sum()))
 
 
-def _compare(step: _Step, results: dict[str, Tensor], rows, num_active: int) -> float:
+def _compare(step: Step, results: dict[str, Tensor], rows, num_active: int) -> float:
     """The largest error of `results`, which hold only `rows` of a step's."""
     case = step.case
     expected = step.exact()
@@ -463,20 +437,16 @@ def check_number(seed: int, device: str, large: bool, train: bool) -> tuple[Case
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument(
-        "--small", action="store_true", help="the small sizes of the interpreter on a GPU too"
-    )
-    parser.add_argument(
-        "--training", action="store_true", help="gradients too, on the paths of training"
-    )
+    add = parser.add_argument
+    add("--cases", type=int, default=300)
+    add("--seed", type=int, default=0, help="number of the first case")
+    add("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
+    add("--training", action="store_true", help="gradients too, on the paths of training")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     large = device == "cuda" and not options.small
     worst: dict[tuple[str, torch.dtype], float] = {}
-    failed = 0
-    begin = time.monotonic()
+    failed, begin = 0, time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
         try:
             case, error = check_number(seed, device, large, options.training)
@@ -487,10 +457,8 @@ def main() -> None:
             continue
         key = case.path, case.dtype
         worst[key] = max(worst.get(key, 0.0), error)
-    seconds = time.monotonic() - begin
-    print(
-        f"{options.cases} cases from {options.seed} on {device}: {failed} failed, {seconds:.0f} s"
-    )
+    done = f"{options.cases} cases from {options.seed} on {device}"
+    print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
     for (path, dtype), error in sorted(worst.items(), key=str):
         print(f"worst relative RMS  {path:8} {dtype!s:15} {error:.2e}")
     raise SystemExit(failed > 0)

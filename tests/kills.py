@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from twell import results
 from twell.config import TrainConfig
 from twell.train import train
+from twell.train.checkpoint import Checkpoints
 
 SMALL = (
     "hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 vocab_size=512 context=32 "
@@ -86,8 +88,7 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
     duration = time.perf_counter() - began
     moments, done = random.Random(seed), 0
     while done < kills:
-        run = folder / f"run-{done}"
-        delay = moments.uniform(0, duration)
+        run, delay = folder / f"run-{done}", moments.uniform(0, duration)
         child = start(config, run)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
@@ -95,19 +96,15 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
         if not os.WIFSIGNALED(status):
             if status:
                 raise AssertionError(f"the training in {run} ended with status {status}")
-            # It was faster than the kill: once more.
-            for path in sorted(run.rglob("*"), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
+            shutil.rmtree(run)  # it was faster than the kill: once more
             duration *= 0.95
             continue
-        whole = next((path for name in results.CHECKPOINTS if (path := run / name).is_file()), None)
-        step = None if whole is None else torch.load(whole, weights_only=True)["step"]
+        checkpoints = Checkpoints(run)
+        step = checkpoints.read(print)["step"] if checkpoints.exist() else None
         finish(config, run)
         if names := differences(run, expected):
-            raise AssertionError(
-                f"killed after {delay:.2f} s (checkpoint of step {step}), resumed, "
-                f"and different: {names}"
-            )
+            killed = f"killed after {delay:.2f} s (checkpoint of step {step}), resumed"
+            raise AssertionError(f"{killed}, and different: {names}")
         done += 1
         yield delay, step
 

@@ -1,4 +1,4 @@
-"""The documents as tests see them: their code blocks, which run or are parsed, their links, headings and terms."""
+"""The documents as tests see them: code blocks, which run or are parsed, links and terms."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from twell import results
-from twell.__main__ import parser
+from twell import cli, results
 
 ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
@@ -32,33 +31,49 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.M | re.S
 )
 MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
-# A page runs in a folder with links to the checkout: code as linked folders, data as folders of links, where new files
-# do not reach the checkout.
+# A page runs in a folder with links to the checkout: code as linked folders, data as folders of
+# links, where new files do not reach the checkout.
 CODE, DATA = ("twell", "kernels", "tests", "scripts"), ("data", "figures", "notebooks", "docs")
-SECONDS_A_PAGE = 300
+SECONDS = 600
 
-# One process runs the blocks of a page in order. Python blocks share its interpreter. It prints the number of the block
-# that failed as the last line.
+# One process imports what blocks need and forks for each page: pages share imports and nothing
+# else. Python blocks of a page share its interpreter. It prints page and number of each block, and
+# ends with the first that fails.
+PRELOADED = (
+    "import pandas, peft, torch, transformers, twell.analysis, twell.model, twell.inspector.widget"
+)
 DRIVER = r"""
-import json, subprocess, sys, traceback
-page, blocks = json.loads(sys.argv[1])
-sys.argv = [""]
-shared = {"__name__": "__main__"}
-for number, (language, line, code) in enumerate(blocks):
-    print(f"\0{number}", flush=True)
-    try:
-        if language == "bash":
-            subprocess.run(["bash", "-c", "set -euo pipefail\n" + code], check=True)
-        else:
-            exec(compile("\n" * line + code, page, "exec"), shared)
-    except BaseException as error:
-        sys.stdout.flush()
-        if language == "python":
-            traceback.print_exc()
-        else:
-            print(f"exit status {getattr(error, 'returncode', error)}", flush=True)
+import json, os, subprocess, sys, traceback
+
+def run(page, folder, blocks):
+    os.chdir(folder)
+    os.environ["TWELL_CACHE"] = os.environ.get("TWELL_CACHE", folder + "/.cache")
+    shared = {"__name__": "__main__"}
+    for number, (language, line, code) in enumerate(blocks):
+        print(f"\0{page}\0{number}", flush=True)
+        try:
+            if language == "bash":
+                subprocess.run(["bash", "-c", "set -euo pipefail\n" + code], check=True)
+            else:
+                exec(compile("\n" * line + code, page, "exec"), shared)
+        except BaseException as error:
+            sys.stdout.flush()
+            if language == "python":
+                traceback.print_exc()
+            else:
+                print(f"exit status {getattr(error, 'returncode', error)}", flush=True)
+            return 1
+    return 0
+
+pages, sys.argv = json.loads(sys.argv[1]), [""]
+for page in pages:
+    child = os.fork()
+    if child == 0:
+        status = run(*page)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
         sys.exit(1)
-    sys.stdout.flush()
 """
 
 
@@ -73,7 +88,7 @@ def builder():
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of bash or Python: the line of its fence, from 1, and what it needs that CI has not."""
+    """A fenced block: the line of its fence, from 1, and what it needs that CI has not."""
 
     page: str
     line: int
@@ -87,7 +102,9 @@ class Block:
 
 
 def blocks(page: str, text: str) -> list[Block]:
-    """Return the blocks of a page. Raises ValueError for an unknown marker, language or place of a marker."""
+    """Return the blocks of a page. Raises ValueError for an unknown marker, language or place of a
+    marker.
+    """
     every = []
     lines = text.splitlines()
     markers = {n: match[1] for n, line in enumerate(lines, 1) if (match := MARKER.search(line))}
@@ -122,45 +139,43 @@ def workplace(folder: Path) -> Path:
     return folder
 
 
-def run(every: list[Block], folder: Path, seconds: float = SECONDS_A_PAGE) -> str | None:
-    """Run blocks of one page in a folder; return None, or which one failed and what it printed."""
-    if not every:
-        return None
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("TRITON_INTERPRET", "PYTHONPATH")
-    }
-    env |= {
-        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "MPLBACKEND": "Agg",
-    }
-    # Several pages may run at once: threads that wait for each other's cores are twenty times slower.
-    env = {"OMP_NUM_THREADS": "1", "TWELL_CACHE": str(folder / ".cache")} | env
-    given = json.dumps(
-        [every[0].page, [(block.language, block.line, block.code) for block in every]]
-    )
-    with open(folder / ".output", "w+b") as output:
+def run(every: list[Block], folder: Path, seconds: float = SECONDS) -> str | None:
+    """Run blocks of pages, each page in a folder of its own; return None, or which failed and what
+    it printed.
+    """
+    pages = {}
+    for block in every:
+        of_page = pages.setdefault(block.page, [])
+        of_page.append((block.language, block.line, block.code))
+    places = {page: folder / page.replace("/", "-") for page in pages}
+    for place in places.values():
+        if not place.exists():
+            place.mkdir()
+            workplace(place)
+    left_out = "TRITON_INTERPRET", "PYTHONPATH"
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "HF_HUB_OFFLINE": "1"}
+    # Tests may run beside each other: threads that wait for each other's cores are twenty times
+    # slower.
+    env = {"OMP_NUM_THREADS": "1"} | env | {"MPLBACKEND": "Agg"}
+    given = json.dumps([(page, str(places[page]), code) for page, code in pages.items()])
+    with open(folder / "output", "w+b") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT, "env": env}
         try:
-            command = [sys.executable, "-c", DRIVER, given]
-            end = subprocess.run(
-                command,
-                cwd=folder,
-                env=env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-            )
+            command = [sys.executable, "-c", f"{PRELOADED}\n{DRIVER}", given]
+            here = next(iter(places.values()))  # twell is imported from here
+            end = subprocess.run(command, cwd=here, timeout=seconds, **streams)
             status = "failed" if end.returncode else None
         except subprocess.TimeoutExpired:
-            status = f"did not end within the {seconds:.0f} seconds of a page"
+            status = f"did not end within {seconds:.0f} seconds"
         output.seek(0)
         text = output.read().decode(errors="replace")
     if status is None:
         return None
-    _, number, last = re.split(r"\0(\d+)\n", text)[-3:]
-    block = every[int(number)]
+    if "\0" not in text:
+        return text
+    _, page, number, last = re.split(r"\0([^\0\n]+)\0(\d+)\n", text)[-4:]
+    block = [block for block in every if block.page == page][int(number)]
     return f"{block} {status}\n{block.code}--- output\n{last.strip()}"
 
 
@@ -241,10 +256,15 @@ def mistake_in_command(words: list[str]) -> str | None:
 
 def mistake_in_module(module: str, arguments: list[str]) -> str | None:
     if module == "twell":
-        options, wrong = parsed(parser(), arguments)
-        if options is None or options.command != "train" or options.config.endswith(".yaml"):
-            return wrong
-        return mistake_in_fields(options.config, options.overrides)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                words, given = cli.parse(arguments)
+        except ValueError as error:
+            of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
+            return None if of_the_shell else str(error)
+        if words != ["train"] or not given or given["config"].endswith(".yaml"):
+            return None
+        return mistake_in_fields(given["config"], given["overrides"] or [])
     if module == "pytest":
         paths = [
             word.partition("::") for word in arguments if re.match(r"(tests|kernels|twell)\b", word)
@@ -331,7 +351,8 @@ def exists(name: str) -> bool:
             try:
                 importlib.import_module(".".join(parts[:number]))
             except ImportError:
-                # Attributes of instances, such as those of a dataclass without default, are seen by its fields alone.
+                # Attributes of instances, such as those of a dataclass without default, are seen by
+                # its fields alone.
                 return part in getattr(found, "__annotations__", {})
         found = getattr(found, part)
     return True
@@ -354,7 +375,9 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
-    """Return the relative links of a page to files or headings that do not exist, each with its line."""
+    """Return the relative links of a page to files or headings that do not exist, each with its
+    line.
+    """
     wrong = []
     for _, begin, _, target in builder().targets(text):
         if re.match(r"[a-z][a-z+.-]*:", target, re.I):
@@ -374,7 +397,8 @@ def broken_links(page: str, text: str, root: Path = ROOT) -> list[str]:
 
 
 def unexplained(text: str, terms: dict[str, str]) -> list[str]:
-    """Return the terms that a page uses in prose before it links them to the glossary, or sets them in bold or italics.
+    """Return the terms that a page uses in prose before it links them to the glossary, or sets them
+    in bold or italics.
 
     terms: anchors of the glossary, each with a regular expression of the words for it.
     """

@@ -13,15 +13,12 @@ from twell import results
 
 ROOT = results.root()
 MOST_LINES, MOST_FUNCTION, MOST_COLUMNS = 500, 60, 100
-# Folders that keep the limits; the others follow.
-FOLDERS = """kernels twell/sparse twell/models twell/corpus twell/train twell/measure twell/trace
-    tests/kernels tests/sparse tests/models tests/train tests/measure tests/trace""".split()
-FILES = [
-    *("twell/config.py", "twell/export.py", "tests/conftest.py", "tests/kills.py"),
-    *(f"tests/test_{name}.py" for name in ("config", "corpus", "damage", "export")),
+SOURCES = [
+    path
+    for folder in ("kernels", "scripts", "tests", "twell")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "twell/kernels" not in str(path)  # a link to kernels/
 ]
-SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-SOURCES += [ROOT / name for name in FILES]
 
 
 def name(path):
@@ -50,11 +47,6 @@ def test_the_picture_of_the_house_is_up_to_date():
         house.floors({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_that_keep_the_limits_exist(folder):
-    assert any((ROOT / folder).rglob("*.py"))
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_functions_and_lines_are_short(path):
     text = path.read_text(encoding="utf-8")
@@ -64,14 +56,16 @@ def test_files_functions_and_lines_are_short(path):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, functions) and not is_kernel(node):
-            assert node.end_lineno - node.lineno < MOST_FUNCTION, node.name
+            # The options of a command are its signature.
+            start = node.body[0].lineno if "cli" in path.parts else node.lineno
+            assert node.end_lineno - start < MOST_FUNCTION, node.name
 
 
 @pytest.mark.parametrize("package", ["analysis", "plots"])
 def test_a_package_hands_on_the_public_names_of_its_modules(package):
     whole = importlib.import_module(f"twell.{package}")
     # Handed on whole, as modules: `analysis.quantities.sweep`.
-    modules = set("trained counted measured quantities claims".split())
+    modules = set("trained measured quantities claims".split())
     parts = [path.stem for path in sorted((ROOT / "twell" / package).glob("*.py"))]
     parts = [part for part in parts if part != "__init__" and part not in modules]
     assert len(parts) > 1

@@ -11,8 +11,9 @@ from pathlib import Path
 
 if not Path(__file__).with_name("kernels").is_dir():
     raise ImportError(
-        "twell/kernels is not a link to ../kernels, so twell has no kernels: clone the repository with git, or delete "
-        "twell/kernels and run `ln -s ../kernels twell/kernels`; an installed twell has to be installed again"
+        "twell/kernels is not a link to ../kernels, so twell has no kernels: clone the repository "
+        "with git, or delete twell/kernels and run `ln -s ../kernels twell/kernels`; an installed "
+        "twell has to be installed again"
     )
 
 __version__ = "0.1.0"
@@ -37,10 +38,11 @@ _HOME = {
     "TrainConfig": "config",
     "Trace": "trace",
     "Aggregate": "trace",
-    "inspect": "widget",
+    "inspect": "inspector.widget",
 }
 _MODULES = set(
-    "format reference ffn model corpus results analysis plots measure evaluate train inspector".split()
+    "format reference ffn model corpus results analysis plots measure evaluate train "
+    "inspector".split()
 )
 __all__ = sorted(_HOME)
 

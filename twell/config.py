@@ -6,9 +6,11 @@ when they are called. The configurations of the package lie in configs/.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -79,51 +81,30 @@ class TrainConfig:
     def __post_init__(self):
         for name, kind in _TYPES.items():
             setattr(self, name, _coerce(name, kind, getattr(self, name)))
-        for names, fits, rule in _RANGES:
+        for names, fits, rule in _RULES:
             for name in names.split():
                 if not fits(value := getattr(self, name)):
-                    raise ValueError(f"{name} is {value}; it has to be {rule}")
-        self._check_sizes()
-        self._check_choices()
-        self._check_schedules()
-
-    def _check_sizes(self) -> None:
-        for name, divisor in (("hidden_size", "num_heads"), ("batch_tokens", "context")):
-            size, part = getattr(self, name), getattr(self, divisor)
-            if size % part:
-                raise ValueError(f"{name} {size} is no multiple of {divisor} {part}")
-        if self.hidden_size // self.num_heads % 2:
+                    raise ValueError(f"{name} is {value!r}; it has to {rule}")
+        for name, divisor in _DIVISORS.items():
+            value, part = getattr(self, name), getattr(self, divisor)
+            if value % part:
+                raise ValueError(f"{name} {value} is no multiple of {divisor} {part}")
+        if (head := self.hidden_size // self.num_heads) % 2:
             raise ValueError(
                 f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
-                f"{self.hidden_size // self.num_heads}; rotary positions need an even number"
+                f"{head}; rotary positions need an even number"
             )
         if self.valid_tokens < self.context:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; "
                 f"it has to hold one context of {self.context} tokens"
             )
-        if self.checkpoint_every % self.log_every:
-            raise ValueError(
-                f"checkpoint_every {self.checkpoint_every} "
-                f"is no multiple of log_every {self.log_every}"
-            )
-
-    def _check_choices(self) -> None:
-        for name in ("source", "valid_source", "tokenizer"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} is ''; it has to name something")
-        if not 0 <= self.reinit <= 1:
-            raise ValueError(f"reinit is {self.reinit}; it is a share, from 0 to 1")
         if self.balance_every and not self.gated and self.activation != "relu":
             raise ValueError(
                 f"balance_every is {self.balance_every}; without a gate it needs the activation "
                 f"'relu', not {self.activation!r}, which is not proportional to its input"
             )
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
-
-    def _check_schedules(self) -> None:
-        """Refuse a run whose learning rate or L1 term is 0 in every step."""
+        # A run whose learning rate or L1 term is 0 in every step:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
         if self.steps == 1 and self.warmup_steps:
@@ -139,34 +120,26 @@ class TrainConfig:
             )
 
     def remarks(self) -> list[str]:
-        """Return a line for each schedule that the run does not finish.
-
-        And a line for each remedy against dead neurons that never acts.
-        """
+        """Return a line for each schedule that the run does not finish, or that never acts."""
         lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
+        warm_up = "the run ends within the warm-up of the"
         if self.warmup_steps >= steps:
-            lines.append(
-                "the run ends within the warm-up of the learning rate "
-                f"(warmup_steps {self.warmup_steps}, {steps} steps): "
-                f"it reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
-            )
-        reached = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
-        if self.l1_coefficient and reached < 1:
-            warmup = f"l1_warmup_steps {self.l1_warmup_steps}, {steps} steps"
-            lines.append(
-                "the run ends within the warm-up of the L1 term "
-                f"(l1_zero_steps {self.l1_zero_steps}, {warmup}): "
-                f"it reaches {reached:.0%} of l1_coefficient"
-            )
+            share = (steps - 1) / self.warmup_steps
+            settings = f"(warmup_steps {self.warmup_steps}, {steps} steps)"
+            reached = f"it reaches {share:.0%} of {self.learning_rate:g}"
+            lines.append(f"{warm_up} learning rate {settings}: {reached}")
+        share = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
+        if self.l1_coefficient and share < 1:
+            fields = f"l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}"
+            reached = f"it reaches {share:.0%} of l1_coefficient"
+            lines.append(f"{warm_up} L1 term ({fields}, {steps} steps): {reached}")
         if self.reinit and tokens < self.dead_window_tokens:
-            lines.append(
-                f"reinit {self.reinit:g} never acts: the run has {tokens} tokens, "
-                f"and dead_window_tokens is {self.dead_window_tokens}"
-            )
+            window = f"dead_window_tokens is {self.dead_window_tokens}"
+            run = f"the run has {tokens} tokens"
+            lines.append(f"reinit {self.reinit:g} never acts: {run}, and {window}")
         if self.balance_every > steps:
-            lines.append(
-                f"balance_every {self.balance_every} never acts: the run has {steps} steps"
-            )
+            run = f"the run has {steps} steps"
+            lines.append(f"balance_every {self.balance_every} never acts: {run}")
         return lines
 
     @classmethod
@@ -192,7 +165,7 @@ class TrainConfig:
     def changes(self, before: dict) -> str:
         """Return the fields that differ from `before`, with both values; "" for none.
 
-        Fields that `before` lacks, since an older version wrote it, count as unchanged.
+        A field that `before` lacks, since an older version wrote it, is unchanged.
         """
         now = dataclasses.asdict(self)
         changed = [name for name in now if name in before and now[name] != before[name]]
@@ -201,13 +174,32 @@ class TrainConfig:
     def prepare_text(
         self, process: int = 0, num_processes: int = 1
     ) -> tuple[PreTrainedTokenizerFast, Blocks | Stream, Blocks]:
-        """Return the tokenizer, the training blocks and the validation blocks.
+        """Return tokenizer, training blocks (of a stream this process's) and validation blocks."""
+        from twell import corpus
 
-        The training blocks of a stream are this process's share.
-        """
-        from twell.train import text
-
-        return text.prepare(self, process, num_processes)
+        source, context = self.source, self.context
+        if not source.startswith("hf:"):
+            text = corpus.prepare(
+                source,
+                vocab_size=self.vocab_size,
+                cache=cache_folder(),
+                valid_source=self.valid_source,
+                tokenizer=self.tokenizer,
+            )
+            valid = corpus.Blocks(text.valid[: self.valid_tokens], context)
+            return text.tokenizer, corpus.Blocks(text.train, context, self.seed), valid
+        if self.tokenizer is None:
+            raise ValueError(
+                f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
+            )
+        if self.valid_source is not None:
+            raise ValueError(
+                f"valid_source {self.valid_source}: of a stream the first documents are held out"
+            )
+        tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
+        share = {"process": process, "num_processes": num_processes}
+        stream = corpus.Stream(source, tokenizer, context, valid_tokens=self.valid_tokens, **share)
+        return tokenizer, stream, corpus.Blocks(stream.valid, context)
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -229,6 +221,11 @@ class TrainConfig:
         )
 
 
+def cache_folder() -> Path:
+    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
+    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
+
+
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
     """Return the factor on the L1 coefficient at a step (from 1): 0, then linear, then 1.
 
@@ -240,7 +237,12 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
-
+_DIVISORS = {
+    "hidden_size": "num_heads",
+    "batch_tokens": "context",
+    "checkpoint_every": "log_every",
+}
+# Fields, the test of their values, and what an error says of fit ones. No comparison holds for NaN.
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
     "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon"
@@ -249,46 +251,37 @@ _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
     "checkpoint_every balance_every"
 )
-# Fields, the test of their values, and how an error describes a fit value.
-_RANGES: list[tuple[str, Callable, str]] = [
-    (_POSITIVE, lambda value: value > 0, "more than 0"),
-    (
-        "learning_rate rope_theta adam_epsilon",
-        lambda value: value != math.inf,
-        "a finite number",
-    ),
-    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "from 0 to less than 1"),
-    (
-        "micro_batch",
-        lambda value: value is None or value >= 1,
-        "at least 1, or null for the whole share of the step",
-    ),
-    ("seed", lambda value: value < 2**32, "below 2^32"),
-    ("context", lambda value: value >= 2, "at least 2, so that a token is predicted"),
-    (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
+_MICRO_BATCH = "be at least 1, or null for the whole share of the step"
+# Fields, the test of their values (which NaN fails), and what they have to do.
+_RULES: list[tuple[str, Callable, str]] = [
+    (_POSITIVE, lambda x: x > 0, "be more than 0"),
+    (_NOT_NEGATIVE, lambda x: 0 <= x < math.inf, "be a finite number, 0 or more"),
+    ("learning_rate rope_theta adam_epsilon", lambda x: x < math.inf, "be a finite number"),
+    ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "be from 0 to less than 1"),
+    ("micro_batch", lambda x: x is None or x >= 1, _MICRO_BATCH),
+    ("seed", lambda x: x < 2**32, "be below 2^32"),
+    ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
+    ("reinit", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
+    ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
+    ("source valid_source tokenizer", lambda x: x != "", "name something"),
 ]
 
 
 def _coerce(name: str, kind: type, value):
-    """Return the value as the field's type.
-
-    YAML reads 1e-3 as text, and 1e6 is a fine number of tokens.
-    """
+    """Return the value as the field's type: YAML reads 1e-3 as text, and 1e6 tokens are fine."""
     if isinstance(kind, types.UnionType):
         kind, _ = typing.get_args(kind)  # the other is None
         if value is None:
             return None
-    try:
-        if isinstance(value, str) and kind in (int, float):
-            value = float(value)
+    if kind in (int, float):
+        if isinstance(value, list):
+            raise ValueError(f"{name} is {value!r}; give one number")
+        with contextlib.suppress(ValueError):
+            value = float(value) if isinstance(value, str) else value
         if kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
         if kind is float and type(value) is int:
             value = float(value)
-    except ValueError:
-        pass
-    if isinstance(value, list) and kind in (int, float):
-        raise ValueError(f"{name} is {value!r}; give one number")
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value
@@ -320,23 +313,21 @@ class _OnceLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = [key for place, key in enumerate(keys) if key in keys[:place]]
-        if twice:
-            raise ValueError(f"{twice[0]} is given twice")
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise ValueError(f"{key} is given twice")
         return super().construct_mapping(node, deep)
 
 
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     """Return the fields of a file and of its bases. `above` lists the files that led to it."""
-    path = Path(name)
-    if not path.is_file():
-        path = CONFIGS / f"{name}.yaml"
-    if not path.is_file():
+    paths = Path(name), CONFIGS / f"{name}.yaml"
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
-    above = (*above, path)
-    if path.resolve() in [file.resolve() for file in above[:-1]]:
-        chain = " -> ".join(map(str, above))
+    if path.resolve() in map(Path.resolve, above):
+        chain = " -> ".join(map(str, (*above, path)))
         raise ValueError(f"{path} is its own base: {chain}; change or remove the line base:")
     try:
         fields = yaml.load(path.read_text(encoding="utf-8-sig"), _OnceLoader)
@@ -349,4 +340,4 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         raise ValueError(
             f"{path}: base is {base!r}; expected the name of a configuration or of a file"
         )
-    return fields if base is None else _read_config(base, above) | fields
+    return fields if base is None else _read_config(base, (*above, path)) | fields

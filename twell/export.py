@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +16,6 @@ import torch
 
 from twell import analysis, results, trace
 from twell.config import TrainConfig
-from twell.corpus import Blocks
 from twell.models import load, save
 from twell.train.text import run_text
 from twell.train.validation import evaluate
@@ -34,8 +32,8 @@ tags: [llama, sparse, relu, twell]
 
 A Llama-like language model with {millions:.1f} M parameters whose feed-forward layers are \
 sparse: with ReLU and an L1 term on
-the activations, {active:.3g} of {intermediate_size} neurons a layer ({share:.2g}%) are active \
-for a token of held-out text, so {inactive:.1f}% are
+the activations, {active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are \
+active for a token of held-out text, so {inactive:.1f}% are
 not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
 
 | | this model{twin_head} |
@@ -46,7 +44,7 @@ not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23
 |---:|---:|---:|---:|---:|
 {layers}
 
-Both tables are of {valid_tokens:,} tokens of held-out text, in sequences of {context}.
+Both tables are of {valid_tokens:,} tokens of held-out text, in sequences of {row[context]}.
 
 ## Use
 
@@ -68,11 +66,12 @@ Text: {text}
 
 `{command}`
 
-on {device}, commit {commit}{starts}; {layers_number} layers, hidden size {hidden_size}, \
-{intermediate_size} neurons a layer, {heads} heads,
-vocabulary {vocab_size} (byte-level BPE), context {context}; {tokens:.4g} M tokens in all, \
-{batch_tokens:,} a step, peak learning rate {learning_rate:g}, L1 coefficient
-{l1} on the mean over tokens and layers of the sum over neurons of |h|.
+on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, hidden size \
+{row[hidden_size]}, {row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
+vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
+tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, \
+L1 coefficient
+{row[l1_coefficient]:g} on the mean over tokens and layers of the sum over neurons of |h|.
 
 ## Limits
 
@@ -82,27 +81,19 @@ follow instructions, nor checked for bias; it repeats what its text holds.
 """
 
 
-@dataclass
 class _Run:
-    """A complete run: its row, its log, and the tables of the card that come from them."""
+    """A complete run: its row, its log, and the activity of its layers."""
 
-    row: dict
-    log: pd.DataFrame
-
-    @classmethod
-    def load(cls, path: Path) -> _Run:
-        row, log = results.load_run(path)
-        if not row["complete"]:
+    def __init__(self, path: Path):
+        self.path = path
+        self.row, self.log = results.load_run(path)
+        if not self.row["complete"]:
             raise ValueError(f"{path} is not complete; let it finish, or resume it")
-        return cls(row, log)
+        self.layers: pd.DataFrame = analysis.logged_layers(self.log, self.row["intermediate_size"])
 
     def last(self, metric: str) -> float:
         """Return the last value of a metric on the validation text."""
-        log = self.log
-        return log[(log["split"] == "valid") & (log["metric"] == metric)]["value"].iloc[-1]
-
-    def layers(self) -> pd.DataFrame:
-        return analysis.logged_layers(self.log, self.row["intermediate_size"])
+        return self.log.query("split == 'valid' and metric == @metric")["value"].iloc[-1]
 
 
 @torch.no_grad()
@@ -126,16 +117,20 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
         raise ValueError(
             f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0"
         )
-    runs = [_Run.load(path) for path in ([run] if twin is None else [run, Path(twin)])]
+    runs = [_Run(Path(path)) for path in (run, twin) if path is not None]
     row = runs[0].row
-    if twin is not None:
-        _check_twin(run, row, twin, runs[1].row)
+    for other in runs[1:]:
+        fields = TrainConfig.__dataclass_fields__.keys() - TWIN_MAY_DIFFER
+        for name in row:
+            if name in fields and row[name] != other.row[name]:
+                values = f"{name} is {other.row[name]!r}, not {row[name]!r}"
+                raise ValueError(f"{twin} is no twin of {run}: {values}")
     model, tokenizer = load(run, dtype=torch.bfloat16)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     _, _, blocks = run_text(run)
+    tokens = blocks.tokens[: len(blocks) * row["context"]]
     loss = evaluate(model, blocks)["cross_entropy"]
-    starts = results.load_provenance(run)["starts"]
-    card = _card(out, runs, starts, loss, len(blocks) * row["context"], text)
+    card = _card(out, runs, loss, len(tokens), text)
 
     out.mkdir(parents=True)
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
@@ -145,7 +140,9 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
         if (run / AGGREGATE).is_file():
             shutil.copyfile(run / AGGREGATE, out / AGGREGATE)
         else:
-            _aggregate(model, tokenizer, blocks, row).save(out / AGGREGATE)
+            meta = results.provenance() | {key: row[key] for key in ("run", "l1_coefficient")}
+            statistics = trace.aggregate(model, tokenizer, trace.cut(tokens, model), meta=meta)
+            statistics.save(out / AGGREGATE)
         for path in out.iterdir():
             path.chmod(0o644)  # safetensors lets only the owner read
     except BaseException:
@@ -154,81 +151,52 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     return out
 
 
-def _check_twin(run: Path, row: dict, twin: str | Path, other: dict) -> None:
-    fields = TrainConfig.__dataclass_fields__.keys() - TWIN_MAY_DIFFER
-    differ = [name for name in row if name in fields and row[name] != other[name]]
-    if differ:
-        name = differ[0]
-        raise ValueError(
-            f"{twin} is no twin of {run}: {name} is {other[name]!r}, not {row[name]!r}"
-        )
-
-
-def _aggregate(model, tokenizer, blocks: Blocks, row: dict) -> trace.Aggregate:
-    """Return the statistics of each neuron on the run's validation text."""
-    tokens = blocks.tokens[: len(blocks) * row["context"]]
-    fields = {name: row[name] for name in ("run", "l1_coefficient")}
-    meta = results.provenance() | fields
-    return trace.aggregate(model, tokenizer, trace.cut(tokens, model), meta=meta)
-
-
-def _card(
-    out: Path, runs: list[_Run], starts: list[dict], loss: float, valid_tokens: int, text: str
-) -> str:
+def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str) -> str:
     """Return the model card. `loss` is that of the rounded weights, on `valid_tokens` tokens."""
-    row, layers = runs[0].row, runs[0].layers()
-    active = layers["mean"].mean()
+    run, *twins = runs
+    row, active = run.row, run.layers["mean"].mean()
+    start, *resumes = results.load_provenance(run.path)["starts"]
+    resumes = [
+        f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in resumes
+    ]
+    price = ""
+    for twin in twins:
+        percent = 100 * (run.last("cross_entropy") / twin.last("cross_entropy") - 1)
+        name = f"The twin is the run `{twin.row['run']}` of commit {twin.row['commit']}"
+        price = f"\n{name}; the price is {percent:+.2f}% cross-entropy.\n"
+    lines = {
+        "L1 coefficient": [f"{one.row['l1_coefficient']:g}" for one in runs],
+        "cross-entropy, nats a token": [f"{one.last('cross_entropy'):.4f}" for one in runs],
+        "the same from the stored weights, in bf16": [f"{loss:.4f}", *("" for _ in twins)],
+        "the same without feed-forward layers": [
+            f"{one.last('cross_entropy_silenced'):.4f}" for one in runs
+        ],
+        "active neurons a layer and token": [f"{one.layers['mean'].mean():.3g}" for one in runs],
+        "inactive": [f"{100 - 100 * one.layers['active_fraction'].mean():.2f}%" for one in runs],
+    }
     share = 100 * active / row["intermediate_size"]
-    twins = len(runs) - 1
-    names = "context hidden_size intermediate_size vocab_size batch_tokens learning_rate".split()
     return CARD.format(
+        row=row,
+        start=start,
         name=out.resolve().name,
         millions=row["parameters"] / 1e6,
+        millions_of_tokens=row["tokens"] / 1e6,
         active=active,
         share=share,
         inactive=100 - share,
-        twin=_price(*runs) if twins else "",
-        twin_head=" | its twin" * twins,
-        twin_rule="---:|" * twins,
-        rows=_table(runs, loss),
+        twin=price,
+        twin_head=" | its twin" * len(twins),
+        twin_rule="---:|" * len(twins),
+        rows="\n".join(f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items()),
         layers="\n".join(
             f"| {one.layer} | {one.mean:.3g} | {one.p99:g} | {one.max:g} | {100 * one.dead:.2g}% |"
-            for one in layers.itertuples(index=False)
+            for one in run.layers.itertuples(index=False)
         ),
         valid_tokens=valid_tokens,
         text=text,
-        tokens=row["tokens"] / 1e6,
-        layers_number=row["num_layers"],
-        heads=row["num_heads"],
-        l1=f"{row['l1_coefficient']:g}",
-        command=_portable(starts[0]["command"]),
-        starts=_resumed(starts),
-        **{name: starts[0][name] for name in ("device", "commit")},
-        **{name: row[name] for name in names},
+        command=_portable(start["command"]),
+        resumes=", resumed" + " and".join(resumes) if resumes else "",
     )
-
-
-def _table(runs: list[_Run], loss: float) -> str:
-    """Return the card's table of losses and activity, a column a run."""
-    tables = [run.layers() for run in runs]
-    lines = {
-        "L1 coefficient": [f"{run.row['l1_coefficient']:g}" for run in runs],
-        "cross-entropy, nats a token": [f"{run.last('cross_entropy'):.4f}" for run in runs],
-        "the same from the stored weights, in bf16": [f"{loss:.4f}", ""][: len(runs)],
-        "the same without feed-forward layers": [
-            f"{run.last('cross_entropy_silenced'):.4f}" for run in runs
-        ],
-        "active neurons a layer and token": [f"{table['mean'].mean():.3g}" for table in tables],
-        "inactive": [f"{100 - 100 * table['active_fraction'].mean():.2f}%" for table in tables],
-    }
-    return "\n".join(f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items())
-
-
-def _price(run: _Run, twin: _Run) -> str:
-    price = 100 * (run.last("cross_entropy") / twin.last("cross_entropy") - 1)
-    row = twin.row
-    name = f"The twin is the run `{row['run']}` of commit {row['commit']}"
-    return f"\n{name}; the price is {price:+.2f}% cross-entropy.\n"
 
 
 def _portable(command: str) -> str:
@@ -245,11 +213,3 @@ def _portable(command: str) -> str:
             value = str(path.relative_to(Path.cwd())) if inside else path.name
         words.append(option + equals + value)
     return shlex.join(words)
-
-
-def _resumed(starts: list[dict]) -> str:
-    """Return the step, device and commit of each resume, as words for the card."""
-    parts = [
-        f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in starts[1:]
-    ]
-    return ", resumed" + " and".join(parts) if parts else ""

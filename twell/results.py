@@ -5,13 +5,14 @@ versions, commit and command that made it. This module is a leaf; it imports not
 
 A run folder holds
     config.yaml       every field of the configuration, defaults included
-    provenance.json   device, versions, commit, command and date of the last start; `starts`: the same of
-                      every start, with the step that it went on from; the SHA-256 of the tokens; whether the
-                      run is complete
-    log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole model); in a run that is
-                      kept, compressed: log.csv.xz
+    provenance.json   device, versions, commit, command and date of the last start; `starts`: the
+                      same of every start, with the step that it went on from; the SHA-256 of the
+                      tokens; whether the run is complete
+    log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole
+                      model); in a run that is kept, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
-and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it is ever deleted.
+and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it
+is ever deleted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import lzma
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -37,34 +39,22 @@ import yaml
 
 LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
+EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
+PACKAGES = "torch triton transformers accelerate tokenizers numpy pandas matplotlib".split()
 LOCK = "train.lock"
-CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"
+CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"  # of older versions
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = (
-    "config.yaml",
-    "provenance.json",
-    "log.csv",
-    "log.csv.xz",
-    *CHECKPOINTS,
-    "aggregate.npz",
-)
-MODEL_FILES = (
-    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
-    *(
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    ),
-    "calibration.json",
-)
+RUN_FILES = *"config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split(), *CHECKPOINTS
+MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
+    model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
+    calibration.json""".split()
 # The files among them that only a training or an export writes.
 KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
 def root(start: str | Path | None = None) -> Path:
-    """Return the repository's root: the nearest folder at or above `start` that holds data/paper.yaml.
+    """Return the repository's root: the nearest folder at or above `start` with data/paper.yaml.
 
     Raises FileNotFoundError when there is none, naming where it looked.
     """
@@ -79,8 +69,8 @@ def root(start: str | Path | None = None) -> Path:
 
 def is_recorded(path: str | Path) -> bool:
     """Return whether a path lies in the data folder of a clone of the repository."""
-    folders = [Path(path).resolve(), *Path(path).resolve().parents]
-    return any(folder.name == "data" and (folder / "paper.yaml").is_file() for folder in folders)
+    folders = (Path(path).resolve() / "file").parents
+    return any(part.name == "data" and (part / "paper.yaml").is_file() for part in folders)
 
 
 def paper(metric: str | None = None, **filters) -> pd.DataFrame:
@@ -91,93 +81,75 @@ def paper(metric: str | None = None, **filters) -> pd.DataFrame:
     """
     with open(root() / "data" / "paper.yaml", encoding="utf-8") as file:
         rows = pd.DataFrame(yaml.safe_load(file)["values"])
-    if metric is not None:
-        filters["metric"] = metric
-    for column, value in filters.items():
+    for column, value in (filters if metric is None else filters | {"metric": metric}).items():
         if column not in rows:
-            raise KeyError(
-                f"the paper's table has no column {column!r}; it has {', '.join(rows.columns)}"
-            )
+            known = ", ".join(rows.columns)
+            raise KeyError(f"the paper's table has no column {column!r}; it has {known}")
         rows = rows[rows[column] == value]
     return rows.reset_index(drop=True)
 
 
-# --- provenance -------------------------------------------------------------------------------
+# --- provenance ---------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide results."""
-    found = {"python": platform.python_version()}
-    for package in (
-        "torch",
-        "triton",
-        "transformers",
-        "accelerate",
-        "tokenizers",
-        "numpy",
-        "pandas",
-        "matplotlib",
-    ):
+    installed = {"python": platform.python_version()}
+    for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache
 def device_name(kind: str | None = None) -> str:
-    """Return the name of the GPU that torch sees, else (or for the kind "cpu") of the processor with its core count."""
+    """Return the name of the GPU that torch sees, else of the processor with its core count.
+
+    The kind "cpu" asks for the processor.
+    """
     import torch
 
     if kind != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next(
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
+    name = None
+    if Path("/proc/cpuinfo").is_file():
+        name = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = name[1].strip() if name else platform.processor() or platform.machine()
     return f"{model} CPU, {os.cpu_count()} cores"
 
 
-def _git(*arguments: str) -> str | None:
-    """Output of a git command in this repository, or None where there is no repository or no git."""
+def _git(*arguments: str) -> str:
+    """Return what a git command prints, "" where there is no repository or no git."""
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.run(["git", *arguments], **options).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+        return ""
 
 
 def commit() -> str:
     """Return the commit of this code, with "-dirty" when twell/ or kernels/ differ from it.
 
-    The environment's TWELL_COMMIT, where it is set, says it instead, for a copy of the files elsewhere; outside a git
-    checkout without it, it is "unknown".
+    The environment's TWELL_COMMIT goes before it, for a copy of the files elsewhere. Outside a git
+    checkout without it, the commit is "unknown".
     """
-    if told := os.environ.get("TWELL_COMMIT"):
-        return told
-    head = _git("rev-parse", "HEAD")
-    if head is None:
-        return "unknown"
-    return head + ("-dirty" if _git("status", "--porcelain", "--", ":/twell", ":/kernels") else "")
+    if given := os.environ.get("TWELL_COMMIT"):
+        return given
+    return _with_dirty(_git("rev-parse", "HEAD"), ":/twell", ":/kernels")
 
 
 def source_commit(paths: Iterable[str | Path]) -> str:
-    """Return the last commit that changed any of `paths`, with "-dirty" when they differ from it."""
+    """Return the last commit that changed any of `paths`, with "-dirty" when they have changes."""
     paths = [str(Path(path).resolve()) for path in paths]
-    last = _git("log", "-1", "--format=%H", "--", *paths)
-    if not last:
+    return _with_dirty(_git("log", "-1", "--format=%H", "--", *paths), *paths)
+
+
+def _with_dirty(head: str, *paths: str) -> str:
+    if not head:
         return os.environ.get("TWELL_COMMIT", "unknown")
-    return last + ("-dirty" if _git("status", "--porcelain", "--", *paths) else "")
+    return head + ("-dirty" if _git("status", "--porcelain", "--", *paths) else "")
 
 
 def provenance(command: str | None = None) -> dict:
@@ -192,14 +164,23 @@ def provenance(command: str | None = None) -> dict:
 
 
 def _launcher() -> list[str]:
-    """What started Python: Accelerate's launcher, with the options that decide how training is spread, or nothing."""
-    if (
-        "ACCELERATE_MIXED_PRECISION" not in os.environ
-    ):  # the launcher always sets it; WORLD_SIZE may be a cluster's
+    """Return what started Python: Accelerate's launcher with the options that spread training."""
+    # The launcher always sets this variable; WORLD_SIZE may be a cluster's.
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return ["python"]
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
     return ["accelerate", "launch", *fsdp, "--num_processes", os.environ.get("WORLD_SIZE", "1")]
+
+
+def _check_provenance(origin: dict) -> None:
+    if missing := ", ".join(field for field in PROVENANCE_FIELDS if not origin.get(field)):
+        raise ValueError(
+            f"provenance without {missing}: a result is only kept with where it came from"
+        )
+
+
+# --- files --------------------------------------------------------------------------------------
 
 
 def file_hash(path: str | Path) -> str:
@@ -214,9 +195,7 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
     data = data.encode() if isinstance(data, str) else data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED
-        )
+        handle, temporary = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -231,7 +210,11 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
         raise
 
 
-# --- rows and runs ---------------------------------------------------------------------------------------
+def kept(path: str | Path) -> Path:
+    """Return the file, or where only its compressed form is there, that: .xz behind the name."""
+    path = Path(path)
+    packed = path.with_name(f"{path.name}.xz")
+    return packed if packed.is_file() and not path.is_file() else path
 
 
 def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
@@ -241,65 +224,46 @@ def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
     """
     _check_provenance(origin)
     where = {field: origin[field] for field in ("device", "commit", "command", "date")}
-    where["versions"] = "; ".join(
-        f"{name} {version}" for name, version in origin["versions"].items()
-    )
-    table = pd.DataFrame([row | where for row in rows])
-    path = Path(path)
+    where["versions"] = "; ".join(" ".join(pair) for pair in origin["versions"].items())
+    table, path = pd.DataFrame([row | where for row in rows]), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(
-        path.with_name(f".{path.name}.lock")
-    ):  # two processes may append at once
+    with filelock.FileLock(path.with_name(f".{path.name}.lock")):  # two processes may append
         if path.is_file():
             before = pd.read_csv(path)
-            if list(before.columns) != list(table.columns):
-                raise ValueError(
-                    f"{path} has the columns {list(before.columns)}; these rows have {list(table.columns)}"
-                )
+            if (old := list(before.columns)) != (new := list(table.columns)):
+                raise ValueError(f"{path} has the columns {old}; these rows have {new}")
             table = pd.concat([before, table], ignore_index=True)
         write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
 
 
-def _check_provenance(origin: dict) -> None:
-    missing = [field for field in PROVENANCE_FIELDS if not origin.get(field)]
-    if missing:
-        raise ValueError(
-            f"provenance without {', '.join(missing)}: a result is only kept with where it came from"
-        )
+# --- runs ---------------------------------------------------------------------------------------
 
 
 def write_run(folder: str | Path, config: dict, origin: dict) -> None:
-    """Write a run's configuration and provenance. Raises ValueError when the provenance is not whole.
+    """Write a run's configuration and provenance.
 
-    The provenance comes first: a folder with nothing but a config.yaml may be somebody's.
+    The provenance comes first: a folder with nothing but a config.yaml may be somebody's. Raises
+    ValueError when the provenance is not whole.
     """
     _check_provenance(origin)
-    folder = Path(folder)
-    write_atomically(folder / "provenance.json", json.dumps(origin, indent=2) + "\n")
-    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    write_atomically(Path(folder) / "provenance.json", json.dumps(origin, indent=2) + "\n")
+    write_atomically(Path(folder) / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
 def run_state(folder: str | Path) -> str:
-    """Return what a folder holds: "nothing" (hidden files aside), a "run", the "beginning" of one, or something "else".
+    """Return what a folder holds: "nothing", a "run", the "beginning" of one, something "else".
 
-    A run has config.yaml, provenance.json and a log. A process that was killed while it wrote these leaves a beginning.
+    Hidden files are nothing. A run has config.yaml, provenance.json and a log. A process that was
+    killed while it wrote these leaves a beginning.
     """
-    folder = Path(folder)
-    names = (
-        {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-        if folder.is_dir()
-        else set()
-    )
-    names.discard(LOCK)
+    paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    names = {path.name for path in paths if not path.name.startswith(".")} - {LOCK}
     if not names:
         return "nothing"
     if not missing_of_run(folder):
         return "run"
-    return (
-        "beginning"
-        if names in ({"provenance.json"}, {"config.yaml", "provenance.json"})
-        else "else"
-    )
+    beginning = "provenance.json" in names and names <= {"config.yaml", "provenance.json"}
+    return "beginning" if beginning else "else"
 
 
 def missing_of_run(folder: str | Path) -> list[str]:
@@ -310,14 +274,13 @@ def missing_of_run(folder: str | Path) -> list[str]:
 
 def remove_run(folder: str | Path) -> None:
     """Delete a run's files by their names, and its unfinished files. All other files stay."""
-    folder = Path(folder)
     remove_unfinished(folder)
-    for path in [folder / name for name in RUN_FILES]:
-        path.unlink(missing_ok=True)
+    for name in RUN_FILES:
+        (Path(folder) / name).unlink(missing_ok=True)
+    model = Path(folder) / "model"
     for pattern in MODEL_FILES:
-        for path in (folder / "model").glob(pattern):
+        for path in model.glob(pattern):
             path.unlink()
-    model = folder / "model"
     if model.is_dir() and not model.is_symlink() and not any(model.iterdir()):
         model.rmdir()
 
@@ -329,8 +292,13 @@ def remove_unfinished(folder: str | Path) -> None:
             path.unlink()
 
 
+def log_path(folder: str | Path) -> Path:
+    """Return the log in a run's folder: log.csv, or log.csv.xz where that alone is there."""
+    return kept(Path(folder) / "log.csv")
+
+
 def load_provenance(folder: str | Path) -> dict:
-    """Read a run's provenance. `starts` has an entry for each start; a file of an older version gets one entry.
+    """Read a run's provenance. `starts` has an entry for each start, at least one.
 
     Raises ValueError naming the file when it cannot be read.
     """
@@ -338,33 +306,22 @@ def load_provenance(folder: str | Path) -> dict:
     try:
         origin = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; put back a copy of it") from None
+        raise _damaged(path, f"is not JSON: {error}") from None
     if not isinstance(origin, dict):
-        raise ValueError(
-            f"{path} is no provenance: expected a JSON object, not {type(origin).__name__}"
-        )
-    missing = [field for field in PROVENANCE_FIELDS if field not in origin]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; put back a copy of it")
+        kind = type(origin).__name__
+        raise _damaged(path, f"is no provenance: expected a JSON object, not {kind}")
+    if missing := ", ".join(field for field in PROVENANCE_FIELDS if field not in origin):
+        raise _damaged(path, f"has no {missing}")
     starts = origin.get("starts", [])
     if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
-        raise ValueError(
-            f"{path}: starts is {starts!r}; expected a list of JSON objects: put back a copy of it"
-        )
+        raise _damaged(path, f"has starts {starts!r}; expected a list of JSON objects")
+    # A file of an older version has none.
     only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
-    return origin | {"starts": origin.get("starts") or [only]}
+    return origin | {"starts": starts or [only]}
 
 
-def kept(path: str | Path) -> Path:
-    """Return the file, or where it is not there its compressed form, which has .xz behind its name."""
-    path = Path(path)
-    packed = path.with_name(f"{path.name}.xz")
-    return packed if packed.is_file() and not path.is_file() else path
-
-
-def log_path(folder: str | Path) -> Path:
-    """Return the log in a run's folder: log.csv, or log.csv.xz where that alone is there."""
-    return kept(Path(folder) / "log.csv")
+def _damaged(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path} {problem}; put back a copy of it")
 
 
 def load_log(path: str | Path) -> pd.DataFrame:
@@ -372,11 +329,9 @@ def load_log(path: str | Path) -> pd.DataFrame:
     try:
         log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
     except (ValueError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not a run's log: {error}; put back a copy of it") from None
-    if list(log.columns) != LOG_COLUMNS:
-        raise ValueError(
-            f"{path} has the columns {list(log.columns)}; a run's log has {LOG_COLUMNS}: put back a copy of it"
-        )
+        raise _damaged(path, f"is not a run's log: {error}") from None
+    if (columns := list(log.columns)) != LOG_COLUMNS:
+        raise _damaged(path, f"has the columns {columns}; a run's log has {LOG_COLUMNS}")
     return log
 
 
@@ -385,27 +340,20 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
 
     Raises FileNotFoundError or ValueError naming the file that is missing or not whole.
     """
-    folder = Path(folder)
+    folder, path = Path(folder), Path(folder) / "config.yaml"
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         origin = load_provenance(folder)
         log = load_log(log_path(folder))
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{folder} is not a run: it has no {Path(error.filename).name}"
-        ) from None
+        missing = Path(error.filename).name
+        raise FileNotFoundError(f"{folder} is not a run: it has no {missing}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{folder / 'config.yaml'} is not YAML: {error}; put back a copy of it"
-        ) from None
+        raise _damaged(path, f"is not YAML: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{folder / 'config.yaml'} is no configuration: expected lines of the form key: value"
-        )
+        raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     if isinstance(level := config.get("l1_coefficient"), list):
-        raise ValueError(
-            f"{folder / 'config.yaml'}: l1_coefficient is {level}; it has to be one number"
-        )
+        raise ValueError(f"{path}: l1_coefficient is {level}; it has to be one number")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, log
@@ -414,92 +362,86 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
 def load_runs(
     folder: str | Path, pattern: str = "*", required: bool = True
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read every run in `folder` whose name fits `pattern`, or one of several with spaces between ("depth-* 85m-100m-*").
+    """Read every run in `folder` whose name fits `pattern`, or one of several with spaces between.
 
     Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
-    tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or returns two
-    tables without rows if none is `required`.
+    tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or
+    returns two tables without rows if none is `required`.
     """
     try:
-        folders = sorted(
-            {
-                path.parent
-                for one in pattern.split()
-                for path in Path(folder).glob(f"{one}/config.yaml")
-            }
-        )
+        patterns = [f"{one}/config.yaml" for one in pattern.split()]
+        folders = sorted({path.parent for one in patterns for path in Path(folder).glob(one)})
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
         ) from None
-    if not folders and not required:
-        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"]).astype(
-            {"complete": bool}
-        )
-        return nothing, pd.DataFrame(columns=["run", *LOG_COLUMNS])
-    if not folders:
+    if not folders and required:
         named = "" if pattern == "*" else f" that fits {pattern!r}"
-        raise FileNotFoundError(
-            f"no run{named} in {folder}: a run is a folder with config.yaml, provenance.json and log.csv"
-        )
-    rows, logs = [], []
-    for path in folders:
-        row, log = load_run(path)
-        rows.append(row)
-        log.insert(0, "run", path.name)
-        logs.append(log)
-    return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
+        files = "config.yaml, provenance.json and log.csv"
+        raise FileNotFoundError(f"no run{named} in {folder}: a run is a folder with {files}")
+    if not folders:
+        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"])
+        return nothing.astype({"complete": bool}), pd.DataFrame(columns=["run", *LOG_COLUMNS])
+    runs = [load_run(path) for path in folders]
+    logs = [log.assign(run=row["run"])[["run", *LOG_COLUMNS]] for row, log in runs]
+    return pd.DataFrame([row for row, _ in runs]), pd.concat(logs, ignore_index=True)
 
 
-# --- evaluations ------------------------------------------------------------------------------------------
-
-EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
+# --- evaluations --------------------------------------------------------------------------------
 
 
 def model_name(path: str | Path) -> str:
-    """Return what a model is called in results: the name of its run or folder, or its name on the hub without owner."""
+    """Return what a model is called in results: its run or folder, or its name on the hub."""
     folder = Path(path)
     folder = folder.resolve() if folder.is_dir() else folder
     return folder.parent.name if folder.name == "model" else folder.name
 
 
 def write_evaluation(path: str | Path, record: dict) -> None:
-    """Write what `evaluate.run` returned as JSON. Raises ValueError when the provenance is not whole."""
+    """Write what `evaluate.run` returned as JSON, in place of an older one.
+
+    Logged samples go beside NAME.json, as lm-eval writes them: samples_TASK_NAME.jsonl, an item a
+    line. Raises ValueError when the provenance is not whole.
+    """
     _check_provenance(record)
-    write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    path, samples = Path(path), record["lm_eval"].get("samples", {})
+    for task in record["tasks"]:
+        beside = path.with_name(f"samples_{task}_{path.stem}.jsonl")
+        if task in samples:
+            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples[task]]
+            write_atomically(beside, "".join(lines))
+        else:
+            beside.unlink(missing_ok=True)
+    scores = {name: value for name, value in record["lm_eval"].items() if name != "samples"}
+    text = json.dumps(record | {"lm_eval": scores}, indent=1, ensure_ascii=False)
+    write_atomically(path, text + "\n")
     Path(f"{path}.xz").unlink(missing_ok=True)
 
 
 def evaluation_paths(folder: str | Path) -> list[Path]:
-    """Return the evaluations in `folder`, NAME.json or, where that alone is there, NAME.json.xz, by name.
+    """Return the evaluations in `folder`, by name: NAME.json or, where only that is, NAME.json.xz.
 
-    Other files are passed over, hidden ones too: a killed process may leave `.NAME.json.` and a few letters.
+    Other files are passed over, and hidden ones, which a killed process may leave.
     """
-    paths = [
-        path
-        for ending in ("json", "json.xz")
-        for path in Path(folder).glob(f"*.{ending}")
-        if path.is_file()
-    ]
-    names = {path.name.removesuffix(".xz") for path in paths if not path.name.startswith(".")}
+    paths = [*Path(folder).glob("[!.]*.json"), *Path(folder).glob("[!.]*.json.xz")]
+    names = {path.name.removesuffix(".xz") for path in paths if path.is_file()}
     return [kept(Path(folder) / name) for name in sorted(names)]
 
 
 def load_evaluations(folder: str | Path) -> list[dict]:
-    """Read every evaluation in `folder`, by name; an empty list where there is none. Raises ValueError naming a file that is not one."""
-    found = []
+    """Read every evaluation in `folder`, by name. Raises ValueError for a file that is not one."""
+    records = []
     for path in evaluation_paths(folder):
         try:
             data = path.read_bytes()
             record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
-            missing = [
-                field for field in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record.get(field)
-            ]
+            fields = *EVALUATION_FIELDS, *PROVENANCE_FIELDS
+            missing = ", ".join(field for field in fields if not record.get(field))
         except (ValueError, AttributeError, lzma.LZMAError):
-            raise ValueError(
-                f"{path} is not an evaluation: `twell evaluate` writes such files"
-            ) from None
+            missing = "form of one"
         if missing:
-            raise ValueError(f"{path} is not an evaluation: it has no {', '.join(missing)}")
-        found.append(record)
-    return found
+            raise ValueError(
+                f"{path} is not an evaluation, which `twell evaluate` writes: it has no {missing}"
+            )
+        records.append(record)
+    return records

@@ -6,11 +6,9 @@ neuron. Where the count is 256 / C or more, the last non-zeros are dropped and t
 the tile again. The scan and the scattered stores take more than half as long as the product, which
 is why gate.py stores bits.
 
-    x [M, K]    w [N, K], w_gate or in a layer without one w_up    b [N] or None
-    words [M, ceil(N / 256) * 256 / C] int32
+    x [M, K]    w [N, K]    b [N] or None    words [M, ceil(N / 256) * 256 / C] int32
 
-Paper: App. A.1. Reference: twell.sparse.reference.gate_pack; test: tests/kernels/test_paper.py;
-options: kernels/options.py 'gate_words'.
+Paper: App. A.1. Reference: twell.sparse.reference.gate_pack.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ def gate_words_kernel(
     K,
     num_programs,
     GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
     S: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -53,7 +50,7 @@ def gate_words_kernel(
         row_tile, column_tile = tile_of(number, num_row_tiles, num_column_tiles, GROUP)
         columns = column_tile * BN + tl.arange(0, BN)
         acc = gate_tile(
-            x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, BIAS, False
+            x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, False
         )
         g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
@@ -107,7 +104,6 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
             hidden_size,
             num_programs,
             GROUP=GATE_GROUP,
-            BIAS=b is not None,
             S=TILE_N // compression,
             BN=TILE_N,
             **options,

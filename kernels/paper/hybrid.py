@@ -1,127 +1,323 @@
 """A training step by rows: the paper's algorithm on its hybrid format (App. B.2).
 
 Counts of active neurons are very uneven. So a token with few active neurons has a short list, and
-any other token a dense backup row. Lists run on ordinary cores (hybrid_rows.py), backup rows on
-tensor cores (hybrid_backup.py). The weight gradients (hybrid_weights.py) need the transpose, which
-is hybrid again (hybrid_transpose.py). Forward packs g (hybrid_pack.py) and saves g and u at active
-entries only.
+any other token a dense backup row (hybrid_format.py). Lists run on ordinary cores: a program reads
+the weight rows of a token's active neurons, SLOTS at a time. Backup rows run on tensor cores
+(hybrid_backup.py). The weight gradients need the transpose, which is hybrid again, and
+are computed alike: a neuron with a list sums the rows of x and dy of its tokens. Forward saves g
+and u at active entries only.
 
-    forward:   g = relu(x Wg^T + bg)    u = x Wu^T + bu    h = g u    y = h Wd^T + bd
-               l1 = the sum over neurons of |h|
-    backward:  dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
-               dWu = du^T x    dWg = dg^T x    dWd^T = h^T dy    dbu, dbg: the sums of du, dg
-    non-gated: h = g = relu(x Wu^T + bu) and du = dh
-
-    x, y, dy, dx  [M, K]        weights  [N, K]        l1, dl1  [M] fp32
-
-g, u, h, du and dg are rounded to the storage type, dh is not. Whether a token or a neuron has a
-list or a backup row depends on its number of entries alone, so results do not depend on `capacity`,
-which decides how many backup rows there are.
+The formulas are those of kernels/training.py, with g, u, h, du and dg in lists [M, ELL_WIDTH] and
+backup rows [rows, N]. All five are rounded to the storage type, dh is not. Whether a token or a
+neuron has a list or a backup row depends on its number of entries alone, so results do not depend
+on `capacity`, which decides how many backup rows there are.
 
 Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or NaN in an operand of
-an inactive entry reaches nothing through a list; through a backup row it may.
+an inactive entry reaches nothing through a list; through a backup row it may, since 0 * inf is NaN.
 
-Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
-test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_*'.
+Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.paper import hybrid_backup, hybrid_rows, hybrid_weights
-from twell.kernels.paper.hybrid_pack import ELL_WIDTH, HybridSaved, backup_rows, pack
-from twell.kernels.paper.hybrid_transpose import make_transpose
+from twell.kernels.common import (
+    Gradients,
+    Layer,
+    cdiv,
+    narrow,
+    next_power_of_2,
+)
+from twell.kernels.options import launch_options, row_warps
+from twell.kernels.paper.hybrid_backup import (
+    backup_grid,
+    backup_product,
+    hybrid_backup_backward_kernel,
+    hybrid_backup_gradients_kernel,
+    hybrid_backup_up_kernel,
+)
+from twell.kernels.paper.hybrid_format import (
+    ELL_WIDTH,
+    Backup,
+    HybridSaved,
+    Transpose,
+    entry_gradients,
+    make_transpose,
+    pack,
+    saved_like,
+    store_transposed,
+)
+
+# Programs sum as many columns as keep x and dy in the cache.
+COLUMN_BYTES = 2**25
 
 
-def saved_like(x: Tensor, num_neurons: int, capacity: int, gated: bool) -> HybridSaved:
-    """Empty tensors for `forward` to save."""
-    num_tokens = x.shape[0]
-    num_backup = backup_rows(num_tokens, num_neurons, capacity)
-    lists, dense = (num_tokens, ELL_WIDTH.value), (num_backup, num_neurons)
+@triton.jit
+def load_rows(ptr, rows, k, valid, K, EVEN):
+    """Columns k of these rows in fp32, 0 for rows that are not valid."""
+    mask = valid[:, None]
+    if not EVEN:
+        mask = mask & (k < K)[None, :]
+    value = tl.load(ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+    return value.to(tl.float32)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int16) -> Tensor:
-        return x.new_empty(shape, dtype=dtype)
 
-    return HybridSaved(
-        place=empty(num_tokens, dtype=torch.int32),
-        indices=empty(*lists),
-        g=empty(*lists),
-        u=empty(*lists) if gated else empty(0),
-        owners=empty(num_backup, dtype=torch.int32),
-        used=empty(1, dtype=torch.int32),
-        dense_g=empty(*dense),
-        dense_u=empty(*dense) if gated else empty(0),
-    )
+@triton.jit
+def hybrid_rows_forward_kernel(
+    x_ptr,
+    lists,
+    wu_ptr,
+    bu_ptr,
+    wd_ptr,
+    bd_ptr,
+    y_ptr,
+    l1_ptr,
+    K,
+    EVEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y and l1 of one token; stores u. wu_ptr is None if non-gated, biases may be None."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(lists.place + row)
+    if count >= 0:
+        k = tl.arange(0, BK)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        y = tl.zeros((BK,), tl.float32)
+        l1 = tl.zeros((SLOTS,), tl.float32)
+        for start in range(0, count, SLOTS):
+            slots = start + tl.arange(0, SLOTS)
+            listed = slots < count
+            slots += row * ELL_WIDTH
+            neurons = tl.load(lists.indices + slots, mask=listed, other=0).to(tl.int32) & 0xFFFF
+            h = tl.load(lists.g + slots, mask=listed, other=0.0).to(tl.float32)
+            if wu_ptr is not None:
+                u = tl.sum(load_rows(wu_ptr, neurons, k, listed, K, EVEN) * x[None, :], 1)
+                if bu_ptr is not None:
+                    u += tl.load(bu_ptr + neurons, mask=listed, other=0.0).to(tl.float32)
+                u = narrow(u, dtype)
+                tl.store(lists.u + slots, u, mask=listed)
+                h = narrow(h * u.to(tl.float32), dtype).to(tl.float32)
+                h = tl.where(listed, h, 0.0)  # of an infinite x, u is NaN beyond the list
+            l1 += tl.abs(h)
+            y += tl.sum(h[:, None] * load_rows(wd_ptr, neurons, k, listed, K, EVEN), 0)
+        if bd_ptr is not None:
+            y += tl.load(bd_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * K + k, narrow(y, dtype), mask=k < K)
+        tl.store(l1_ptr + row, tl.sum(l1, 0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def hybrid_rows_backward_kernel(
+    dy_ptr,
+    dl1_ptr,
+    lists,
+    wg_ptr,
+    wu_ptr,
+    wd_ptr,
+    dx_ptr,
+    transpose,
+    M,
+    N,
+    K,
+    EVEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dx of one token, and its h, du and dg in the transpose; each unless it is None."""
+    dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    GATED: tl.constexpr = wg_ptr is not None
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(lists.place + row)
+    if count >= 0:
+        k = tl.arange(0, BK)
+        dy = tl.load(dy_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        dl1 = tl.load(dl1_ptr + row)
+        dx = tl.zeros((BK,), tl.float32)
+        for start in range(0, count, SLOTS):
+            slots = start + tl.arange(0, SLOTS)
+            listed = slots < count
+            slots += row * ELL_WIDTH
+            neurons = tl.load(lists.indices + slots, mask=listed, other=0).to(tl.int32) & 0xFFFF
+            g = tl.load(lists.g + slots, mask=listed, other=0.0).to(tl.float32)
+            u = tl.load(lists.u + slots, mask=listed, other=0.0).to(tl.float32) if GATED else g
+            dh = tl.sum(load_rows(wd_ptr, neurons, k, listed, K, EVEN) * dy[None, :], 1)
+            h, du, dg = entry_gradients(dh, g, u, dl1, listed, dtype, GATED)
+            if dx_ptr is not None:
+                w = load_rows(wu_ptr, neurons, k, listed, K, EVEN)
+                dx += tl.sum(du.to(tl.float32)[:, None] * w, 0)
+            if GATED and dx_ptr is not None:
+                w = load_rows(wg_ptr, neurons, k, listed, K, EVEN)
+                dx += tl.sum(dg.to(tl.float32)[:, None] * w, 0)
+            if transpose is not None:
+                tokens = tl.zeros((SLOTS,), tl.int32) + tl.program_id(0)
+                store_transposed(transpose, tokens, neurons, listed, h, du, dg, M, N, GATED)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + row * K + k, narrow(dx, dtype), mask=k < K)
+
+
+@triton.jit
+def hybrid_list_gradients_kernel(
+    x_ptr,
+    dy_ptr,
+    transpose,
+    dwd_ptr,
+    dwu_ptr,
+    dwg_ptr,
+    dbu_ptr,
+    dbg_ptr,
+    K,
+    EVEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """BK columns of the weight gradients of one neuron with a list, and its bias gradients."""
+    GATE: tl.constexpr = dwg_ptr is not None or dbg_ptr is not None
+    UP: tl.constexpr = dwu_ptr is not None or dbu_ptr is not None
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    planes_ptr = transpose.planes
+    neuron = tl.program_id(0).to(tl.int64)
+    count = tl.load(transpose.place + neuron)
+    if count >= 0:
+        k = tl.program_id(1) * BK + tl.arange(0, BK)
+        gate = tl.zeros((BK,), tl.float32)
+        up = tl.zeros((BK,), tl.float32)
+        down = tl.zeros((BK,), tl.float32)
+        gate_bias = tl.zeros((SLOTS,), tl.float32)
+        up_bias = tl.zeros((SLOTS,), tl.float32)
+        for start in range(0, count, SLOTS):
+            slots = start + tl.arange(0, SLOTS)
+            listed = slots < count
+            slots += neuron * transpose.width
+            tokens = tl.load(transpose.tokens + slots, mask=listed, other=0)
+            if dwd_ptr is not None:
+                h = tl.load(planes_ptr + slots, mask=listed, other=0.0).to(tl.float32)
+                down += tl.sum(h[:, None] * load_rows(dy_ptr, tokens, k, listed, K, EVEN), 0)
+            if UP or GATE:
+                x = load_rows(x_ptr, tokens, k, listed, K, EVEN)
+            if UP:
+                du_ptrs = planes_ptr + transpose.plane_size + slots
+                du = tl.load(du_ptrs, mask=listed, other=0.0).to(tl.float32)
+                up += tl.sum(du[:, None] * x, 0)
+                up_bias += du
+            if GATE:
+                dg_ptrs = planes_ptr + 2 * transpose.plane_size.to(tl.int64) + slots
+                dg = tl.load(dg_ptrs, mask=listed, other=0.0).to(tl.float32)
+                gate += tl.sum(dg[:, None] * x, 0)
+                gate_bias += dg
+        place = neuron * K + k
+        if dwd_ptr is not None:
+            tl.store(dwd_ptr + place, narrow(down, dtype), mask=k < K)
+        if dwu_ptr is not None:
+            tl.store(dwu_ptr + place, narrow(up, dtype), mask=k < K)
+        if dwg_ptr is not None:
+            tl.store(dwg_ptr + place, narrow(gate, dtype), mask=k < K)
+        if tl.program_id(1) == 0:
+            if dbu_ptr is not None:
+                tl.store(dbu_ptr + neuron, narrow(tl.sum(up_bias, 0), dtype))
+            if dbg_ptr is not None:
+                tl.store(dbg_ptr + neuron, narrow(tl.sum(gate_bias, 0), dtype))
+
+
+def _row_options(x: Tensor) -> dict[str, int]:
+    """Launch options of the kernels of tokens with a list, for x [M, K]."""
+    block_k = next_power_of_2(x.shape[1])
+    options = launch_options("hybrid_rows", x.device)
+    return dict(EVEN=block_k == x.shape[1], BK=block_k, num_warps=row_warps(block_k), **options)
 
 
 def forward(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    capacity: int,
+    x: Tensor, layer: Layer, token_mask: Tensor | None, capacity: int
 ) -> tuple[Tensor, ...]:
     """y, l1, token_counts, neuron_counts and needed of training_ops.Trained, then HybridSaved.
 
-    x [M, K] contiguous, M at least 1; weights [N, K] contiguous, w_down_t the transpose of w_down,
-    w_gate None in a non-gated layer; biases [N], [N], [K] or None; all bf16 or all fp16; token_mask
-    [M] bool, False for tokens that neuron_counts leaves out, or None. If `needed` is above
-    `capacity`, y, l1 and gradients are wrong; counts are right. Paper: App. B.2, forward pass.
+    x [M, K] contiguous, M at least 1; token_mask [M] bool, False for tokens that neuron_counts
+    leaves out, or None. If `needed` is above `capacity`, y, l1 and gradients are wrong; counts are
+    right.
     """
-    gated = w_gate is not None
-    saved = saved_like(x, len(w_up), capacity, gated)
-    w, b = (w_gate, b_gate) if gated else (w_up, b_up)
-    counts = pack(x, w, b, token_mask, saved)
+    num_neurons, hidden_size = layer.w_up.shape
+    saved = saved_like(x, layer, capacity)
+    counts = pack(x, layer, token_mask, saved)
     y = torch.empty_like(x)
     l1 = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    up = (w_up, b_up) if gated else (None, None)
-    hybrid_rows.forward(x, *up, w_down_t, b_down, saved.lists(x.dtype), y, l1)
-    h = hybrid_backup.up(x, w_up, b_up, saved) if gated else saved.dense_g.view(x.dtype)
-    hybrid_backup.product((h, w_down_t), (None, None), b_down, y, l1, saved.backup())
+    up = (layer.w_up, layer.b_up) if layer.gated else (None, None)
+    down = layer.w_down_t, layer.b_down
+    hybrid_rows_forward_kernel[(len(x),)](
+        x, saved.lists(x.dtype), *up, *down, y, l1, hidden_size, **_row_options(x)
+    )
+    h = g = saved.dense_g.view(x.dtype)
+    if layer.gated:
+        h, u = torch.empty_like(g), saved.dense_u.view(x.dtype)
+        options = launch_options("hybrid_backup", x.device)
+        hybrid_backup_up_kernel[backup_grid(len(g), num_neurons, options)](
+            x, *up, g, u, h, saved.backup(), num_neurons, hidden_size, **options
+        )
+    backup_product((h, layer.w_down_t), (None, None), layer.b_down, y, l1, saved.backup())
     return y, l1, *counts, *saved
 
 
 def backward(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    saved: HybridSaved,
-    dy: Tensor,
-    dl1: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of sum(y * dy) + sum(l1 * dl1), the same bits for the same call.
+    x: Tensor, layer: Layer, saved: HybridSaved, dy: Tensor, dl1: Tensor, gradients: Gradients
+) -> None:
+    """Writes the gradients of sum(y * dy) + sum(l1 * dl1), the same bits for the same call.
 
-    Tensors as for `forward`, which returned `saved`; dy [M, K] in x.dtype, dl1 [M] fp32. Returns
-    those of x [M, K], w_gate, w_up and w_down_t [N, K], b_gate and b_up [N], in x.dtype, each None
-    unless `needs`, six in this order, asks for it. Paper: App. B.2, backward pass.
+    dy [M, K] in x.dtype, dl1 [M] fp32.
     """
-    gated = w_gate is not None
-    dy, dl1 = dy.contiguous(), dl1.contiguous()
-    given = x, w_gate, w_up, w_down_t, b_gate, b_up
-    pairs = zip(given, needs, strict=True)
-    gradients = [torch.empty_like(tensor) if need else None for tensor, need in pairs]
-    dx, dw_gate, dw_up, dw_down, db_gate, db_up = gradients
+    transpose = transposed_backup = None
+    if any(gradient is not None for gradient in gradients[1:]):
+        transpose, transposed_backup = make_transpose(saved, x, layer.gated)
+    sizes, weights = (len(dy), *layer.w_up.shape), layer[:3]
+    lists, backup = saved.lists(dy.dtype), saved.backup()
+    hybrid_rows_backward_kernel[(len(dy),)](
+        dy, dl1, lists, *weights, gradients.x, transpose, *sizes, **_row_options(dy)
+    )
+    g, u = saved.dense_g.view(dy.dtype), saved.dense_u.view(dy.dtype)
+    du, dg = torch.empty_like(g), torch.empty_like(g) if layer.gated else None
+    options = launch_options("hybrid_backup", dy.device)
+    hybrid_backup_backward_kernel[backup_grid(len(g), len(layer.w_up), options)](
+        dy, dl1, layer.w_down_t, g, u, du, dg, backup, transpose, *sizes, **options
+    )
+    if gradients.x is not None:
+        pairs = (du, layer.w_up), (dg, layer.w_gate)
+        backup_product(*pairs, None, gradients.x, None, backup)
+    if transpose is not None:
+        _weight_gradients(x, dy, transpose, transposed_backup, gradients)
 
-    transposed = make_transpose(saved, x, gated) if any(needs[1:]) else None
-    transpose = None if transposed is None else transposed.transpose
-    hybrid_rows.backward(dy, dl1, (w_gate, w_up, w_down_t), saved, dx, transpose)
-    du, dg = hybrid_backup.backward(dy, dl1, w_down_t, gated, saved, transpose)
-    if dx is not None:
-        hybrid_backup.product((du, w_up), (dg, w_gate), None, dx, None, saved.backup())
-    if transposed is not None:
-        weights, biases = (dw_down, dw_up, dw_gate), (db_up, db_gate)
-        hybrid_weights.from_lists(x, dy, transpose, weights, biases)
-        hybrid_weights.from_backup(x, dy, transposed, weights, biases)
-    return tuple(gradients)
+
+def _weight_gradients(
+    x: Tensor, dy: Tensor, transpose: Transpose, backup: Backup, gradients: Gradients
+) -> None:
+    """Writes the gradients of weights and biases, of the neurons with a list and of the others."""
+    num_tokens, hidden_size = x.shape
+    weights = gradients.w_down_t, gradients.w_up, gradients.w_gate
+    biases = gradients.b_up, gradients.b_gate
+    columns = max(COLUMN_BYTES // (2 * x.element_size() * num_tokens), 32)
+    block_k = min(next_power_of_2(hidden_size), next_power_of_2(columns + 1) // 2)
+    grid = len(transpose.place), cdiv(hidden_size, block_k)
+    # Columns are the slow axis: all neurons pass over the same part of x and dy, then the next.
+    hybrid_list_gradients_kernel[grid](
+        x,
+        dy,
+        transpose,
+        *weights,
+        *biases,
+        hidden_size,
+        EVEN=hidden_size % block_k == 0,
+        BK=block_k,
+        num_warps=min(max(block_k // 256, 1), 8),
+        **launch_options("hybrid_weights", x.device),
+    )
+    options = launch_options("hybrid_backup", x.device)
+    dense_rows = transpose.planes[:, transpose.lists_size :]
+    # Non-gated, there is no dense matrix of dg.
+    products = zip(dense_rows, (dy, x, x), weights, (None, *biases), strict=False)
+    for dense, other, dw, db in products:
+        if dw is not None or db is not None:
+            hybrid_backup_gradients_kernel[backup_grid(backup.num_rows, hidden_size, options)](
+                dense, other, dw, db, backup, num_tokens, hidden_size, **options
+            )

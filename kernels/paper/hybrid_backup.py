@@ -1,35 +1,26 @@
-"""The tokens with a backup row, in training by the hybrid format: products on tensor cores.
+"""The backup rows of training by the hybrid format: products on tensor cores.
 
-Each program computes a tile of BM backup rows. Rows that no token owns are skipped.
+Each program computes a tile of BM backup rows. Rows that nothing owns are skipped. The formulas are
+those of hybrid.py.
 
-    forward:   u = x Wu^T + bu, 0 where g is    h = g u    l1 = sum |h|    y = h Wd^T + bd
-    backward:  dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
+    a, g, u, h, du, dg  [rows, N], dense    x, y, dy, dx  [M, K], read and written by owners
 
-    g, u, h, du, dg  [rows, N], dense     x, y, dy, dx  [M, K], read and written by owners
-    weights          [N, K]               l1, dl1       [M] fp32
-
-An inf or NaN in an operand of an inactive entry may reach its token here, since 0 * inf is NaN.
-
-Paper: App. B.2, dense backup.
-Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward;
-test: tests/kernels/test_hybrid.py; options: kernels/options.py 'hybrid_backup'.
+Paper: App. B.2, dense backup. Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import cdiv, narrow, wide
 from twell.kernels.options import launch_options
-from twell.kernels.paper.hybrid_pack import Backup, HybridSaved
-from twell.kernels.paper.hybrid_transpose import Transpose, entry_gradients, store_transposed
+from twell.kernels.paper.hybrid_format import Backup, entry_gradients, store_transposed
 
 
 @triton.jit
-def owned_rows(backup, BM: tl.constexpr):
+def owned_rows(backup, BM):
     """This program's BM backup rows, which of them are in use, their owners, and if any is."""
     used = tl.minimum(tl.load(backup.used), backup.num_rows)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -38,17 +29,7 @@ def owned_rows(backup, BM: tl.constexpr):
 
 
 @triton.jit
-def load_columns(a_ptr, rows, valid, start, size, BK: tl.constexpr):
-    """BK columns of rows of a matrix [., size]."""
-    columns = start + tl.arange(0, BK)
-    place = rows.to(tl.int64)[:, None] * size + columns[None, :]
-    return tl.load(a_ptr + place, mask=valid[:, None] & (columns < size)[None, :], other=0.0)
-
-
-@triton.jit
-def _sampled_product(
-    a_ptr, tokens, valid, w_ptr, neurons, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def _sampled_product(a_ptr, tokens, valid, w_ptr, neurons, N, K, BM, BN, BK):
     """Rows `tokens` of a times rows `neurons` of w, in fp32."""
     acc = tl.zeros((BM, BN), tl.float32)
     a_ptrs = a_ptr + tokens.to(tl.int64)[:, None] * K
@@ -59,6 +40,19 @@ def _sampled_product(
         w = tl.load(w_ptrs + k, mask=(neurons < N)[:, None] & (k < K), other=0.0)
         acc = tl.dot(wide(a), wide(w).T, acc)
     return acc
+
+
+@triton.jit
+def _row_sums(a_ptr, rows, valid, size, ABSOLUTE, BM, BK):
+    """The sums over rows of a [., size], or over the absolute values."""
+    sums = tl.zeros((BM,), tl.float32)
+    for start in range(0, size, BK):
+        columns = start + tl.arange(0, BK)
+        place = rows.to(tl.int64)[:, None] * size + columns[None, :]
+        inside = valid[:, None] & (columns < size)[None, :]
+        a = tl.load(a_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        sums += tl.sum(tl.abs(a) if ABSOLUTE else a, 1)
+    return sums
 
 
 @triton.jit
@@ -133,14 +127,11 @@ def hybrid_backup_product_kernel(
             acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-        # A loop of its own: shared memory that tensor cores read in the loop above must not be
+        # A loop of its own: shared memory that tensor cores read in the product's loop must not be
         # read into registers beside them.
         if l1_ptr is not None:
             if tl.program_id(1) == 0:
-                l1 = tl.zeros((BM,), tl.float32)
-                for start in range(0, N, BK):
-                    a = load_columns(a_ptr, rows, valid, start, N, BK)
-                    l1 += tl.sum(tl.abs(a.to(tl.float32)), 1)
+                l1 = _row_sums(a_ptr, rows, valid, N, True, BM, BK)
                 tl.store(l1_ptr + tokens, l1, mask=valid)
 
 
@@ -184,20 +175,39 @@ def hybrid_backup_backward_kernel(
             store_transposed(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
 
 
-def up(x: Tensor, w_up: Tensor, b_up: Tensor | None, saved: HybridSaved) -> Tensor:
-    """Writes the backup's u; returns its h [rows, N]. Gated layers only."""
-    num_neurons, hidden_size = w_up.shape
-    g, u = saved.dense_g.view(x.dtype), saved.dense_u.view(x.dtype)
-    h = torch.empty_like(g)
-    options = launch_options("hybrid_backup", x.device)
-    grid = cdiv(len(g), options["BM"]), cdiv(num_neurons, options["BN"])
-    hybrid_backup_up_kernel[grid](
-        x, w_up, b_up, g, u, h, saved.backup(), num_neurons, hidden_size, **options
-    )
-    return h
+@triton.jit(do_not_specialize=["M"])
+def hybrid_backup_gradients_kernel(
+    a_ptr, x_ptr, dw_ptr, db_ptr, backup, M, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """Rows of one weight gradient: backup rows a [., M] times x [M, K]; db gets their sums."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows, valid, neurons, some = owned_rows(backup, BM)
+    if some:
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = (columns < K)[None, :]
+        acc = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, M, BK):
+            tokens = start + tl.arange(0, BK)
+            a_place = rows.to(tl.int64)[:, None] * M + tokens[None, :]
+            x_place = tokens.to(tl.int64)[:, None] * K + columns[None, :]
+            a = tl.load(a_ptr + a_place, mask=valid[:, None] & (tokens < M)[None, :], other=0.0)
+            x = tl.load(x_ptr + x_place, mask=(tokens < M)[:, None] & inside, other=0.0)
+            acc = tl.dot(wide(a), wide(x), acc)
+        if dw_ptr is not None:
+            dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
+            tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
+        # A loop of its own, as l1 of hybrid_backup_product_kernel.
+        if db_ptr is not None:
+            if tl.program_id(1) == 0:
+                bias = _row_sums(a_ptr, rows, valid, M, False, BM, BK)
+                tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
 
 
-def product(
+def backup_grid(num_rows: int, num_columns: int, options: dict[str, int]) -> tuple[int, int]:
+    return cdiv(num_rows, options["BM"]), cdiv(num_columns, options["BN"])
+
+
+def backup_product(
     first: tuple[Tensor, Tensor],
     second: tuple[Tensor | None, Tensor | None],
     bias: Tensor | None,
@@ -211,29 +221,6 @@ def product(
     """
     num_neurons, hidden_size = first[1].shape
     options = launch_options("hybrid_backup", out.device)
-    grid = cdiv(backup.num_rows, options["BM"]), cdiv(hidden_size, options["BN"])
-    hybrid_backup_product_kernel[grid](
+    hybrid_backup_product_kernel[backup_grid(backup.num_rows, hidden_size, options)](
         *first, *second, bias, out, l1, backup, num_neurons, hidden_size, **options
     )
-
-
-def backward(
-    dy: Tensor,
-    dl1: Tensor,
-    w_down_t: Tensor,
-    gated: bool,
-    saved: HybridSaved,
-    transpose: Transpose | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The backup's du and dg [rows, N], dg None if non-gated; stores the transpose's entries."""
-    num_neurons, hidden_size = w_down_t.shape
-    g, u = saved.dense_g.view(dy.dtype), saved.dense_u.view(dy.dtype)
-    du = torch.empty_like(g)
-    dg = torch.empty_like(g) if gated else None
-    backup, sizes = saved.backup(), (len(dy), num_neurons, hidden_size)
-    options = launch_options("hybrid_backup", dy.device)
-    grid = cdiv(len(g), options["BM"]), cdiv(num_neurons, options["BN"])
-    hybrid_backup_backward_kernel[grid](
-        dy, dl1, w_down_t, g, u, du, dg, backup, transpose, *sizes, **options
-    )
-    return du, dg

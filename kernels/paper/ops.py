@@ -1,10 +1,9 @@
-"""The paper's inference as a PyTorch operator: the layer by rows, from TwELL.
+"""The paper's own algorithms as PyTorch operators.
 
-    twell::ffn_twell   as twell::ffn_rowwise, with the gate's words in place of whole lists
+    twell::ffn_twell      as twell::ffn_rowwise, with the gate's words in place of whole lists
+    twell::train_hybrid   as twell::train_union, by the hybrid format
 
-Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1.
-
-Reference: twell.sparse.reference.gate_pack, up_down; test: tests/kernels/test_paper.py.
+Shapes, dtypes and errors: see kernels/ops.py. Paper: App. A.1 and B.2.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from twell.kernels import ops
-from twell.kernels.paper import rowwise
+from twell.kernels.paper import hybrid, rowwise
 from twell.kernels.paper.gate import check_compression
+from twell.kernels.training_ops import register
 
 
 @torch.library.custom_op("twell::ffn_twell", mutates_args=())
@@ -42,3 +42,6 @@ def ffn_twell(
 def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
     check_compression(compression)
     return ops.fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+
+
+train_hybrid = register("hybrid", hybrid, hybrid.HybridSaved)

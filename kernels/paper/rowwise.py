@@ -6,13 +6,12 @@ computes the tile's 256 gate values again from x and the gate's weights and cont
 Nothing is lost, without a second launch, memory or a message to the host. But the registers of
 this branch cost every other row half of its speed.
 
-    x, y [M, K]    words [M, ceil(N / 256) * 256 / C] int32    w_gate, w_up, w_down_t [N, K]
+    x, y [M, K]    words [M, ceil(N / 256) * 256 / C] int32
 
     g = relu(x w_gate^T + b_gate)    y = ((x w_up^T + b_up) * g) w_down_t + b_down
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
-Paper: App. A.1. Reference: twell.sparse.reference.up_down, down;
-test: tests/kernels/test_paper.py; options: kernels/options.py 'twell_rowwise'.
+Paper: App. A.1. Reference: twell.sparse.reference.up_down, down.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, load, narrow, relu
+from twell.kernels.common import Layer, cdiv, load, narrow, relu
 from twell.kernels.options import launch_options
 from twell.kernels.paper.gate import TILE_N, gate_words
 from twell.kernels.rowwise import add_neuron, row_block
 
 
 @triton.jit
-def _dots(
-    x_ptr, w_ptr, b_ptr, neurons, wanted, K, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def _dots(x_ptr, w_ptr, b_ptr, neurons, wanted, K, BN, BK):
     """x w[neurons]^T + b[neurons] [BN] in fp32 for one token, 0 where not wanted."""
     acc = tl.zeros((BN,), tl.float32)
     for start in range(0, K, BK):
@@ -41,7 +38,7 @@ def _dots(
         mask = wanted[:, None] & (k < K)[None, :]
         w = tl.load(w_ptr + place, mask=mask, other=0.0).to(tl.float32)
         acc += tl.sum(w * x[None, :], 1)
-    if BIAS:
+    if b_ptr is not None:
         acc += tl.load(b_ptr + neurons, mask=wanted, other=0.0).to(tl.float32)
     return tl.where(wanted, acc, 0.0)
 
@@ -62,9 +59,6 @@ def twell_rowwise_kernel(
     TILE,
     S,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_UP: tl.constexpr,
-    BIAS_DOWN: tl.constexpr,
     EVEN: tl.constexpr,
     BK: tl.constexpr,
     AGAIN_N: tl.constexpr,
@@ -85,86 +79,51 @@ def twell_rowwise_kernel(
         listed = tl.where(count < S, count, 0)
         for slot in range(1, listed + 1):
             word = tl.load(words_ptr + tile * S + slot)
-            acc = add_neuron(
-                acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, BIAS_UP, EVEN
-            )
+            acc = add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN)
         if listed != count:
             for first in range(tile * TILE, tl.minimum(tile * TILE + TILE, N), AGAIN_N):
                 neurons = first + tl.arange(0, AGAIN_N)
-                h = _dots(x_ptr, w_ptr, b_ptr, neurons, neurons < N, K, BIAS, AGAIN_N, AGAIN_K)
+                h = _dots(x_ptr, w_ptr, b_ptr, neurons, neurons < N, K, AGAIN_N, AGAIN_K)
                 h = narrow(relu(h), dtype).to(tl.float32)
                 active = h != 0
                 if tl.max(active.to(tl.int32), 0) != 0:
                     if GATED:
-                        h *= _dots(
-                            x_ptr, wu_ptr, bu_ptr, neurons, active, K, BIAS_UP, AGAIN_N, AGAIN_K
-                        )
+                        h *= _dots(x_ptr, wu_ptr, bu_ptr, neurons, active, K, AGAIN_N, AGAIN_K)
                     weights = neurons.to(tl.int64)[:, None] * K + k[None, :]
                     mask = active[:, None] & inside[None, :]
                     down = tl.load(wd_ptr + weights, mask=mask, other=0.0).to(tl.float32)
                     acc += tl.sum(h[:, None] * down, 0)
-    if BIAS_DOWN:
+    if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
 
 
-def up_down(
-    x: Tensor,
-    words: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Tensor:
-    """y [M, K] from `words`, packed from this x with w_gate, without a gate with w_up.
+def up_down(x: Tensor, words: Tensor, layer: Layer, compression: int) -> Tensor:
+    """y [M, K] from `words` [M, *] of `gate_words`, packed from this x [M, K] and `layer.first`.
 
-    x [M, K]; words [M, *] as `gate_words` packs them; weights [N, K] contiguous; biases [N], [N],
-    [K] or None. u and h are not rounded.
+    u and h are not rounded.
     """
     num_tokens, hidden_size = x.shape
-    gated = w_gate is not None
-    w, b = (w_gate, b_gate) if gated else (w_up, b_up)
-    block = row_block(hidden_size, gated)
+    options = launch_options("twell_rowwise", x.device) | row_block(hidden_size, layer.gated)
     y = torch.empty_like(x)
-    twell_rowwise_kernel[(num_tokens, cdiv(hidden_size, block["BK"]))](
+    twell_rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
         x,
         words,
-        w,
-        b,
-        w_up,
-        b_up,
-        w_down_t,
-        b_down,
+        *layer.first,
+        layer.w_up,
+        layer.b_up,
+        layer.w_down_t,
+        layer.b_down,
         y,
-        len(w_up),
+        len(layer.w_up),
         hidden_size,
         TILE_N,
         TILE_N // compression,
-        GATED=gated,
-        BIAS=b is not None,
-        BIAS_UP=gated and b_up is not None,
-        BIAS_DOWN=b_down is not None,
-        EVEN=hidden_size % block["BK"] == 0,
-        **block,
-        **launch_options("twell_rowwise", x.device),
+        **options,
     )
     return y
 
 
-def ffn(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int = 8,
-) -> Tensor:
-    """The layer by rows from TwELL, y [M, K], M at least 1; shapes as for `up_down`."""
-    w, b = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
-    words = gate_words(x, w, b, compression)
-    return up_down(x, words, w_gate, w_up, w_down_t, b_gate, b_up, b_down, compression)
+def ffn(x: Tensor, layer: Layer, compression: int = 8) -> Tensor:
+    """The layer by rows from TwELL: y [M, K] of x [M, K], M at least 1."""
+    return up_down(x, gate_words(x, *layer.first, compression), layer, compression)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from tests.test_analysis import make_trace
+from tests.factories.analysis import make_trace
 from twell import evaluate, measure, results, trace
 from twell.cli import app, main, parse
 from twell.cli.runs import BEGIN, END
@@ -355,7 +355,7 @@ def test_a_layer_is_calibrated(calibrating, tiny_run, words, shape, out):
     written = Calibration.load(out)
     assert calibrating == [shape] and written.training == 12.5
     assert written.times[0].ms == {"dense": 1.0, "union": 0.5}
-    written.check_shape(*shape[:2], gated=shape[2])
+    written.check_shape(*shape)
 
 
 def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypatch, capsys):

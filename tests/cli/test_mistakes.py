@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.test_analysis import make_trace
-from tests.trace.activity import aggregate_of
+from tests.factories.analysis import make_trace
+from tests.factories.trace import aggregate_of
 from twell import corpus
 from twell.cli import main
 from twell.cli.spelling import RENAMED
@@ -73,7 +73,7 @@ COMMANDS = {
     "train quick --out RUN": r"run already holds a run; choose another folder",
     "train quick --out PLACE --overwrite": r"is no run \(it has no config\.yaml, provenance\.json",
     "train quick --out TEXT": r"text\.jsonl is a file; a run is a folder",
-    "train RUN/config.yaml seed=5 --out RUN --resume": r"another configuration: seed was 0 and is 5",
+    "train RUN/config.yaml seed=5 --out RUN --resume": r"seed was 0 and is 5",
     "train quick --out a --out b": r"--out is given twice",
     "train quick --resume --resume": r"--resume is given twice",
     "train quick --bogus": r"No such option: --bogus",
@@ -82,13 +82,13 @@ COMMANDS = {
     "trace RUN --text ''": r"the text is empty; give at least one character",
     "trace RUN": r"give a text by --text or by --file",
     "trace RUN --text a --file TEXT": r"give a text by --text or by --file, and not by both",
-    "trace RUN --text TEXT": r"--text is the text itself; to read the file .*text.jsonl, give --file",
+    "trace RUN --text TEXT": r"--text is the text itself; to read the file .*, give --file",
     "trace RUN --file OUT.txt": r"OUT\.txt",
     "trace RUN --valid --text a": r"--valid has its own text",
     "trace RUN --valid --tokens 10": r"--tokens and --max-bytes belong to --aggregate",
     "trace RUN --aggregate --valid --tokens 0 --out OUT.npz": r"0 tokens were asked for",
-    "trace RUN --aggregate --valid --tokens 9999999 --out OUT.npz": r"9999999 tokens .*; there are ",
-    "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": r"may need 6144 bytes; max_bytes",
+    "trace RUN --aggregate --valid --tokens 9999999 --out OUT.npz": r"9999999 tokens .* there are ",
+    "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": r"need 6144 bytes; max_bytes",
     "trace RUN --text a --out RUN/model/model.safetensors": r"give a file that ends in \.npz",
     "trace PLACE --text a --out OUT.npz": r"holds no model: it has no config\.json",
     "trace nowhere/model --text a --out OUT.npz": r"no model nowhere/model: it is no folder here",
@@ -97,7 +97,7 @@ COMMANDS = {
     "inspect RUN --text a --out TEXT": r"text\.jsonl'; give a file that ends in \.html",
     "inspect RUN --text a --out PLACE": r"is a folder; --out is the \.html file to write",
     "inspect PLACE --text a --out OUT.html": r"holds no model: it has no config\.json",
-    "inspect RUN --text a --out OUT.html --compare PLACE": r"holds no model: it has no config\.json",
+    "inspect RUN --text a --out OUT.html --compare PLACE": r"holds no model: it has no config",
     "inspect RUN --text a --out OUT.html --aggregate RUN/log.csv": r"log\.csv is not an aggregate",
     "inspect RUN --text a --out OUT.html --aggregate AGGREGATE": r"2 layers of 96 neurons, the "
     "aggregate 3 of 96; they have to be of the same model",

@@ -1,21 +1,17 @@
 """The kernels on a GPU at real shapes, in CUDA graphs, on streams, and compiled by Inductor."""
 
-import os
-import random
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from tests import fuzz
+from tests.factories import SEED
 from twell.kernels import ops, union
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
 from twell.measure import synthetic_layer
 from twell.sparse import reference
 
-# One for all workers of pytest-xdist; it is part of every case that a failure prints.
-SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
 PATHS = sorted(ops.PATHS)
 
 
@@ -97,16 +93,16 @@ def test_gate_words_are_those_of_the_format(num_tokens):
 
 def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
     tensors = skewed(131_072)
-    y = ops.ffn_union(**tensors)
+    y = ops.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = ops.ffn_union(**tensors)
+    again = ops.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= union.WORKSPACE_BYTES + y.nbytes + 2**22
     assert torch.equal(y, again)
     monkeypatch.setattr(union, "WORKSPACE_BYTES", 2**27)
-    assert torch.equal(ops.ffn_union(**tensors), y)
+    assert torch.equal(ops.PATHS["union"](**tensors), y)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -104,6 +104,6 @@ def test_training_steps_are_measured(tmp_path, checkpointed):
 
 
 def test_the_command_line(tmp_path):
-    words = f"measure model --size 0.5b --tokens 1x256 --active 20 --compile --out {tmp_path}"
+    words = f"measure model 0.5b --batches 1x256 --active 20 --compile --out {tmp_path}"
     assert main(words.split()) == 0
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["model.csv", "model_layers.csv"]

@@ -1,4 +1,4 @@
-"""A Llama whose layers run the kernels, against the same model computed densely: eager, compiled, in CUDA graphs."""
+"""A Llama whose layers run the kernels, against the dense model: eager, compiled, in graphs."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
 
 def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
     exact, dense, sparse = models
-    # With random weights the best two tokens are as good as tied; a few steps on one sequence make the model sure.
+    # With random weights the best two tokens nearly tie; a few steps on one sequence part them.
     sequence = torch.randint(4096, (1, 64), device="cuda")
     optimizer = torch.optim.AdamW(exact.parameters(), 5e-4)
     exact.train()

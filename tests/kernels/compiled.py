@@ -1,6 +1,6 @@
 """Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
 
-    python -m tests.kernels.compiled compile|launch|samples ARCHITECTURE
+    python -m tests.kernels.compiled compile|launch|samples ARCHITECTURE [VARIANTS]
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -25,10 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
-from twell.kernels import decode, dense, entries, options, rowwise, training, training_ops, union
-from twell.kernels.paper import hybrid, hybrid_pack, pack
+from twell.kernels import decode, dense, options, rowwise, training, training_ops, union
+from twell.kernels.common import Gradients, Layer
+from twell.kernels.paper import hybrid
 from twell.kernels.paper import rowwise as twell_rowwise
-from twell.sparse.formats import ELL, PackedTwELL
 
 # CUDA's limits for x, y and z.
 GRID = (2**31 - 1, 65_535, 65_535)
@@ -39,7 +39,7 @@ TRAINING = {
     training: ((3 * 2**19, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
     hybrid: ((2**21, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
 }
-SAVED = {training: entries.UnionSaved, hybrid: hybrid_pack.HybridSaved}
+SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
 
 class Driver:
@@ -78,8 +78,20 @@ def full_name(kernel) -> str:
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
-def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
-    """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels."""
+def step(path, x: torch.Tensor, layer: Layer, mask: torch.Tensor | None, capacity: int) -> None:
+    """A training step, with the gradients of all tensors."""
+    _, _, _, _, _, *saved = path.forward(x, layer, mask, capacity)
+    given = x, *layer[:5]
+    gradients = Gradients(*(None if t is None else torch.empty_like(t) for t in given))
+    dl1 = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    path.backward(x, layer, SAVED[path](*saved), x, dl1, gradients)
+
+
+def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
+    """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels.
+
+    Of the variants "one" is gated, has biases and counts activity.
+    """
     shared: dict[str, int] = {}
     problems = set()
 
@@ -92,35 +104,28 @@ def compile_all(architecture: str) -> tuple[dict[str, int], list[str]]:
 
     use(architecture, launch)
     w = torch.empty(5632, 2048, dtype=torch.bfloat16)
-    compile_layers(w, True, None)
     compile_layers(w, True, torch.zeros(4, dtype=torch.int64))
-    compile_layers(w, False, None)
+    if variants == "all":
+        compile_layers(w, True, None)
+        compile_layers(w, False, None)
     dense.relu_times(w, w)
-    matrix = torch.zeros(64, 5632, dtype=w.dtype)
-    for sparse in (ELL.pack(matrix), PackedTwELL.pack(matrix)):
-        pack.unpack(sparse)
-    pack._pack(matrix, 256, 32)
-    pack._pack(matrix, 256, 31, words=True)
-    pack.to_union(matrix)
     return shared, sorted(problems)
 
 
 def compile_layers(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) -> None:
-    """Every path for 256 tokens; counting activity, training has biases and a mask."""
-    x, tensors = w[:256].clone(), (w if gated else None, w, w, None, None, None)
-    twell_rowwise.ffn(x, *tensors, 8)
-    rowwise.ffn(x, *tensors, activity=activity)
+    """Every path for 256 tokens; counting activity, with biases and a mask too."""
+    x, layer, mask = w[:256].clone(), Layer(w if gated else None, w, w), None
+    if activity is not None:
+        bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
+        layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
+    twell_rowwise.ffn(x, layer)
+    rowwise.ffn(x, layer, activity=activity)
     for options.LARGE_BLOCK_TOKENS in (0, 256):
-        union.ffn(x, *tensors, activity=activity)
-    bias = None if activity is None else w[:, 0].contiguous()
-    mask = None if activity is None else torch.ones(256, dtype=torch.bool)
-    for path, saved_type in SAVED.items():
-        _, _, _, _, _, *saved = path.forward(x, *tensors[:3], bias, bias, None, mask, 29)
-        given = (x, *tensors[:3], bias, bias)
-        needs = [t is not None for t in given]
-        path.backward(*given, saved_type(*saved), x, torch.zeros(256), needs)
+        union.ffn(x, layer, activity=activity)
     for num_tokens in (1, 2, 4, 16, 64):
-        decode.ffn(x[:num_tokens], *tensors, activity=activity)
+        decode.ffn(x[:num_tokens], layer, activity=activity)
+    for path in SAVED:
+        step(path, x, layer, mask, 29)
 
 
 class Lowered(Exception):
@@ -207,55 +212,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def empty_layer(intermediate_size: int, hidden_size: int, gated: bool) -> tuple:
-    w, b = empty(intermediate_size, hidden_size), empty(intermediate_size)
-    return (w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
+def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool) -> tuple:
+    w, b = empty(num_neurons, hidden_size), empty(num_neurons)
+    layer = Layer(w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
+    return empty(num_tokens, hidden_size), layer
 
 
-def launch_inference(num_tokens: int, intermediate_size: int, hidden_size: int, gated: bool):
-    x, activity = empty(num_tokens, hidden_size), empty(4, dtype=torch.int64)
-    tensors = empty_layer(intermediate_size, hidden_size, gated)
+def launch_inference(x: torch.Tensor, layer: Layer) -> None:
+    activity = empty(4, dtype=torch.int64)
     for path in (rowwise, union, decode):
-        path.ffn(x, *tensors, activity=activity)
+        path.ffn(x, layer, activity=activity)
     for few in (2, 4):
-        decode.ffn(x[:few], *tensors, activity=activity)
-    twell_rowwise.ffn(x, *tensors, 8)
-    dense.ffn(x, *tensors)
-
-
-def launch_training(path, num_tokens: int, intermediate_size: int, hidden_size: int, gated: bool):
-    x, dl1 = empty(num_tokens, hidden_size), empty(num_tokens, dtype=torch.float32)
-    mask = empty(num_tokens, dtype=torch.bool)
-    most = (training_ops.MAX_ENTRIES - 1) // num_tokens
-    tensors = empty_layer(intermediate_size, hidden_size, gated)
-    capacity = most if path is training else 512
-    _, _, _, _, _, *saved = path.forward(x, *tensors, mask, capacity)
-    needs = [t is not None for t in (x, *tensors[:5])]
-    path.backward(x, *tensors[:5], SAVED[path](*saved), x, dl1, needs)
-
-
-def launch_packing() -> None:
-    """Segments above 2^31, as many tokens as possible, and blocks of one token."""
-    for num_tokens, num_columns, tile in ((2**17, 65_536, 2), (2**28, 64, 64)):
-        matrix = empty(num_tokens, num_columns)
-        values, indices, counts = pack._pack(matrix, tile, 1)
-        pack._scatter(values, indices, counts, matrix, num_columns // tile, 1)
-        words = pack._pack(matrix, tile, 1, words=True)
-        pack._scatter(words, words, words, matrix, num_columns // tile, 1)
-    for num_tokens, num_columns, block_m in ((2**23, 4096, 64), (2**17, 65_536, 1)):
-        matrix = empty(num_tokens, num_columns)
-        try:
-            pack.to_union(matrix, block_m)
-        except NotImplementedError:
-            pass  # after the first kernel it asks for the size of the unions
-        packed = SimpleNamespace(
-            offsets=empty(num_tokens // block_m + 1, dtype=torch.int64),
-            values=empty(2**32),
-            indices=empty(2**26, dtype=torch.int32),
-            block_m=block_m,
-        )
-        for to_packed in (True, False):
-            pack._move_union(matrix, packed, pack=to_packed)
+        decode.ffn(x[:few], layer, activity=activity)
+    twell_rowwise.ffn(x, layer)
+    dense.ffn(x, layer)
 
 
 def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
@@ -265,11 +235,12 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     stop_at_ttir()
     for gated in (True, False):
         for sizes in INFERENCE:
-            launch_inference(*sizes, gated)
-        for path in TRAINING:
-            for sizes in TRAINING[path]:
-                launch_training(path, *sizes, gated)
-    launch_packing()
+            launch_inference(*empty_layer(*sizes, gated))
+        for path, layers in TRAINING.items():
+            for sizes in layers:
+                capacity = (training_ops.MAX_ENTRIES - 1) // sizes[0] if path is training else 512
+                mask = empty(sizes[0], dtype=torch.bool)
+                step(path, *empty_layer(*sizes, gated), mask, capacity)
     names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches.launches})
     return names, sorted((*place, number) for place, number in launches.problems.items())
 
@@ -281,4 +252,4 @@ def check_samples(architecture: str) -> tuple[dict, dict, dict]:
 
 if __name__ == "__main__":
     tasks = {"compile": compile_all, "launch": launch_largest, "samples": check_samples}
-    print(json.dumps((triton.__version__, tasks[sys.argv[1]](sys.argv[2]))))
+    print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

@@ -219,25 +219,17 @@ def _limits(bits: int) -> tuple[int, int]:
     return (0, 1) if bits == 1 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
+def _hull(numbers) -> Range:
+    numbers = list(numbers)
+    return min(numbers), max(numbers)
+
+
 def _times(a: float, b: float) -> float:
     return 0 if 0 in (a, b) else a * b
 
 
 def _product(a: Range, b: Range) -> Range:
-    corners = [_times(x, y) for x in a for y in b]
-    return min(corners), max(corners)
-
-
-def _quotient(a: Range, b: Range) -> Range:
-    if b[0] <= 0:
-        size = max(abs(a[0]), abs(a[1]))
-        return -size, size
-    corners = [abs(x) // y * (1 if x >= 0 else -1) for x in a for y in b]
-    return min(corners), max(corners)
-
-
-def _union(a: Range, b: Range) -> Range:
-    return min(a[0], b[0]), max(a[1], b[1])
+    return _hull(_times(x, y) for x in a for y in b)
 
 
 def _growth(before: Range, after: Range) -> Range:
@@ -275,7 +267,7 @@ class _Ranges:
             return self._reduce(operation)
         yields = [self.run(region) for region in operation.regions]
         if operation.name == "scf.if" and operation.results:
-            return [_union(a, b) for a, b in zip(*yields, strict=True)]
+            return [_hull((*a, *b)) for a, b in zip(*yields, strict=True)]
         bits = re.search(r"[\sx<(]i(\d+)>*\)*$", operation.text)
         if yields or not bits:
             return [ANY for _ in operation.results]
@@ -283,48 +275,44 @@ class _Ranges:
 
     def _simple(self, operation: Operation, bits: int) -> Range:
         """An operation with one integer result of so many bits."""
-        dialect, _, name = operation.name.partition(".")
-        text, values = operation.text, [self._get(name) for name in operation.operands]
-        if name == "constant":
-            number = re.search(r"constant (?:dense<)?(-?\d+)", text)
-            return (int(number[1]), int(number[1])) if number else ANY
-        if name in ("get_program_id", "get_num_programs"):
-            number = self.grid["xyz".index(text.partition(name)[2].split()[0])]
-            return (0, number - 1) if name == "get_program_id" else (number, number)
-        if name == "make_range":
-            end = int(re.search(r"end = (-?\d+)", text)[1])
-            return int(re.search(r"start = (-?\d+)", text)[1]), end - 1
-        if dialect == "tt":
-            views = ("splat", "unsplat", "broadcast", "expand_dims", "reshape", "trans")
-            return values[0] if name in views else ANY
-        if name in ("cmpi", "cmpf"):
-            return 0, 1
-        if name == "select":
-            return _union(values[1], values[2])
-        if name in ("addi", "subi", "muli", "trunci"):
-            return self._arithmetic(operation, name, values, bits)
-        if name in ("minsi", "minui"):
-            return min(values[0][0], values[1][0]), min(values[0][1], values[1][1])
-        if name in ("maxsi", "maxui"):
-            return max(values[0][0], values[1][0]), max(values[0][1], values[1][1])
-        if name == "extsi":
-            return values[0]
-        if name == "extui":
-            source = int(re.search(r"i(\d+)>? to ", text)[1])
-            return values[0] if 0 <= values[0][0] and values[0][1] < inf else (0, 2**source - 1)
-        return self._bitwise(name, values, bits)
-
-    def _arithmetic(self, operation: Operation, name: str, values: list[Range], bits: int) -> Range:
-        a, b = values[0], values[-1]
-        if name == "trunci":
-            a = ANY if a == (0, 2**bits - 1) else a  # one half of a word
-            return self._known(self._checked(operation, a, bits), bits)
-        if name == "addi":
-            return self._checked(operation, (a[0] + b[0], a[1] + b[1]), bits)
-        if name == "subi":
-            return self._checked(operation, (a[0] - b[1], a[1] - b[0]), bits)
-        unbounded = any(inf in map(abs, x) and max(map(abs, y)) > 1 for x, y in ((a, b), (b, a)))
-        return self._checked(operation, ANY if unbounded else _product(a, b), bits, unbounded)
+        text, name = operation.text, operation.name.partition(".")[2]
+        values = [self._get(operand) for operand in operation.operands]
+        a, b = (values[0], values[-1]) if values else (ANY, ANY)
+        match name:
+            case "constant":
+                number = re.search(r"constant (?:dense<)?(-?\d+)", text)
+                return (int(number[1]), int(number[1])) if number else ANY
+            case "get_program_id" | "get_num_programs":
+                number = self.grid["xyz".index(text.partition(name)[2].split()[0])]
+                return (0, number - 1) if name == "get_program_id" else (number, number)
+            case "make_range":
+                end = int(re.search(r"end = (-?\d+)", text)[1])
+                return int(re.search(r"start = (-?\d+)", text)[1]), end - 1
+            case "splat" | "unsplat" | "broadcast" | "expand_dims" | "reshape" | "trans" | "extsi":
+                return a
+            case "cmpi" | "cmpf":
+                return 0, 1
+            case "select":
+                return _hull((*values[1], *values[2]))
+            case "minsi" | "minui":
+                return min(a[0], b[0]), min(a[1], b[1])
+            case "maxsi" | "maxui":
+                return max(a[0], b[0]), max(a[1], b[1])
+            case "extui":
+                source = int(re.search(r"i(\d+)>? to ", text)[1])
+                return a if 0 <= a[0] and a[1] < inf else (0, 2**source - 1)
+            case "addi":
+                return self._checked(operation, (a[0] + b[0], a[1] + b[1]), bits)
+            case "subi":
+                return self._checked(operation, (a[0] - b[1], a[1] - b[0]), bits)
+            case "muli":
+                pairs = (a, b), (b, a)
+                lost = any(inf in map(abs, x) and max(map(abs, y)) > 1 for x, y in pairs)
+                return self._checked(operation, ANY if lost else _product(a, b), bits, lost)
+            case "trunci":
+                a = ANY if a == (0, 2**bits - 1) else a  # one half of a word
+                return self._known(self._checked(operation, a, bits), bits)
+        return ANY if operation.name.startswith("tt.") else self._bitwise(name, a, b, bits)
 
     def _checked(self, operation: Operation, value: Range, bits: int, unbounded=False) -> Range:
         """The value, or no bounds after an overflow, which is noted for 32 bits."""
@@ -334,35 +322,36 @@ class _Ranges:
             return value
         if bits == 32:
             location = operation.location
-            self.overflows[location] = _union(value, self.overflows.get(location, value))
+            self.overflows[location] = _hull((*value, *self.overflows.get(location, value)))
         return ANY
 
-    def _bitwise(self, name: str, values: list[Range], bits: int) -> Range:
+    def _bitwise(self, name: str, a: Range, b: Range, bits: int) -> Range:
         """Divisions, masks and shifts. A left shift makes words of bits, and is no overflow."""
         low, high = _limits(bits)
-        values = [(max(value[0], low), min(value[1], high)) for value in values]
-        a, b = values[0], values[-1]
+        a, b = ((max(value[0], low), min(value[1], high)) for value in (a, b))
+        shift = 0 <= b[0] and b[1] < bits
         result = ANY
-        if name in ("divsi", "divui"):
-            result = _quotient(a, b)
-        elif name in ("remsi", "remui"):
-            size = max(abs(b[0]), abs(b[1])) - 1
-            result = (0, min(a[1], size)) if a[0] >= 0 else (-size, size)
-        elif name == "andi" and max(a[0], b[0]) >= 0:
-            result = 0, min(value[1] for value in values if value[0] >= 0)
-        elif name == "xori" and b == (-1, -1):
-            result = -1 - a[1], -1 - a[0]
-        elif name in ("ori", "xori") and min(a[0], b[0]) >= 0:
-            result = 0, 2 ** int(max(a[1], b[1])).bit_length() - 1
-        elif name in ("shli", "shrsi", "shrui") and 0 <= b[0] and b[1] < bits:
-            if name == "shli":
+        match name:
+            case "divsi" | "divui" if b[0] <= 0:
+                result = _hull(sign * max(map(abs, a)) for sign in (-1, 1))
+            case "divsi" | "divui":
+                result = _hull(abs(x) // y * (1 if x >= 0 else -1) for x in a for y in b)
+            case "remsi" | "remui":
+                size = max(map(abs, b)) - 1
+                result = (0, min(a[1], size)) if a[0] >= 0 else (-size, size)
+            case "andi" if max(a[0], b[0]) >= 0:
+                result = 0, min(value[1] for value in (a, b) if value[0] >= 0)
+            case "xori" if b == (-1, -1):
+                result = -1 - a[1], -1 - a[0]
+            case "ori" | "xori" if min(a[0], b[0]) >= 0:
+                result = 0, 2 ** int(max(a[1], b[1])).bit_length() - 1
+            case "shli" if shift:
                 result = _product(a, (2 ** b[0], 2 ** b[1]))
                 result = result if low <= result[0] and result[1] <= high else ANY
-            elif name == "shrui" and a[0] < 0:
+            case "shrui" if shift and a[0] < 0:
                 result = 0, (2**bits - 1) >> b[0]
-            else:
-                corners = [x >> y for x in a for y in b]
-                result = min(corners), max(corners)
+            case "shrsi" | "shrui" if shift:
+                result = _hull(x >> y for x in a for y in b)
         return self._known(result, bits)
 
     def _known(self, value: Range, bits: int) -> Range:
@@ -391,22 +380,23 @@ class _Ranges:
         length = high[1] - low[0]
         steps = inf if length == inf else max(0, -(-length // max(step[0], 1)))
         first = [self._get(name) for name in operation.operands[3:]]
+
+        def once(values: list[Range]) -> list[Range]:
+            self.values |= zip(carried, values, strict=True)
+            return self.run(operation.regions[0])
+
         silent, self.silent = self.silent, True
-        self.values |= zip(carried, first, strict=True)
-        last = self.run(operation.regions[0])
-        growth = [_growth(a, b) for a, b in zip(first, last, strict=True)]
-        grown = []
-        for (low, high), (down, up) in zip(first, growth, strict=True):
-            grown.append((low + _times(steps, down), high + _times(steps, up)))
-        self.values |= zip(carried, grown, strict=True)
-        last = self.run(operation.regions[0])
-        for i, (down, up) in enumerate(growth):
-            again = _growth(grown[i], last[i])
-            if again[0] < down or again[1] > up:
+        growth = [_growth(a, b) for a, b in zip(first, once(first), strict=True)]
+        grown = [
+            (low + _times(steps, down), high + _times(steps, up))
+            for (low, high), (down, up) in zip(first, growth, strict=True)
+        ]
+        again = [_growth(a, b) for a, b in zip(grown, once(grown), strict=True)]
+        for i, ((down, up), (lower, higher)) in enumerate(zip(growth, again, strict=True)):
+            if lower < down or higher > up:
                 grown[i] = ANY
         self.silent = silent
-        self.values |= zip(carried, grown, strict=True)
-        self.run(operation.regions[0])
+        once(grown)
         return grown
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import ir
 from tests.kernels.ir_samples import INDEX_MODES
 
 triton = pytest.importorskip("triton")
-
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels"
 OLDER = Path(sys.prefix) / "triton-older"  # where `make test` installs requirements.gpu.lock
 OLDER_VERSION = re.search(r"triton==(\S+)", (ROOT / "requirements.gpu.lock").read_text())[1]
 
@@ -35,48 +34,11 @@ LIMITS = {
 # sm_90 is the architecture of the measurements. sm_100 is the only one with tensor memory, and has
 # passes of its own in the compiler.
 OLDER_ARCHITECTURES = ("sm_90", "sm_100")
-KERNELS = {
-    "gate": {"gate_bits_kernel"},
-    "rowwise": {"token_lists_kernel", "count_activity_kernel", "rowwise_kernel"},
-    "union": {
-        "union_lists_kernel",
-        "union_up_kernel",
-        "union_product_kernel",
-        "union_down_kernel",
-    },
-    "entries": {"entries_index_kernel", "entries_forward_kernel", "entries_backward_kernel"},
-    "weight_gradients": {
-        "list_gradients_kernel",
-        "bias_gradients_kernel",
-        "backup_fill_kernel",
-        "backup_gradients_kernel",
-    },
-    "paper.hybrid_pack": {"hybrid_pack_kernel", "hybrid_count_kernel", "hybrid_needed_kernel"},
-    "paper.hybrid_rows": {"hybrid_rows_forward_kernel", "hybrid_rows_backward_kernel"},
-    "paper.hybrid_backup": {
-        "hybrid_backup_up_kernel",
-        "hybrid_backup_product_kernel",
-        "hybrid_backup_backward_kernel",
-    },
-    "paper.hybrid_transpose": {"hybrid_marks_kernel", "hybrid_ranks_kernel"},
-    "paper.hybrid_weights": {"hybrid_list_gradients_kernel", "hybrid_backup_gradients_kernel"},
-    "decode": {
-        "decode_few_up_kernel",
-        "decode_up_kernel",
-        "decode_few_down_kernel",
-        "decode_down_kernel",
-    },
-    "dense": {"relu_times_kernel"},
-    "paper.gate": {"gate_words_kernel"},
-    "paper.rowwise": {"twell_rowwise_kernel"},
-    "paper.pack": {
-        "pack_segments_kernel",
-        "unpack_segments_kernel",
-        "block_flags_kernel",
-        "move_union_kernel",
-    },
+NAMES = {
+    f"twell.kernels.{'.'.join(path.relative_to(KERNELS).with_suffix('').parts)}.{name}"
+    for path in KERNELS.rglob("*.py")
+    for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
-NAMES = {f"twell.kernels.{module}.{name}" for module in KERNELS for name in KERNELS[module]}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
 BOUNDED = {
     ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
@@ -109,9 +71,11 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
     return result
 
 
+slow = pytest.mark.slow
 COMPILERS = [
-    *(pytest.param(name, False, id=name) for name in LIMITS),
-    *(pytest.param(name, True, id=f"{name}-older") for name in OLDER_ARCHITECTURES),
+    pytest.param("sm_90", "one", False, id="sm_90 one variant"),
+    *(pytest.param(name, "all", False, id=name, marks=slow) for name in LIMITS),
+    *(pytest.param(n, "all", True, id=f"{n}-older", marks=slow) for n in OLDER_ARCHITECTURES),
 ]
 
 
@@ -119,14 +83,15 @@ def test_names_of_kernels_are_unique():
     assert len({name.rpartition(".")[2] for name in NAMES}) == len(NAMES)
 
 
-@pytest.mark.parametrize(("architecture", "older"), COMPILERS)
-def test_all_kernels_compile_and_fit(architecture, older, tmp_path):
-    shared, problems = in_subprocess(tmp_path, "compile", architecture, older=older)
+@pytest.mark.parametrize(("architecture", "variants", "older"), COMPILERS)
+def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
+    shared, problems = in_subprocess(tmp_path, "compile", architecture, variants, older=older)
     assert set(shared) == NAMES
     assert max(shared.values()) <= LIMITS[architecture], shared
     assert not problems, "\n".join(problems)
 
 
+@slow
 def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")
     assert set(launched) == NAMES
@@ -136,14 +101,10 @@ def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
     assert not problems, "\n".join("{}:{}: {} reaches {}".format(*p) for p in problems)
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["installed", "older"])
+@pytest.mark.parametrize("older", [False, pytest.param(True, marks=slow)])
 def test_checks_find_what_they_should(older, tmp_path):
     buffers, indices, again = in_subprocess(tmp_path, "samples", "sm_90", older=older)
-    assert {mode: len(found) for mode, found in again.items()} == {
-        "once": 0,
-        "again": 1,
-        "barrier": 0,
-    }
+    assert [len(again[mode]) for mode in ("once", "again", "barrier")] == [0, 1, 0]
     # The load feeds the product and registers, directly or transposed.
     for mode in ("x", "w"):
         assert len(buffers[mode]) == 2
@@ -152,29 +113,3 @@ def test_checks_find_what_they_should(older, tmp_path):
     assert not buffers["none"] and not buffers["two products"]
     reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
     assert reported == INDEX_MODES
-
-
-# A product whose operand a loop carries and two views change. The registers read {source}.
-VIEWS = """
-    %a = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
-    %b = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16, #shared, #smem, mutable> loc(#loc1)
-    %first = ttg.memdesc_index %a[%c0] : !type -> !type loc(#loc1)
-    %other = ttg.memdesc_index %b[%c0] : !type -> !type loc(#loc1)
-    %r:2 = scf.for %i = %c0 to %n step %c1 iter_args(%x = %first, %s = %cst) -> (!type)  : i32 {{
-      %part = ttg.memdesc_subslice %x[0, 0] : !type -> !type loc(#loc1)
-      %turned = ttg.memdesc_trans %part {{order = array<i32: 1, 0>}} : !type -> !type loc(#loc1)
-      %slot = ttg.memdesc_index {source}[%i] : !type -> !type loc(#loc1)
-      %values = ttg.local_load %slot : !type -> tensor<64x64xbf16, #blocked> loc(#loc1)
-      %p = ttng.warp_group_dot %turned, %other, %s {{isAsync = true}} : !type -> !type loc(#loc1)
-      %next = ttg.memdesc_index %a[%i] : !type -> !type loc(#loc1)
-      scf.yield %next, %p : !type, !type loc(#loc1)
-    }} loc(#loc1)
-    scf.if %c {{
-      %turned = ttg.memdesc_index %c[%c0] : !type -> !type loc(#loc1)
-    }} loc(#loc1)
-"""
-
-
-@pytest.mark.parametrize(("source", "problems"), [("%a", 1), ("%b", 1), ("%c", 0)])
-def test_views_lead_to_their_allocation(source, problems):
-    assert len(ir.races(VIEWS.format(source=source))) == problems

@@ -5,16 +5,9 @@ import functools
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests import fuzz
-from tests.kernels.cases import (  # noqa: F401
-    DEVICE,
-    integer_case,
-    pytestmark,
-    seeds,
-    unwritten_memory_is_nan,
-)
+from tests.factories import SEED
+from tests.factories.kernels import DEVICE, integer_case
 from twell.kernels import common, dense, ops
 from twell.sparse import reference
 
@@ -25,7 +18,7 @@ def rounded(tensors, dtype):
 
 
 @pytest.mark.parametrize("compute", [functools.partial(ops.run, "dense"), reference.ffn])
-@seeds(60)
+@pytest.mark.parametrize("seed", range(SEED, SEED + 12))
 def test_dense_path_in_a_random_case(compute, seed):
     case = fuzz.draw(seed, large=False)
     tensors = fuzz.layer(case, DEVICE)
@@ -61,18 +54,3 @@ def test_dense_path_of_several_programs_and_none():
     tensors = fuzz.layer(case, DEVICE)
     assert torch.equal(ops.run("dense", *tensors.values()), rounded(tensors, case.dtype))
     assert ops.run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_dense_layer_compiled_is_the_eager_one(gated):
-    tensors = fuzz.layer(integer_case(num_tokens=3, gated=gated, biases=gated), DEVICE)
-    w_down = tensors["w_down"]
-    with pytest.raises(ValueError, match=r"w_down has strides \(300, 1\)"):
-        ops.run("dense", *{**tensors, "w_down": w_down.contiguous()}.values())
-    rest = list(tensors.values())[1:]
-    compiled = torch.compile(lambda x, *rest: ops.run("dense", x, *rest) + 1, fullgraph=True)
-    assert torch.equal(compiled(tensors["x"], *rest), ops.run("dense", *tensors.values()) + 1)
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="expected torch.bfloat16 or torch.float16"
-    ):
-        compiled(tensors["x"].float(), *rest)

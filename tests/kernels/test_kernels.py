@@ -1,76 +1,78 @@
-"""The layer by every path of inference."""
+"""The layer by every path of inference, and the kernels that make bits and lists."""
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests import fuzz
-from tests.kernels.cases import (  # noqa: F401
-    ALL_PATHS,
+from tests.factories import SEED
+from tests.factories.kernels import (
     DEVICE,
-    FEW,
-    PATHS,
-    SEED,
+    OPERATORS,
+    as_flags,
+    as_words,
+    bits,
     integer_case,
-    pytestmark,
-    seeds,
-    unwritten_memory_is_nan,
+    layer_of,
+    random,
+    run_as,
 )
-from twell.kernels import ops, options
+from twell.kernels import common, decode, gate, ops, options, rowwise, union
+from twell.kernels.paper.gate import gate_words
+
+slow = pytest.mark.slow
+seeds = [*range(SEED, SEED + 3), *(pytest.param(SEED + i, marks=slow) for i in range(3, 60))]
+# Each path and each branch by the number of tokens. Few tokens decode with a program a neuron.
+CASES = [("rowwise", 5, 60), ("twell", 5, 60), ("union", 9, 140), ("decode", 9, 140)]
+CASES += [("decode", num_tokens, 60) for num_tokens in (1, 2, 3)]
 
 
-@seeds(100 if DEVICE == "cuda" else 40)
+@pytest.mark.parametrize("seed", seeds)
 def test_random_case(seed):
     fuzz.check(fuzz.draw(seed, large=False), DEVICE)
 
 
-@pytest.mark.parametrize("intermediate_size", [1, 70, 257, 300, 520])
-@pytest.mark.parametrize("hidden_size", [16, 48, 80, 128])
-@pytest.mark.parametrize("path", PATHS)
-def test_every_width(path, hidden_size, intermediate_size):
-    case = fuzz.Case(path, 2, intermediate_size, hidden_size, pattern="heavy", seed=SEED)
-    fuzz.check(case, DEVICE)
+# Tokens, neurons and hidden size: below, at and above a tile of each.
+SIZES = {
+    "rowwise": [(0, 70, 48), (2, 1, 16), (3, 257, 80)],
+    "twell": [(0, 70, 48), (2, 1, 16)],
+    "union": [(0, 70, 48), (1, 1, 16), (130, 130, 80)],
+    "decode": [(0, 70, 48), (1, 130, 16), (2, 1, 16), (3, 60, 48), (4, 33, 80), (66, 130, 48)],
+}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 17, 70, 130, 300])
-@pytest.mark.parametrize("path", ["union", "decode"])
-def test_every_number_of_tokens(path, num_tokens):
-    assert fuzz.check(integer_case(path, num_tokens=num_tokens, biases=True), DEVICE) == 0
+@pytest.mark.parametrize("path, size", [(path, size) for path in SIZES for size in SIZES[path]])
+def test_every_size_is_exact(path, size):
+    sizes = dict(zip(("num_tokens", "intermediate_size", "hidden_size"), size, strict=True))
+    gated = size[1] > 1
+    assert fuzz.check(integer_case(path, **sizes, gated=gated, biases=gated), DEVICE) == 0
 
 
-@pytest.mark.parametrize("architecture", ["default", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_every_configuration(path, architecture, monkeypatch):
-    if DEVICE == "cuda":
-        pytest.skip("a GPU runs its own configuration")
-    monkeypatch.setattr(options, "architecture", lambda device: architecture)
-    num_tokens = 130 if path in ("union", "decode") else 2
-    assert fuzz.check(integer_case(path, num_tokens=num_tokens, hidden_size=80), DEVICE) == 0
-    # Kernels for one and two tokens. All neurons active are more words of flags than one step has.
-    for num_tokens in (1, 2) if path == "decode" else ():
-        case = integer_case(
-            path, num_tokens=num_tokens, hidden_size=80, intermediate_size=600, pattern="full"
-        )
-        assert fuzz.check(case, DEVICE) == 0
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs its own configuration")
+@pytest.mark.parametrize(
+    "architecture", [*(pytest.param(a, marks=slow) for a in ("sm_80", "sm_89")), "sm_90"]
+)
+@pytest.mark.parametrize("path", OPERATORS)
+def test_every_configuration_is_exact(path, architecture, monkeypatch):
+    run_as(architecture, monkeypatch)
+    sizes = dict(num_tokens=66 if path in ("union", "decode") else 2, intermediate_size=130)
+    assert fuzz.check(integer_case(path, **sizes, hidden_size=80), DEVICE) == 0
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_no_tokens(path):
-    case = integer_case(path)
-    tensors = fuzz.layer(case, DEVICE)
-    tensors["x"] = tensors["x"][:0]
-    y = fuzz.run(case, tensors)
-    assert y.shape == (0, case.hidden_size) and y.dtype == case.dtype
+@slow
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_more_flags_than_one_step_has(num_tokens, monkeypatch):
+    run_as("sm_90", monkeypatch)
+    sizes = dict(num_tokens=num_tokens, hidden_size=80, intermediate_size=600)
+    assert fuzz.check(integer_case("decode", **sizes, pattern="full"), DEVICE) == 0
 
 
 # Non-finite values
 
 
-@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in ALL_PATHS), *FEW])
+@pytest.mark.parametrize("path, num_tokens, num_neurons", CASES)
 @pytest.mark.parametrize("gated", [True, False])
-def test_nan_reaches_its_own_row_only(path, num_tokens, gated):
-    case = fuzz.Case(path, num_tokens, 300, 48, gated=gated, pattern="skewed", seed=SEED)
+def test_nan_reaches_its_own_row_only(path, num_tokens, num_neurons, gated):
+    case = fuzz.Case(path, num_tokens, num_neurons, 48, gated=gated, pattern="skewed", seed=SEED)
     tensors = fuzz.layer(case, DEVICE)
     before = fuzz.run(case, tensors)
     place = num_tokens // 2
@@ -82,36 +84,25 @@ def test_nan_reaches_its_own_row_only(path, num_tokens, gated):
     torch.testing.assert_close(after[others], before[others], rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("path, num_tokens", [*((path, 9) for path in ALL_PATHS), *FEW])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, value):
-    # Of "edges" only the first and the last neuron are active.
-    case = integer_case(path, num_tokens=num_tokens, pattern="edges")
+@pytest.mark.parametrize("path, num_tokens, num_neurons", CASES)
+def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, num_neurons):
+    """All but three neurons are inactive, the first and last too, which may fill up a step."""
+    sizes = dict(num_tokens=num_tokens, intermediate_size=num_neurons)
+    case = integer_case(path, **sizes, pattern="empty")
     tensors = fuzz.layer(case, DEVICE)
-    before = fuzz.run(case, tensors)
-    tensors["w_up"][1:-1] = value
-    tensors["w_down"][:, 1:-1] = value
-    assert torch.equal(fuzz.run(case, tensors), before)
-
-
-@pytest.mark.parametrize("path, num_tokens", [*((path, 17) for path in ALL_PATHS), *FEW])
-def test_what_fills_up_a_step_does_not_matter(path, num_tokens):
-    """All but three neurons are inactive, the first and last too, with NaN in w_up and w_down."""
-    case = integer_case(path, num_tokens=num_tokens, pattern="empty")
-    tensors = fuzz.layer(case, DEVICE)
-    busy = torch.tensor([5, 40, 41])
+    busy = torch.tensor([5, 40, 41], device=DEVICE)
     tensors["w_gate"][busy] = tensors["x"][0].sign()  # active for the first token at least
     tensors["w_gate"][busy, 0] = 0  # the threshold of the others stands in this column
     before = fuzz.run(case, tensors)
-    idle = torch.ones(case.intermediate_size, dtype=torch.bool).index_fill(0, busy, False)
+    idle = torch.ones(num_neurons, dtype=torch.bool, device=DEVICE).index_fill(0, busy, False)
     tensors["w_up"][idle] = float("nan")
-    tensors["w_down"][:, idle] = float("nan")
+    tensors["w_down"][:, idle] = float("inf")
     assert before[0].any() and torch.equal(fuzz.run(case, tensors), before)
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
+@pytest.mark.parametrize("path", OPERATORS)
 def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
-    case = integer_case(path, num_tokens=9, pattern="edges")
+    case = integer_case(path, num_tokens=9, intermediate_size=140, pattern="edges")
     tensors = fuzz.layer(case, DEVICE)
     # Neuron 7 becomes active for token 5 only.
     tensors["x"][:, 1] = 0
@@ -126,7 +117,7 @@ def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
     assert not after[5].isfinite().any()
 
 
-# Counting
+# Counting, chunks and blocks
 
 
 def expected_activity(tensors):
@@ -137,18 +128,161 @@ def expected_activity(tensors):
     return [len(active), len(blocks), int(active.sum()), in_unions]
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 64, 130])
-@pytest.mark.parametrize("path", PATHS)
-def test_activity_is_counted(path, num_tokens, gated):
-    case = integer_case(
-        path, num_tokens=num_tokens, intermediate_size=140, gated=gated, biases=True
-    )
-    tensors = fuzz.layer(case, DEVICE)
+@pytest.mark.parametrize(
+    "path, num_tokens, large_block_tokens, gated",
+    [
+        ("rowwise", 66, 0, True),
+        ("union", 66, 0, False),
+        ("union", 130, 1000, True),
+        ("decode", 66, 0, True),
+        ("decode", 2, 0, False),
+    ],
+)
+def test_activity_is_counted(path, num_tokens, large_block_tokens, gated, monkeypatch):
+    monkeypatch.setattr(options, "LARGE_BLOCK_TOKENS", large_block_tokens)
+    changes = dict(num_tokens=num_tokens, intermediate_size=33, hidden_size=16, gated=gated)
+    tensors = fuzz.layer(integer_case(path, **changes, biases=True), DEVICE)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()
-    y = ops.run(path, *tensors.values(), activity=activity)
+    ops.run(path, *tensors.values(), activity=activity)
     assert (activity - before).tolist() == expected_activity(tensors)
-    assert torch.equal(y, ops.PATHS[path](**tensors))
     ops.run(path, *{**tensors, "x": tensors["x"][:0]}.values(), activity=activity)
     assert (activity - before).tolist() == expected_activity(tensors)
+
+
+@pytest.mark.parametrize("module", [pytest.param(rowwise, marks=slow), union, decode])
+def test_chunks_give_the_same_bits(module, monkeypatch):
+    path = module.__name__.rpartition(".")[2]
+    num_tokens = 150 if path == "decode" else 260
+    changes = dict(num_tokens=num_tokens, intermediate_size=33, hidden_size=16, values="normal")
+    tensors = fuzz.layer(integer_case(path, **changes, pattern="skewed"), DEVICE)
+    activity = [torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    whole = ops.run(path, *tensors.values(), activity=activity[0])
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 1)
+    assert torch.equal(ops.run(path, *tensors.values(), activity=activity[1]), whole)
+    assert torch.equal(*activity) and activity[0][0] == num_tokens
+
+
+@pytest.mark.parametrize("hidden_size, num_neurons", [(16, 1), (2048, 5632), (16_384, 65_536)])
+def test_workspace_of_a_chunk_is_bounded(hidden_size, num_neurons):
+    """Where 64 or 256 tokens fit; and a grid of decoding has less than 65,536 blocks."""
+    device = torch.device("cpu")
+    tokens = decode.chunk_tokens(hidden_size, num_neurons, device)
+    columns = hidden_size // options.launch_options("decode_down", device)["BN"]
+    width = common.round_up(num_neurons, 64)
+    assert tokens % 64 == 0 and 64 <= tokens <= 64 * 65_535 and tokens * width < 2**31
+    workspace = tokens // 64 * width * (64 * 2 + columns * 4)
+    assert tokens == 64 or workspace <= decode.WORKSPACE_BYTES
+    tokens, width = union.chunk_tokens(num_neurons), common.round_up(num_neurons, 256)
+    lists = tokens // 64 * (width + 1 + -(-num_neurons // 64)) * 4
+    assert tokens % 256 == 0
+    assert 4 * tokens * width + tokens // 8 * width + lists <= union.WORKSPACE_BYTES
+    tokens = rowwise.chunk_tokens(num_neurons)
+    assert tokens % 256 == 0 and 6 * tokens * num_neurons <= rowwise.WORKSPACE_BYTES
+
+
+# Bits and lists
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
+    x = torch.zeros(2, 16, dtype=dtype, device=DEVICE)
+    w = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
+    # The product is above 0 in fp32, and rounds to 0 in fp16 and bf16.
+    x[:, 0], w[:, 0] = torch.finfo(dtype).smallest_normal, 2.0**-30
+    for by_neuron in (True, False):
+        g, words = gate.gate_bits(x, w, None, by_neuron=by_neuron)
+        g = g.t() if by_neuron else g
+        assert not g[:2, :3].any() and not (words[:, :3] if by_neuron else words[:2, :1]).any()
+    assert not gate_words(x, w).any()
+
+
+@pytest.mark.parametrize("nonfinite", ["", "nan", "inf"])
+@pytest.mark.parametrize("num_tokens, num_neurons", [(1, 300), (32, 32), (65, 1), (130, 300)])
+@pytest.mark.parametrize("by_neuron", [True, False])
+def test_gate_bits(by_neuron, num_tokens, num_neurons, nonfinite):
+    sizes = dict(num_tokens=num_tokens, intermediate_size=num_neurons, nonfinite=nonfinite)
+    case = integer_case(**sizes, pattern="skewed", biases=num_tokens % 2 == 0)
+    t = fuzz.layer(case, DEVICE)
+    expected = fuzz.exact(t)[0]
+    g, words = gate.gate_bits(t["x"], t["w_gate"], t["b_gate"], by_neuron=by_neuron)
+    active = as_flags(words.t()).t() if by_neuron else as_flags(words)
+    # Bits beyond M or N are 0 within a column of words; nothing reads the rest.
+    if by_neuron:
+        g, active = g.t(), active[:, :num_neurons]
+        assert not active[num_tokens:].any()
+    else:
+        active = active[:num_tokens, : -(-num_neurons // 32) * 32]
+        assert not active[:, num_neurons:].any()
+    g, active = g[:num_tokens, :num_neurons], active[:num_tokens, :num_neurons]
+    rounded = expected.to(case.dtype).double()
+    torch.testing.assert_close(g.double(), rounded, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(active, expected != 0)
+
+
+@pytest.mark.parametrize("num_neurons, likely", [(1, 1.0), (31, 0.05), (70, 1.0), (300, 0.02)])
+def test_lists_of_rows(num_neurons, likely):
+    width = common.round_up(num_neurons, 256)
+    g = (random(5, width) + 1).to(torch.bfloat16)
+    active = random(width, 5).t() < likely
+    active[:, num_neurons:] = False
+    active[2], active[3, num_neurons - 1], active[4, 0] = False, True, True
+    g[4, 0] = float("nan")
+    packed = rowwise.make_lists(g, as_words(active.contiguous()), num_neurons)
+    for row in range(5):
+        neurons = active[row].nonzero().flatten()
+        expected = (bits(g[row, neurons]).int() << 16) | neurons.int()
+        assert packed[row, 0] == len(neurons)
+        assert torch.equal(packed[row, 1 : 1 + len(neurons)], expected)
+
+
+@pytest.mark.parametrize("num_neurons, likely", [(1, 1.0), (1500, 0.01), (5000, 0.5), (256, 1.0)])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_lists_are_sorted_complete_and_filled_up(block_m, num_neurons, likely):
+    width, num_tokens = common.round_up(num_neurons, 256), 3 * block_m - 1
+    step = options.launch_options(f"union_up_{block_m}", torch.device(DEVICE))["BN"]
+    active = random(3, block_m, width) < likely / block_m
+    active[1] = False
+    active[1, block_m - 1, num_neurons - 1] = True
+    words = as_words(active.view(-1, width).t().contiguous()).t().contiguous()
+    activity = torch.tensor([1, 2, 3, 4], device=DEVICE)
+    unions = union.empty_unions(num_tokens, num_neurons, block_m, torch.device(DEVICE))
+    unions.queue.zero_()
+    union.make_lists(words, unions, num_tokens, num_neurons, block_m, activity)
+    active = active[:, :, :num_neurons]
+    tiles = []
+    for block in range(3):
+        neurons = active[block].any(0).nonzero().flatten().tolist()
+        expected = neurons + [neurons[0]] * (-len(neurons) % step) if neurons else []
+        assert unions.counts[block] == len(neurons)
+        assert unions.lists[block, : len(expected)].tolist() == expected
+        tiles += [block * -(-num_neurons // step) + tile for tile in range(len(expected) // step)]
+    assert unions.queue[0] == len(tiles)
+    assert sorted(unions.queue[1 : 1 + len(tiles)].tolist()) == tiles
+    in_unions = int(active.reshape(3, block_m // 64, 64, -1).any(2).sum())
+    counts = num_tokens, -(-num_tokens // 64), int(active.sum()), in_unions
+    assert activity.tolist() == [a + b for a, b in zip(counts, (1, 2, 3, 4), strict=True)]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_product_over_unions(block_m, add):
+    """The product of training: exact also where a token is inactive, plus a number for each."""
+    case = integer_case(num_tokens=130, pattern="skewed", biases=add)
+    t = fuzz.layer(case, DEVICE)
+    layer = layer_of(t)
+    unions = union.empty_unions(130, 300, block_m, torch.device(DEVICE))
+    _, words = gate.gate_bits(t["x"], *layer.first, by_neuron=True, zero=unions.queue)
+    union.make_lists(words, unions, 130, 300, block_m)
+    num_blocks = len(unions.counts)
+    numbers = torch.arange(num_blocks * block_m, device=DEVICE).float() if add else None
+    result = t["x"].new_empty(unions.lists.numel(), block_m)
+    union.product(t["x"], layer.w_up, layer.b_up, unions, result, numbers)
+    result = result.view(num_blocks, -1, block_m)
+    b_up = layer.b_up.double() if add else None
+    u = torch.nn.functional.linear(t["x"].double(), layer.w_up.double(), b_up)
+    u = u + numbers[:130, None] if add else u
+    for block, rows in enumerate(u.to(case.dtype).split(block_m)):
+        neurons = unions.lists[block, : unions.counts[block]].long()
+        listed = result[block, : len(neurons), : len(rows)].t()
+        assert len(neurons) and torch.equal(listed, rows[:, neurons])

@@ -3,61 +3,48 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests import fuzz
-from tests.kernels.cases import (  # noqa: F401
-    ALL_PATHS,
-    DEVICE,
-    PATHS,
-    integer_case,
-    pytestmark,
-    unwritten_memory_is_nan,
-)
+from tests.factories.kernels import DEVICE, OPERATORS, integer_case
 from twell.kernels import ops
-from twell.kernels.paper.ops import ffn_twell
 
-OPERATORS = {**ops.PATHS, "twell": ffn_twell}
+
+def small_layer(path="union", **changes):
+    sizes = dict(num_tokens=5, intermediate_size=70)
+    return fuzz.layer(integer_case(path, **sizes | changes), DEVICE)
 
 
 def test_choice():
     assert [ops.choose(m) for m in (0, 1, 64, 65, 10**6)] == ["decode"] * 3 + ["union"] * 2
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        (lambda t: t.update(x=t["x"].float()), TypeError, "torch.float32"),
-        (lambda t: t.update(x=t["x"][0]), ValueError, r"\(48,\)"),
-        (lambda t: t.update(x=t["x"][:, :40]), ValueError, "hidden_size=40"),
-        (lambda t: t.update(w_up=t["w_up"][:, :32]), ValueError, r"w_up has shape \(300, 32\)"),
-        (lambda t: t.update(w_up=t["w_up"].half()), TypeError, "w_up has dtype torch.float16"),
-        (
-            lambda t: t.update(w_gate=t["w_gate"].t().contiguous().t()),
-            ValueError,
-            r"w_gate has strides \(1, 300\)",
-        ),
-        (
-            lambda t: t.update(w_down=t["w_down"].contiguous()),
-            ValueError,
-            r"w_down has strides \(300, 1\)",
-        ),
-        (lambda t: t.update(b_up=t["b_up"][:5]), ValueError, r"b_up has shape \(5,\)"),
-        (lambda t: t.update(b_down=t["b_down"].to("meta")), ValueError, "b_down is on meta"),
-        (lambda t: t.update(w_gate=None), ValueError, "b_gate is given without w_gate"),
-    ],
-)
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_operators_refuse(path, change, error, message):
-    tensors = fuzz.layer(integer_case(biases=True), DEVICE)
-    change(tensors)
+REFUSED = [
+    ("x", lambda x: x.float(), TypeError, "torch.float32"),
+    ("x", lambda x: x[0], ValueError, r"\(48,\)"),
+    ("x", lambda x: x[:, :40], ValueError, "hidden_size=40"),
+    ("w_up", lambda w: w[0], ValueError, r"w_up has shape \(48,\), expected \[intermediate_size"),
+    ("w_up", lambda w: w[:0], ValueError, "w_up has intermediate_size=0, expected 1 to 65536"),
+    ("w_up", lambda w: w[:, :32], ValueError, r"w_up has shape \(70, 32\)"),
+    ("w_up", lambda w: w.half(), TypeError, "w_up has dtype torch.float16"),
+    ("w_gate", lambda w: w.t().contiguous().t(), ValueError, r"w_gate has strides \(1, 70\)"),
+    ("w_down", lambda w: w.contiguous(), ValueError, r"w_down has strides \(70, 1\)"),
+    ("b_up", lambda b: b[:5], ValueError, r"b_up has shape \(5,\)"),
+    ("b_down", lambda b: b.to("meta"), ValueError, "b_down is on meta"),
+    ("w_gate", lambda w: None, ValueError, "b_gate is given without w_gate"),
+]
+
+
+@pytest.mark.parametrize("name, change, error, message", REFUSED)
+@pytest.mark.parametrize("path", OPERATORS)
+def test_operators_refuse(path, name, change, error, message):
+    tensors = small_layer(biases=True)
+    tensors[name] = change(tensors[name])
     with pytest.raises(error, match=message):
         OPERATORS[path](**tensors)
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
+@pytest.mark.parametrize("path", OPERATORS)
 def test_weights_at_addresses_that_tensor_descriptors_do_not_take(path):
-    tensors = fuzz.layer(integer_case(path), DEVICE)
+    tensors = small_layer(path)
     expected = OPERATORS[path](**tensors)
     for name in ("w_gate", "w_up", "w_down"):
         w = tensors[name].t() if name == "w_down" else tensors[name]
@@ -71,7 +58,7 @@ def test_sharded_tensors_are_refused():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
-    tensors = fuzz.layer(integer_case("union", num_tokens=3), DEVICE)
+    tensors = small_layer()
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         tensors["w_up"] = distribute_tensor(tensors["w_up"], DeviceMesh(DEVICE, [0]), [Replicate()])
@@ -81,58 +68,51 @@ def test_sharded_tensors_are_refused():
         destroy_process_group()
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
-@pytest.mark.parametrize("gated", [True, False])
-def test_operator_obeys_the_rules_of_operators(path, gated):
-    tensors = fuzz.layer(integer_case(path, num_tokens=3, gated=gated, biases=gated), DEVICE)
-    torch.library.opcheck(OPERATORS[path], (), tensors)
+@pytest.mark.parametrize("path", OPERATORS)
+def test_operator_obeys_the_rules_of_operators(path):
+    gated = path != "union"
+    torch.library.opcheck(OPERATORS[path], (), small_layer(path, gated=gated, biases=gated))
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_compiled_as_one_graph(path):
-    case = integer_case(path, num_tokens=3)
-    tensors = fuzz.layer(case, DEVICE)
-
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def twice(x):
-        y = OPERATORS[path](x, *list(tensors.values())[1:])
-        return y + 1
-
-    for rows in (3, 2):
-        x = tensors["x"][:rows]
-        assert torch.equal(twice(x), fuzz.run(case, {**tensors, "x": x}) + 1)
-
-
-def test_there_is_no_gradient():
-    tensors = fuzz.layer(integer_case(), DEVICE)
-    tensors["w_up"].requires_grad_()
-    with pytest.raises(RuntimeError, match="autograd"):
-        ops.ffn_union(**tensors).sum().backward()
-
-
-def test_counting_refuses():
-    tensors = fuzz.layer(integer_case(num_tokens=3), DEVICE)
-    activity = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(
-        ValueError, match=r"activity is torch\.int32 \(4,\), expected torch\.int64 \(4,\)"
-    ):
-        ops.run("union", *tensors.values(), activity=activity.int())
-    with pytest.raises(ValueError, match="activity is on meta"):
-        ops.run("union", *tensors.values(), activity=activity.to("meta"))
-
-
-@pytest.mark.parametrize("path", ["dense", *PATHS])
+@pytest.mark.parametrize("path", ["dense", *ops.PATHS])
 def test_run_under_compilation_is_the_operator(path):
-    """A dense layer is torch's own operators, which the compiler can fuse."""
-    tensors = fuzz.layer(integer_case(path, num_tokens=3), DEVICE)
+    """In one graph for any number of tokens. A dense layer is torch's own operators, which fuse."""
+    tensors = small_layer(path, biases=True)
     called: list[str] = []
 
     def backend(graph, inputs):
         called.extend(str(node.target) for node in graph.graph.nodes if "twell" in str(node.target))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    compiled = torch.compile(
-        lambda x: ops.run(path, x, *list(tensors.values())[1:]), fullgraph=True, backend=backend
-    )
-    assert torch.equal(compiled(tensors["x"]), ops.run(path, *tensors.values()))
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def compiled(x):
+        return ops.run(path, x, *list(tensors.values())[1:]) + 1
+
+    for x in (tensors["x"], tensors["x"][:2]):
+        assert torch.equal(compiled(x), ops.run(path, *{**tensors, "x": x}.values()) + 1)
     assert called == ([] if path == "dense" else [f"twell.ffn_{path}.default"])
+    if path == "dense":
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="expected torch.bfloat16 or torch"):
+            compiled(tensors["x"].float())
+        with pytest.raises(ValueError, match=r"w_down has strides \(70, 1\)"):
+            ops.run("dense", *{**tensors, "w_down": tensors["w_down"].contiguous()}.values())
+
+
+def test_there_is_no_gradient():
+    tensors = small_layer()
+    tensors["w_up"].requires_grad_()
+    with pytest.raises(RuntimeError, match="autograd"):
+        ops.PATHS["union"](**tensors).sum().backward()
+
+
+def test_counting_refuses():
+    tensors = small_layer()
+    activity = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    message = r"activity is torch\.int32 \(4,\), expected torch\.int64 \(4,\)"
+    with pytest.raises(ValueError, match=message):
+        ops.run("union", *tensors.values(), activity=activity.int())
+    with pytest.raises(ValueError, match="activity is on meta"):
+        ops.run("union", *tensors.values(), activity=activity.to("meta"))
+    compiled = torch.compile(ops.run, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be counted"):
+        compiled("union", *tensors.values(), activity=activity)

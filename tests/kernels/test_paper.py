@@ -3,41 +3,34 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests import fuzz
-from tests.kernels.cases import (  # noqa: F401
-    DEVICE,
-    SEED,
-    integer_case,
-    pytestmark,
-    unwritten_memory_is_nan,
-)
-from twell.kernels import common
+from tests.factories import SEED
+from tests.factories.kernels import DEVICE, integer_case, layer_of
 from twell.kernels.paper import rowwise
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
 from twell.kernels.paper.ops import ffn_twell
 from twell.sparse import formats, reference
 
+CASES = [
+    *(("full", c, True, torch.bfloat16) for c in COMPRESSIONS),
+    ("heavy", 8, False, torch.float16),
+    ("tile", 16, True, torch.float16),
+    ("edges", 2, False, torch.bfloat16),
+]
 
-@pytest.mark.parametrize("dtype", common.DTYPES)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("pattern", ["full", "heavy", "tile", "edges"])
+
+@pytest.mark.parametrize("pattern, compression, gated, dtype", CASES)
 def test_overflow_is_exact(pattern, compression, gated, dtype):
     changes = dict(pattern=pattern, compression=compression, gated=gated, dtype=dtype)
-    case = integer_case("twell", num_tokens=2, biases=True, **changes)
+    case = integer_case("twell", num_tokens=2, intermediate_size=257, biases=True, **changes)
     assert fuzz.check(case, DEVICE) == 0
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 70, 130])
-@pytest.mark.parametrize("intermediate_size", [1, 257, 520])
+@pytest.mark.parametrize("num_tokens, num_neurons", [(0, 257), (1, 1), (70, 520), (130, 257)])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("pattern", ["even", "heavy"])
-def test_gate_words_are_those_of_the_format(num_tokens, intermediate_size, compression, pattern):
-    case = integer_case(
-        num_tokens=130, intermediate_size=intermediate_size, pattern=pattern, biases=True
-    )
+def test_gate_words_are_those_of_the_format(num_tokens, num_neurons, compression):
+    pattern = "heavy" if compression < 8 else "even"
+    case = integer_case(num_tokens=130, intermediate_size=num_neurons, pattern=pattern, biases=True)
     t = fuzz.layer(case, DEVICE)
     t["x"] = t["x"][:num_tokens]
     g = fuzz.exact(t)[0].to(case.dtype)
@@ -61,18 +54,16 @@ def test_rowwise_reads_what_the_reference_reads():
     t = fuzz.layer(case, DEVICE)
     g = reference.gate_pack(t["x"], t["w_gate"])
     words = formats.PackedTwELL.pack(g.unpack()).words
-    weights = t["w_gate"], t["w_up"], t["w_down"].t()
-    y = rowwise.up_down(t["x"], words, *weights, None, None, None, 8)
+    y = rowwise.up_down(t["x"], words, layer_of(t), 8)
     expected = reference.up_down(t["x"], g, t["w_up"], t["w_down"])
     torch.testing.assert_close(y, expected, rtol=2**-9, atol=1e-4)
 
 
 def test_compressions_are_checked():
     tensors = fuzz.layer(integer_case(), DEVICE)
-    with pytest.raises(ValueError, match="compression=3"):
-        ffn_twell(**tensors, compression=3)
+    meta = {name: None if t is None else t.to("meta") for name, t in tensors.items()}
+    for given in (tensors, meta):
+        with pytest.raises(ValueError, match="compression=3"):
+            ffn_twell(**given, compression=3)
     with pytest.raises(ValueError, match="compression=1"):
         gate_words(tensors["x"], tensors["w_gate"], None, 1)
-    meta = {name: None if t is None else t.to("meta") for name, t in tensors.items()}
-    with pytest.raises(ValueError, match="compression=3"):
-        ffn_twell(**meta, compression=3)

@@ -1,164 +1,142 @@
-"""Times, energy, memory and kernels, by clocks and counters of the tests' own."""
+"""Times, energy and kernels, by a clock of our own; the GPU's clock by stand-ins for torch's."""
 
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.measure.factories import event
+from tests.factories import SEED
+from tests.factories.measure import FakeGpu
 from twell.measure import clock
 
 
-def test_graph_times_are_those_of_one_call(monkeypatch, seed):
-    r = np.random.default_rng(seed)
-    now, replays = [0.0], []
+@pytest.fixture
+def fake():
+    return FakeGpu()
 
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
 
-        def record(self):
-            self.time = now[0]
+def spending(gpu, low, high, log):
+    """A call of random length; the list gets the ms of each."""
+    r = np.random.default_rng(SEED)
 
-        def elapsed_time(self, end):
-            return end.time - self.time
+    def call():
+        log.append(r.uniform(low, high))
+        gpu.spend(log[-1])
 
-        def synchronize(self):
-            pass
+    return call
 
-    def replay():
-        replays.append(r.uniform(1, 3))
-        now[0] += replays[-1]
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    times = clock.graph_times(replay, 8, budget=100)
-    timed = len(replays) - 5 - 2 * 3
+def test_graph_times_are_those_of_one_call(fake):
+    log = []
+    times = clock.graph_times(fake, spending(fake, 1, 3, log), 8, budget=100)
+    timed = len(log) - 5 - 2 * 3
     assert 100 / 3 <= timed <= 100
-    np.testing.assert_allclose(times, np.array(replays[-timed:]) / 8)
+    np.testing.assert_allclose(times, np.array(log[-timed:]) / 8)
     quantiles = clock.quantiles(times)
-    expected = np.quantile(replays[-timed:], [0.2, 0.5, 0.8]) / 8
+    expected = np.quantile(log[-timed:], [0.2, 0.5, 0.8]) / 8
     assert list(quantiles) == ["p20", "p50", "p80"]
     np.testing.assert_allclose(list(quantiles.values()), expected, rtol=1e-3)
 
 
-def test_providers_take_turns():
+def test_calls_are_checked_and_then_take_turns():
     order = []
 
-    def timer(name):
-        order.append(name)
-        return np.full(2, float(len(order)))
+    def check(name):
+        def times():
+            order.append(name)
+            return np.full(2, float(len(order)))
 
-    times = clock.in_turns({name: lambda name=name: timer(name) for name in "ab"}, 3)
-    assert order == list("ababab")
-    assert times["a"]["p50"] == 3 and times["b"]["p50"] == 4  # of 1, 3, 5 and of 2, 4, 6
+        order.append(f"check {name}")
+        if name == "wrong":
+            raise ArithmeticError
+        return {"error": name}, times
 
-
-def test_energy_is_that_of_one_call(monkeypatch):
-    counter, now, pending = [5000], [0.0], []
-
-    def synchronize():
-        counter[0] += 24 * len(pending)
-        now[0] += 0.04 * len(pending)
-        pending.clear()
-
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    columns = clock.energy(lambda: pending.append(1), 8, 5.0, lambda: counter[0])
-    assert columns == {"energy": 3.0, "watts": 0.6}
-    assert now[0] > 1.2  # a second and the runs before it
-    nothing = {"energy": None, "watts": None}
-    assert clock.energy(lambda: pytest.fail("run"), 8, 5.0, None) == nothing
+    columns = clock.measure("ab", check, 3)
+    assert order == ["check a", "check b", *"ababab"] and list(columns) == ["a", "b"]
+    assert columns["a"] == {"error": "a", "p20": 3.0, "p50": 5.0, "p80": 7.0}
+    assert columns["b"]["p50"] == 6
+    order.clear()
+    with pytest.raises(ArithmeticError):
+        clock.measure(["a", "wrong"], check, 3)
+    assert order == ["check a", "check wrong"]
 
 
-def test_the_energy_meter_is_that_of_the_gpu_in_use_or_says_why_not(monkeypatch, capsys):
-    class NVMLError(Exception):
-        pass
-
-    def energy(handle):
-        if handle != "GPU-1234":
-            raise NVMLError("Not Supported")
-        return 77
-
-    nvml = types.SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetTotalEnergyConsumption=energy,
-    )
-    device = types.SimpleNamespace(uuid="1234")
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
-    assert clock.energy_meter()() == 77 == clock.optional_meter(True)()
-    device.uuid = "5"
-    with pytest.raises(RuntimeError, match="NVML says: Not Supported"):
-        clock.energy_meter()
-    assert clock.optional_meter(False) is None and not capsys.readouterr().out
-    assert clock.optional_meter(True) is None
-    assert capsys.readouterr().out == "energy is not measured: NVML says: Not Supported\n"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(RuntimeError, match="the package nvidia-ml-py is not installed"):
-        clock.energy_meter()
+def test_energy_is_that_of_one_call(fake):
+    fake.meter = lambda: 0
+    run = lambda: fake.spend(40.0)  # noqa: E731
+    assert clock.energy(fake, run, 8, 5.0) == {"energy": 100.0, "watts": 20.0}
+    assert fake.now >= 1300  # a second, and the runs before it
+    fake.meter = None
+    assert set(clock.energy(fake, pytest.fail, 8, 5.0).values()) == {None}
+    assert clock.idle_watts(fake) is None
 
 
-def test_idle_power_is_that_of_a_pause(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
-    monkeypatch.setattr(clock.time, "sleep", sleep)
-    assert clock.idle_watts(lambda: round(1e3 * 87.5 * now[0])) == 87.5
-
-
-def test_times_and_energy_are_of_the_same_turns(monkeypatch, seed):
-    r = np.random.default_rng(seed)
-    now, counter, log = [0.0], [7000], []
-
-    def call():
-        log.append(r.uniform(40, 60))
-        now[0] += log[-1] / 1e3
-        counter[0] += round(20 * log[-1])  # mJ: 20 W
-
-    def between(call, number, lead=3):
-        for _ in range(lead):
-            call()
-        start = len(log)
-        for _ in range(number):
-            call()
-        return np.array(log[start:])
-
-    monkeypatch.setattr(clock, "between_replays", between)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    timed = clock.Clock(call, lambda: counter[0], per_call=4)
-    for _ in range(3):
-        timed.turn()
-    counted, trial, rest = timed.calls // 4, log[1], log[2:]
-    settling = -(-clock.SETTLE // trial)
-    assert counted == 3 * round(clock.MODEL_TURN / trial)
-    assert len(rest) == counted + 3 * settling
-    row, times = timed.columns(idle=9.0), np.concatenate(timed.times)
-    assert len(times) == counted and row["p50"] == pytest.approx(np.median(times), rel=1e-3)
-    assert 10 <= row["p50"] <= 15 and row["idle"] == 9.0
-    assert row["energy"] == pytest.approx(20 * times.mean(), rel=1e-3)
-    assert row["watts"] == pytest.approx(20, abs=0.1)
-    timed = clock.Clock(lambda: log.append(5000.0), None)
-    timed.turn()
-    assert timed.calls == 2  # long calls too are timed twice
-    nothing = {"energy": None, "watts": None, "idle": None}
-    assert timed.columns(None) == {"p20": 5000, "p50": 5000, "p80": 5000} | nothing
-
-
-def test_the_peak_is_that_of_the_run(monkeypatch):
+def test_times_and_energy_are_of_the_same_turns(fake):
     log = []
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: log.append(name))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: log.append("now") or 5000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: log.append("most") or 7500)
-    assert clock.peak_bytes(lambda: log.append("run")) == (5000, 7500)
-    order = "synchronize now reset_peak_memory_stats run synchronize most"
-    assert log == order.split()
+    fake.meter = lambda: 0
+    timed = clock.Clock(fake, spending(fake, 40, 60, log), per_call=4)
+    times = np.concatenate([timed.turn() for _ in range(3)])
+    counted, trial, rest = timed.calls // 4, log[1], log[2:]
+    assert len(times) == counted == 3 * round(clock.MODEL_TURN / trial)
+    assert len(rest) == counted + 3 * -(-clock.SETTLE // trial)
+    columns = timed.energy(idle=9.0)
+    assert columns == {"energy": pytest.approx(20 * times.mean(), rel=1e-3), "watts": 20, "idle": 9}
+    timed = clock.Clock(fake, lambda: fake.spend(5000.0))
+    assert list(timed.turn()) == [5000, 5000] and timed.calls == 2  # long calls are timed twice
+    fake.meter = None
+    assert timed.energy(None) == {"energy": None, "watts": None, "idle": None}
+
+
+def test_the_gpu_reads_torchs_events_counters_and_profiler(monkeypatch, capsys):
+    """With stand-ins for what needs a GPU: the order of calls, and what is taken from them."""
+    cuda, nvml, profile = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+    kind = torch.autograd.DeviceType
+    cuda.memory_allocated.return_value, cuda.max_memory_allocated.return_value = 5000, 7500
+    cuda.Event.return_value.elapsed_time.return_value = 2.0
+    nvml.nvmlDeviceGetTotalEnergyConsumption.side_effect = [0, 100, 130]
+    nvml.NVMLError = KeyError
+    events = [("up", 2, kind.CUDA, False), ("gate", 1, kind.CUDA, False)]
+    events += [("launch", 0, kind.CPU, False), ("region", 0, kind.CUDA, True)]
+    profile.return_value.__enter__.return_value.events.return_value = [
+        types.SimpleNamespace(
+            name=name,
+            time_range=types.SimpleNamespace(start=start, elapsed_us=lambda: 500.0),
+            device_type=device,
+            is_user_annotation=annotation,
+        )
+        for name, start, device, annotation in events
+    ]
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    gpu, run = clock.gpu(energy=True), cuda.run
+    assert nvml.nvmlDeviceGetHandleByUUID.call_args[0][0].startswith("GPU-")
+    assert list(gpu.replay_times(run, 2)) == [2.0, 2.0] and run.call_count == 5
+    cuda.reset_mock()
+    result, used, seconds = gpu.metered(run)
+    assert result is run.return_value and used == 30 and 0 < seconds < 1
+    assert [call[0] for call in cuda.mock_calls] == ["synchronize", "run", "synchronize"]
+    cuda.reset_mock()
+    assert gpu.peak(run) == (5000, 7500)
+    order = "synchronize memory_allocated reset_peak_memory_stats run synchronize"
+    order = [*order.split(), "max_memory_allocated"]
+    assert [call[0] for call in cuda.mock_calls] == order
+    cuda.mem_get_info.return_value, cuda.memory_reserved.return_value = (9000, 10**5), 500
+    assert gpu.available() == 9500
+    assert gpu.kernels([run], 3) == [("gate", 0.5), ("up", 0.5)]
+    nvml.nvmlInit.side_effect = KeyError("Not Supported")
+    assert clock.gpu(energy=True).meter is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert clock.gpu(energy=True).metered(run)[1] == 0
+    output = capsys.readouterr().out
+    for reason in ("NVML says: 'Not Supported'", "the package nvidia-ml-py is not installed"):
+        assert f"energy is not measured: {reason}\n" in output
+    cuda.is_available.return_value = False
+    with pytest.raises(RuntimeError, match="measuring needs a GPU, and torch sees none"):
+        clock.gpu()
 
 
 # --- kernels ----------------------------------------------------------------------------------
@@ -179,64 +157,20 @@ def test_kernels_have_short_names():
         assert clock.kernel_name(name) == short
 
 
-@pytest.fixture
-def profiled(monkeypatch):
-    """Runs of a fake profiler: a list of calls, and of each the kernels it shows."""
-    runs = types.SimpleNamespace(calls=[], averages=list, events=list)
-
-    class Profile:
-        def __init__(self, activities):
-            runs.calls.clear()
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def key_averages(self):
-            return runs.averages()
-
-        def events(self):
-            return runs.events()
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return runs
-
-
-def test_kernel_times_are_means_over_calls(profiled):
-    def averages():
-        n = len(profiled.calls)
-        kernels = [event("nvjet_a", 2 * n, 2000.0 * n), event("nvjet_b", n, 500.0 * n)]
-        kernels.append(event("gate_kernel", n, 100.0 * n))
-        return [*kernels, event("cudaLaunchKernel", 4 * n, device="CPU")]
-
-    profiled.averages = averages
-    times = clock.kernel_times([lambda: profiled.calls.append(1)] * 3)
-    assert list(times) == ["cublas matmul", "gate_kernel"] and len(profiled.calls) == 9
-    assert times["cublas matmul"] == pytest.approx((3.0, 2.5))
+def test_kernel_times_are_means_over_calls(fake):
+    fake.shown = lambda call: [("nvjet_a", 1.0), ("gate_kernel", 0.1), ("nvjet_b", call())]
+    times = clock.kernel_times(fake, [lambda: 0.5, lambda: 1.0, lambda: 1.5])
+    assert list(times) == ["cublas matmul", "gate_kernel"]
+    assert times["cublas matmul"] == pytest.approx((2.0, 2.0))
     assert times["gate_kernel"] == pytest.approx((1.0, 0.1))
 
 
-def test_profiled_calls_follow_others(profiled):
-    def events():
-        shown = [
-            event(name, start=10 * n + place, ms=float(n))
-            for n in profiled.calls
-            for place, name in enumerate(("gate", "up"))
-        ]
-        return [*reversed(shown), event("launch", device="CPU")]
-
-    profiled.events = events
-    call = lambda: profiled.calls.append(len(profiled.calls))  # noqa: E731
-    kernels = clock.kernel_sequence(call, calls=2, lead=3)
-    assert kernels == [[("gate", 3.0), ("up", 3.0)], [("gate", 4.0), ("up", 4.0)]]
-
-
-def test_passes_have_the_same_kernels_each():
-    a, b, later = ("a", 1.0), ("b", 2.0), ("a", 3.0)
-    assert clock.equal_parts([a, b, later, b], 2) == [[a, b], [later, b]]
+def test_profiled_calls_follow_others_and_have_the_same_kernels(fake):
+    calls = []
+    fake.shown = lambda call: calls.append(1) or [("gate", 1.0 * len(calls)), ("up", 1.0)]
+    kernels = clock.kernel_sequence(fake, calls.append, calls=2, lead=3)
+    assert kernels == [[("gate", 4.0), ("up", 1.0)], [("gate", 5.0), ("up", 1.0)]]
+    a, b = ("a", 1.0), ("b", 2.0)
     for kernels in ([a, b, a], [], [a, b, b, a]):
         message = f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"
         with pytest.raises(RuntimeError, match=message):

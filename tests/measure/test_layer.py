@@ -1,30 +1,37 @@
-"""Inference of one layer: rows, checks and the choice of "auto", by the real kernels."""
+"""Inference of one layer: rows, checks before times, the choice of "auto", and calibrations."""
+
+import itertools
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from tests.measure.factories import DEVICE, PEAKS, Graph, K, N, fresh_mask
-from twell.measure import case, clock, layer, patterns
-from twell.measure.check import TOLERANCE, Exact
+from tests.factories import SEED
+from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, fresh_mask
+from tests.factories.measure import run as by_reference
+from twell.measure import calibration as calibrations
+from twell.measure import case as cases
+from twell.measure import layer
+from twell.measure.calibration import BEHIND, Layers, calibrate, calibration_levels
+from twell.measure.check import TOLERANCE
+from twell.measure.costs import kernel_formulas, roofline, work
 from twell.measure.layer import ffn
 from twell.measure.rows import COLUMNS
-from twell.sparse import plan
-from twell.sparse.calibration import Calibration, Point
+from twell.measure.step import ffn_steps
+from twell.sparse.calibration import DEPENDS_ON, Calibration, Point
 
-pytest.importorskip("triton")
+ops = pytest.importorskip("twell.kernels.ops")
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
-SIZES = {"hidden_size": K, "intermediate_size": N}
 
 
-def test_rows_say_what_was_measured(fake_clock, tmp_path, monkeypatch):
+def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "GRAPH_TOKENS", 20)
     monkeypatch.setattr(layer, "WEIGHT_SETS", 3)
-    kernels = {"cublas matmul": (3.0, 0.5), "other": (1.0, 0.1)}
-    monkeypatch.setattr(clock, "kernel_times", lambda calls: kernels)
-    rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, out=tmp_path)
+    dense_kernels.shown = lambda call: call() is not None and [("nvjet", 0.5)] * 3 + [("other", 1)]
+    rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, energy=True, out=tmp_path)
     assert all(list(row) == COLUMNS["ffn"] for row in rows)
     table = pd.read_csv(tmp_path / "ffn.csv")
     assert list(table["provider"]) == 2 * 2 * PROVIDERS and len(rows) == len(table)
@@ -32,10 +39,11 @@ def test_rows_say_what_was_measured(fake_clock, tmp_path, monkeypatch):
     few = table["tokens"] == 5
     assert (table["mode"] == few.map({True: "graph", False: "stream"})).all()
     assert (table["weight_sets"] == few.map({True: 3, False: 1})).all()
+    assert (table["p50"] == few.map({True: 0.3333, False: 1.0})).all()
     assert (table["pattern"].value_counts() == len(rows) // 2).all()
     dense = table.query("provider == 'dense' and tokens == 24").iloc[0]
     assert (dense["flops"], dense["bytes"]) == (6 * 24 * N * K, 2 * (3 * N * K + 2 * 24 * K))
-    assert table["energy"].isna().all() and table["gated"].all()
+    assert table["energy"].notna().all() and table["gated"].all()
     assert set(table["dtype"]) == {"bfloat16"}
     assert (table["relative_rms"] < TOLERANCE["layer"]).all()
     parts = pd.read_csv(tmp_path / "kernels.csv")
@@ -43,135 +51,267 @@ def test_rows_say_what_was_measured(fake_clock, tmp_path, monkeypatch):
     assert parts.query("kernel == 'other'")["flops"].isna().all()
     query = "kernel == 'cublas matmul' and provider == 'dense' and tokens == 5"
     product = parts.query(query).iloc[0]
-    assert (product["flops"], product["launches"], product["ms"]) == (6 * 5 * N * K, 3.0, 0.5)
-    peaks = [row["value"] for row in PEAKS]
-    assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == peaks
+    assert (product["flops"], product["launches"], product["ms"]) == (6 * 5 * N * K, 3.0, 1.5)
+    assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == [4000.0, 800.0]
 
 
-def test_recorded_rows_have_the_activity_of_their_masks(fake_clock, seed, monkeypatch):
-    monkeypatch.setattr(case, "ROWWISE_ENTRIES", 0)  # slow in the interpreter
-    r = np.random.default_rng(seed)
-    masks = {"a": fresh_mask(r, 20, 40), "b": fresh_mask(r, 10, 30)}
-    rows = ffn([25], patterns=["recorded"], hidden_size=16, gated=False, masks=masks)
-    for name, mask in masks.items():
-        length = min(len(mask), 16)  # of 20 tokens as many as the hidden size allows
-        mask = mask[np.arange(25) % length]
-        own = [row for row in rows if row["pattern"] == f"recorded {name}"]
-        assert len(own) == len(PROVIDERS) - 1 and not any(row["gated"] for row in own)
-        assert {row["intermediate_size"] for row in own} == {mask.shape[1]}
-        activity = round(mask.sum() / 25, 2), mask.sum(1).max(), mask.any(0).sum()
-        assert {(row["active"], row["active_max"], row["union"]) for row in own} == {activity}
+def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))  # they were called once
+    rows = ffn([3], [4], hidden_size=16, intermediate_size=32, mode="stream")
+    assert [row["provider"] for row in rows] == PROVIDERS
+    assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
-def test_paths_that_would_take_too_long_are_left_out(fake_clock, monkeypatch):
-    monkeypatch.setattr(case, "DECODE_TOKENS", 20)
-    monkeypatch.setattr(case, "ROWWISE_ENTRIES", 70 * 4)
+def test_recorded_rows_have_the_activity_of_their_masks(dense_kernels):
+    masks = {"a": fresh_mask(20, 40), "b": fresh_mask(10, 30)}
+    options = {"patterns": ["recorded"], "gated": False, "masks": masks}
+    for measured, hidden_size in ((ffn, 16), (ffn_steps, 32)):
+        rows = measured([25], hidden_size=hidden_size, **options)
+        assert {row["pattern"] for row in rows} == {"recorded a", "recorded b"}
+        for name, mask in masks.items():
+            length = min(len(mask), hidden_size)  # as many tokens as the hidden size allows
+            mask = mask[np.arange(25) % length]
+            own = [row for row in rows if row["pattern"] == f"recorded {name}"]
+            assert not any(row["gated"] for row in own)
+            assert {row["intermediate_size"] for row in own} == {mask.shape[1]}
+            activity = round(mask.sum() / 25, 2), mask.sum(1).max(), mask.any(0).sum()
+            assert {(row["active"], row["active_max"], row["union"]) for row in own} == {activity}
+
+
+def test_paths_that_would_take_too_long_are_left_out(dense_kernels, monkeypatch):
+    monkeypatch.setattr(cases, "DECODE_TOKENS", 20)
+    monkeypatch.setattr(cases, "ROWWISE_ENTRIES", 70 * 4)
     rows = ffn([20, 70], [9], ["even"], **SIZES, mode="stream")
-    few, many = ({row["path"] for row in rows if row["tokens"] == tokens} for tokens in (20, 70))
+    few, many = (
+        {row["path"] for row in rows if row["tokens"] == tokens and row["provider"] != "auto"}
+        for tokens in (20, 70)
+    )
     assert few == {"dense", "rowwise", "union", "decode"} and many == {"dense", "union"}
 
 
-def test_rows_are_kept_when_a_later_case_fails(fake_clock, tmp_path, monkeypatch):
-    check, seen = Exact.check, []
+@pytest.mark.parametrize("mode", ["stream", "graph"])
+def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
+    dense_kernels, tmp_path, monkeypatch, mode
+):
+    def wrong(path, x, w_gate, *weights, activity=None):
+        bad = path == "decode" and float(counts_of(x, w_gate).double().mean()) > 6
+        # In a graph each output is checked: one of them is wrong.
+        if mode == "graph":
+            bad &= sum(w_gate[0].tolist()) == pytest.approx(last)
+        return by_reference(path, x, w_gate, *weights) * (2 if bad else 1)
 
-    def fails_later(self, y, what):
-        seen.append(what)
-        return check(self, y * 2 if len(seen) == 12 else y, what)
-
-    monkeypatch.setattr(Exact, "check", fails_later)
-    message = "triton union at .* 70 tokens  skewed .* is wrong"
+    *_, (w_gate, *_) = Layers(FakeGpu(), K, N, True).case(70, 20.0).sets
+    last = sum(w_gate[0].tolist())
+    monkeypatch.setattr(ops, "run", wrong)
+    message = "^triton decode at .* 70 tokens  skewed .* is wrong"
     with pytest.raises(ArithmeticError, match=message):
-        ffn([70], [4, 9, 20], **SIZES, mode="stream", out=tmp_path)
+        ffn([70], [4, 20], **SIZES, mode=mode, out=tmp_path)
     table = pd.read_csv(tmp_path / "ffn.csv")
     assert list(table["provider"]) == PROVIDERS and table["active"].nunique() == 1
+    times_of_a_provider = {"stream": 1, "graph": 2}[mode]
+    assert len(dense_kernels.timed) == 2 * times_of_a_provider * len(PROVIDERS)
 
 
-def test_nothing_is_timed_before_all_is_checked(fake_clock, monkeypatch):
-    monkeypatch.setattr(clock, "stream_times", lambda *_: pytest.fail("timed"))
-    check = Exact.check
-
-    def wrong(self, y, what):
-        return check(self, y * 2 if what.startswith("auto") else y, what)
-
-    monkeypatch.setattr(Exact, "check", wrong)
-    with pytest.raises(ArithmeticError, match="^auto at .* is wrong"):
-        ffn([5], [20], **SIZES, mode="stream")
-
-
-def test_each_output_of_a_graph_is_checked(fake_clock, monkeypatch):
-    class Forgets(Graph):
-        def replay(self):
-            super().replay()
-            self.outputs[-1] *= 0
-
-    def capture(calls):
-        graph = Forgets(calls)
-        return graph, graph.outputs
-
-    monkeypatch.setattr(clock, "capture", capture)
-    with pytest.raises(ArithmeticError, match="dense eager at .* is wrong"):
-        ffn([5], [20], **SIZES)
-
-
-def test_energy_without_a_counter_is_left_empty(fake_clock, monkeypatch, capsys):
-    def meter():
-        raise RuntimeError("no such counter")
-
-    monkeypatch.setattr(clock, "energy_meter", meter)
-    rows = ffn([5], [4], **SIZES, mode="stream", energy=True)
-    assert {row["energy"] for row in rows} == {None}
-    assert "energy is not measured: no such counter" in capsys.readouterr().out
-
-
-MISTAKES = [
-    ({"patterns": ["evn"]}, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
-    ({"tokens": [4, 0]}, "tokens holds 0; it has to be at least 1"),
-    ({"hidden_size": 0}, "hidden_size is 0; the kernels need a multiple of 16"),
-    ({"hidden_size": 40}, "hidden_size is 40; the kernels need a multiple of 16"),
-    ({"intermediate_size": 0}, "intermediate_size is 0; it has to be at least 1"),
-    ({"kernels": True}, "say in which folder"),
-]
-
-
+@pytest.mark.parametrize("measured", [ffn, ffn_steps])
 @pytest.mark.parametrize(
     "options, message",
-    [*MISTAKES, ({"mode": "fast"}, "mode 'fast' is unknown; use 'stream' or 'graph'")],
+    [
+        ({"patterns": ["evn"]}, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
+        ({"tokens": [4, 0]}, "tokens holds 0; it has to be at least 1"),
+        ({"hidden_size": 0}, "hidden_size is 0; the kernels need a multiple of 16"),
+        ({"hidden_size": 40}, "hidden_size is 40; the kernels need a multiple of 16"),
+        ({"intermediate_size": 0}, "intermediate_size is 0; it has to be at least 1"),
+        ({"kernels": True}, "say in which folder"),
+        ({"mode": "fast"}, "mode 'fast' is unknown; use 'stream' or 'graph'"),
+    ],
 )
-def test_mistakes_are_found_before_anything_is_measured(fake_clock, monkeypatch, options, message):
-    monkeypatch.setattr(layer, "ceilings", lambda: pytest.fail("measured something"))
-    with pytest.raises(ValueError, match=message):
-        ffn(**({"tokens": [4]} | options))
+def test_mistakes_are_found_before_anything_is_measured(
+    gpu, tmp_path, monkeypatch, measured, options, message
+):
+    monkeypatch.setattr(layer, "ceilings", lambda gpu: pytest.fail("measured something"))
+    if measured is ffn or "mode" not in options:
+        with pytest.raises(ValueError, match=message):
+            measured(**({"tokens": [4]} | options))
+    for name in ("ffn", "training"):
+        (tmp_path / f"{name}.csv").write_text("tokens,active,device\n1,2,x\n")
+    with pytest.raises(ValueError, match=r"(ffn|training).csv has the columns"):
+        measured([4], out=tmp_path)
 
 
-def test_unfit_files_are_found_before_anything_is_measured(fake_clock, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer, "ceilings", lambda: pytest.fail("measured something"))
-    (tmp_path / "kernels.csv").write_text("tokens,active,device\n1,2,x\n")
-    with pytest.raises(ValueError, match="kernels.csv has the columns"):
-        ffn([4], out=tmp_path)
-    with pytest.raises(NotADirectoryError, match="csv is a file; out is a folder, for ffn.csv"):
-        ffn([4], out=tmp_path / "kernels.csv")
-
-
-@pytest.mark.parametrize("activity, path", [((1.0, 2.0), "union"), ((90.0, 95.0), "dense")])
-def test_auto_knows_the_activity_and_its_path_is_recorded(fake_clock, monkeypatch, activity, path):
-    made = []
-
-    def fast_unions(shape):
-        made.append(shape)
-        points = (Point(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96))
-        return Calibration("x", *shape, "bfloat16", "", "", tuple(points))
-
-    monkeypatch.setattr(plan, "default", lambda *shape: fast_unions(shape))
-    monkeypatch.setattr(Exact, "check", lambda *_: 1e-3)
-    monkeypatch.setattr(case, "ROWWISE_ENTRIES", 0)  # slow in the interpreter
-    rows = ffn([70], [activity[0]], **SIZES, mode="stream")
-    assert made and [row["path"] for row in rows if row["provider"] == "auto"] == [path]
-    inputs = patterns.synthetic_layer(70, K, N, active=activity[0], device=DEVICE)
-    for auto in case.Case.of("skewed", inputs, True, 2).auto_layers():  # before any input
+@pytest.mark.parametrize("active, path", [(1.0, "union"), (90.0, "dense")])
+def test_auto_knows_the_activity_and_its_path_is_recorded(dense_kernels, active, path):
+    points = tuple(Point(70, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 96))
+    calibration = Calibration("x", K, N, True, "bfloat16", "", "", points)
+    rows = ffn([70], [active], **SIZES, mode="stream", calibration=calibration)
+    assert [row["path"] for row in rows if row["provider"] == "auto"] == [path]
+    for auto in case(70, active=active).auto_layers(calibration):  # before any input
         assert auto.chooser.path(70) == path
 
 
-def test_measuring_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="measuring needs a GPU, and torch sees none"):
-        ffn([4])
+# --- calibrations -----------------------------------------------------------------------------
+
+
+def test_calibration_levels_end_with_half_and_all():
+    assert calibration_levels(5632) == [1, 10, 30, 100, 300, 1000, 2816, 5632]
+    assert calibration_levels(600) == [1, 10, 30, 100, 300, 600]
+    assert calibration_levels(1) == [1]
+
+
+@pytest.fixture
+def timed(dense_kernels, monkeypatch):
+    """Paths take the ms of a formula; the dict has them by (tokens, entries, path)."""
+    log = {}
+
+    def run(path, x, w_gate, *weights, activity=None):
+        active = torch.relu(x.double() @ w_gate.double().t()) != 0
+        m, union = (
+            len(x),
+            float(torch.stack([b.any(0).sum() for b in active.split(64)]).float().mean()),
+        )
+        ms = {
+            "dense": 0.02 + 0.02 * m,
+            "rowwise": float(active.sum()) / 200 or 0.001,
+            "union": 0.02 + union * m / 4000,
+            "decode": 0.01 + union * m / 2000,
+        }[path]
+        dense_kernels.spend(ms)
+        log[m, int(active.sum()), path] = ms
+        return by_reference(path, x, w_gate, *weights)
+
+    def compiled(function, **_):
+        return lambda *tensors: run("dense", *tensors)
+
+    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(calibrations, "CHECKED_TOKENS", (4, 20))
+    monkeypatch.setattr(calibrations, "GRAPH_TOKENS", 8)
+    return log
+
+
+def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
+    result = calibrate(32, 64, out=tmp_path / "c.json", tokens=(1, 8, 16))
+    again = Calibration.load(tmp_path / "c.json")
+    shape = again.hidden_size, again.intermediate_size, again.gated
+    assert again.times == result.times and shape == (32, 64, True)
+    points = {(p.tokens, round(p.tokens * p.active)): p.ms for p in result.times}
+    for (m, entries), times in points.items():
+        for path, ms in times.items():
+            assert ms == pytest.approx(timed[m, entries, path], rel=1e-3)
+    # The busiest layer of each number of tokens is timed densely; a path far behind is dropped.
+    for m in (1, 8, 16):
+        curve = [points[key] for key in sorted(points) if key[0] == m]
+        assert max(key for key in points if key[0] == m) == (m, m * 64) and "dense" in curve[-1]
+        for path in set(DEPENDS_ON) - {"dense"}:
+            ratios = [ms[path] / ms["dense"] for ms in curve if path in ms]
+            assert all(ratio <= BEHIND for ratio in ratios[:-1])
+            assert len(ratios) == len(curve) or ratios[-1] > BEHIND
+            assert path != "rowwise" or m == 1 or len(ratios) < len(curve)
+    output = capsys.readouterr().out
+    ratios = re.findall(r"alike .* ([0-9.]+) of the time of torch.compile", output)
+    assert len(ratios) == 4  # two numbers of tokens; 20 active and all
+    worst = max(map(float, ratios))
+    summary = f"dense torch.compile: {worst:.2f} of its time with the activity known"
+    assert worst <= 1 and summary in output and "auto took union" in output
+
+
+def test_the_worst_of_each_kind_is_reported(timed, dense_kernels, monkeypatch):
+    # Planned for 29 active neurons layers go by rows: m * 64 / 200 ms with all 64 neurons active.
+    points = tuple(
+        Point(m, active, active, {"dense": 0.02 + 0.02 * m, "rowwise": ms})
+        for m in (4, 20)
+        for active, ms in {1: 0.001, 40: 0.001, 64: 10.0}.items()
+    )
+    calibration = Calibration("x", 32, 64, True, "bfloat16", "", "", points)
+    monkeypatch.setattr(calibrations, "CHECKED_ACTIVE", (5,))
+    layers = Layers(dense_kernels, 32, 64, True)
+    worst = layers.check_choices(calibration)
+    expected = max(m * 64 / 200 / (0.02 + 0.02 * m) for m in (4, 20))
+    assert worst["busier"] == pytest.approx(expected, rel=1e-3)
+    few = {key: ms for key, ms in timed.items() if key[2] == "rowwise" and key[1] < 20 * key[0]}
+    alike = [ms / (0.02 + 0.02 * m) for (m, *_), ms in few.items()]
+    assert len(alike) == 2 and worst["alike"] == pytest.approx(max(1.0, *alike), rel=1e-3)
+    assert 1 < worst["even"] < expected
+
+
+def test_a_calibration_that_could_not_be_saved_is_not_begun(timed, tmp_path):
+    message = "cannot be written: name a file in a folder that exists"
+    for out in (tmp_path / "none" / "c.json", tmp_path):
+        with pytest.raises(FileNotFoundError, match=message):
+            calibrate(32, 64, out=out, tokens=(1,))
+    with pytest.raises(ValueError, match="hidden_size is 33"):
+        calibrate(33, 64, out=tmp_path / "c.json")
+    assert not timed
+
+
+# --- operations and bytes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_operations_and_bytes_are_those_of_a_count(gated):
+    r = np.random.default_rng(SEED)
+    m, k, n = (int(size) for size in r.integers(1, 12, 3))
+    mask = r.random((m, n)) < 0.3
+    first, *others = ("gate", "up", "down") if gated else ("up", "down")
+    for path in ("dense", "rowwise", "union", "decode"):
+        flops, backward_flops, forward, backward = 0, 0, set(), set()
+        for token, neuron in itertools.product(range(m), range(n)):
+            flops += 2 * k
+            forward.add((first, neuron))
+            if path == "dense" or mask[token, neuron]:
+                flops += 2 * k * len(others)
+                # dh, each weight's gradient, and dx from all but down
+                backward_flops += 2 * k * (1 + len(others) + 1 + len(others))
+                forward |= {(other, neuron) for other in others}
+                backward |= {(weight, neuron) for weight in (first, *others)}
+        num_bytes = 2 * k * (len(forward) + 2 * m)
+        shape = m, k, n, gated, int(mask.sum()), int(mask.any(0).sum())
+        assert work(path, *shape) == (flops, num_bytes)
+        gradients = (1 + len(others)) * n
+        num_bytes += 2 * k * (len(backward) + gradients + 3 * m)
+        assert work(path, *shape, backward=True) == (flops + backward_flops, num_bytes)
+
+
+def test_every_kernel_has_a_formula_or_is_known_to_have_none():
+    from twell.kernels import decode, dense, gate, rowwise, union
+
+    # One only counts activity, the other belongs to training.
+    none = {("rowwise", "count_activity_kernel"), ("union", "union_product_kernel")}
+    given = case(5)
+    formulas = set(kernel_formulas(given.columns, given.exact))
+    modules = {"dense": dense, "rowwise": rowwise, "union": union, "decode": decode}
+    for path, module in modules.items():
+        own = {(path, name) for name in vars(module) if name.endswith("_kernel")}
+        shared = {(path, name) for name in vars(gate) if name.endswith("_kernel")}
+        library = {("dense", "cublas matmul"), ("dense", "elementwise")}
+        assert own <= formulas | none, "a kernel is new: say what it needs"
+        named = {key for key in formulas | none if key[0] == path}
+        assert named <= own | shared | library, "a kernel is gone"
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_kernels_of_a_path_add_up_to_its_operations(gated):
+    """By unions and in decoding also to those on inactive entries, which `work` does not count."""
+    given = case(int(np.random.default_rng(SEED).integers(1, 200)), gated, active=7)
+    formulas = kernel_formulas(given.columns, given.exact)
+    first = given.sets[0][0 if gated else 1]
+    active = torch.relu(given.x.double() @ first.double().t()) != 0
+    m, entries, touched = len(active), int(active.sum()), int(active.any(0).sum())
+
+    def extra(path, *kernels):
+        needed, _ = work(path, m, K, N, gated, entries, touched)
+        return sum(formulas[path, kernel][0] for kernel in kernels) - needed
+
+    assert extra("dense", "cublas matmul") == 0
+    assert extra("rowwise", "gate_bits_kernel", "token_lists_kernel", "rowwise_kernel") == 0
+    in_unions = sum(min(m, 64) * int(block.any(0).sum()) for block in active.split(64))
+    products = 2 * K * (2 if gated else 1)
+    kernels = "gate_bits_kernel", "union_lists_kernel", "union_up_kernel", "union_down_kernel"
+    assert extra("union", *kernels) == products * (in_unions - entries)
+    decoding = extra("decode", "decode_up_kernel", "decode_down_kernel")
+    assert decoding == products * (m * touched - entries)
+
+
+def test_the_roofline_is_the_slower_of_both_ceilings():
+    peaks = [{"metric": "copy bandwidth", "value": 4000.0}, {"metric": "matmul", "value": 800.0}]
+    assert roofline(8e12, 4e9, 20.0, peaks) == 0.5  # 10 ms of operations, 1 ms of bytes
+    assert roofline(8e10, 4e9, 4.0, peaks) == 0.25  # 0.1 ms and 1 ms

@@ -1,17 +1,38 @@
-"""Files of rows: refused before anything is measured, and appended to row by row."""
+"""Files of rows, and the names of providers in them."""
+
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
 
+from twell import measure, results
+from twell.measure.providers import (
+    AUTO,
+    COMPILED,
+    DENSE_EAGER,
+    DENSE_KERNELS,
+    EAGER,
+    SPARSE_PATHS,
+    TUNED,
+    UNION_COMPILED,
+    Provider,
+    compilations,
+    model_providers,
+)
 from twell.measure.rows import COLUMNS, Rows, significant
+
+BENCH = results.root() / "data" / "bench"
 
 
 def test_rows_have_the_columns_of_their_file_and_one_date(tmp_path):
-    rows = Rows(tmp_path, ["ceilings", "ffn"])
+    rows, memory = Rows(tmp_path, ["ceilings", "ffn"]), Rows(None, ["ceilings"])
     given = {"unit": "GB/s", "more": 1, "metric": "copy", "value": 2.0}
-    rows.add("ceilings", [given])
-    rows.add("ceilings", [given | {"value": 3.0}])
+    for value in (2.0, 3.0):
+        rows.add("ceilings", [given | {"value": value}])
+        memory.add("ceilings", [given | {"value": value}])
     rows.add("ffn", [])
+    assert rows.by_file["ceilings"] == memory.by_file["ceilings"]
     assert [list(row) for row in rows.by_file["ceilings"]] == 2 * [COLUMNS["ceilings"]]
     table = pd.read_csv(tmp_path / "ceilings.csv")
     assert list(table["value"]) == [2, 3] and table["date"].nunique() == 1
@@ -19,12 +40,6 @@ def test_rows_have_the_columns_of_their_file_and_one_date(tmp_path):
     assert not (tmp_path / "ffn.csv").exists()
     with pytest.raises(KeyError, match="unit"):
         rows.add("ceilings", [{"metric": "copy", "value": 2.0}])
-
-
-def test_without_a_folder_rows_are_kept_in_memory():
-    rows = Rows(None, ["ceilings"])
-    rows.add("ceilings", [{"metric": "copy", "value": 2.0, "unit": "GB/s"}])
-    assert len(rows.by_file["ceilings"]) == 1
 
 
 def test_unfit_files_are_refused(tmp_path):
@@ -39,12 +54,61 @@ def test_unfit_files_are_refused(tmp_path):
 
 
 def test_recorded_files_have_these_columns():
-    from twell import results
-
     for name, columns in COLUMNS.items():
-        path = results.root() / "data" / "bench" / f"{name}.csv"
-        assert list(pd.read_csv(path, nrows=0))[: len(columns)] == columns, name
+        assert list(pd.read_csv(BENCH / f"{name}.csv", nrows=0))[: len(columns)] == columns, name
 
 
 def test_numbers_are_rounded_to_significant_digits():
     assert [significant(x, 3) for x in (0.0012345, 98765.0, 0.0)] == [0.00123, 98800.0, 0.0]
+
+
+def test_recorded_names_are_parsed_and_written_alike():
+    tables = [pd.read_csv(path) for path in BENCH.glob("*.csv")]
+    names = {name for table in tables for name in table.get("provider", [])}
+    assert len(names) > 10
+    for name in names:
+        provider = Provider.parse(name)
+        assert provider.name == str(provider) == name
+        assert provider.compiled == ("torch.compile" in name)
+        assert provider.sparse_path == any(path in name.split() for path in SPARSE_PATHS)
+        assert (provider.compilation == TUNED) == name.endswith("tuned")
+
+
+def test_the_parts_of_names():
+    assert Provider.parse("dense") == DENSE_KERNELS == Provider("triton", "dense")
+    assert Provider.parse("dense eager") == DENSE_EAGER == Provider("dense", None, EAGER)
+    assert Provider.parse("auto") == AUTO
+    assert Provider.parse("triton union torch.compile") == UNION_COMPILED
+    tuned = Provider("triton", None, TUNED)
+    assert tuned.name == "triton torch.compile tuned"
+    assert tuned.untuned == Provider("triton", None, COMPILED) and AUTO.untuned == AUTO
+    for name in ("union", "triton eager", "dense union", "", "dense torch.compiled"):
+        with pytest.raises(ValueError, match=f"provider '{name}' is unknown"):
+            Provider.parse(name)
+
+
+def test_the_providers_of_a_model_are_those_of_its_compilations():
+    eager = ["dense eager", "triton", "auto"]
+    compiled, tuned = (
+        [f"{backend} {kind}" for backend in ("dense", "triton", "auto")]
+        for kind in (COMPILED, TUNED)
+    )
+    for arguments, expected in (
+        ((None,), eager + compiled),
+        ((None, True), eager + compiled + tuned),
+        ((True,), compiled),
+        ((True, True), compiled + tuned),
+        ((False,), eager),
+    ):
+        assert [provider.name for provider in model_providers(*arguments)] == expected
+    assert compilations(None, True) == [EAGER, COMPILED, TUNED]
+
+
+def test_the_face_of_the_package_loads_and_names_are_cheap():
+    code = "import sys, twell.measure.providers; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    for name in measure.__all__:
+        assert getattr(measure, name) is not None and name in dir(measure)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        measure.nothing  # noqa: B018

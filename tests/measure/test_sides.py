@@ -1,21 +1,25 @@
-"""A model that computes its feed-forward layers by one provider and then by another."""
+"""One model by one provider and then by another, and its decoding with a static cache."""
 
+import itertools
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from tests.measure import factories
-from tests.measure.factories import relative
+from tests.factories import SEED, measure
+from tests.factories.measure import relative
 from twell.measure import imposed
 from twell.measure.check import TOLERANCE
+from twell.measure.decode import Decoder, joined_projections
 from twell.measure.providers import (
     AUTO,
     AUTO_COMPILED,
     BACKENDS,
     COMPILED,
     DENSE_EAGER,
+    EAGER,
     TRITON,
     TUNED,
     Provider,
@@ -24,12 +28,12 @@ from twell.measure.providers import (
 from twell.measure.sides import Sides, exact_hidden_states, forward
 from twell.sparse.calibration import Calibration, Point
 
-pytest.importorskip("triton")
+ops = pytest.importorskip("twell.kernels.ops")
 TUNING = {"coordinate_descent_tuning": True}
 
 
-def test_the_pass_is_the_models_own(seed):
-    model, ids = factories.model(seed=seed), imposed.draw_tokens(640, 3, 40, seed=seed)
+def test_the_pass_is_the_models_own():
+    model, ids = measure.model(), imposed.draw_tokens(640, 3, 40, seed=SEED)
     imposed.impose(model, [20.0] * 4, ids)
     with torch.no_grad():
         hidden, logits = forward(model, ids)
@@ -43,15 +47,13 @@ def test_the_pass_is_the_models_own(seed):
 
 
 @pytest.fixture
-def sides(fake_kernels, monkeypatch):
+def sides(dense_kernels, monkeypatch):
     """A model with 20 active neurons; `asked` logs paths, `compiled_with` compile options."""
-    from twell.kernels import ops
-
     asked, compiled = [], []
 
     def run(path, *tensors, **_):
         asked.append(path)
-        return factories.run(path, *tensors)
+        return measure.run(path, *tensors)
 
     def compile_(self, *, fullgraph, dynamic, options):
         assert fullgraph and not dynamic
@@ -60,7 +62,7 @@ def sides(fake_kernels, monkeypatch):
 
     monkeypatch.setattr(ops, "run", run)
     monkeypatch.setattr(torch.nn.Module, "compile", compile_)
-    model = factories.model().requires_grad_(False)
+    model = measure.model()
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
     result = Sides(model)
     result.asked, result.compiled_with = asked, compiled
@@ -70,7 +72,7 @@ def sides(fake_kernels, monkeypatch):
 def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
     model, ids = sides.model, imposed.draw_tokens(640, 2, 50)
     values = {name: weight.clone() for name, weight in model.named_parameters()}
-    sides.observe([{"mean": 20.0, "union": 90.0}] * 4, 64)
+    sides.observe([{"mean": 20.0, "union": 90.0}] * 4, 100)
     results = {}
     for provider in [*model_providers(None, tuned=True), DENSE_EAGER]:
         sides.become(provider)
@@ -89,14 +91,17 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
     assert sides.paths(TRITON, 64) == "decode 4"
 
 
-def test_each_compilation_is_made_once(sides):
-    calls = {}
+def test_each_compilation_is_made_once(sides, monkeypatch):
+    calls, asked = {}, []
     for kind in (COMPILED, TUNED, COMPILED):
         for backend in BACKENDS:
             sides.become(Provider(backend, None, kind))
             calls.setdefault(sides.model.model.norm._compiled_call_impl, set()).add(kind)
     assert list(calls.values()) == [{COMPILED}, {TUNED}]
     assert sides.compiled_with == 5 * [None] + 5 * [TUNING]  # four layers and the norm
+    monkeypatch.setattr(torch, "compile", lambda part, *, options, **_: asked.append(options))
+    decoder = Decoder(sides.model, imposed.draw_tokens(640, 1, 8), 4)
+    assert asked == 2 * [None] + 2 * [TUNING] and set(decoder.around) == {EAGER, COMPILED, TUNED}
 
 
 def test_auto_chooses_by_the_activity_of_each_layer(sides):
@@ -120,3 +125,64 @@ def test_new_weights_are_taken(sides):
         sides.become(provider)
         present = [ffn.down_proj.weight for ffn in sides.model.ffns]
         assert all(torch.equal(a, b) for a, b in zip(present, weights, strict=True))
+
+
+# --- decoding ---------------------------------------------------------------------------------
+
+
+def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text():
+    model = measure.model(torch.float32, num_key_value_heads=2)
+    script = imposed.draw_tokens(640, 3, 29, seed=SEED)
+    imposed.impose(model, [20.0] * 4, script)
+    decoder = Decoder(model, script, 17)
+    with torch.no_grad():
+        decoder.read()
+        logits = decoder.generate(decoder.step)
+        whole = model(input_ids=script, use_cache=False).logits[:, 17:].transpose(0, 1)
+        assert logits.shape == (12, 3, 640) and relative(logits, whole) < 1e-5
+        assert torch.equal(decoder.picked[:, 17:].t(), logits.argmax(-1))
+        assert not decoder.picked[:, :17].any() and int(decoder.position) == 29
+        addresses = [cache.keys.data_ptr() for cache in decoder.caches]
+        assert torch.equal(decoder.generate(decoder.step), logits)  # again from the first step
+        assert addresses == [cache.keys.data_ptr() for cache in decoder.caches]
+        other = script.clone()
+        other[1, 20] += 1
+        decoder.script.copy_(other)
+        again = decoder.generate(decoder.step)
+    same = (again == logits).all(-1)
+    assert same[:3].all() and same[:, [0, 2]].all() and not same[3:, 1].any()
+
+
+def projections(model):
+    layers = [layer.self_attn for layer in model.model.layers]
+    return [(a.q_proj, a.k_proj, a.v_proj) for a in layers]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_keys_and_values_are_one_product_in_decoding(bias):
+    model = measure.model(torch.float32, num_key_value_heads=2, attention_bias=bias)
+    before = projections(model)
+    for part in itertools.chain(*before) if bias else ():
+        part.bias.normal_(generator=torch.Generator().manual_seed(SEED))
+    ids = imposed.draw_tokens(640, 2, 9, seed=SEED)
+    g = torch.Generator().manual_seed(SEED)
+    hidden = torch.randn(2, 3, model.config.hidden_size, generator=g)
+    rotary = model.model.rotary_emb(torch.ones(1), torch.arange(3)[None])
+    products = []
+
+    def count(graph, _):
+        products.append(sum(node.target is F.linear for node in graph.graph.nodes))
+        return graph.forward
+
+    def states():
+        torch._dynamo.reset()
+        layer = torch.compile(model.model.layers[0], fullgraph=True, backend=count)
+        layer(hidden, position_embeddings=rotary)
+        return forward(model, ids)[0]
+
+    apart = states()
+    with pytest.raises(ZeroDivisionError), joined_projections(model):
+        torch.testing.assert_close(states(), apart)
+        torch.testing.assert_close(exact_hidden_states(model, ids), apart)  # copies layers
+        raise ZeroDivisionError
+    assert products == [7, 5] and torch.equal(states(), apart) and projections(model) == before

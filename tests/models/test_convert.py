@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models.factories import needs_triton, stock, tokens
+from tests.factories.models import needs_triton, stock, tokens
 from twell.models import densify, sparse_ffns, sparsify
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
@@ -65,10 +65,6 @@ def with_adapters(peft, base, kind, sparsified, backend):
     return model.train()
 
 
-def trained_gradients(model):
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sparsified", ["before", "after"])
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
@@ -87,7 +83,10 @@ def test_adapters_of_peft_act_and_learn(adapter, sparsified, backend):
         sparse.zero_grad()
         sparse(input_ids=x, labels=x).loss.backward()
     assert training.summary()["sparse_layers"] == 0
-    expected, result = trained_gradients(dense), trained_gradients(sparse)
+    expected, result = (
+        {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        for model in (dense, sparse)
+    )
     assert result.keys() == expected.keys() and len(result) >= 9
     for name, gradient in expected.items():
         torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
@@ -105,14 +104,6 @@ def test_adapters_of_peft_act_and_learn(adapter, sparsified, backend):
 
 
 # --- layers, hooks, weights
-
-
-def test_a_second_sparsify_sets_the_backend():
-    model = stock("llama")
-    sparsify(model)
-    layers = sparse_ffns(model)
-    sparsify(model, backend="reference")
-    assert sparse_ffns(model) == layers and all(ffn.backend == "reference" for ffn in layers)
 
 
 def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
@@ -138,8 +129,11 @@ def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
 
 
 @needs_triton
-def test_densify_restores_strides():
-    model = sparsify(stock("llama"), backend="triton")
+def test_a_second_sparsify_sets_the_backend_and_densify_restores_strides():
+    model = sparsify(stock("llama"))
+    layers = sparse_ffns(model)
+    sparsify(model, backend="triton")
+    assert sparse_ffns(model) == layers and all(ffn.backend == "triton" for ffn in layers)
     weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
     assert not any(weight.is_contiguous() for weight in weights)
     densify(model)

@@ -1,7 +1,18 @@
-import pytest
+import random
 
-from tests.sparse.steps import Fake
+import pytest
+import torch
+
+from tests.factories import SEED
+from tests.factories.sparse import FakeKernels
 from twell.sparse import plan
+
+
+@pytest.fixture(autouse=True)
+def rng():
+    """Every random number of a test follows from SEED."""
+    torch.manual_seed(SEED)
+    return random.Random(SEED)
 
 
 @pytest.fixture
@@ -9,8 +20,7 @@ def taken(monkeypatch):
     """Names of the operators called, in order; the layer reads its counters at every call."""
     from twell.kernels import ops
 
-    names = []
-    run = ops.run
+    names, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda name, *t, **o: names.append(name) or run(name, *t, **o))
     monkeypatch.setattr(plan, "READ_EVERY", 1)
     return names
@@ -20,6 +30,6 @@ def taken(monkeypatch):
 def fake(monkeypatch):
     from twell.kernels import training_ops
 
-    fake = Fake()
+    fake = FakeKernels()
     monkeypatch.setattr(training_ops, "train", fake)
     return fake

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import pickle
 import sys
 
@@ -6,42 +7,40 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.sparse.layers import (
+from tests.factories.sparse import (
     DEVICE,
-    calibration,
     call,
     exact,
     make,
     make_auto,
+    positive,
     relative,
+    small_threshold,
     triton_here,
 )
 from twell.sparse import plan
-from twell.sparse.layer import SparseFFN
+
+DENSE = ((2**20, "dense"),)
 
 
 @triton_here
 @pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
 def test_auto_follows_what_it_sees(taken, gated, bias):
-    ffn = make_auto(gated, bias)
-    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
-    assert ffn.observed is None and ffn.plan == ((2**20, "dense"),)
-    for _ in range(8):
-        call(ffn, x)
-    # on a GPU the counters are on their way for a call longer
-    assert taken[0] == "dense" and taken[-1] == "union" and taken.count("dense") <= 2
+    ffn, x = make_auto(gated, bias), positive(70)
+    assert ffn.observed is None and ffn.plan == DENSE
+
+    def calls(x):
+        taken.clear()
+        for _ in range(4):
+            call(ffn, x)
+        return taken[0], taken[-1]
+
+    # On a GPU the counters are on their way for a call longer.
+    assert calls(x) == ("dense", "union") and taken.count("dense") <= 2
     assert ffn.observed == (3, 3)
-    taken.clear()
-    for _ in range(8):
-        call(ffn, -x)
-    assert taken[0] == "union" and taken[-1] == "dense"
-    assert ffn.observed[0] > 60
-    # dense calls look at their activity only now and then
-    ffn.chooser._unprobed = plan.PROBE_EVERY
-    taken.clear()
-    for _ in range(8):
-        call(ffn, x)
-    assert taken[0] == "dense" and taken[-1] == "union" and ffn.observed == (3, 3)
+    assert calls(-x) == ("union", "dense") and ffn.observed[0] > 60
+    ffn.chooser._unprobed = plan.PROBE_EVERY  # dense calls count their activity now and then
+    assert calls(x) == ("dense", "union") and ffn.observed == (3, 3)
 
 
 @triton_here
@@ -49,88 +48,76 @@ def test_auto_takes_the_path_of_the_number_of_tokens(taken):
     ffn = make_auto()
     ffn.observe(3, 20)
     assert ffn.plan == ((8, "decode"), (2**20, "union"))
-    for shape in ((1, 1), (8,), (2, 5), (3, 30)):
-        call(ffn, torch.rand(*shape, 32, dtype=torch.float16, device=DEVICE))
-    assert taken == ["decode", "decode", "union", "union"]
+    for shape in ((1, 1), (2, 5), (3, 30)):
+        call(ffn, positive(*shape))
+    assert taken == ["decode", "union", "union"]
     with torch.no_grad():
         assert ffn(torch.zeros(3, 0, 32, dtype=torch.float16, device=DEVICE)).shape == (3, 0, 32)
 
 
 @triton_here
 def test_auto_is_right_whatever_the_plan_says(taken):
-    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    x, others = positive(70), torch.arange(70, device=DEVICE) != 7
     x[7, 3] = float("nan")
     for sign in (1, -1):
-        for observed in ((0, 0), (3, 3), (70, 70)):
+        for observed in ((0, 0), (70, 70)):
             ffn = make_auto()
             ffn.observe(*observed)
             with torch.no_grad():
                 y = ffn(sign * x)
             assert y[7].isnan().all()
-            keep = torch.arange(70, device=DEVICE) != 7
-            assert relative(y[keep], exact(ffn, sign * x)[keep]) < 1e-3
+            assert relative(y[others], exact(ffn, sign * x)[others]) < 1e-3
     assert set(taken) == {"union", "dense"}
 
 
 @triton_here
-def test_auto_keeps_to_its_plan_in_compiled_code(monkeypatch):
+def test_compiled_code_keeps_to_the_plan_and_is_shared(monkeypatch):
     monkeypatch.setattr(plan, "READ_EVERY", 1)
     torch.compiler.reset()
-    ffn = make_auto()
+    ffn, graphs, x = make_auto(), CompileCounter(), positive(70)
     ffn.observe(3, 20)
-    graphs = CompileCounter()
     compiled = torch.compile(ffn, fullgraph=True, backend=graphs)
-    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(2):
             assert relative(compiled(x), ffn(x)) < 1e-3  # the call on the right counts and plans
         assert graphs.frame_count == 1
         assert ffn.observed == (3, 3) or x.is_cuda  # the compiled ones do not
-        ffn.observe(70, 70)
-        assert ffn.plan == ((2**20, "dense"),)
-        compiled(x)
-        assert graphs.frame_count == 2
-        ffn.observe(3, 21)
-        compiled(x)
-        assert graphs.frame_count == 2  # the code for that plan is there
+        for observed in ((70, 70), (3, 21)):  # the code for the second plan is there
+            ffn.observe(*observed)
+            compiled(x)
+            assert graphs.frame_count == 2
+        assert ffn.plan != DENSE
 
-
-@triton_here
-def test_layers_that_take_the_same_path_share_compiled_code():
-    torch.compiler.reset()
-    graphs, layers = CompileCounter(), [make_auto() for _ in range(3)]
-    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
-    without = tuple(point for point in calibration().times if "decode" not in point.ms)
-    layers[1].calibration = calibration(times=without)  # few tokens densely
-    for ffn, observed in zip(layers, ((3, 20), (3, 20), (70, 70)), strict=True):
-        ffn.observe(*observed)
-        ffn.compile(fullgraph=True, backend=graphs, dynamic=False)
-    assert len({ffn.plan for ffn in layers}) == 3
-    assert [ffn.chooser.path(70) for ffn in layers] == ["union", "union", "dense"]
-    with torch.no_grad():
-        for ffn, expected in zip(layers, (1, 1, 2), strict=True):
+        torch.compiler.reset()
+        graphs, layers = CompileCounter(), [make_auto() for _ in range(3)]
+        given = small_threshold()
+        times = tuple(point for point in given.times if "decode" not in point.ms)
+        layers[1].calibration = dataclasses.replace(given, times=times)  # few tokens densely
+        cases = zip(layers, ((3, 20), (3, 20), (70, 70)), (1, 1, 2), strict=True)
+        for ffn, observed, expected in cases:
+            ffn.observe(*observed)
+            ffn.compile(fullgraph=True, backend=graphs, dynamic=False)
             ffn(x)
             assert graphs.frame_count == expected
+        assert len({ffn.plan for ffn in layers}) == 3
+        assert [ffn.chooser.path(70) for ffn in layers] == ["union", "union", "dense"]
 
 
 @triton_here
 def test_auto_with_gradients_l1_or_statistics_is_dense(taken):
-    ffn = make_auto(dtype=torch.float64)
+    ffn = make_auto(dtype=torch.float64).requires_grad_(True)
     ffn.observe(3, 3)
-    ffn.requires_grad_(True)
-    x = torch.rand(70, 32, dtype=torch.float64, device=DEVICE)
-    results = []
-    for backend in ("dense", "auto"):
+    ffn.record = True
+    x, results = positive(70, dtype=torch.float64), {"dense": [], "auto": []}
+    for backend, result in results.items():
         ffn.backend = backend
-        ffn.record = True
         for training in (True, False):
             ffn.train(training).zero_grad()
             y = ffn(x)
             y.sum().backward()
-            results.append([y, *ffn.stats.take(), *(p.grad.clone() for p in ffn.parameters())])
-    for dense, auto in zip(results[:2], results[2:], strict=True):
-        for a, b in zip(dense, auto, strict=True):
-            torch.testing.assert_close(a, b)
+            result += [y, *ffn.stats.take(), *(p.grad.clone() for p in ffn.parameters())]
+    for dense, auto in zip(*results.values(), strict=True):
+        torch.testing.assert_close(auto, dense)
     assert taken == []
 
 
@@ -138,13 +125,10 @@ def test_auto_with_gradients_l1_or_statistics_is_dense(taken):
 def test_auto_works_where_the_kernels_do_not(case, monkeypatch):
     if case == "no triton":
         monkeypatch.setitem(sys.modules, "triton", None)
-    width, dtype = (
-        (24, torch.float16)
-        if case == "odd width"
-        else (32, torch.float64 if case == "float64" else torch.float16)
-    )
+    width = 24 if case == "odd width" else 32
+    dtype = torch.float64 if case == "float64" else torch.float16
     ffn = make(dtype=dtype, sizes=(width, 70), backend="auto").to(DEVICE).eval()
-    ffn.calibration = calibration(hidden_size=width)
+    ffn.calibration = small_threshold(hidden_size=width)
     ffn.observe(3, 3)
     x = torch.randn(70, width, dtype=dtype, device=DEVICE)
     with torch.no_grad():
@@ -155,9 +139,8 @@ def test_auto_works_where_the_kernels_do_not(case, monkeypatch):
 
 @triton_here
 def test_auto_under_autocast(taken):
-    ffn = make_auto(dtype=torch.float32)
+    ffn, x = make_auto(dtype=torch.float32), positive(70, dtype=torch.float32)
     ffn.observe(3, 3)
-    x = torch.rand(70, 32, device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
         y = ffn(x)
     assert y.dtype == torch.bfloat16 and taken == ["union"]
@@ -166,26 +149,12 @@ def test_auto_under_autocast(taken):
 
 @triton_here
 def test_copies_of_an_auto_layer_plan_alike():
-    ffn = make_auto()
-    names = list(ffn.state_dict())
-    x = torch.rand(70, 32, dtype=torch.float16, device=DEVICE) + 0.5
+    ffn, x = make_auto(), positive(70)
+    names = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
     with torch.inference_mode():
         ffn(x)
     ffn.observe(3, 20)
     for again in (copy.deepcopy(ffn), pickle.loads(pickle.dumps(ffn))):
-        assert again.plan == ffn.plan != ((2**20, "dense"),)
+        assert again.plan == ffn.plan != DENSE
         assert torch.equal(call(again, x), call(ffn, x))
-    assert (
-        list(ffn.state_dict())
-        == names
-        == [f"{part}_proj.weight" for part in ("gate", "up", "down")]
-    )
-    assert not list(ffn.buffers())
-
-
-def test_calibrations_of_other_layers_are_refused():
-    ffn = SparseFFN(32, 71, backend="auto")
-    with pytest.raises(
-        ValueError, match="intermediate_size=70, gated=True; this layer has .*intermediate_size=71"
-    ):
-        ffn.calibration = calibration()
+    assert list(ffn.state_dict()) == names and not list(ffn.buffers())

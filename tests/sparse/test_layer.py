@@ -4,19 +4,29 @@ import sys
 import pytest
 import torch
 
-from tests.sparse.layers import (
+from tests.factories.sparse import (
     DEVICE,
     call,
     make,
     make_auto,
+    positive,
     relative,
+    small_threshold,
     triton_here,
 )
 from twell.sparse import reference
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
 
+GATED = pytest.mark.parametrize("gated", [True, False])
+BACKENDS = pytest.mark.parametrize("backend", ["dense", "reference"])
 
-@pytest.mark.parametrize("gated", [True, False])
+
+def half(**changes):
+    """A small layer in the kernels' type, on their device."""
+    return make(**{"dtype": torch.float16, "sizes": (32, 70)} | changes).to(DEVICE)
+
+
+@GATED
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_dense_is_the_formula(gated, bias, activation):
@@ -26,9 +36,11 @@ def test_dense_is_the_formula(gated, bias, activation):
     weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
     expected = reference.ffn(x.reshape(15, 24), *weights, activation=activation).reshape(3, 5, 24)
     torch.testing.assert_close(ffn(x), expected, rtol=1e-12, atol=1e-12)
+    _, h = ffn.activations(x)
+    torch.testing.assert_close(ffn.l1, h.abs().sum(-1), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@GATED
 @pytest.mark.parametrize("bias", [True, False])
 def test_backends_agree_in_values_l1_and_gradients(gated, bias):
     ffn = make(gated, bias)
@@ -42,126 +54,98 @@ def test_backends_agree_in_values_l1_and_gradients(gated, bias):
         y = ffn(x)
         (y.square().sum() + (weights * ffn.l1).sum()).backward()
         results[backend] = [y, ffn.l1, x.grad, *(p.grad for p in ffn.parameters())]
-        ffn.eval()
+        copied = copy.deepcopy(ffn)  # without the graph of the last pass
+        assert copied.l1 is None and ffn.l1 is not None
+        ffn.eval().zero_grad()
         with torch.no_grad():
-            results[backend].append(ffn(x))
-        assert ffn.l1 is None  # nobody asked for it in evaluation
-        ffn.train()
+            results[backend] += [ffn(x), copied.eval()(x)]
+        assert ffn.l1 is None and ffn.stats.neuron_counts is None  # nobody asked for them
+        ffn(x).sum().backward()  # gradients flow in evaluation mode too
+        results[backend] += [p.grad for p in ffn.train().parameters()]
     for dense, sparse in zip(*results.values(), strict=True):
         assert relative(sparse, dense) < 1e-12
 
 
-def test_gradients_flow_in_evaluation_mode_too():
-    ffn = make(backend="reference").eval()
-    x = torch.randn(4, 24, dtype=torch.float64)
-    ffn(x).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in ffn.parameters())
-
-
 def test_reference_accumulates_in_fp32_under_autocast():
-    ffn = make(backend="reference", dtype=torch.float32, sizes=(256, 512))
+    ffn = make(backend="reference", dtype=torch.float32, sizes=(256, 512)).eval()
     x = torch.randn(6, 256)
-    exact = reference.ffn(
-        x.double(), *(p.weight.double() for p in (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
-    )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ffn.eval()
-        with torch.no_grad():
-            sparse = ffn(x)
-            ffn.backend = "dense"
-            dense = ffn(x)
+    exact = copy.deepcopy(ffn).double()(x.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        sparse = ffn(x)
+        ffn.backend = "dense"
+        dense = ffn(x)
     assert sparse.dtype == dense.dtype == torch.bfloat16
     assert relative(sparse, exact) < max(1.25 * relative(dense, exact), 1e-2)
 
 
-def test_l1_is_the_sum_over_neurons():
-    ffn = make()
-    x = torch.randn(5, 24, dtype=torch.float64)
-    g, h = ffn.activations(x)
-    ffn(x)
-    torch.testing.assert_close(ffn.l1.double(), h.abs().sum(-1), rtol=1e-12, atol=1e-12)
-    assert ffn.l1.shape == (5,)
+def test_the_reference_has_no_second_derivative_and_notices_a_changed_weight():
+    ffn = make(backend="reference")
+    x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ffn(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    y = ffn(x)
+    with torch.no_grad():
+        ffn.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-@pytest.mark.parametrize("gated", [True, False])
+@BACKENDS
+def test_nan_row_stays_in_its_row(backend):
+    x = torch.randn(4, 24, dtype=torch.float64)
+    x[2, 3] = float("nan")
+    with torch.no_grad():
+        y = make(backend=backend).eval()(x)
+    assert y[2].isnan().all() and not y[[0, 1, 3]].isnan().any()
+
+
+# --- statistics
+
+
+@BACKENDS
+@GATED
 def test_statistics_count_what_a_loop_counts(backend, gated):
     ffn = make(gated, backend=backend)
     ffn.record = True
     neurons, histogram = torch.zeros(70, dtype=torch.int64), torch.zeros(71, dtype=torch.int64)
     for size in (1, 13, 0, 4):
-        x = torch.randn(2, size, 24, dtype=torch.float64) - 0.3
-        mask = torch.rand(2, size) < 0.6
+        x, mask = torch.randn(2, size, 24, dtype=torch.float64) - 0.3, torch.rand(2, size) < 0.6
         ffn.token_mask = mask.to(torch.int64)
         ffn(x)
-        for row, keep in zip(
-            (ffn.activations(x)[0] != 0).reshape(-1, 70), mask.reshape(-1), strict=True
-        ):
-            if keep:
-                neurons += row
-                histogram[int(row.sum())] += 1
+        for row in (ffn.activations(x)[0] != 0)[mask]:
+            neurons += row
+            histogram[int(row.sum())] += 1
     counted = ffn.stats.take()
     assert torch.equal(counted[0], neurons) and torch.equal(counted[1], histogram)
     assert summarize_activity(*ffn.stats.take())["tokens"] == 0  # taking starts again
 
 
-def test_nothing_is_recorded_unless_asked():
-    ffn = make()
-    ffn(torch.randn(3, 24, dtype=torch.float64))
-    assert ffn.stats.neuron_counts is None
-
-
 def test_summary_against_sorting():
     counts = torch.randint(0, 40, (1000,))
     counts[3] = 64
-    stats = ActivityStats(64)
     active = torch.stack([torch.randperm(64) < count for count in counts])
     active[:, 7] = False
+    stats = ActivityStats(64)
     stats.record(active)
-    found = summarize_activity(*stats.take())
-    per_token = active.sum(1).sort().values
-    assert found["tokens"] == 1000
-    assert found["mean"] == pytest.approx(float(per_token.double().mean()))
-    assert found["max"] == int(per_token[-1])
-    assert found["p99"] == int(per_token[989])  # 990 of 1000 tokens do not exceed it
-    assert found["dead"] == pytest.approx(float((~active.any(0)).double().mean()))
-    assert found["dead"] > 0
+    result, per_token = summarize_activity(*stats.take()), active.sum(1).sort().values
+    assert result["tokens"] == 1000 and result["max"] == int(per_token[-1])
+    assert result["mean"] == pytest.approx(float(per_token.double().mean()))
+    assert result["p99"] == int(per_token[989])  # 990 of 1000 tokens do not exceed it
+    assert 0 < result["dead"] == pytest.approx(float((~active.any(0)).double().mean()))
 
 
-def test_nan_row_stays_in_its_row():
-    for backend in ("dense", "reference"):
-        ffn = make(backend=backend).eval()
-        x = torch.randn(4, 24, dtype=torch.float64)
-        x[2, 3] = float("nan")
-        with torch.no_grad():
-            y = ffn(x)
-        assert y[2].isnan().all() and not y[[0, 1, 3]].isnan().any()
-
-
-def test_errors_name_the_value():
-    with pytest.raises(ValueError, match="'gelu' is unknown; use one of relu, silu"):
-        SparseFFN(8, 16, activation="gelu")
-    with pytest.raises(ValueError, match="'cuda' is unknown"):
-        SparseFFN(8, 16, backend="cuda")
-    with pytest.raises(ValueError, match="needs activation 'relu'; this layer has 'silu'"):
-        SparseFFN(8, 16, activation="silu", backend="reference")
-    with pytest.raises(ValueError, match="intermediate_size is 0"):
-        SparseFFN(8, 0)
-    with pytest.raises(ValueError, match=r"shape \(2, 9\); its last size has to be 8"):
-        SparseFFN(8, 16)(torch.zeros(2, 9))
+# --- the kernels
 
 
 @triton_here
-@pytest.mark.parametrize("path", [None, "rowwise", "union", "decode"])
-@pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
-def test_triton_computes_what_dense_does(gated, bias, path, monkeypatch):
-    from twell.kernels import ops
-
-    taken = []
-    run = ops.run
-    monkeypatch.setattr(ops, "run", lambda name, *t, **o: taken.append(name) or run(name, *t, **o))
-    ffn = make(gated, bias, dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
-    x = torch.randn(3, 7, 32, dtype=torch.float16, device=DEVICE)
+@pytest.mark.parametrize(
+    ("path", "gated", "bias"),
+    [(None, True, False), ("union", True, False), ("union", False, True), ("rowwise", True, True)],
+)
+def test_triton_computes_what_dense_does(gated, bias, path, taken):
+    ffn = half(gated=gated, bias=bias).eval()
+    x = torch.randn(1, 2, 32, dtype=torch.float16, device=DEVICE)
     exact = copy.deepcopy(ffn).double()(x.double())
     with torch.no_grad():
         dense = ffn(x)
@@ -173,12 +157,12 @@ def test_triton_computes_what_dense_does(gated, bias, path, monkeypatch):
 
 @triton_here
 def test_triton_trains_and_counts_by_the_dense_path():
-    ffn = make(dtype=torch.float64, sizes=(32, 70)).to(DEVICE)
+    ffn = make(sizes=(32, 70)).to(DEVICE)
     x = torch.randn(5, 32, dtype=torch.float64, device=DEVICE)
     expected = []
+    ffn.record = True
     for backend in ("dense", "triton"):
         ffn.backend = backend
-        ffn.record = True
         ffn.zero_grad()
         y = ffn(x)
         (y.sum() + ffn.l1.sum()).backward()
@@ -188,14 +172,9 @@ def test_triton_trains_and_counts_by_the_dense_path():
 
 
 @triton_here
-def test_the_down_weight_keeps_the_strides_of_the_kernels(tmp_path):
-    ffn = make(dtype=torch.float16, sizes=(32, 70)).to(DEVICE).eval()
-    state = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in ffn.state_dict().items()
-    }
-    x = torch.randn(4, 32, dtype=torch.float16, device=DEVICE)
-    ffn.backend = "triton"
+def test_the_down_weight_keeps_the_strides_of_the_kernels():
+    ffn = half(backend="triton").eval()
+    state = {name: tensor.contiguous().clone() for name, tensor in ffn.state_dict().items()}
     for load in (
         lambda: None,
         lambda: ffn.load_state_dict(state),
@@ -204,87 +183,14 @@ def test_the_down_weight_keeps_the_strides_of_the_kernels(tmp_path):
     ):
         load()
         assert ffn.down_proj.weight.shape == (32, 70) and ffn.down_proj.weight.stride() == (1, 32)
-        with torch.no_grad():
-            ffn(x)
-
-
-@triton_here
-def test_triton_refuses_other_types():
-    ffn = make(dtype=torch.float32, backend="triton", sizes=(32, 70)).to(DEVICE).eval()
-    with (
-        pytest.raises(
-            TypeError,
-            match=r"x has dtype torch\.float32, expected torch\.bfloat16 or torch\.float16",
-        ),
-        torch.no_grad(),
-    ):
-        ffn(torch.randn(4, 32, device=DEVICE))
-
-
-def test_backends_say_why_they_are_off(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert backend_status() == {
-        "dense": None,
-        "reference": None,
-        "triton": "the package triton is not installed",
-        "auto": None,
-    }
-    with pytest.raises(
-        RuntimeError, match="backend 'triton' cannot be used: the package triton is not installed"
-    ):
-        SparseFFN(16, 32, backend="triton")
-
-
-MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
-
-MUTED += [
-    pytest.param("triton union", True, marks=triton_here)
-]  # all its paths take their weights from one place
-
-
-@pytest.mark.parametrize(("backend", "gated"), MUTED)
-def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
-    name, _, path = backend.partition(" ")
-    ffn = make(gated, bias=True, dtype=torch.float16 if path else torch.float64, sizes=(16, 40)).to(
-        DEVICE
-    )
-    ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 40
-    muted = torch.arange(40) % 3 == 0
-    without = copy.deepcopy(ffn)
-    without.down_proj.weight.data[:, muted] = 0
-    ffn.muted = muted
-    x = torch.randn(3, 16, dtype=ffn.up_proj.weight.dtype, device=DEVICE) / 4
-    found = []
-    for layer in (ffn, without):
-        y = layer(x)
-        (y.square().sum() / 100 + 0 * layer.l1.sum()).backward()
-        found.append([y, layer.l1, *(p.grad for p in layer.parameters())])
-    for (ours, expected), (parameter, _) in zip(
-        zip(*found, strict=True), [("y", None), ("l1", None), *ffn.named_parameters()], strict=True
-    ):
-        if parameter == "down_proj.weight":
-            assert not ours[:, muted].any() and expected[:, muted].any()
-            ours, expected = ours[:, ~muted], expected[:, ~muted]
-        assert relative(ours, expected) < (1e-3 if path else 1e-12), parameter
-    with torch.no_grad():
-        for layer in (ffn, without):
-            layer.eval()
-        assert relative(ffn(x), without(x)) < (1e-3 if path else 1e-12)
-        ffn.muted = None
-        assert relative(ffn(x), without(x)) > 0.01
-
-
-@triton_here
-@pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_layers_around_others_keep_the_strides_of_the_kernels(backend):
     mlp = torch.nn.Module()
     mlp.hidden_size, mlp.intermediate_size = 32, 70
     for name, sizes in (("gate_proj", (32, 70)), ("up_proj", (32, 70)), ("down_proj", (70, 32))):
-        mlp.add_module(
-            name, torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE)
-        )
-    ffn = SparseFFN.around(mlp, backend=backend).eval().requires_grad_(False)
+        part = torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE)
+        mlp.add_module(name, part)
+    ffn = SparseFFN.around(mlp, backend="triton").eval().requires_grad_(False)
     assert ffn.down_proj is mlp.down_proj and ffn.down_proj.weight.stride() == (1, 32)
+    ffn.path = "union"
     call(ffn, torch.randn(4, 32, dtype=torch.float16, device=DEVICE))
 
 
@@ -292,9 +198,9 @@ def test_layers_around_others_keep_the_strides_of_the_kernels(backend):
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_weights_that_lost_their_strides_or_alignment(backend, taken):
     ffn = make_auto()
-    ffn.backend = backend
+    ffn.backend, ffn.path = backend, "union"
     ffn.observe(3, 3)
-    x = torch.rand(5, 32, dtype=torch.float16, device=DEVICE)
+    x = positive(9)
     with torch.no_grad():
         expected = ffn(x)
         ffn.down_proj.weight.data = ffn.down_proj.weight.data.contiguous()
@@ -305,50 +211,91 @@ def test_weights_that_lost_their_strides_or_alignment(backend, taken):
             flat = torch.empty(part.weight.numel() + 1, dtype=torch.float16, device=DEVICE)[1:]
             part.weight.data = flat.view(part.weight.shape).copy_(part.weight)
         assert ffn.up_proj.weight.data_ptr() % 16 and torch.equal(ffn(x), expected)
-    assert len(taken) == 4 and "dense" not in taken
+    assert taken == ["union"] * 4
 
 
-def test_the_reference_has_no_second_derivative():
-    ffn = make(backend="reference")
-    x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(ffn(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+# --- silencing
+
+MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
+# All paths of the kernels take their weights from one place.
+MUTED += [pytest.param("triton union", True, marks=triton_here)]
 
 
-def test_the_reference_notices_a_weight_that_changed_before_backward():
-    ffn = make(backend="reference")
-    y = ffn(torch.randn(3, 24, dtype=torch.float64, requires_grad=True))
+@pytest.mark.parametrize(("backend", "gated"), MUTED)
+def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
+    name, _, path = backend.partition(" ")
+    dtype, bound = (torch.float16, 1e-3) if path else (torch.float64, 1e-12)
+    ffn = make(gated, bias=True, dtype=dtype, sizes=(16, 40)).to(DEVICE)
+    ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 40
+    ffn.path = path or None
+    muted = torch.arange(40) % 3 == 0
+    without = copy.deepcopy(ffn)
+    without.down_proj.weight.data[:, muted] = 0
+    ffn.muted = muted
+    x = torch.randn(3, 16, dtype=dtype, device=DEVICE) / 4
+    results = []
+    for layer in (ffn, without):
+        y = layer(x)
+        (y.square().sum() / 100 + 0 * layer.l1.sum()).backward()
+        named = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        results.append({"y": y, "l1": layer.l1} | named)
+    for name, expected in results[1].items():
+        result = results[0][name]
+        if name == "down_proj.weight":
+            assert not result[:, muted].any() and expected[:, muted].any()
+            result, expected = result[:, ~muted], expected[:, ~muted]
+        assert relative(result, expected) < bound, name
     with torch.no_grad():
-        ffn.up_proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+        assert relative(ffn.eval()(x), without.eval()(x)) < bound
+        ffn.muted = None
+        assert relative(ffn(x), without(x)) > 0.01
 
 
-def test_paths_that_do_not_exist_are_refused():
-    with pytest.raises(
-        ValueError, match="path 'unions' is unknown; use one of dense, rowwise, union, decode"
+# --- refusals
+
+
+def test_errors_name_the_value():
+    for message, options in (
+        ("'gelu' is unknown; use one of relu, silu", {"activation": "gelu"}),
+        ("'cuda' is unknown", {"backend": "cuda"}),
+        (
+            "needs activation 'relu'; this layer has 'silu'",
+            {"activation": "silu", "backend": "auto"},
+        ),
+        ("hidden_size is 0", {"sizes": (0, 8)}),
+        ("intermediate_size is 0", {"sizes": (8, 0)}),
     ):
+        with pytest.raises(ValueError, match=message):
+            make(**options)
+    with pytest.raises(ValueError, match=r"shape \(2, 9\); its last size has to be 24"):
+        make()(torch.zeros(2, 9))
+    message = "path 'unions' is unknown; use one of dense, rowwise, union, decode"
+    with pytest.raises(ValueError, match=message):
         make().path = "unions"
+    ffn, message = SparseFFN(32, 71), "intermediate_size=70, .*; this layer has .*_size=71"
+    with pytest.raises(ValueError, match=message):
+        ffn.calibration = small_threshold()
+    assert ffn.calibration is None
+
+
+def test_backends_say_why_they_are_off(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = "the package triton is not installed"
+    status = {"dense": None, "reference": None, "triton": reason, "auto": None}
+    assert backend_status() == status
+    with pytest.raises(RuntimeError, match=f"backend 'triton' cannot be used: {reason}"):
+        SparseFFN(16, 32, backend="triton")
 
 
 @triton_here
-def test_run_refuses_tensors_that_require_gradients():
+def test_the_kernels_refuse_other_types_and_gradients():
     from twell.kernels import ops
 
-    ffn = make(dtype=torch.float16, sizes=(32, 70), backend="triton").to(DEVICE)
-    x = torch.randn(4, 32, dtype=torch.float16, device=DEVICE)
+    message = r"x has dtype torch\.float32, expected torch\.bfloat16 or torch\.float16"
+    with pytest.raises(TypeError, match=message), torch.no_grad():
+        half(dtype=torch.float32, backend="triton").eval()(torch.randn(4, 32, device=DEVICE))
+    ffn, x = half(backend="triton"), positive(4)
     weights = [part.weight for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj)]
-    for path in ("dense", "decode"):
+    for path in ("dense", "union"):
         with pytest.raises(RuntimeError, match="ops.run computes no gradients"):
             ops.run(path, x, *weights, None, None, None)
-        with torch.no_grad():
-            ops.run(path, x, *weights, None, None, None)
-
-
-def test_a_layer_can_be_copied_after_a_step():
-    ffn = make()
-    ffn(torch.randn(3, 24, dtype=torch.float64)).sum().backward()
-    again = copy.deepcopy(ffn)
-    assert again.l1 is None and ffn.l1 is not None
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ffn.parameters(), strict=True))

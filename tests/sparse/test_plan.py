@@ -1,58 +1,70 @@
 import copy
 import math
 import pickle
-import random
 
 import pytest
 import torch
 
-from tests.sparse.calibrations import from_grid, random_rows, threshold
+from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
 from twell.sparse.calibration import BLOCK
-from twell.sparse.plan import CLASSES, POWERS, Chooser
+from twell.sparse.plan import POWERS, Chooser
+
+CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
+
+
+def make(**changes):
+    chooser = Chooser(32, 1000, True)
+    chooser.calibration = threshold(**changes)
+    return chooser
+
+
+def call(chooser, num_tokens, active, union):
+    """Add to the counters as a sparse call does; blocks have the mean union."""
+    chooser.update(num_tokens)
+    path, blocks = chooser.path(num_tokens), -(-num_tokens // BLOCK)
+    counts = torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union])
+    chooser.counters(num_tokens, CPU).add_(counts)
+    return path
+
 
 # --- the choice of a layer
 
 
 def test_a_fresh_layer_is_dense_unless_told_what_to_expect():
     chooser = Chooser(32, 1000, True)
-    assert chooser.plan == ((POWERS[-1], "dense"),) and chooser.observed is None
+    assert chooser.plan == DENSE and chooser.observed is None
     chooser.calibration = threshold()
-    assert chooser.plan == ((POWERS[-1], "dense"),)
+    assert chooser.plan == DENSE
     chooser.calibration = threshold(expected=(2.0, 50.0))
     assert chooser.plan == ((32, "decode"), (POWERS[-1], "union")) and chooser.observed is None
     assert [chooser.path(m) for m in (1, 32, 33, 10**9)] == ["decode", "decode", "union", "union"]
     chooser.observe(1000, 1000)
-    assert chooser.plan == ((POWERS[-1], "dense"),)  # what was seen counts more
+    assert chooser.plan == DENSE  # an observation counts more
     chooser.observe(2, 50)
     chooser.calibration = threshold(crossing=40.0)
     assert chooser.path(4096) == "dense"  # a new calibration, a new plan
+    with pytest.raises(ValueError, match=r"for hidden_size=32, .*=500, gated=True; this layer has"):
+        chooser.calibration = threshold(intermediate_size=500)
 
 
-@pytest.mark.parametrize("repeat", range(10))
-def test_the_plan_is_the_calibrations_choice_at_every_power(repeat):
-    made = from_grid(random_rows(tokens=(1, 8, 64, 512, 4096, 2**20)))
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = made
-    active = random.uniform(1, 300)
-    union = random.uniform(active, 1000)
+@pytest.mark.parametrize("repeat", range(5))
+def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
+    rng.seed(repeat)
+    chooser, active = Chooser(32, 1000, True), rng.uniform(1, 300)
+    made = from_grid(random_grid(rng, tokens=(1, 8, 64, 512, 4096, 2**20)))
+    chooser.calibration, union = made, rng.uniform(active, 1000)
     chooser.observe(active, union)
     for power in POWERS:
-        block = min(power, BLOCK)
-        between = (
-            union
-            if block == BLOCK
-            else active * (union / active) ** (math.log(block) / math.log(BLOCK))
-        )
-        expected = made.choose(power, active, between)
+        share = math.log(min(power, BLOCK)) / math.log(BLOCK)
+        expected = made.choose(power, active, active * (union / active) ** share)
         assert chooser.path(power) == expected
         assert chooser.path(power // 2 + 1) == expected or power == 1
     assert all(a[1] != b[1] for a, b in zip(chooser.plan, chooser.plan[1:], strict=False))
 
 
 def test_unions_of_few_tokens_bound_those_of_more():
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold(crossing=100.0)
+    chooser = make()
     chooser.observe(10, 10, tokens=1)
     assert chooser.path(1) == "decode" and chooser.path(8) == "decode"  # 80 at most
     assert chooser.path(16) == "dense" and chooser.path(4096) == "dense"  # 160, 640 at most
@@ -77,62 +89,44 @@ def test_impossible_observations_are_refused(arguments, words):
 
 # --- counting
 
-CPU = torch.device("cpu")
-
-
-def call(chooser, num_tokens, active, union):
-    """What a sparse call does: adds to the counters; blocks have the mean union."""
-    chooser.update(num_tokens)
-    path = chooser.path(num_tokens)
-    blocks = -(-num_tokens // BLOCK)
-    chooser.counters(num_tokens, CPU).add_(
-        torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union])
-    )
-    return path
-
 
 def test_the_newest_window_alone_decides():
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold(crossing=100.0)
-    for _ in range(5):
-        call(chooser, 2**20, 2, 50)
-    chooser.update(2**20)
-    assert chooser.observed == (2, 50) and chooser.path(4096) == "union"
-    call(chooser, 64, 500, 800)  # few tokens, but the newest
-    chooser.update(2**20)
-    assert chooser.observed == (500, 800) and chooser.path(4096) == "dense"
+    chooser = make()
+    # Few tokens in the second window, but the newest ones.
+    for calls, case, path in ((5, (2**20, 2, 50), "union"), (1, (64, 500, 800), "dense")):
+        for _ in range(calls):
+            call(chooser, *case)
+        chooser.update(2**20)
+        assert chooser.observed == case[1:] and chooser.path(4096) == path
     call(chooser, 2**14, 4, 60)
     chooser.update(2**14)
     assert chooser.observed == (4, 60) and chooser.path(4096) == "union"
 
 
 def test_small_changes_leave_the_plan_as_it_is():
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold(crossing=100.0)
+    chooser = make()
     call(chooser, 2**14, 3, 90)
     call(chooser, 2**14, 3, 104)
-    plan = chooser.plan
+    before = chooser.plan
     call(chooser, 2**14, 3, 104)
-    assert chooser.observed == (3, 104) and chooser.plan is plan and chooser.path(4096) == "union"
+    assert chooser.observed == (3, 104) and chooser.plan is before
+    assert chooser.path(4096) == "union"
     call(chooser, 2**14, 3, 120)
     chooser.update(2**14)
     assert chooser.path(4096) == "dense"
 
 
 def test_reading_and_writing_are_observed_apart():
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold(crossing=100.0)
+    chooser = make()
     for _ in range(3):
         call(chooser, 4096, 2, 200)
         for _ in range(200):
             call(chooser, 1, 3, 3)
     assert chooser.path(1) == "decode" and chooser.path(4096) == "dense"
-    assert chooser._known == {1: (3, 3), 64: (2, 200)}
-
-
-def test_every_class_holds_its_numbers_of_tokens():
-    for m in range(1, 300):
-        assert CLASSES[plan._class(m)] == min(2 ** math.ceil(math.log2(m)), 64)
+    for m in range(1, 300):  # each class has counters of its own
+        same = chooser.counters(min(2 ** math.ceil(math.log2(m)), 64), CPU)
+        assert chooser.counters(m, CPU).data_ptr() == same.data_ptr()
+    assert len({chooser.counters(2**n, CPU).data_ptr() for n in range(9)}) == 7
 
 
 def test_no_call_waits_for_a_copy(monkeypatch):
@@ -143,8 +137,7 @@ def test_no_call_waits_for_a_copy(monkeypatch):
         return begun[-1], lambda: bool(arrived)
 
     monkeypatch.setattr(plan, "_begin_copy", begin)
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold(crossing=100.0)
+    chooser = make()
     call(chooser, 2**14, 2, 50)
     for _ in range(20):
         assert call(chooser, 2**14, 900, 1000) == "dense"
@@ -157,48 +150,37 @@ def test_no_call_waits_for_a_copy(monkeypatch):
 
 
 def test_watching_costs_little(monkeypatch):
-    reads, probes = [], []
-    begin = plan._begin_copy
+    reads, probes, begin = [], [], plan._begin_copy
     monkeypatch.setattr(plan, "_begin_copy", lambda counters: reads.append(1) or begin(counters))
     monkeypatch.setattr(plan, "count_activity", lambda *_: probes.append(1))
-    x = torch.zeros(1, 32)
-    chooser = Chooser(32, 1000, True)
+    x, chooser = torch.zeros(1, 32), Chooser(32, 1000, True)
     for _ in range(2560):
         call(chooser, 1, 900, 900)
         chooser.probe(x, x, None)
-    assert len(probes) == 10  # every 256th
-    assert len(reads) == 80  # every 32nd
+    assert len(probes) == 10 and len(reads) == 80  # every 256th and every 32nd
     reads.clear()
     chooser = Chooser(32, 1000, True)
     for _ in range(256):
         chooser.update(1)
         chooser.probe(x, x, None)
-    assert len(reads) == 1  # nothing was counted but by the first probe
+    assert len(reads) == 1  # only the first probe counted
 
 
-def test_counters_outlive_inference_mode_and_change_device():
-    chooser = Chooser(32, 1000, True)
+def test_counters_outlive_inference_mode_change_device_and_are_not_copied(monkeypatch):
+    chooser = make()
     with torch.inference_mode():
         counters = chooser.counters(70, CPU)
         counters += 1
     counters += 1
     assert counters.tolist() == [2] * 4 and counters.dtype == torch.int64
-    assert (
-        chooser.counters(65, CPU).data_ptr()
-        == counters.data_ptr()
-        != chooser.counters(1, CPU).data_ptr()
-    )
     assert chooser.counters(70, torch.device("meta")).device.type == "meta"
     assert chooser.counters(70, CPU).tolist() == [0] * 4
 
-
-def test_copies_keep_the_plan_and_count_for_themselves(monkeypatch):
+    # A copy is under way: its event could not be pickled.
     monkeypatch.setattr(plan, "_begin_copy", lambda counters: (counters.clone(), lambda: False))
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold()
     chooser.observe(2, 50)
     call(chooser, 2**14, 3, 60)
-    chooser.update(2**14)  # a copy is under way: its event could not be pickled
+    chooser.update(2**14)
     monkeypatch.undo()
     for again in (copy.deepcopy(chooser), pickle.loads(pickle.dumps(chooser))):
         assert again.plan == chooser.plan and again.observed == chooser.observed == (2, 50)
@@ -211,12 +193,8 @@ def test_copies_keep_the_plan_and_count_for_themselves(monkeypatch):
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 63, 64, 65, 130, 1024, 1100, 4096, 131072])
 def test_sampled_blocks_are_consecutive_tokens_from_everywhere(num_tokens):
-    x = torch.arange(num_tokens)[:, None].expand(-1, 3)
-    blocks = plan.sampled_blocks(x)
-    assert len(blocks) == min(max(num_tokens // 64, 1), 16) and blocks.shape[1:] == (
-        min(num_tokens, 64),
-        3,
-    )
+    blocks = plan.sampled_blocks(torch.arange(num_tokens)[:, None].expand(-1, 3))
+    assert blocks.shape == (min(max(num_tokens // 64, 1), 16), min(num_tokens, 64), 3)
     starts = blocks[:, 0, 0]
     assert torch.equal(blocks[..., 0], starts[:, None] + torch.arange(blocks.shape[1]))
     assert torch.equal(starts, starts.unique()) and starts[0] == 0
@@ -230,12 +208,9 @@ def test_activity_is_counted_as_a_loop_counts():
     x[2, 3, 1] = float("nan")
     counters = torch.tensor([1, 2, 3, 4])
     plan.count_activity(x, weight, bias, counters)
+    neurons = list(zip(weight, bias, strict=True))
     active = [
-        [
-            [bool((w @ token + b).relu() != 0) for w, b in zip(weight, bias, strict=True)]
-            for token in block
-        ]
-        for block in x
+        [[bool((w @ token + b).relu() != 0) for w, b in neurons] for token in block] for block in x
     ]
     assert sum(active[2][3]) == 40
     entries = sum(sum(token) for block in active for token in block)

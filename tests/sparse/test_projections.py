@@ -1,18 +1,12 @@
+"""Projections that are not what their weight says: the layer calls them."""
+
 import copy
 
 import pytest
 import torch
 from torch.nn.utils import parametrize, prune
 
-from tests.sparse.layers import (
-    DEVICE,
-    make,
-    make_auto,
-    relative,
-    triton_here,
-)
-
-# --- projections that are not what their weight says
+from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
 
 
 class Scaled(torch.nn.Linear):
@@ -23,9 +17,10 @@ class Scaled(torch.nn.Linear):
 
 
 class Adapter(torch.nn.Module):
-    """A low-rank adapter around a projection; as peft's, it hands on the weight that it stands
-    around.
-    """
+    """A low-rank adapter; as peft's, it hands on the weight that it stands around."""
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
 
     def __init__(self, base):
         super().__init__()
@@ -33,14 +28,6 @@ class Adapter(torch.nn.Module):
         options = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
         self.down = torch.nn.Linear(base.in_features, 2, **options)
         self.up = torch.nn.Linear(2, base.out_features, **options)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
 
     def forward(self, x):
         return self.base_layer(x) + self.up(self.down(x))
@@ -50,108 +37,72 @@ class Int8(torch.nn.Linear):
     """Weights in eight bits, read with a scale."""
 
     def __init__(self, base):
-        super().__init__(
-            base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype
-        )
+        torch.nn.Module.__init__(self)
         scale = base.weight.detach().abs().max() / 127
-        self.weight = torch.nn.Parameter(
-            (base.weight.detach() / scale).round().to(torch.int8), requires_grad=False
-        )
+        weight = (base.weight.detach() / scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", 1.5 * scale)
-        self.bias = base.bias
+        self.bias, self.in_features, self.out_features = base.bias, *weight.shape[::-1]
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-def scaled(base):
-    changed = Scaled(
-        base.in_features, base.out_features, bias=base.bias is not None, dtype=base.weight.dtype
-    )
-    changed.load_state_dict(base.state_dict())
-    return changed.to(base.weight.device)
+class Double(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
 
 
-def hooked(base):
-    base.register_forward_hook(lambda module, args, y: 1.5 * y)
-    return base
-
-
-def hooked_before(base):
-    base.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
-    return base
-
-
-def hooked_backward(base):
-    base.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
-    return base
+def subclass(base):
+    base.__class__ = Scaled
 
 
 def own_forward(base):
     forward = base.forward
     base.forward = lambda x: 1.5 * forward(x)
-    return base
 
 
 def pruned(base):
     prune.random_unstructured(base, "weight", 0.5)
-    with torch.no_grad():
-        base.weight_orig.mul_(
-            1.5
-        )  # as an optimiser would; `weight` is stale until the module is called
-    return base
+    base.weight_orig.data.mul_(1.5)  # as an optimiser would; `weight` is stale until a call
 
 
 def normed(base):
     with pytest.warns(FutureWarning):
         torch.nn.utils.weight_norm(base)
-    with torch.no_grad():
-        base.weight_g.mul_(1.5)
-    return base
+    base.weight_g.data.mul_(1.5)
 
 
-def parametrised(base):
-    class Double(torch.nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    parametrize.register_parametrization(base, "weight", Double())
-    return base
-
-
+# A change returns another module, or changes the one that it is given.
 CHANGES = {
     "adapter": Adapter,
-    "subclass": scaled,
-    "int8": lambda base: Int8(base).to(base.weight.device),
-    "hook": hooked,
-    "pre-hook": hooked_before,
-    "backward hook": hooked_backward,
+    "int8": Int8,
+    "subclass": subclass,
+    "hook": lambda base: base.register_forward_hook(lambda module, args, y: 1.5 * y),
+    "pre-hook": lambda base: base.register_forward_pre_hook(lambda module, a: (1.5 * a[0],)),
+    "backward hook": lambda base: base.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0],)),
     "own forward": own_forward,
     "prune": pruned,
     "weight_norm": normed,
-    "parametrisation": parametrised,
+    "parametrisation": lambda base: parametrize.register_parametrization(base, "weight", Double()),
 }
 
-BACKENDS = [
-    "reference",
-    pytest.param("triton", marks=triton_here),
-    pytest.param("auto", marks=triton_here),
-]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["reference", *(pytest.param(n, marks=triton_here) for n in ("triton", "auto"))]
+)
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_projections_are_called_where_their_weight_is_not_all(change, part, backend):
-    """Values, the L1 term, counts and gradients are those of the dense layer; the layer says what
-    it does.
-    """
+    """Values, L1 term, counts and gradients are the dense layer's, and `repr` says so."""
     dense = make(bias=True, dtype=torch.bfloat16, sizes=(32, 48)).to(DEVICE)
     before = dense(x := torch.randn(5, 32, dtype=torch.bfloat16, device=DEVICE) / 8).detach()
     sparse = copy.deepcopy(dense)
     for ffn in (dense, sparse):
         torch.manual_seed(0)
-        setattr(ffn, part, CHANGES[change](getattr(ffn, part)))
+        changed = CHANGES[change](getattr(ffn, part))
+        if isinstance(changed, (Adapter, Int8)):
+            setattr(ffn, part, changed)
     sparse.backend = backend
     sparse.chooser.observe(1, 2)  # at which auto would take a sparse path
     results = []
@@ -160,88 +111,61 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
         leaf = x.clone().requires_grad_()
         y = ffn(leaf)
         (y.float().square().sum() / 100 + ffn.l1.sum()).backward()
-        results.append(
-            [
-                y,
-                ffn.l1,
-                leaf.grad,
-                *ffn.stats.take(),
-                *(p.grad for p in ffn.parameters() if p.requires_grad),
-            ]
-        )
+        gradients = [p.grad for p in ffn.parameters() if p.requires_grad]
+        results.append([y, ffn.l1, leaf.grad, *ffn.stats.take(), *gradients])
         ffn.eval().record = False
         with torch.no_grad():
             results[-1].append(ffn(x))
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)
-    if change != "backward hook":
-        assert relative(results[0][0], before) > 0.01
-    assert (
-        sparse.path == "dense"
-        and not sparse.readable
-        and f"path=dense ({part} is a" in repr(sparse)
-    )
-    assert sparse.plan == ((2**20, "dense"),) and "path=dense" not in repr(dense)
+    for expected, result in zip(*results, strict=True):
+        assert torch.equal(result, expected)
+    assert change == "backward hook" or relative(results[0][0], before) > 0.01
+    assert sparse.path == "dense" and not sparse.readable
+    assert f"path=dense ({part} is a" in repr(sparse) and "path=dense" not in repr(dense)
+    assert sparse.plan == ((2**20, "dense"),)
 
 
 @triton_here
-def test_hooks_that_come_and_go(taken):
-    ffn = make_auto()
-    ffn.backend = "triton"
-    x = torch.randn(3, 32, dtype=torch.float16, device=DEVICE)
+def test_hooks_that_come_and_go_and_a_device_map_of_accelerate(taken):
+    """Accelerate's hooks move inputs; where they also fetch weights, projections are called."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    ffn, x = make_auto(), positive(3)
+    ffn.backend, ffn.path = "triton", "union"
     with torch.no_grad():
         plain = ffn(x)
         handle = ffn.up_proj.register_forward_hook(lambda module, args, y: 0 * y)
         assert not ffn(x).any() and len(taken) == 1
         handle.remove()
-        assert torch.equal(ffn(x), plain) and len(taken) == 2 and ffn.path is None and ffn.readable
-
-
-@triton_here
-def test_a_device_map_of_accelerate_does_not_make_it_dense(taken):
-    """Its hooks move inputs; where they also fetch weights, the projections are called."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    ffn = make_auto()
-    ffn.backend = "triton"
-    x = torch.randn(3, 32, dtype=torch.float16, device=DEVICE)
-    with torch.no_grad():
-        expected = ffn(x)
-        device = x.device if x.is_cuda else torch.device("cpu")
+        assert torch.equal(ffn(x), plain) and len(taken) == 2
+        assert ffn.path == "union" and ffn.readable
         for part in (ffn, ffn.gate_proj, ffn.up_proj, ffn.down_proj):
-            add_hook_to_module(part, AlignDevicesHook(execution_device=device))
-        assert torch.equal(ffn(x), expected) and len(taken) == 2
+            add_hook_to_module(part, AlignDevicesHook(execution_device=x.device))
+        assert torch.equal(ffn(x), plain) and len(taken) == 3
         weights = {name: tensor.clone() for name, tensor in ffn.up_proj.state_dict().items()}
-        add_hook_to_module(
-            ffn.up_proj,
-            AlignDevicesHook(execution_device=device, offload=True, weights_map=weights),
-        )
+        hook = AlignDevicesHook(execution_device=x.device, offload=True, weights_map=weights)
+        add_hook_to_module(ffn.up_proj, hook)
         assert ffn.up_proj.weight.is_meta and ffn.path == "dense"
-        assert relative(ffn(x), expected) < 2e-3 and len(taken) == 2
+        assert relative(ffn(x), plain) < 2e-3 and len(taken) == 3
 
 
 def test_tensor_parallel_shards_are_refused_where_they_would_be_miscounted():
     ffn = make()
-    ffn.up_proj, ffn.gate_proj = torch.nn.Linear(24, 35).double(), torch.nn.Linear(24, 35).double()
-    ffn.down_proj = torch.nn.Linear(35, 24).double()
-    with pytest.raises(
-        ValueError, match="returns 35 neurons, and the layer has 70: of tensor-parallel shards"
-    ):
+    ffn.up_proj, ffn.gate_proj = (torch.nn.Linear(24, 35).double() for _ in range(2))
+    message = "returns 35 neurons, and the layer has 70: of tensor-parallel shards"
+    with pytest.raises(ValueError, match=message):
         ffn(torch.randn(2, 24).double())
 
 
 def test_hooks_for_all_modules_are_called_too():
-    ffn = make(backend="reference").eval()
-    x = torch.randn(3, 24, dtype=torch.float64)
+    ffn, x = make(backend="reference").eval(), torch.randn(3, 24, dtype=torch.float64)
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, y: 0 * y if module is ffn.up_proj else None
     )
-    try:
-        with torch.no_grad():
-            assert not ffn(x).any() and "path=dense (every module has hooks)" in repr(ffn)
-    finally:
-        handle.remove()
     with torch.no_grad():
+        try:
+            assert not ffn(x).any() and "path=dense (every module has hooks)" in repr(ffn)
+        finally:
+            handle.remove()
         assert ffn(x).any() and ffn.readable
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from twell import models as model_module
+from twell import models
 from twell.__main__ import main
 from twell.trace import Aggregate, tracing
 from twell.trace.counter import Counter
 
 
 def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
-    out = tmp_path / "deep" / "a.npz"
+    out, text = tmp_path / "deep" / "a.npz", tmp_path / "text.txt"
     command = ["trace", str(tiny_run), "--aggregate", "--out", str(out)]
     assert main([*command, "--valid", "--tokens", "500"]) == 0
     printed = capsys.readouterr().out
@@ -20,7 +20,6 @@ def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
     assert counted.meta["l1_coefficient"] == 1e-2
     assert main([*command, "--valid"]) == 0
     assert Aggregate.load(out).num_tokens > 512  # all that is held out
-    text = tmp_path / "text.txt"
     text.write_text("ba de fun " * 30, encoding="utf-8")
     assert main([*command, "--file", str(text)]) == 0
     assert 30 < Aggregate.load(out).num_tokens < 200
@@ -32,10 +31,7 @@ def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
         ("--aggregate --valid --tokens 9999999", "9999999 tokens were asked for; there are "),
         ("--aggregate --valid --tokens 0", "0 tokens were asked for"),
         ("--valid --tokens 10", "--tokens and --max-bytes belong to --aggregate"),
-        (
-            "--aggregate --valid --max-bytes 5000",
-            "2 layers of 96 neurons may need 6144 bytes; max_bytes is 5000",
-        ),
+        ("--aggregate --valid --max-bytes 5000", "may need 6144 bytes; max_bytes is 5000"),
         ("--aggregate --text EMPTY", "the text is empty"),
         ("--aggregate --file LATIN", "latin.txt is not UTF-8 text: byte 1"),
     ],
@@ -70,7 +66,7 @@ def test_interrupted_aggregate_leaves_no_file(tiny_run, tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("kind", [[], ["--aggregate"]])
 def test_a_model_without_a_tokenizer_is_refused_at_once(tiny_run, tmp_path, capsys, kind):
-    model_module.load(tiny_run)[0].save_pretrained(tmp_path / "bare")
+    models.load(tiny_run)[0].save_pretrained(tmp_path / "bare")
     out = str(tmp_path / "a.npz")
     assert main(["trace", str(tmp_path / "bare"), *kind, "--text", "a", "--out", out]) == 2
     assert "bare has no tokenizer" in capsys.readouterr().err

@@ -1,35 +1,62 @@
-"""What the counter counts, against slow loops over random traces."""
+"""What an aggregate counts of values, and the places that it shows, against slow loops."""
 
 import math
 
 import numpy as np
 import pytest
 
-from tests.trace.activity import LENGTHS, aggregate_of, firings, random_activity
-from twell import analysis
-from twell.trace.contexts import Best
-
-DEAD, OFTEN, AT_MOST_ONCE = 7, 8, 9
-
-
-@pytest.mark.parametrize(
-    ("layer", "neurons"),
-    [(0, (DEAD, OFTEN, AT_MOST_ONCE, 0, 255, 256)), (1, (OFTEN, AT_MOST_ONCE, 300, 599))],
+from tests.factories import SEED
+from tests.factories.trace import (
+    AT_MOST_ONCE,
+    DEAD,
+    LENGTHS,
+    OFTEN,
+    aggregate_of,
+    dense,
+    random_activity,
 )
-def test_neurons_against_slow_loops(seed, layer, neurons):
-    trace = random_activity(seed, LENGTHS)
-    counted = aggregate_of(trace)
+from twell import analysis
+from twell.trace import CONTEXTS, SAMPLE, Aggregate
+from twell.trace.contexts import Best, rounded
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return random_activity(SEED)
+
+
+@pytest.fixture(scope="module")
+def counted(trace):
+    return aggregate_of(trace)
+
+
+@pytest.fixture(scope="module")
+def firings(trace):
+    return firings_of(trace)
+
+
+def firings_of(trace):
+    """Return a function of layer and neuron: tokens that activate it, and its values."""
+    active, h = dense(trace)
+
+    def firings(layer, neuron):
+        at = np.flatnonzero(active[layer, :, neuron])
+        return at.tolist(), h[layer, at, neuron].tolist()
+
+    return firings
+
+
+def test_values_of_neurons(counted, firings):
     edges = counted.value_edges.tolist()
-    for neuron in neurons:
-        _, values = firings(trace, layer, neuron)
+    assert edges[-1] == 2.0 ** (math.floor(math.log2(counted.max_abs.max())) + 1)
+    assert edges == sorted(edges) and edges[12] == 0 and edges[13] == edges[-1] / 2**11
+    for layer, neuron in [(0, DEAD), (0, OFTEN), (0, AT_MOST_ONCE), (0, 256), (1, OFTEN), (1, 599)]:
+        _, values = firings(layer, neuron)
         bins = [0] * 24
         for h in values:
-            size, octave = abs(h), 0
-            while octave < 11 and size >= edges[13 + octave]:
-                octave += 1
+            octave = sum(abs(h) >= edge for edge in edges[13:24])
             bins[11 - octave if h < 0 else 12 + octave] += 1
         assert counted.value_histogram[layer, neuron].tolist() == bins
-        assert counted.max_abs[layer, neuron] == max(map(abs, values), default=0)
         total, magnitude = math.fsum(values), math.fsum(map(abs, values))
         assert counted.value_sum[layer, neuron] == pytest.approx(total, rel=1e-6, abs=1e-6)
         assert counted.abs_sum[layer, neuron] == pytest.approx(magnitude, rel=1e-6)
@@ -37,21 +64,13 @@ def test_neurons_against_slow_loops(seed, layer, neurons):
         assert table["count"].sum() == len(values) and table["low"].tolist() == edges[:-1]
 
 
-def test_edges_tokens_and_loss(seed):
-    trace = random_activity(seed, LENGTHS)
-    counted = aggregate_of(trace)
-    edges = counted.value_edges.tolist()
-    assert edges[-1] == 2.0 ** (math.floor(math.log2(counted.max_abs.max())) + 1)
-    assert edges == sorted(edges) and edges[12] == 0 and edges[13] == edges[-1] / 2**11
+def test_the_loss_and_its_absence(trace, counted):
     loss = -np.nanmean(trace.logprob.astype(float))
     assert counted.cross_entropy == pytest.approx(loss, rel=1e-12)
-    occurrences = [(trace.token_ids == token).sum() for token in counted.token_ids]
-    assert counted.occurrences.tolist() == occurrences
+    assert math.isnan(aggregate_of(random_activity(SEED, (1, 1))).cross_entropy)
 
 
-def test_neither_batches_nor_the_number_of_merges_change_an_aggregate(seed, monkeypatch):
-    trace = random_activity(seed, LENGTHS)
-    once = aggregate_of(trace, batch=100)
+def test_neither_batches_nor_the_number_of_merges_change_an_aggregate(trace, counted, monkeypatch):
     merges, merge, add = [], Best.merge, Best.add
 
     def add_and_merge(best, *entries):
@@ -62,18 +81,110 @@ def test_neither_batches_nor_the_number_of_merges_change_an_aggregate(seed, monk
     monkeypatch.setattr(Best, "add", add_and_merge)
     often = aggregate_of(trace, batch=1)
     assert len(merges) > 2 * len(LENGTHS)
-    for name, value in vars(once).items():
-        if name in ("value_sum", "abs_sum"):
-            np.testing.assert_allclose(getattr(often, name), value, rtol=1e-6, atol=1e-6)
-        elif isinstance(value, np.ndarray):
-            assert np.array_equal(getattr(often, name), value), name
-        else:
-            assert getattr(often, name) == value
+    for name in Aggregate.arrays():
+        tolerance = 1e-6 if name in ("value_sum", "abs_sum") else 0
+        expected = getattr(counted, name)
+        np.testing.assert_allclose(getattr(often, name), expected, tolerance, tolerance, name)
+    assert often.meta == counted.meta
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_refused(seed, value):
-    trace = random_activity(seed, (9, 9))
+def test_values_that_are_not_finite_are_refused(value):
+    trace = random_activity(SEED, (9, 9))
     trace.values[trace.indptr[trace.num_tokens]] = value  # the first one in layer 1
     with pytest.raises(FloatingPointError, match="layer 1 has values that are not finite"):
         aggregate_of(trace)
+
+
+def test_strongest_places(trace, counted, firings):
+    for layer, neuron in [(0, DEAD), (0, OFTEN), (1, OFTEN), (0, AT_MOST_ONCE), (0, 31), (1, 599)]:
+        pairs = zip(*firings(layer, neuron), strict=True)
+        best = sorted(pairs, key=lambda pair: (-abs(pair[1]), pair[0]))[:8]
+        table = analysis.contexts(counted, layer, neuron)
+        assert len(table) == len(best)
+        for (token, value), row in zip(best, table.itertuples(), strict=True):
+            assert row.value == pytest.approx(value, rel=2**-12)
+            assert (row.sequence, row.position) == (trace.sequence[token], trace.position[token])
+            near = [n for n in range(token - 12, token + 5) if 0 <= n < trace.num_tokens]
+            near = [n for n in near if trace.sequence[n] == row.sequence]
+            assert row.token == trace.strings[token]
+            assert row.before == "".join(trace.strings[n] for n in near if n < token)
+            assert row.after == "".join(trace.strings[n] for n in near if n > token)
+
+
+def test_quantile_places_of_a_rare_neuron_are_exact():
+    trace = random_activity(SEED, rate=0.01)
+    counted, firings, checked = aggregate_of(trace), firings_of(trace), 0
+    for neuron in range(0, 600, 7):
+        at, values = firings(1, neuron)
+        if len(values) > SAMPLE:
+            continue
+        table = analysis.contexts(counted, 1, neuron, "quantile")
+        ranks = [round(q * (len(values) - 1)) for q in counted.quantiles] if values else []
+        expected = [sorted(values)[rank] for n, rank in enumerate(ranks) if rank not in ranks[:n]]
+        np.testing.assert_allclose(table["value"].astype(float), expected, rtol=2**-12)
+        assert {*table["quantile"]} <= {*counted.quantiles}
+        for row in table.itertuples():
+            assert sum(LENGTHS[: row.sequence]) + row.position in at
+        checked += len(expected) > 1
+    assert checked > 20
+
+
+def test_quantile_places_are_an_even_sample():
+    """The mean ranks of neurons that fire much more often than SAMPLE are the quantiles."""
+    trace = random_activity(SEED, (50,) * 20, layers=1, neurons=300, rate=0.3)
+    counted = aggregate_of(trace)
+    ranks, by_neuron = [], trace.layer(0).tocsc()
+    for neuron in range(10, 300):
+        values = by_neuron.data[by_neuron.indptr[neuron] : by_neuron.indptr[neuron + 1]]
+        assert len(values) > 2 * SAMPLE
+        order, chosen = np.sort(rounded(values)), counted.quantile_value[0, neuron]
+        sides = [np.searchsorted(order, chosen, side) for side in ("left", "right")]
+        ranks.append(np.mean(sides, 0) / len(order))
+    np.testing.assert_allclose(np.mean(ranks, 0), (0.1, 0.3, 0.5, 0.7, 0.9), atol=0.05)
+    other = aggregate_of(trace, seed=1)
+    assert (other.quantile_at != counted.quantile_at).mean() > 0.5
+    assert np.array_equal(other.top_at, counted.top_at)
+
+
+def test_words_are_stored_once():
+    trace = random_activity(SEED, layers=1, neurons=10, rate=0.002)
+    counted = aggregate_of(trace)
+    assert len(counted.text_at) < sum(LENGTHS) and (np.diff(counted.text_at) > 0).all()
+    near = set()
+    for at in {*counted.top_at.reshape(-1).tolist(), *counted.quantile_at.reshape(-1).tolist()}:
+        if at >= 0:
+            same = np.flatnonzero(trace.sequence == trace.sequence[at])
+            near |= {*same[(same >= at - 12) & (same <= at + 4)].tolist()}
+    assert counted.text_at.tolist() == sorted(near)
+
+
+def test_places_make_way_until_the_file_fits_and_counts_never_do():
+    trace = random_activity(SEED, LENGTHS[-2:], neurons=100)
+    full = aggregate_of(trace)
+    assert full.meta["reduced"] == {} and full.top_at.shape[-1] == 8 and len(full.quantiles) == 5
+    least, size = full, len(full.pack())
+    for share in (0.95, 0.7, 0.6):
+        limit = int(size * share)
+        smaller = aggregate_of(trace, max_bytes=limit)
+        assert len(smaller.pack()) <= limit < len(least.pack())
+        top = smaller.top_at.shape[-1]
+        kept = {"top": top, "quantiles": smaller.quantiles}
+        kept |= {"before": smaller.before, "after": smaller.after}
+        assert smaller.meta["kept"] == kept and smaller.meta["max_bytes"] == limit
+        wanted = CONTEXTS[0]._asdict().items()
+        assert smaller.meta["reduced"] == {name: v for name, v in wanted if kept[name] != v} != {}
+        for name in Aggregate.arrays()[:16]:
+            assert np.array_equal(getattr(smaller, name), getattr(full, name)), name
+        assert np.array_equal(smaller.top_at, full.top_at[..., :top])
+        least = smaller
+    with pytest.raises(ValueError, match=r"the counts alone need \d+ bytes; max_bytes is 1000"):
+        aggregate_of(trace, max_bytes=1000)
+
+
+def test_each_row_of_contexts_takes_no_more_than_the_one_before():
+    for one, after in zip(CONTEXTS, CONTEXTS[1:], strict=False):
+        sizes = [row._replace(quantiles=len(row.quantiles)) for row in (one, after)]
+        assert all(a >= b for a, b in zip(*sizes, strict=True)) and sizes[0] != sizes[1]
+        assert {*after.quantiles} <= {*one.quantiles}
+    assert CONTEXTS[-1] == (0, [], 0, 0)

@@ -1,15 +1,15 @@
 """Traces and aggregates of a model are what its layers compute."""
 
+import copy
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from twell import analysis, results, trace
-from twell import models as model_module
-from twell.models import SparseLlamaForCausalLM
-from twell.trace import tracing
+from tests.factories import SEED
+from twell import analysis, models, results, trace
+from twell.trace import tracing, watch
 
 TABLES = [
     analysis.per_layer,
@@ -21,39 +21,33 @@ TABLES = [
 ]
 
 
+SILENCED = (12, 12, 12, 5, 1, 9)
+
+
+@pytest.fixture
+def loaded(tiny_run):
+    return models.load(tiny_run)
+
+
 def random_sequences(*lengths):
-    return [torch.randint(1, 320, (length,)).tolist() for length in lengths]
+    random = np.random.default_rng(SEED)
+    return [random.integers(1, 320, length).tolist() for length in lengths]
 
 
-def last_validation(run):
-    """The log's rows of the last evaluation."""
-    _, log = results.load_run(run)
-    return log[(log.split == "valid") & (log.step == log.step.max())]
-
-
-def logged_loss(run):
-    last = last_validation(run)
-    return last[last.metric == "cross_entropy"].value.item()
-
-
-def test_validation_trace_has_the_counts_that_training_logged(tiny_run):
+def test_validation_traces_have_the_counts_and_the_loss_that_training_logged(tiny_run):
+    _, log = results.load_run(tiny_run)
+    last = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
+    logged = {metric: rows["value"].to_numpy() for metric, rows in last.groupby("metric")}
     traced = trace.trace_validation(tiny_run)
-    last = last_validation(tiny_run)
     dead = [1 - len(np.unique(traced.layer(n).indices)) / 96 for n in range(2)]
-    for metric, ours in (
-        ("active_mean", traced.counts().mean(1)),
-        ("active_max", traced.counts().max(1)),
-        ("dead_fraction", dead),
-    ):
-        np.testing.assert_allclose(ours, last[last.metric == metric].value, rtol=1e-5)
-    assert -np.nanmean(traced.logprob) == pytest.approx(logged_loss(tiny_run), rel=1e-5)
+    np.testing.assert_allclose(traced.counts().mean(1), logged["active_mean"], rtol=1e-5)
+    np.testing.assert_allclose(traced.counts().max(1), logged["active_max"])
+    np.testing.assert_allclose(dead, logged["dead_fraction"], rtol=1e-5)
+    loss = pytest.approx(logged["cross_entropy"].item(), rel=1e-5)
+    assert -np.nanmean(traced.logprob) == loss
     assert np.isnan(traced.logprob).sum() == len(np.unique(traced.sequence)) == 16
     assert traced.meta["commit"] and traced.meta["l1_coefficient"] == 1e-2
-
-
-def test_validation_aggregate_has_the_loss_that_training_logged(tiny_run):
-    counted = trace.aggregate_run(tiny_run, tokens=512)
-    assert counted.cross_entropy == pytest.approx(logged_loss(tiny_run), rel=1e-5)
+    assert trace.aggregate_run(tiny_run, tokens=512).cross_entropy == loss
 
 
 def layers_of(model, sequence):
@@ -69,9 +63,8 @@ def layers_of(model, sequence):
     return [(g[0], h[0]) for g, h in seen], logits
 
 
-def test_a_trace_is_what_the_layers_compute(tiny_run):
-    model, tokenizer = model_module.load(tiny_run)
-    assert isinstance(model, SparseLlamaForCausalLM)
+def test_a_trace_is_what_the_layers_compute(loaded):
+    model, tokenizer = loaded
     sequences = random_sequences(9, 9, 4, 1, 9)
     traced = trace.trace_tokens(model, tokenizer, sequences, batch=2)
     start = 0
@@ -97,16 +90,16 @@ def test_a_trace_is_what_the_layers_compute(tiny_run):
         ([], "empty sequence"),
     ],
 )
-def test_sequences_that_the_model_does_not_take_are_refused(tiny_run, sequence, words):
-    model, tokenizer = model_module.load(tiny_run)
+def test_sequences_that_the_model_does_not_take_are_refused(loaded, sequence, words):
+    model, tokenizer = loaded
     model.train()
     with pytest.raises(ValueError, match=words):
         trace.trace_tokens(model, tokenizer, [sequence])
     assert model.training and not any(ffn._forward_hooks for ffn in model.ffns)
 
 
-def test_text_is_cut_into_contexts_and_read_back(tiny_run):
-    model, tokenizer = model_module.load(tiny_run)
+def test_text_is_cut_into_contexts_and_read_back(loaded):
+    model, tokenizer = loaded
     text = "ba de <b>fun</b> — 😀 " * 20
     traced = trace.trace_text(model, tokenizer, text)
     assert traced.position.max() == 31 and traced.sequence.max() == (traced.num_tokens - 1) // 32
@@ -116,16 +109,11 @@ def test_text_is_cut_into_contexts_and_read_back(tiny_run):
     assert "\ufffd" not in "".join(plain)
     with pytest.raises(ValueError, match="the text is empty"):
         trace.trace_text(model, tokenizer, "")
+    assert len(set(trace.token_strings(tokenizer, range(320)))) == 320  # no two look the same
 
 
-def test_token_strings_of_whole_vocabulary(tiny_run):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_run / "model")
-    strings = trace.token_strings(tokenizer, range(320))
-    assert len(set(strings)) == 320  # no two tokens look the same
-
-
-def test_aggregate_of_a_model_has_the_tables_of_its_trace(tiny_run, monkeypatch):
-    model, tokenizer = model_module.load(tiny_run)
+def test_aggregate_of_a_model_has_the_tables_of_its_trace(loaded, monkeypatch):
+    model, tokenizer = loaded
     sequences = random_sequences(*[32] * 17, 9, 9, 4, 1, 9)
     monkeypatch.setattr(tracing, "BATCH_TOKENS", 96)
     traced = trace.trace_tokens(model, tokenizer, sequences, batch=3)
@@ -142,21 +130,66 @@ def test_aggregate_of_a_model_has_the_tables_of_its_trace(tiny_run, monkeypatch)
     assert first["before"] == "".join(trace.token_strings(tokenizer, before))
 
 
-def test_an_aggregate_of_nothing_or_of_too_much_is_refused(tiny_run):
-    model, tokenizer = model_module.load(tiny_run)
+def test_an_aggregate_of_nothing_or_of_too_much_is_refused(loaded):
     with pytest.raises(ValueError, match="no sequence to count"):
-        trace.aggregate(model, tokenizer, [])
+        trace.aggregate(*loaded, [])
     words = "2 layers of 96 neurons may need 6144 bytes; max_bytes is 6000"
     with pytest.raises(ValueError, match=words):
-        trace.aggregate(model, tokenizer, random_sequences(9), max_bytes=6000)
+        trace.aggregate(*loaded, random_sequences(9), max_bytes=6000)
 
 
-def test_progress_says_how_far_it_is(monkeypatch):
+def test_progress_says_how_far_it_is(loaded, monkeypatch):
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(tracing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(tracing, "BATCH_TOKENS", 9)
     lines = []
-    assert list(tracing.progress([[1] * 500] * 5, lines.append)) == [[1] * 500] * 5
+    trace.aggregate(*loaded, random_sequences(*[9] * 4), say=lines.append)
     assert lines == [
-        "500 of 2,500 tokens  83 tokens/s  0:24 left",
-        "1,500 of 2,500 tokens  125 tokens/s  0:08 left",
+        "18 of 36 tokens  3.0/s  0:06 left",
+        "36 of 36 tokens  3.0/s  0:00 left",
     ]
+    trace.silenced_loss(loaded[0], [[1, 2]], [(0, n) for n in range(3)], say=lines.append)
+    assert lines[2:] == ["2 of 3 neurons  0.3/s  0:03 left"]
+
+
+def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loaded):
+    model, tokenizer = loaded
+    sequences, predicted = random_sequences(*SILENCED), np.array(SILENCED) - 1
+    traced = trace.trace_tokens(model, tokenizer, sequences)
+    counts = traced.neurons()[0]
+    # Three rare neurons, the one that fires most often, and a dead one where there is one.
+    rare = np.argwhere((counts > 0) & (counts <= counts[counts > 0].min() + 2))[:3]
+    most = np.unravel_index(counts.argmax(), counts.shape)
+    chosen = [(int(a), int(b)) for a, b in [*rare, most, *np.argwhere(counts == 0)[:1]]]
+    model.train()
+    table = trace.silenced_loss(model, sequences, chosen, batch=2)
+    assert model.training
+    model.eval()
+    for row, (layer, neuron) in zip(table.itertuples(), chosen, strict=True):
+        changed = copy.deepcopy(model)
+        changed.ffns[layer].down_proj.weight.data[:, neuron] = 0
+        silent = trace.trace_tokens(changed, tokenizer, sequences)
+        change = np.nan_to_num(traced.logprob.astype(float) - silent.logprob)
+        mean = change.sum() / predicted.sum()
+        assert (row.layer, row.neuron, row.fires) == (layer, neuron, counts[layer, neuron])
+        assert row.loss_change == pytest.approx(mean, abs=1e-6)
+        by_sequence = np.array([change[traced.sequence == n].sum() for n in range(6)])
+        spread = np.square(by_sequence - mean * predicted).sum()
+        stderr = np.sqrt(6 / 5 * spread) / predicted.sum()
+        assert row.stderr == pytest.approx(stderr, abs=1e-6)
+        fires = np.flatnonzero(np.diff(traced.layer(layer)[:, [neuron]].indptr))
+        after = [token + 1 for token in fires if token + 1 < traced.num_tokens]
+        after = [token for token in after if traced.position[token] > 0]
+        expected = change[after].mean() if after else np.nan
+        assert row.change_after == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert (table.loc[table["fires"] == 0, ["loss_change", "stderr"]] == 0).all(axis=None)
+    assert table["loss_change"].abs().max() > 1e-5
+    assert np.isnan(trace.silenced_loss(model, sequences[:1], chosen[:1])["stderr"]).all()
+
+
+def test_bad_neurons_and_sequences_are_refused(loaded):
+    model, _ = loaded
+    with pytest.raises(IndexError, match="neuron 96 does not exist"):
+        trace.silenced_loss(model, [[1, 2]], [(0, 0), (1, 96)])
+    with pytest.raises(ValueError, match="no token is predicted"):
+        trace.silenced_loss(model, [[1], [2]], [(0, 0)])

@@ -1,114 +1,266 @@
-"""A checkpoint's file with any change is read as it was written, or refused by name."""
+"""A run that stopped at any moment goes on exactly as if it had not, or says what is damaged."""
 
+import dataclasses
+import hashlib
+import json
+import os
 import random
-import zipfile
+import shutil
+import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from twell.train import checkpoint
-from twell.train.checkpoint import Checkpoints
+from tests.factories import SEED
+from tests.factories.train import contents, resume, stop_training, stream_config, write_config
+from tests.kills import differences, kill_rounds
+from twell import results
+from twell.train import checkpoint, start, train
+from twell.train.checkpoint import SEAL, WHOLE, Checkpoints
+from twell.train.loop import Run
 
 
-def state(step):
-    rest = dict.fromkeys(("schedule", "window", "sparse", "random", "streams"), 0)
-    return {"step": step, "model": {"w": torch.arange(3000.0)}, "optimizer": {"lr": 0.1}, **rest}
+@pytest.fixture(scope="module")
+def expected(tiny_config, tmp_path_factory):
+    """A run of 16 steps that did not stop."""
+    return train(tiny_config, tmp_path_factory.mktemp("expected") / "run", quiet=True)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tiny_config, tmp_path_factory):
+    """A run with checkpoints of the steps 4 and 8."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    stop_training(dataclasses.replace(tiny_config, checkpoint_every=4), run, 8)
+    return run
 
 
 @pytest.fixture
-def kept(tmp_path):
-    (tmp_path / "log.csv").write_text("step\n1\n2\n")
-    return Checkpoints(tmp_path, tmp_path / "log.csv")
+def stopped(stopped_run, tiny_config, tmp_path):
+    """A copy of that run, and its configuration."""
+    config = dataclasses.replace(tiny_config, checkpoint_every=4)
+    return shutil.copytree(stopped_run, tmp_path / "run"), config
 
 
-def test_two_are_kept_and_the_newest_whole_one_is_read(tmp_path, kept):
-    said = []
-    for step in (1, 2, 3):
-        kept.write(state(step))
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == [
-        "checkpoint-previous.pt",
-        "checkpoint.pt",
-    ]
-    again = Checkpoints(tmp_path, tmp_path / "log.csv")
-    assert again.read(said.append)["step"] == 3 and said == []
-    again.last.write_bytes(again.last.read_bytes()[:100])
-    assert again.read(said.append)["step"] == 2
-    assert said == [
-        f"{again.last} is damaged or cut short (BadZipFile): going on from {again.previous}, step 2"
-    ]
-    again.write(state(4))  # takes the damaged one's place, not the good one's
-    assert [checkpoint.read(path)["step"] for path in (again.last, again.previous)] == [4, 2]
-    (tmp_path / "log.csv").write_text("step\n1\n")
-    with pytest.raises(
-        ValueError,
-        match=r"log\.csv is shorter .*; .*put back a copy, or start again with --overwrite",
-    ):
-        again.read(said.append)
-    again.remove()
-    assert not again.exist() and [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+def write_old(self, state, model, optimizer):
+    """Write a checkpoint as versions before `torch.distributed.checkpoint` did."""
+    whole = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=WHOLE), strict=True)
+    )
+    rows = {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
+    torch.save(state | whole | rows | {"sealed": True}, self.folder / "checkpoint.pt")
+    data = (self.folder / "checkpoint.pt").read_bytes()
+    seal = SEAL + hashlib.sha256(data).hexdigest().encode()
+    (self.folder / "checkpoint.pt").write_bytes(data + seal)
+    self.good = self.folder / "checkpoint.pt"
 
 
-def test_a_full_disk_leaves_the_one_before(kept, monkeypatch):
-    kept.write(state(1))
+def flip(path, place, bit=1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= bit
+    path.write_bytes(data)
+
+
+# --- exact
+
+
+def test_kills_and_exact_resumes(tiny_config, tmp_path):
+    settings = {"checkpoint_every": 2, "log_every": 2, "tokens": 32 * 512, "balance_every": 3}
+    remedies = {"l1_warmup_steps": 20, "reinit": 0.1}
+    config = dataclasses.replace(tiny_config, **settings, **remedies)
+    assert len(list(kill_rounds(config, tmp_path, 3, SEED))) == 3
+
+
+def test_rows_after_the_checkpoint_are_written_again(stopped, expected):
+    run, config = stopped
+    names = sorted(path.name for path in run.glob("*checkpoint*"))
+    assert names == ["checkpoint-00000004", "checkpoint-00000008"]
+    with open(run / "log.csv", "a") as log:
+        log.write("12,6144,train,,loss,1")  # a row that a kill cut short
+    assert resume(config, run) == run and differences(run, expected) == []
+    stamp = (run / "log.csv").stat().st_mtime_ns
+    resume(config, run)  # complete: left as it is
+    assert (run / "log.csv").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match="run of another configuration: seed was 0 and is 1"):
+        resume(dataclasses.replace(config, seed=1), run)
+
+
+@pytest.mark.parametrize("kind", ["micro-batches", "remedies", "stream"])
+def test_other_runs_resume_exactly(tiny_config, tiny_text, tmp_path, kind):
+    if kind == "stream":
+        config = stream_config(tiny_config, tiny_text, tmp_path / "hub")
+    else:
+        changes = {"micro_batch": 3, "l1_zero_steps": 3, "l1_warmup_steps": 20}
+        if kind == "remedies":  # step 10 is in the middle of a window
+            changes = {"l1_coefficient": 0.3, "learning_rate": 1e-2}
+            changes |= {"micro_batch": 16, "reinit": 0.3, "balance_every": 3}
+        config = dataclasses.replace(tiny_config, checkpoint_every=2, **{"log_every": 2} | changes)
+    whole = train(config, tmp_path / "whole", quiet=True)
+    stop_training(config, tmp_path / "run", 8 if kind == "stream" else 10)
+    assert differences(resume(config, tmp_path / "run"), whole) == []
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_checkpoints_of_older_versions_are_read(
+    tiny_config, tmp_path, monkeypatch, expected, sealed
+):
+    config, run = dataclasses.replace(tiny_config, checkpoint_every=4), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "write", write_old)
+        stop_training(config, run, 8)
+    path = run / "checkpoint.pt"
+    shutil.copy(path, run / "checkpoint-previous.pt")
+    if not sealed:  # the first versions wrote neither a seal nor these
+        state = torch.load(path, weights_only=True)
+        for name in ("config", "log_sha256", "sealed"):
+            del state[name]
+        torch.save(state, path)
+        row = json.loads((run / "provenance.json").read_text())
+        del row["text_sha256"]
+        (run / "provenance.json").write_text(json.dumps(row))
+        rows = (run / "log.csv").read_bytes()
+        (run / "log.csv").write_bytes(rows[:-100])
+        with pytest.raises(ValueError, match="shorter than the checkpoint says"):
+            resume(config, run)
+        (run / "log.csv").write_bytes(rows)
+    stop_training(config, run, 12, resume=True)
+    assert {file.name for file in run.glob("check*")} == {path.name, "checkpoint-00000012"}
+    assert differences(resume(config, run), expected) == []
+
+
+def test_ctrl_c_saves_a_checkpoint_between_two_rows(
+    tiny_config, tmp_path, monkeypatch, capfd, expected
+):
+    step, run = Run.step, tmp_path / "run"
+
+    def press(self, now):
+        if now == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, now)
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(Run, "step", press)
+        # It writes rows every four steps and, but for the key, no checkpoint.
+        train(tiny_config, run)
+    path = run / "checkpoint-00000006"
+    remedy = "To go on, give the same command with --resume, and without --overwrite"
+    assert str(stopped.value) == f"interrupted; {path} has step 6 of 16. {remedy}"
+    assert "stopping after this step with a checkpoint" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    assert differences(resume(tiny_config, run), expected) == []
+
+
+def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
+    def press(self, now):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("still there")
+
+    monkeypatch.setattr(Run, "step", press)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config, tmp_path / "run", quiet=True)
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"config.yaml", "provenance.json", "log.csv"}
+
+
+# --- damaged
+
+
+def test_every_changed_bit_is_found(stopped, monkeypatch):
+    (run, _), draw = stopped, random.Random(SEED)
+    path = run / "checkpoint-00000008"
+    assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", "state.pt"}
+    size = (path / "state.pt").stat().st_size
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        places = draw.sample(range(len(data)), 60)
+        if file.name == "state.pt":  # a zip file's CRC-32 do not cover its directory
+            places += range(data.index(b"PK\x01\x02"), size, 7)
+        for place in places:
+            flip(file, place, 1 << draw.randrange(8))
+            with pytest.raises(ValueError, match=f"{file.name} is damaged or "):
+                checkpoint.read(path)
+            file.write_bytes(data)
+        file.write_bytes(data[: draw.randrange(len(data))])
+        with pytest.raises(ValueError, match=f"{file.name} is damaged or "):
+            checkpoint.read(path)
+        if file.name != "state.pt":
+            file.unlink()
+            with pytest.raises(ValueError, match=f"{file.name} is damaged or missing"):
+                checkpoint.read(path)
+        file.write_bytes(data)
+    assert checkpoint.read(path)["step"] == 8
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.pt"])
+def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected, name):
+    run, config = stopped
+    file, previous = run / "checkpoint-00000008" / name, run / "checkpoint-00000004"
+    flip(file, 100)
+    capsys.readouterr()
+    stop_training(config, run, 8, resume=True, quiet=False)
+    out = capsys.readouterr().out
+    assert f"{file} is damaged" in out and f": going on from {previous}, step 4\n" in out
+    assert [checkpoint.read(path)["step"] for path in Checkpoints(run).paths()] == [8, 4]
+    assert differences(resume(config, run), expected) == []
+
+
+@pytest.mark.parametrize("place", [(torch, "save"), (results.tempfile, "mkstemp")])
+def test_a_full_disk_leaves_the_checkpoint_before(stopped, monkeypatch, expected, place):
+    (run, config), save = stopped, Run.save_checkpoint
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(OSError, match=r"checkpoint\.pt could not be written"),
-    ):
-        patch.setattr(checkpoint.results.tempfile, "mkstemp", full)
-        kept.write(state(2))
-    assert Checkpoints(kept.last.parent, kept.log).read(lambda _: None)["step"] == 1
+    def save_full(self, step):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, full)
+            save(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save_checkpoint", save_full)
+        with pytest.raises(OSError, match=r"checkpoint-00000012.* could not be written: .*No s"):
+            resume(config, run)
+    assert checkpoint.read(run / "checkpoint-00000008")["step"] == 8
+    assert differences(resume(config, run), expected) == []
 
 
-def test_any_damage_is_found(tmp_path, kept):
-    kept.write(state(7))
-    whole, draw = kept.last.read_bytes(), random.Random()
-    for number in range(300):
-        data = bytearray(whole)
-        for _ in range(draw.choice([1, 1, 2, 400])):
-            data[draw.randrange(len(data))] ^= draw.randrange(1, 256)
-        if number % 10 == 0:
-            data = data[: draw.randrange(len(data))]
-        kept.last.write_bytes(data)
-        try:
-            found = checkpoint.read(kept.last)
-        except ValueError as error:
-            assert str(kept.last) in str(error)
-            continue
-        # a byte that means nothing, such as one that fills up to 64
-        assert found["step"] == 7 and torch.equal(found["model"]["w"], state(7)["model"]["w"])
-        assert found["log_sha256"] == checkpoint.results.file_hash(kept.log) and found[
-            "optimizer"
-        ] == {"lr": 0.1}
+def test_another_programs_file_is_no_checkpoint(stopped):
+    run, config = stopped
+    shutil.rmtree(run / "checkpoint-00000004")
+    (run / "checkpoint-00000008" / "state.pt").unlink()  # an unfinished one
+    for state, names in (([1], "step, sched"), ({"step": 8}, "schedule, .*model")):
+        torch.save(state, run / "checkpoint.pt")
+        with pytest.raises(ValueError, match=rf"no checkpoint of a run: it has no {names}"):
+            resume(config, run)
 
 
-def test_a_changed_bit_of_the_zip_files_directory_is_found(kept):
-    """Its CRC-32 do not cover it, and torch then reads other weights."""
-    kept.write(state(7))
-    whole = kept.last.read_bytes()
-    start = whole.index(b"PK\x01\x02")
-    for place in range(start, len(whole)):
-        for bit in (1, 4):
-            kept.last.write_bytes(
-                whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
-            )
-            with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
-                checkpoint.read(kept.last)
+def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
+    tiny_config, tiny_text, tmp_path, monkeypatch
+):
+    text, run = shutil.copy(tiny_text, tmp_path / "text.jsonl"), tmp_path / "run"
+    config = dataclasses.replace(tiny_config, source=str(text), checkpoint_every=8)
+    stop_training(config, run, 8)
+    before = contents(run)
 
+    edited = dataclasses.replace(config, seed=7)
+    write_config(edited, run / "config.yaml")
+    message = r"8 was written with another configuration: seed was 0 and is 7; set it back in"
+    with pytest.raises(ValueError, match=message):
+        resume(edited, run)
+    write_config(config, run / "config.yaml")
 
-def test_a_checkpoint_of_an_older_version_is_read(kept):
-    torch.save(state(7) | {"log": 0}, kept.last)
-    assert checkpoint.read(kept.last)["step"] == 7
+    class Two(start.Accelerator):
+        num_processes = 2
 
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "Accelerator", Two)
+        with pytest.raises(ValueError, match="written by 1 processes; resume with as many, not 2"):
+            resume(config, run)
 
-def test_another_programs_file_is_no_checkpoint(tmp_path):
-    torch.save({"weights": torch.zeros(2)}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is no checkpoint of a run"):
-        checkpoint.read(tmp_path / "checkpoint.pt")
-    with zipfile.ZipFile(tmp_path / "checkpoint.pt", "w") as file:
-        file.writestr("a", "b")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is (damaged|no checkpoint)"):
-        checkpoint.read(tmp_path / "checkpoint.pt")
+    text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
+    message = r"the text of \S*run has changed since .* validation and training tokens differ"
+    with pytest.raises(ValueError, match=message):
+        resume(config, run)
+    assert contents(run).keys() == before.keys()

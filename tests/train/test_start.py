@@ -9,84 +9,101 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.train.runs import stop_training
+from tests.factories.train import SHORT, contents, stop_training, train_changed
 from twell import results
 from twell.train import lock, start, train
 
+MINE = [".env", ".gitignore", "notes.txt", "model/notes.txt", ".config.yaml.original"]
+MINE += ["checkpoint-00000001/notes.txt", "checkpoint-mine/state.pt", "checkpoint-00000002"]
 
-def test_overwrite_replaces_runs_and_nothing_else(tiny_config, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
-    train(short, tmp_path / "run", quiet=True)
+
+@pytest.fixture
+def short(tiny_config):
+    return dataclasses.replace(tiny_config, **SHORT)
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    """A copy of a complete run."""
+    return shutil.copytree(tiny_run, tmp_path / "run")
+
+
+def test_overwrite_deletes_nothing_of_the_users(tiny_config, tmp_path):
+    folder, config = tmp_path / "run", dataclasses.replace(tiny_config, checkpoint_every=4)
+    folder.mkdir()
+    for name in MINE[:2]:
+        (folder / name).write_text("keep")
+    stop_training(config, folder, 4)
     with pytest.raises(FileExistsError, match="already holds a run"):
-        train(short, tmp_path / "run", quiet=True)
-    train(short, tmp_path / "run", overwrite=True, quiet=True)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(FileExistsError, match="is no run"):
-        train(short, tmp_path / "mine", overwrite=True, quiet=True)
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
-
-
-MINE = {
-    ".env": "SECRET=1",
-    ".gitignore": "*",
-    "notes.txt": "keep",
-    "model/notes.txt": "keep",
-    ".config.yaml.original": "keep",
-}
-
-
-def put_mine(folder):
-    for name, text in MINE.items():
+        train(config, folder, quiet=True)
+    for name in MINE:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text("keep")
+    for left in (".log.csv.a1b2c3d4.part", "checkpoint-00000001/__0_0.distcp", "checkpoint.pt"):
+        (folder / left).write_text("left by a kill")
+    train(dataclasses.replace(config, seed=1), folder, overwrite=True, quiet=True)
+    kept = {"config.yaml", "provenance.json", "log.csv", *MINE}
+    names = {str(path.relative_to(folder)) for path in contents(folder)}
+    assert {name for name in names if "model/" not in name or "notes" in name} == kept
+    assert all((folder / name).read_text() == "keep" for name in MINE)
+    assert results.load_run(folder)[0]["seed"] == 1
 
 
-def assert_mine(folder):
-    assert {name: (folder / name).read_text() for name in MINE if (folder / name).is_file()} == MINE
-
-
-def test_nothing_of_the_users_is_deleted(tiny_config, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=2 * 512)
-    (tmp_path / "run").mkdir()
-    for name in (".env", ".gitignore"):
-        (tmp_path / "run" / name).write_text(MINE[name])
-    train(short, tmp_path / "run", quiet=True)
-    put_mine(tmp_path / "run")
-    (tmp_path / "run" / ".log.csv.a1b2c3d4.part").write_text("left by a kill")
-    train(dataclasses.replace(short, seed=1), tmp_path / "run", overwrite=True, quiet=True)
-    assert_mine(tmp_path / "run")
-    assert results.load_run(tmp_path / "run")[0]["seed"] == 1
-    assert not (tmp_path / "run" / ".log.csv.a1b2c3d4.part").exists()
-
-
-def test_a_run_is_known_by_all_of_its_files(tiny_config, tiny_run, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
-    for name in ("config.yaml", "provenance.json", "log.csv"):
-        folder = shutil.copytree(tiny_run, tmp_path / f"without-{name}")
-        (folder / name).unlink()
-        before = {path.name for path in folder.rglob("*")}
-        for options in ({"overwrite": True}, {"resume": True}, {}):
-            message = rf"is no run \(it has no {name}\), so it is left alone"
-            with pytest.raises(FileExistsError, match=message):
-                train(short, folder, quiet=True, **options)
-        assert {path.name for path in folder.rglob("*")} == before
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.yaml").write_text("base: quick  # written by hand\n")
+@pytest.mark.parametrize("missing", ["config.yaml", "provenance.json", "log.csv"])
+def test_a_run_is_known_by_all_of_its_files(short, run, missing):
+    (run / missing).unlink()
+    before = contents(run)
+    for options in ({"overwrite": True}, {"resume": True}, {}):
+        remedy = "put back a copy of it" if "resume" in options else "choose another folder"
+        message = rf"is no run \(it has no {missing}\), so it is left alone: {remedy}"
+        with pytest.raises(FileExistsError, match=message):
+            train(short, run, quiet=True, **options)
+    assert contents(run) == before
+    for path in run.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run / "config.yaml").write_text("base: quick  # written by hand\n")
     with pytest.raises(FileExistsError, match="is no run"):
-        train(short, tmp_path / "mine", overwrite=True, quiet=True)
+        train(short, run, overwrite=True, quiet=True)
 
 
-def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tiny_config, tiny_run, tmp_path):
-    folder = shutil.copytree(tiny_run, tmp_path / "run")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_a_start_that_fails_leaves_what_is_there(tiny_config, run, tmp_path):
+    before = contents(run)
     config = dataclasses.replace(tiny_config, source=str(tmp_path / "nothing.txt"))
     with pytest.raises(FileNotFoundError, match="no text at"):
-        train(config, folder, overwrite=True)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        train(config, run, overwrite=True)
+    with lock.hold(run):
+        before |= contents(run)
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(FileExistsError, match=f"run is held by process {os.getpid()} on "):
+                train(tiny_config, run, quiet=True, **options)
+        assert contents(run) == before
     with pytest.raises(FileNotFoundError, match="no text at"):
         train(config, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for name, kind in (("file", "a file"), ("link", "a link to nothing")):
+        with pytest.raises(FileExistsError, match=f"{name} is {kind}; a run is a folder"):
+            train(tiny_config, tmp_path / name)
+    with pytest.raises(MemoryError, match=r"weights in fp32 need .* GiB, and this machine has"):
+        train_changed(tiny_config, tmp_path / "new", intermediate_size=10**12)
+
+
+PROCESSES = [(3, None), (3, 6), (3, 5), (3, 4), (2, 3), (5, 1), (16, 1)]
+
+
+@pytest.mark.parametrize(("processes", "micro"), PROCESSES)
+def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro):
+    config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
+    start.check_shares(config, processes, sharded=False)
+    shares = [range(first, 16, processes) for first in range(processes)]
+    passes = {len(range(0, len(share), micro or 16)) for share in shares}
+    if len(passes) == 1:
+        start.check_shares(config, processes, sharded=True)
+    else:
+        message = f"micro_batch {micro} some of them have one forward pass more"
+        with pytest.raises(ValueError, match=message):
+            start.check_shares(config, processes, sharded=True)
 
 
 def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_path, monkeypatch):
@@ -100,35 +117,9 @@ def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("processes", "micro", "allowed"),
-    [
-        (3, None, True),
-        (3, 6, True),
-        (3, 5, False),
-        (3, 4, True),
-        (2, 3, True),
-        (5, 1, False),
-        (16, 1, True),
-    ],
-)
-def test_sharded_processes_have_equally_many_forward_passes(tiny_config, processes, micro, allowed):
-    config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
-    start.check_shares(config, processes, sharded=False)
-    shares = [range(first, 16, processes) for first in range(processes)]
-    passes = {len(range(0, len(share), micro or 16)) for share in shares}
-    assert (len(passes) == 1) == allowed
-    if allowed:
-        start.check_shares(config, processes, sharded=True)
-    else:
-        message = f"micro_batch {micro} some of them have one forward pass more"
-        with pytest.raises(ValueError, match=message):
-            start.check_shares(config, processes, sharded=True)
-
-
 @torch._dynamo.config.patch(optimize_ddp=True)
-def test_options_of_ddp(tiny_config, tmp_path, monkeypatch):
-    accelerators, whole = [], []
+def test_options_of_ddp(short, tmp_path, monkeypatch):
+    accelerators = []
 
     def noting(**options):
         accelerators.append(Accelerator(**options))
@@ -136,18 +127,15 @@ def test_options_of_ddp(tiny_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(start, "Accelerator", noting)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    for compiled in (False, True):
-        config = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0, compile=compiled)
-        train(config, tmp_path / str(compiled), quiet=True)
-        whole.append(torch._dynamo.config.optimize_ddp is False)
     options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-    assert [one.ddp_handler.to_kwargs() for one in accelerators] == [options, options]
-    # Compiled layers are not cut into DDP's buckets; else the setting is left alone.
-    assert whole == [False, True]
+    for compiled in (False, True):
+        train_changed(short, tmp_path / str(compiled), compile=compiled)
+        assert accelerators.pop().ddp_handler.to_kwargs() == options
+        # Compiled layers are not cut into DDP's buckets; else the setting is left alone.
+        assert torch._dynamo.config.optimize_ddp is not compiled
 
 
-def test_only_a_run_is_resumed(tiny_config, tmp_path, capsys):
-    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
+def test_only_a_run_is_resumed(short, tmp_path, capsys):
     for folder in (tmp_path / "nothing", tmp_path):
         message = "holds no run to resume: start it without --resume"
         with pytest.raises(FileNotFoundError, match=message):
@@ -165,16 +153,6 @@ def test_only_a_run_is_resumed(tiny_config, tmp_path, capsys):
     assert results.load_run(tmp_path / "run")[0]["complete"]
 
 
-def test_one_process_trains_in_a_folder(tiny_config, tiny_run, tmp_path):
-    folder = shutil.copytree(tiny_run, tmp_path / "run")
-    with lock.hold(folder):
-        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for options in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(FileExistsError, match=f"run is held by process {os.getpid()} on "):
-                train(tiny_config, folder, quiet=True, **options)
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
     config = dataclasses.replace(tiny_config, checkpoint_every=4)
     for commit, last in (("first", 4), ("second", 12)):
@@ -185,30 +163,18 @@ def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
             row = json.loads(path.read_text())
             del row["starts"]
             path.write_text(json.dumps(row))
-            assert results.load_provenance(tmp_path / "run")["starts"][0]["commit"] == "first"
     monkeypatch.setenv("TWELL_COMMIT", "third")
     train(config, tmp_path / "run", resume=True, quiet=True)
     row = results.load_provenance(tmp_path / "run")
-    assert [start["commit"] for start in row["starts"]] == ["first", "second", "third"]
+    assert [one["commit"] for one in row["starts"]] == ["first", "second", "third"]
     assert [one.get("step") for one in row["starts"]] == [None, 4, 12]
     assert row["commit"] == "third"
     for one in row["starts"]:
         assert all(one[name] for name in ("device", "versions", "command", "date"))
 
 
-def test_a_model_folder_that_is_a_link_stays_one(tiny_config, tmp_path):
-    short = dataclasses.replace(tiny_config, tokens=512, warmup_steps=0)
-    train(short, tmp_path / "run", quiet=True)
-    shutil.move(tmp_path / "run" / "model", tmp_path / "elsewhere")
-    (tmp_path / "run" / "model").symlink_to(tmp_path / "elsewhere")
-    train(short, tmp_path / "run", overwrite=True, quiet=True)
-    assert (tmp_path / "run" / "model").is_symlink()
-    assert (tmp_path / "elsewhere" / "model.safetensors").is_file()
-
-
-def test_a_resume_without_a_log_says_what_to_put_back(tiny_config, tiny_run, tmp_path):
-    folder = shutil.copytree(tiny_run, tmp_path / "run")
-    (folder / "log.csv").unlink()
-    message = r"has no log\.csv\), so it is left alone: put back a copy of it"
-    with pytest.raises(FileExistsError, match=message):
-        train(tiny_config, folder, resume=True, quiet=True)
+def test_a_model_folder_that_is_a_link_stays_one(short, run, tmp_path):
+    shutil.move(run / "model", tmp_path / "elsewhere")
+    (run / "model").symlink_to(tmp_path / "elsewhere")
+    train(short, run, overwrite=True, quiet=True)
+    assert (run / "model").is_symlink() and (tmp_path / "elsewhere" / "config.json").is_file()

@@ -1,13 +1,13 @@
-"""What the paper claims beside ours: `claims.yaml` read, judged and written as tables.
+"""The paper's claims beside ours: `claims.yaml` read, judged and written as tables.
 
 `table` is the last table of a notebook, `page` the text of docs/claims.md, `summary` README's
-table. All three print quantities, which `quantities` computes. How an entry is written stands at
-the top of `claims.yaml`.
+table. All print the numbers of `quantities`. The top of `claims.yaml` says how an entry is written.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import math
 import re
@@ -27,9 +27,12 @@ VERDICTS = ["reproduced", "in part", "contradicted", "not testable", "not measur
 NOT_MEASURED = "not measured"
 RULES = {"reproduced": "reproduced", "not_testable": "not testable", "in_part": "in part"}
 RULE = """\
-**The rule.** A claim that something changes is reproduced if our change has the paper's direction and exceeds
-our interval (±). Where neither our change nor the paper's exceeds it, the claim is not testable. A claim of no
-change is reproduced if our change lies within the interval, a claim of no rise if ours is not above it. A number
+**The rule.** A claim that something changes is reproduced if our change has the paper's direction \
+and exceeds
+our interval (±). Where neither our change nor the paper's exceeds it, the claim is not testable. \
+A claim of no
+change is reproduced if our change lies within the interval, a claim of no rise if ours is not \
+above it. A number
 without ± is compared as it is, and so is a number with a bound ("at most 2%")."""
 HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml. -->"
 
@@ -41,31 +44,29 @@ HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.
 def load() -> dict[str, Any]:
     """Return `claims.yaml`: paper, subjects and summary.
 
-    Each claim also holds its subject, and its subject's evidence (a list) and command where it has
+    Each claim also holds its subject, and the subject's evidence (a list) and command where it has
     none of its own. Raises ValueError for two claims of one name.
     """
     content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    names = []
+    names: collections.Counter[str] = collections.Counter()
     for subject, about in content["subjects"].items():
         inherited = {"subject": subject, "evidence": about["evidence"], "command": about["command"]}
         about["claims"] = [inherited | claim for claim in about["claims"]]
+        names.update(claim["name"] for claim in about["claims"])
         for claim in about["claims"]:
-            if isinstance(claim["evidence"], str):
-                claim["evidence"] = [claim["evidence"]]
-            names.append(claim["name"])
-    repeated = {name for name in names if names.count(name) > 1}
+            evidence = claim["evidence"]
+            claim["evidence"] = [evidence] if isinstance(evidence, str) else evidence
+    repeated = [name for name, number in names.items() if number > 1]
     if repeated:
         raise ValueError(f"several claims have one name: {', '.join(sorted(repeated))}")
     return content
 
 
 def claims(subject: str | None = None) -> list[dict[str, Any]]:
-    """Return the claims of one subject, or of all. Raises KeyError for a subject that the file does
-    not have.
-    """
+    """Return the claims of one subject, or of all. Raises KeyError for an unknown subject."""
     subjects = load()["subjects"]
-    of = [subjects[subject]] if subject is not None else subjects.values()
-    return [claim for about in of for claim in about["claims"]]
+    chosen = subjects if subject is None else [subject]
+    return [claim for name in chosen for claim in subjects[name]["claims"]]
 
 
 @functools.cache
@@ -126,8 +127,9 @@ def missing(value: Any) -> bool:
 
 
 def show(value: Any, spec: str) -> str:
-    """Return a value in a format of Python, or of ours (see `claims.yaml`), with a minus sign and
-    short exponents.
+    """Return a value in a format of Python, or of ours (see `claims.yaml`).
+
+    With a minus sign and short exponents.
     """
     if spec.startswith("±"):
         return "" if missing(value) else f" ± {value:{spec[1:]}}"
@@ -153,20 +155,16 @@ def fill(template: str, names: dict[str, Any]) -> str | None:
 
 
 def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
-    """Return the verdict on a claim: one of VERDICTS, or nothing where the paper's value is not
-    compared with ours.
-    """
+    """Return the verdict on a claim: one of VERDICTS, or nothing for a claim without a rule."""
     if fill(claim["ours"], names) is None:
         return NOT_MEASURED
-    rules = {rule: claim[rule] for rule in RULES if rule in claim}
+    rules = [rule for rule in RULES if rule in claim]
     if not rules:
         return "" if "paper" in claim else "ours"
-    for rule, expression in rules.items():
-        holds = evaluate(str(expression), names)
-        if holds is None:
-            return "not testable"
-        if holds:
-            return RULES[rule]
+    for rule in rules:
+        holds = evaluate(str(claim[rule]), names)
+        if holds is None or holds:
+            return "not testable" if holds is None else RULES[rule]
     return "contradicted"
 
 
@@ -174,42 +172,34 @@ def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
 
 
 def rows(subject: str, quantities: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the claims of a subject with paper, ours, verdict and note as text, without extra ones
-    that lack a quantity.
+    """Return the claims of a subject with paper, ours, verdict and note as text.
+
+    Extra claims that lack a quantity are left out.
     """
     names = paper_numbers() | quantities
     printed = []
     for claim in claims(subject):
         ours = fill(claim["ours"], names)
-        if ours is None and claim.get("extra"):
-            continue
-        printed.append(
-            claim
-            | {
-                "paper": fill(claim.get("paper", "–"), names),
-                "ours": NOT_MEASURED if ours is None else ours,
-                "verdict": judge(claim, names),
-                "note": fill(claim.get("caveat", ""), names) or "",
-            }
-        )
+        if ours is not None or not claim.get("extra"):
+            row = {"paper": fill(claim.get("paper", "–"), names), "ours": ours or NOT_MEASURED}
+            row |= {"verdict": judge(claim, names)}
+            row |= {"note": fill(claim.get("caveat", ""), names) or ""}
+            printed.append(claim | row)
     return printed
 
 
 def table(subject: str, quantities: dict[str, Any]) -> pd.DataFrame:
-    """Return the claims of a subject beside quantities of a notebook: columns claim, paper, ours,
-    verdict and note.
+    """Return the claims of a subject beside quantities: claim, paper, ours, verdict and note.
 
-    What the quantities lack is "not measured"; a claim about a second model (`extra`) is then left
-    out. Raises KeyError for a subject that the file does not have.
+    A claim without its quantities is "not measured"; a claim about a second model (`extra`) is then
+    left out. Raises KeyError for an unknown subject.
     """
     columns = ["claim", "paper", "ours", "verdict", "note"]
     return pd.DataFrame(rows(subject, quantities), columns=columns)
 
 
 def page(recorded: dict[str, dict[str, Any]]) -> str:
-    """Return the text of docs/claims.md; recorded: quantities by subject, as `quantities.recorded`
-    returns them.
-    """
+    """Return the text of docs/claims.md; recorded: `quantities.recorded`."""
     parts = [HEADER, "# Claims", _introduction(recorded)]
     for subject, about in load()["subjects"].items():
         printed = rows(subject, recorded.get(subject, {}))
@@ -230,12 +220,9 @@ def _wrap(text: str) -> str:
 
 def _counts(recorded: dict[str, dict[str, Any]]) -> dict[str, int]:
     """How many claims have each verdict."""
-    verdicts = [
-        row["verdict"]
-        for subject in load()["subjects"]
-        for row in rows(subject, recorded.get(subject, {}))
-    ]
-    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+    subjects = (rows(subject, recorded.get(subject, {})) for subject in load()["subjects"])
+    verdicts = collections.Counter(row["verdict"] for printed in subjects for row in printed)
+    return {verdict: verdicts[verdict] for verdict in VERDICTS}
 
 
 def _introduction(recorded: dict[str, dict[str, Any]]) -> str:
@@ -276,7 +263,7 @@ def _cell(text: str) -> str:
 
 
 def summary(recorded: dict[str, dict[str, Any]]) -> str:
-    """Return README's table of the section `summary` (what, conditions, paper, ours), and how many claims hold."""
+    """Return README's table of the section `summary`, and how many claims hold."""
     printed = {}
     for subject, quantities in recorded.items():
         printed |= {row["name"]: row for row in rows(subject, quantities)}
@@ -293,14 +280,14 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}
     total = sum(judged.values())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in judged.items())
-    return "\n".join(
-        [*lines, "", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."]
-    )
+    lines += ["", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."]
+    return "\n".join(lines)
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:
-    """Return a text with `content` between two marker lines. Raises ValueError where it lacks one
-    of them.
+    """Return a text with `content` between two marker lines.
+
+    Raises ValueError for a text without one of them.
     """
     for marker in (begin, end):
         if marker not in text.splitlines():

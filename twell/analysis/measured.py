@@ -1,8 +1,6 @@
-"""Quantities of measured rows: by subject of `claims.yaml` a flat dict of named numbers, as in
-`trained`.
+"""Quantities of measured rows, named for `claims.yaml` as in `trained`.
 
-Speeds over dense are ratios where a name ends in `_times`, else changes in % of dense. A case that
-was not measured is NaN.
+Speeds over dense are ratios where a name ends in `_times`, else changes in % of dense.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.speed import BASELINE, at_level, correlation, crossovers
+from twell.analysis.trained import Quantities
 from twell.measure import providers
 
-Quantities = dict[str, Any]
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
 FORCED_AND_AUTO = providers.TRITON_COMPILED.name, providers.AUTO_COMPILED.name
 STEP = providers.UNION_COMPILED.name
@@ -57,17 +55,13 @@ def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.D
 
 
 def layer_speed(
-    table: pd.DataFrame,
-    auto: pd.DataFrame | None = None,
-    rows: pd.DataFrame | None = None,
+    table: pd.DataFrame, auto: pd.DataFrame | None = None, rows: pd.DataFrame | None = None
 ) -> Quantities:
-    """Return how fast the layer alone is: each of CASES over compiled dense, and up to which
-    activity it gains.
+    """Return the speed of the layer alone over compiled dense, and up to which activity it gains.
 
-    table: `speedups`; auto: `speedups` of data/bench/auto.csv, else the rows of auto in `table`
-    count; rows: those of data/bench/ffn.csv, all calls. NAME_times: the fastest path's speed-up;
-    NAME_path: that path. auto_shipped_times: the lowest of auto in `table`. A crossing is in active
-    neurons.
+    table: `speedups`; auto: `speedups` of data/bench/auto.csv, by default `table`; rows: those of
+    data/bench/ffn.csv, all calls. Of each of CASES, NAME_times and NAME_path are of the fastest
+    path. auto_shipped_times: the lowest of auto in `table`. A crossing is in active neurons.
     """
     result = {}
     for name, (tokens, pattern, mode, active, gated) in CASES.items():
@@ -77,22 +71,19 @@ def layer_speed(
             best = case.loc[case["speedup"].idxmax()]
             path = best["path"].replace("rowwise", "row-wise")
             result |= {f"{name}_times": best["speedup"], f"{name}_path": path}
-    table = table[table["gated"].astype(bool) & (table["hidden_size"] == WIDTHS[True][0])]
-    table = table[table["intermediate_size"] == WIDTHS[True][1]]
+    width, neurons = WIDTHS[True]
+    table = table[table["gated"].astype(bool) & (table["hidden_size"] == width)]
+    table = table[table["intermediate_size"] == neurons]
+    of_auto = {"auto": table if auto is None or auto.empty else auto, "auto_shipped": table}
+    for name, some in of_auto.items():
+        times = some.loc[some["provider"] == providers.AUTO.name, "speedup"]
+        result[f"{name}_times"] = times.min()
     at_29 = at_level(table[table["pattern"] == "skewed"], 29)
-    near = at_29[at_29["provider"].isin(SPARSE) & (at_29["tokens"] >= 16_384)]
-    result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
-    chosen = at_29[
-        (at_29["provider"] == providers.AUTO.name) & (at_29["mode"] == "graph")
-    ].sort_values("tokens")
-    dense = [str(row.tokens) for row in chosen.itertuples() if row.path == "dense"]
-    result["auto_dense"] = ", ".join(dense) or None
-    of_auto = table if auto is None or auto.empty else auto
-    worst = of_auto.loc[of_auto["provider"] == providers.AUTO.name, "speedup"]
-    result["auto_times"] = worst.min() if len(worst) else np.nan
-    result["auto_shipped_times"] = table.loc[
-        table["provider"] == providers.AUTO.name, "speedup"
-    ].min()
+    large = at_29[at_29["provider"].isin(SPARSE) & (at_29["tokens"] >= 16_384)]
+    result["gain"] = 100 * (large["speedup"].max() - 1)
+    chosen = at_29[(at_29["provider"] == providers.AUTO.name) & (at_29["mode"] == "graph")]
+    dense = chosen.loc[chosen["path"] == "dense", "tokens"].sort_values()
+    result["auto_dense"] = ", ".join(map(str, dense)) or None
 
     stream = crossovers(table[table["mode"] == "stream"])
     union = stream[(stream["provider"] == providers.UNION.name) & (stream["pattern"] == "skewed")]
@@ -104,25 +95,27 @@ def layer_speed(
 
 
 def _calls(rows: pd.DataFrame) -> Quantities:
-    """How much calls of the first of CASES differ: its speed-up in each, sorted; and its energy in
-    % of dense.
-    """
+    """Of all calls of the first of CASES the speed-ups, sorted; and the energy in % of dense."""
     tokens, pattern, mode, active, gated = CASES["large"]
     case = _case(rows, active, gated, tokens=tokens, pattern=pattern, mode=mode)
-    times = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
-    result, (first, second) = {}, (BASELINE, providers.UNION.name)
-    if {("p50", first), ("p50", second)} <= set(times):
-        ratios = (times["p50"][first] / times["p50"][second]).dropna().sort_values()
+    calls = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
+    result, sides = {}, (BASELINE, providers.UNION.name)
+    time, energy = (
+        [calls[column, side] for side in sides if (column, side) in calls]
+        for column in ("p50", "energy")
+    )
+    if len(time) == 2:
+        ratios = (time[0] / time[1]).dropna().sort_values()
         result["calls"] = ", ".join(f"{ratio:.2f}" for ratio in ratios) or None
         result["calls_spread"] = 100 * (ratios.max() / ratios.min() - 1)
-    if {("energy", first), ("energy", second)} <= set(times):
-        changes = 100 * (times["energy"][second] / times["energy"][first] - 1).dropna()
+    if len(energy) == 2:
+        changes = 100 * (energy[1] / energy[0] - 1).dropna()
         result["large_energy"] = changes.iloc[-1] if len(changes) else np.nan
     return result
 
 
 def layer_training(table: pd.DataFrame) -> Quantities:
-    """Return how fast a training step of the layer is and what it keeps, from `training_speedups`.
+    """Return the speed and memory of a training step of the layer, from `training_speedups`.
 
     Of each of STEPS: _union and _hybrid, speed-ups over compiled dense; _kept, bytes from forward
     to backward as a share of dense's. A crossing is in active neurons.
@@ -140,29 +133,26 @@ def layer_training(table: pd.DataFrame) -> Quantities:
                 result[f"{name}_{path}_kept"] = rows.loc[provider, "held_share"] / 100
     near = at_level(table, 29)
     near = near[near["provider"].map(providers.is_sparse).astype(bool)]
-    result["gain"] = 100 * (near["speedup"].max() - 1) if len(near) else np.nan
-    result["held"] = near["held_share"].min() - 100 if len(near) else np.nan
+    result["gain"] = 100 * (near["speedup"].max() - 1)
+    result["held"] = near["held_share"].min() - 100
     crossings = crossovers(table[(table["provider"] == providers.UNION.name) & table["gated"]])
     for pattern in ("skewed", "even"):
-        alike = crossings[crossings["pattern"] == pattern]
-        result[f"{pattern}_crossing"] = alike["crossover"].min()
-        result[f"{pattern}_crossing_most"] = alike["crossover"].max()
+        alike = crossings.loc[crossings["pattern"] == pattern, "crossover"]
+        result |= {f"{pattern}_crossing": alike.min(), f"{pattern}_crossing_most": alike.max()}
     return result
 
 
-def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Quantities:
-    """Changes of `scale_table` and the activity that they are of: speed_MODEL, NAME_MODEL and
-    active_MODEL.
+def _scale(scale: pd.DataFrame, rows: pd.DataFrame, kind: str, other: str) -> Quantities:
+    """Changes of `scale_table` in "KIND speed" and "KIND OTHER": speed_MODEL and OTHER_MODEL.
 
-    rows: what the table was made of; speed: its quantity of speed; other: the other quantity, whose
-    second word is NAME.
+    rows: those behind the table; active_MODEL: the activity of the row behind the speed.
     """
     result = {}
     for row in scale.itertuples():
-        model = _key(row.model)
-        if row.quantity == other:
-            result[f"{other.split()[1]}_{model}"] = row.change
-        if row.quantity == speed:
+        model = row.model.lower().replace(".", "_")
+        if row.quantity == f"{kind} {other}":
+            result[f"{other}_{model}"] = row.change
+        if row.quantity == f"{kind} speed":
             result[f"speed_{model}"] = row.change
             if len(rows) and not np.isnan(row.change):
                 same = rows[rows["model"].str.upper() == row.model.upper()]
@@ -172,24 +162,16 @@ def _scale(scale: pd.DataFrame, rows: pd.DataFrame, speed: str, other: str) -> Q
     return result
 
 
-def _key(model: str) -> str:
-    return model.lower().replace(".", "_")
-
-
 def models(
-    scale: pd.DataFrame,
-    rows: pd.DataFrame,
-    decode: pd.DataFrame,
-    layers: pd.DataFrame,
+    scale: pd.DataFrame, rows: pd.DataFrame, decode: pd.DataFrame, layers: pd.DataFrame
 ) -> Quantities:
-    """Return how fast forward passes of whole models with imposed activity are, and decoding.
+    """Return the speed of forward passes of whole models with imposed activity, and of decoding.
 
     scale: `scale_table`; rows: `model_speedups` of one batch; decode: `decode_speedups`; layers:
     `layer_contributions` at one level; each but the first may be empty. active_MODEL: active
-    neurons of the level nearest to the paper's; the level of L1 = 0 is the one above 800 active
-    neurons.
+    neurons of the level nearest to the paper's. The level of L1 = 0 has more than 800.
     """
-    result = _scale(scale, rows, "forward speed", "forward energy")
+    result = _scale(scale, rows, "forward", "energy")
     result["correlation"] = correlation(layers) if len(layers) else np.nan
     if len(rows):
         dense = rows[rows["active"] > 800].drop_duplicates("provider").set_index("provider")
@@ -198,36 +180,27 @@ def models(
                 result[name] = 100 * (dense.loc[provider, "speedup"] - 1)
                 result["dense_active"] = dense.loc[provider, "active"]
         eager = rows[(rows["model"] == "2b") & (rows["active"] < 800)]
-        eager = eager.drop_duplicates("provider").set_index("provider")["p50"]
-        if {providers.DENSE_EAGER.name, providers.AUTO.name} <= set(eager.index):
-            result["eager_2b"] = 100 * (
-                eager[providers.DENSE_EAGER.name] / eager[providers.AUTO.name] - 1
-            )
-    return result | _decoding(decode)
+        times = eager.drop_duplicates("provider").set_index("provider")["p50"]
+        if {providers.DENSE_EAGER.name, providers.AUTO.name} <= set(times.index):
+            ratio = times[providers.DENSE_EAGER.name] / times[providers.AUTO.name]
+            result["eager_2b"] = 100 * (ratio - 1)
+    return result | (_decoding(decode) if len(decode) else {})
 
 
 def _decoding(table: pd.DataFrame) -> Quantities:
-    """Gains of decoding by the number of documents, and the largest ones with and without tuning on
-    both sides.
-    """
-    if table.empty:
-        return {}
+    """Gains of decoding by the number of documents, untuned and tuned."""
     result = {}
     for name, some in (("decode", table[~table["tuned"]]), ("decode_tuned", table[table["tuned"]])):
-        sparse = some[some["provider"] == FORCED_AND_AUTO[0]]
-        result[f"{name}_most"] = 100 * (sparse["speedup"].max() - 1) if len(sparse) else np.nan
+        sparse, auto = (some[some["provider"] == provider] for provider in FORCED_AND_AUTO)
         for row in sparse.itertuples():
             result[f"{name}_{row.batch}"] = 100 * (row.speedup - 1)
             result[f"{name}_{row.batch}_active"] = row.active
-        auto = some[some["provider"] == FORCED_AND_AUTO[1]]
-        for row in auto.itertuples():
-            result[f"{name}_{row.batch}_path"] = row.path
+        result |= {f"{name}_{row.batch}_path": row.path for row in auto.itertuples()}
     return result
 
 
 def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
-    """Return forward passes of trained models, from `model_speedups` and `layer_contributions` of
-    all rows.
+    """Return forward passes of trained models, from `model_speedups` and `layer_contributions`.
 
     half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense;
     layer_error: the worst relative RMS of a feed-forward layer in any row.
@@ -241,7 +214,7 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
         result |= {"half": 100 * (first["speedup"] - 1), "half_active": first["active"]}
     small = rows[rows["model"] == "twell-6m"].set_index("provider")["speedup"]
     for name, provider in zip(("small_sparse", "small_auto"), FORCED_AND_AUTO, strict=True):
-        result[name] = 1 / small[provider] if provider in small.index else np.nan
+        result[name] = 1 / small.get(provider, np.nan)
     trained = layers[layers["model"] == "flagship-half"] if len(layers) else layers
     if len(trained):
         result |= {"trained_correlation": correlation(trained), "trained_layers": len(trained)}
@@ -249,27 +222,30 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
 
 
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
-    """Return how fast optimiser steps of whole models with imposed activity are, and their peak
-    memory.
+    """Return the speed and peak memory of optimiser steps of whole models with imposed activity.
 
     scale: `scale_table`; table: `step_speedups`, or empty. again_*: with checkpointed activations;
     largest_*: sequences of the largest micro-batch of 1.5B.
     """
-    result = _scale(scale, table, "training speed", "training memory")
+    result = _scale(scale, table, "training", "memory")
     if table.empty:
         return result
     forced = table[(table["active"] > 800) & (table["provider"] == STEP)]
     if len(forced):
         result["forced"] = 100 * (forced["speedup"].iloc[0] - 1)
         result["forced_active"] = forced["active"].iloc[0]
-    largest = table.assign(largest=table.get("largest", np.nan)).query("model == '1.5b'")
-    largest = largest[largest["largest"].notna()]
-    for name, again in (("largest", False), ("again_largest", True)):
-        rows = largest[largest["checkpoint_activations"] == again].set_index("provider")["largest"]
+    table = table.assign(largest=table.get("largest", np.nan))
+    largest = table[(table["model"] == "1.5b") & table["largest"].notna()]
+    checkpointed = largest["checkpoint_activations"].astype(bool)
+    for name, some in (
+        ("largest", largest[~checkpointed]),
+        ("again_largest", largest[checkpointed]),
+    ):
+        numbers = some.set_index("provider")["largest"]
         for side, provider in (("sparse", STEP), ("dense", BASELINE)):
-            result[f"{name}_{side}"] = rows.get(provider, np.nan)
-    again = largest[largest["checkpoint_activations"].astype(bool) & (largest["provider"] == STEP)]
-    result["again"] = 100 * (again["speedup"].max() - 1) if len(again) else np.nan
+            result[f"{name}_{side}"] = numbers.get(provider, np.nan)
+    again = largest[checkpointed & (largest["provider"] == STEP)]
+    result["again"] = 100 * (again["speedup"].max() - 1)
     small = table[table["model"] == "171m"].set_index("provider")["speedup"]
     eager = providers.DENSE_EAGER.name, providers.UNION.name
     if {STEP, *eager} <= set(small.index):

@@ -1,7 +1,8 @@
 """The numbers behind the claims: by subject of `claims.yaml` a function from tables to a flat dict.
 
-The functions are in `trained` (runs), `counted` (formats, traces, evaluations) and `measured` (rows
-of data/bench). A notebook gives them its own tables; `recorded` gives them those of data/.
+The functions of formats, traces and evaluations are here, the others in `trained` and `measured`,
+which say how quantities are named. A notebook gives the functions its own tables; `recorded` gives
+them those of data/.
 """
 
 from __future__ import annotations
@@ -15,9 +16,198 @@ import pandas as pd
 from twell import results
 from twell.analysis import activity, runs, speed, variants
 from twell.analysis import tasks as accuracy
-from twell.analysis.counted import formats, layers, neurons, seed_layers, tasks, tokens
 from twell.analysis.measured import layer_speed, layer_training, models, steps, trained_models
-from twell.analysis.trained import choices, devices, single, sizes, slowed, sweep, training
+from twell.analysis.trained import (
+    Quantities,
+    choices,
+    devices,
+    single,
+    sizes,
+    slowed,
+    sweep,
+    training,
+)
+
+
+def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quantities:
+    """Return the numbers of a tile of TwELL, and of random cases of the kernels.
+
+    packed: a `twell.PackedTwELL`; exact: whether unpacking gave the same bits; fuzz: rows of
+    data/bench/fuzz.csv. Errors are relative RMS against fp64, of bf16.
+    """
+    result = {"slots": packed.values.shape[2], "words": packed.words.shape[1]}
+    result["kept"] = "exact" if exact else "not exact"
+    if fuzz is not None and len(fuzz):
+        backward = fuzz["path"].str.startswith("training")
+        for name, rows in (("forward", fuzz[~backward]), ("backward", fuzz[backward])):
+            result[f"{name}_cases"] = rows["cases"].iloc[0]
+            result[f"{name}_failed"] = rows["failed"].sum()
+            errors = rows.loc[rows["dtype"] == "bfloat16", "worst_relative_rms"]
+            result[f"{name}_error"] = errors.max()
+    return result
+
+
+# --- activity ------------------------------------------------------------------------------------
+
+
+def layers(
+    sparse: pd.DataFrame,
+    dense: pd.DataFrame,
+    sparsest: pd.DataFrame,
+    overflow: pd.DataFrame,
+    seeds: pd.DataFrame | None = None,
+    prefix: str = "",
+) -> Quantities:
+    """Return where in the model activity is.
+
+    sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1,
+    and at a level beyond use; overflow: `tile_overflow` at the recommended level; seeds: tables as
+    the first, of other seeds, with a column run; prefix stands before every name. Layers count from
+    0; _depth is a layer's place from 0 (first) to 1 (last).
+    """
+    last = len(sparse) - 1
+    least = sparse.nsmallest(3, "mean")["layer"].astype(int).tolist()
+    tiles = overflow[overflow["compression"] == 8]
+    most = tiles["overflow_rows"].max()
+    result = {
+        "last": last,
+        "ratio_least": sparse["max_over_mean"].min(),
+        "ratio_most": sparse["max_over_mean"].max(),
+        "overflow": 100 * most,
+        "overflow_layer": tiles.loc[tiles["overflow_rows"] == most, "layer"].max(),
+        "least": ", ".join(map(str, sorted(least))),
+        "least_layer": least[0],
+        "first_two_least": set(least[:2]) == {0, 1},
+        "most_active": sparse["mean"].max(),
+    }
+    for name, table in (("peak", sparse), ("dense_peak", dense)):
+        if len(table):
+            peak = int(table.set_index("layer")["mean"].idxmax())
+            result |= {name: peak, f"{name}_depth": peak / max(last, 1)}
+    if len(sparsest) > 1:
+        first, second = sorted(sparsest.nlargest(2, "mean")["layer"].astype(int))
+        result |= {"sparsest_peaks": f"{first}, {second}", "sparsest_at_last": second == last}
+        result["sparsest_first_depth"] = first / max(last, 1)
+    if seeds is not None and len(seeds):
+        ratios = seeds.groupby("run", sort=False)["max_over_mean"].min()
+        result |= {"seed_ratios": ", ".join(f"{ratio:.1f}" for ratio in ratios)}
+        result |= {"seed_ratio_least": ratios.min(), "seed_ratio_most": ratios.max()}
+    return {f"{prefix}{name}": value for name, value in result.items()}
+
+
+def seed_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
+    """Return `logged_layers` of each run of a log, one under the other, with a column run."""
+    tables = [
+        runs.logged_layers(rows, intermediate_size).assign(run=run)
+        for run, rows in log.groupby("run")
+    ]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _word(token: str) -> str:
+    """A token without its spaces; quoted where nothing else is in it."""
+    return token.strip() or repr(token)
+
+
+def tokens(table: pd.DataFrame, positions: pd.DataFrame, prefix: str = "") -> Quantities:
+    """Return which tokens and positions are active, from `per_token` and `by_position`.
+
+    prefix stands before every name.
+    """
+    names = table["token"].map(_word).tolist()
+    mean = positions["mean_active"]
+    first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
+    result = {
+        "first": first,
+        "later": later,
+        "first_is_most": first == mean.max() and first > later,
+        "lowest": ", ".join(names[:6]) or None,
+        "highest": ", ".join(names[-6:]) or None,
+    }
+    return {f"{prefix}{name}": value for name, value in result.items()}
+
+
+def neurons(
+    correlation: pd.DataFrame,
+    specific: pd.DataFrame | None = None,
+    cost: pd.DataFrame | None = None,
+) -> Quantities:
+    """Return numbers of single neurons.
+
+    correlation: `surprise_correlation`; specific: `specific`; cost: `trace.silenced_loss`.
+    """
+    overall = correlation[(correlation["layer"] == -1) & (correlation["of"] == "surprise")]
+    result = {}
+    if len(overall):
+        row = overall.iloc[0]
+        result |= {"rank": row["spearman"], "rank_low": row["low"], "rank_high": row["high"]}
+    if specific is not None and len(specific):
+        row = specific.iloc[0]
+        result |= {"layer": int(row["layer"]), "neuron": int(row["neuron"])}
+        result |= {"token": _word(row["token"]), "phi": row["phi"]}
+    if cost is not None and len(cost):
+        result["cost"] = cost["loss_change"].max()
+    return result
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def tasks(table: pd.DataFrame, differences: pd.DataFrame) -> Quantities:
+    """Return accuracies of downstream tasks, from `evaluations` and their `backend_differences`.
+
+    Accuracies in %, differences in points. `pairs` are sparse models beside the dense one of their
+    size and tokens; of `pairs_above` one model is above chance; of these, `pairs_lost` are more
+    than two standard errors below dense. The list of means is of the size with the most levels.
+    """
+    result = {}
+    seven = accuracy.seven_tasks(table)
+    pairs = accuracy.against_dense(accuracy.by_level(seven))
+    if len(pairs):
+        above = pairs[pairs["above_chance"].astype(bool)]
+        lost = above["difference"] < -accuracy.NEAR_CHANCE * above["stderr"]
+        worst = pairs.loc[pairs["difference"].idxmin()]
+        result |= {"pairs": len(pairs), "pairs_above": len(above), "pairs_lost": lost.sum()}
+        result |= {"worst": 100 * worst["difference"], "worst_error": 100 * worst["stderr"]}
+    asked = seven[seven["task"] == "commonsense_qa"]
+    if len(asked):
+        result |= {"lettered_least": 100 * asked["accuracy"].min()}
+        result |= {"lettered_most": 100 * asked["accuracy"].max()}
+        result["lettered_above"] = (asked["verdict"] == "above chance").sum()
+    result |= _by_level(table, seven)
+    for between in ("backend", "dtype"):
+        rows = differences[differences["between"] == between]
+        if len(rows):
+            result[f"{between}_difference"] = 100 * rows["difference"].max()
+            result[f"{between}_accuracies"] = rows["accuracies"].sum()
+    return result
+
+
+def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
+    """Means of the seven tasks and of continuations, of the size with the most levels."""
+    means = accuracy.several_levels(accuracy.by_level(seven))
+    means = means[means["task"] == accuracy.MEAN]
+    if means.empty:
+        return {}
+    size = means[accuracy.SIZE].iloc[-1]
+    means = means[(means[accuracy.SIZE] == size).all(axis=1)]
+    same = (table[accuracy.SIZE] == size).all(axis=1)
+    same &= (table["dtype"] == "float32") & (table["backend"] == "dense")
+    plain = table[same & (table["metric"] == "acc")]
+    held_out = plain[plain["task"] == "held_out_continuation"].sort_values("l1_coefficient")
+    result = {"task_levels": ", ".join(means["l1_coefficient"].map(runs.level_name))}
+    for name, prefix, rows in (("means", "", means), ("continued", "continued_", held_out)):
+        if len(rows):
+            result[name] = ", ".join(f"{100 * value:.1f}" for value in rows["accuracy"])
+            result[f"{name}_error"] = 100 * rows["stderr"].max()
+            result[f"{prefix}chance"] = 100 * rows["chance"].iloc[0]
+    above = plain[plain["task"].isin(seven["task"]) & (plain["task"] != accuracy.MEAN)]
+    above = (above["verdict"] == "above chance").groupby(above["task"]).all()
+    result["tasks_above"] = ", ".join(above.index[above]) or "none"
+    return result
+
+
+# --- data/ ----------------------------------------------------------------------------------------
 
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
@@ -31,20 +221,23 @@ PAIRS = {  # one training on one GPU and on two: the newest version, and those b
 }
 
 
-def recorded(root: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the quantities of every subject from the recorded data of a repository, by subject.
+def recorded(root: str | Path) -> dict[str, Quantities]:
+    """Return the quantities of every subject from data/ of a repository, by subject.
 
     Raises FileNotFoundError where data/ is not whole.
     """
     data = Path(root) / "data"
-    bench = functools.cache(lambda name: pd.read_csv(data / "bench" / f"{name}.csv"))
     every, log = results.load_runs(data / "runs")
-    result = {"formats": _formats(bench("fuzz"))} | _runs(every, log)
-    return result | _speed(bench) | _traces(data, log)
+    result = {"formats": _formats(data)} | _runs(every, log)
+    return result | _speed(data) | _traces(data, log)
 
 
-def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
-    """Of a small tensor with full, empty and overflowing rows; of the fuzz cases all."""
+def _bench(data: Path, name: str) -> pd.DataFrame:
+    return pd.read_csv(data / "bench" / f"{name}.csv")
+
+
+def _formats(data: Path) -> Quantities:
+    """Of a small tensor with full, empty and overflowing rows, and of all fuzz cases."""
     import torch
 
     from twell.sparse.formats import PackedTwELL
@@ -52,19 +245,17 @@ def _formats(fuzz: pd.DataFrame) -> dict[str, Any]:
     dense = torch.zeros(4, 5632, dtype=torch.bfloat16)
     dense[0], dense[1, ::100], dense[2, :40] = 1, 2, 3
     packed = PackedTwELL.pack(dense, 256, 8)
-    return formats(packed, torch.equal(packed.unpack(), dense), fuzz)
+    return formats(packed, torch.equal(packed.unpack(), dense), _bench(data, "fuzz"))
 
 
 def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> Runs:
-    """The runs whose name fits one of several patterns, and their log, as `results.load_runs` gives
-    them.
-    """
+    """The runs whose name fits one of several patterns, and their log."""
     names = [name for name in every["run"] if any(Path(name).match(one) for one in pattern.split())]
     some = every[every["run"].isin(names)].dropna(axis=1, how="all")
     return some.reset_index(drop=True), log[log["run"].isin(names)].reset_index(drop=True)
 
 
-def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     family, family_log = _fitting(every, log, SWEEP)
     recipe = family[runs.choice(family) == "recipe"]
     table = runs.levels(runs.sweep(recipe, family_log))
@@ -75,13 +266,14 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
     pair = _fitting(every, log, FLAGSHIP)
     flagships, curves = variants.computed_otherwise(*pair), variants.computed_curves(*pair)
-    of_pairs = {}
-    for name, pattern in PAIRS.items():
-        of_pairs[name] = variants.computed_otherwise(*_fitting(every, log, pattern))
+    scaled = {
+        name: variants.computed_otherwise(*_fitting(every, log, pattern))
+        for name, pattern in PAIRS.items()
+    }
     sparse_log = log[log["run"] == "flagship-triton"]
-    whole = training(flagships, of_pairs["devices"], curves, sparse_log)
-    for name, scaled in of_pairs.items():
-        whole |= devices(scaled, name)
+    whole = training(flagships, scaled["devices"], curves, sparse_log)
+    for name, table_of_pair in scaled.items():
+        whole |= devices(table_of_pair, name)
     return {
         "sweep": sweep(table, active, chosen, longer) | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
@@ -90,7 +282,8 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
     }
 
 
-def _speed(bench: Any) -> dict[str, dict[str, Any]]:
+def _speed(data: Path) -> dict[str, Quantities]:
+    bench = functools.partial(_bench, data)
     rows, training_rows = bench("ffn"), bench("training")
     by_tokens = speed.model_speedups(bench("model"))
     by_step = speed.step_speedups(bench("train_step"))
@@ -110,7 +303,7 @@ def _speed(bench: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _traces(data: Path, log: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def _traces(data: Path, log: pd.DataFrame) -> dict[str, Quantities]:
     from twell.trace import Aggregate, Trace
 
     logs = {}

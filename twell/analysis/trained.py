@@ -1,9 +1,8 @@
 """Quantities of runs: by subject of `claims.yaml` a flat dict of named numbers and strings.
 
-Each function takes tables of the other modules. Numbers are as the templates print them: shares in
-%, cross-entropies in nats, differences of cross-entropy in % or points of %. A name ending in
-`_limit` is the noise limit of the difference before it (`noise_limit`), one ending in `_runs` a
-number of seeds. What a table does not hold is NaN, None or absent, and a claim about it is "not
+Numbers are as the templates print them: shares in %, cross-entropies in nats, differences of
+cross-entropy in % or points of %. A name ending in `_limit` is a `noise_limit`, in `_runs` a number
+of seeds. A quantity that is not in the tables is NaN, None or absent, and claims about it are "not
 measured".
 """
 
@@ -27,12 +26,8 @@ LOSS, ACTIVE, DEAD = QUANTITIES
 Quantities = dict[str, Any]
 
 
-def _level(prefix: str, row: pd.Series | None, table: pd.DataFrame, dense: pd.Series) -> Quantities:
-    """Quantities of one level of L1 of `levels`, and its price over L1 = 0 with the noise limit of
-    `table`.
-    """
-    if row is None:
-        return {}
+def _level(prefix: str, row: pd.Series, table: pd.DataFrame, dense: pd.Series) -> Quantities:
+    """Quantities of one level of L1, a row of `levels`; table: runs with seeds."""
     return {
         f"{prefix}_level": level_name(row["l1_coefficient"]),
         f"{prefix}_active": row["active"],
@@ -52,12 +47,11 @@ def sweep(
     seeds: pd.DataFrame,
     longer: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return what an L1 sweep came to: at L1 = 0, at the recommended level, beyond it and below it.
+    """Return quantities of an L1 sweep.
 
-    table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices`, whose
-    noise counts, or a `sweep`; longer: `levels` of runs with more tokens. `best` is the
-    `recommended` level, `beyond` the next one above, `last` the highest, `middle` those between 0
-    and best.
+    table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices` (or a
+    `sweep`), for the noise; longer: `levels` of runs with more tokens. `best` is the `recommended`
+    level, `beyond` the next one above, `last` the highest, `middle` those between 0 and best.
     """
     zero = table[table["l1_coefficient"] == 0]
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
@@ -66,8 +60,8 @@ def sweep(
     dense, best = zero.iloc[0], recommended(table)
     above = table[table["l1_coefficient"] > best["l1_coefficient"]].sort_values("l1_coefficient")
     between = alive[alive["l1_coefficient"] < best["l1_coefficient"]].sort_values("l1_coefficient")
-    bad = [f"{level_name(row.l1_coefficient)} ({row.status})" for row in table.itertuples()
-           if row.status != "alive"]  # fmt: skip
+    bad = table.loc[table["status"] != "alive", ["l1_coefficient", "status"]].to_numpy()
+    bad = [f"{level_name(l1)} ({status})" for l1, status in bad]
 
     result = _level("dense", dense, seeds, dense) | _level("best", best, seeds, dense)
     result |= {
@@ -83,44 +77,30 @@ def sweep(
     if len(above):
         beyond = above.iloc[0]
         limit = noise_limit(seeds, LOSS, beyond["runs"], best["runs"])
-        rise = {"beyond_rise": beyond["cross_entropy_change"] - best["cross_entropy_change"]}
-        result |= _level("beyond", beyond, seeds, dense) | rise | {"beyond_rise_limit": limit}
+        result |= _level("beyond", beyond, seeds, dense)
+        result["beyond_rise"] = beyond["cross_entropy_change"] - best["cross_entropy_change"]
+        result["beyond_rise_limit"] = limit
         result |= _level("last", above.iloc[-1], seeds, dense)
     if len(between):
-        price, names = between["cross_entropy_change"], between["l1_coefficient"].map(level_name)
-        result |= {"middle_least": price.min(), "middle_most": price.max()}
-        result["middle_runs"] = between["runs"].min()
+        price, runs = between["cross_entropy_change"], between["runs"].min()
+        result |= {"middle_least": price.min(), "middle_most": price.max(), "middle_runs": runs}
+        names = between["l1_coefficient"].map(level_name)
         result |= {"middle_first": names.iloc[0], "middle_last": names.iloc[-1]}
-        result["middle_limit"] = noise_limit(seeds, LOSS, between["runs"].min(), dense["runs"])
-    return result | _longer(longer, best["l1_coefficient"])
-
-
-def _longer(table: pd.DataFrame | None, level: float) -> Quantities:
-    """Price and dead neurons at the recommended level, and the price at the lowest other one, on
-    more tokens.
-    """
-    if table is None or table.empty:
-        return {}
-    same = table[table["l1_coefficient"] == level]
-    others = table[(table["l1_coefficient"] > 0) & (table["l1_coefficient"] != level)]
-    result = {}
-    for name, rows in (("longer", same), ("longer_other", others)):
-        if len(rows):
-            row = rows.iloc[0]
-            result |= {
-                f"{name}_level": level_name(row["l1_coefficient"]),
-                f"{name}_price": row["cross_entropy_change"],
-                f"{name}_dead": 100 * row["dead_fraction_train"],
-                f"{name}_runs": row["runs"],
-            }
+        result["middle_limit"] = noise_limit(seeds, LOSS, runs, dense["runs"])
+    if longer is not None and len(longer):
+        same = longer["l1_coefficient"] == best["l1_coefficient"]
+        other = ~same & (longer["l1_coefficient"] > 0)
+        for name, rows in (("longer", longer[same]), ("longer_other", longer[other])):
+            for _, row in rows[:1].iterrows():
+                numbers = _level(name, row, seeds, dense)
+                wanted = [f"{name}_{key}" for key in ("level", "price", "dead", "runs")]
+                result |= {key: numbers[key] for key in wanted}
     return result
 
 
 def single(table: pd.DataFrame) -> Quantities:
-    """Return what single recorded runs came to, from `list_runs`: other learning rates, and the
-    model that ships.
-
-    Prices are in % over the run that they name; a run that is missing leaves its quantities out.
+    """Return quantities of single recorded runs, from `list_runs`: other learning rates, and the
+    model that ships. Prices are in % over a partner; without both runs a pair has no quantity.
     """
     runs = table.set_index("run")
     pairs = {
@@ -152,16 +132,14 @@ COMPARED = {
 
 
 def choices(table: pd.DataFrame) -> Quantities:
-    """Return what each other choice of training changes against the recipe, from `choices` at
-    `compared_level`.
+    """Return the change of each other choice against the recipe at `compared_level`.
 
-    For each of COMPARED: _price (points of %), _activity (% more neurons active), _dead (%),
-    _active, the differences with their limits, and _runs. `without` is the recipe's share of dead
-    neurons in %, `recipe_active` its active neurons.
+    table: `choices`. For each of COMPARED: _price (points of %) and _activity (% more neurons
+    active), with their limits; _dead (%), _active and _runs. `without`: the recipe's dead neurons.
     """
     level = compared_level(table)
     every = levels(table).set_index(["choice", "l1_coefficient"]) if len(table) else table
-    result = {"level": level_name(level) if level == level else None}
+    result = {}
     for key, (name, sparse) in COMPARED.items():
         l1 = level if sparse else 0.0
         pair = (name, l1), ("recipe", l1)
@@ -185,9 +163,7 @@ def choices(table: pd.DataFrame) -> Quantities:
 
 
 def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
-    """Balanced columns over a recipe that is as sparse: at the compared level, and at the highest
-    other one.
-    """
+    """Balanced columns beside the recipe's line, at the compared level and at the highest other."""
     rows = against_frontier(table).query("choice == @BALANCED")
     others = rows[rows["l1_coefficient"] != level].sort_values("l1_coefficient")
     result = {}
@@ -209,16 +185,14 @@ def _beside_line(table: pd.DataFrame, level: float) -> Quantities:
 
 
 def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
-    """Return how activity and price go with size, from `sizes`; seeds: `choices`, whose noise
-    counts for all sizes.
+    """Return activity and price by size, from `sizes`; seeds: `choices`, for the noise.
 
-    _fall: the fall of the logarithm of activity from the smallest to the largest size; _rise: its
-    largest rise between two sizes.
+    _fall: of the logarithm of activity from the smallest to the largest size; _rise: its largest
+    rise between two sizes.
     """
     if table.empty:
         return {}
     result = {
-        "layers": ", ".join(str(number) for number in table["num_layers"]),
         "actives": " → ".join(f"{value:.1f}" for value in table["active"]),
         "shares": " → ".join(f"{100 * value:.3g}" for value in table["active_fraction"]),
     }
@@ -244,33 +218,25 @@ def training(
     curves: pd.DataFrame | None = None,
     sparse_log: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return a whole training by the sparse kernels beside the dense one, and one on several
-    devices beside one.
+    """Return a training by the sparse kernels beside the dense one, and one on several devices.
 
     flagships, scaled: `computed_otherwise` of either; curves: `computed_curves` of the first;
     sparse_log: the log of its sparse run. Changes are in % over dense, memory in GB of one device;
     `_late` is the second half of training.
     """
     result = devices(scaled)
-    if set(flagships["backend"]) <= {"dense"} or not set(flagships["backend"]) & {"dense"}:
-        return result
-    dense = flagships[flagships["backend"] == "dense"].iloc[0]
+    dense = flagships[flagships["backend"] == "dense"]
     others = flagships[flagships["backend"] != "dense"]
-    others = others[others["devices"] == dense["devices"]]
+    others = others[others["devices"].isin(dense["devices"][:1])]
     if others.empty:
         return result
-    sparse = others.iloc[0]
-    result |= {
-        "parameters": sparse["parameters"] / 1e6,
-        "active": sparse["active"],
-        "loss_change": 100 * (sparse["cross_entropy"] / dense["cross_entropy"] - 1),
-        "faster_late": 100 * (sparse["tokens_per_second"] / dense["tokens_per_second"] - 1),
-        "memory_late": 100 * (sparse["peak_memory"] / dense["peak_memory"] - 1),
-        "memory_whole": 100 * (sparse["peak_memory_whole"] / dense["peak_memory_whole"] - 1),
-        "dense_gb": dense["peak_memory"] / 1e9,
-        "sparse_gb": sparse["peak_memory"] / 1e9,
-        "whole_gb": sparse["peak_memory_whole"] / 1e9,
-    }
+    dense, sparse = dense.iloc[0], others.iloc[0]
+    changes = {"loss_change": "cross_entropy", "faster_late": "tokens_per_second"}
+    changes |= {"memory_late": "peak_memory", "memory_whole": "peak_memory_whole"}
+    result |= {"parameters": sparse["parameters"] / 1e6, "active": sparse["active"]}
+    result |= {name: 100 * (sparse[of] / dense[of] - 1) for name, of in changes.items()}
+    result |= {"dense_gb": dense["peak_memory"] / 1e9, "sparse_gb": sparse["peak_memory"] / 1e9}
+    result["whole_gb"] = sparse["peak_memory_whole"] / 1e9
     if curves is not None:
         result |= _over_training(curves, dense["run"], sparse["run"])
     if sparse_log is not None:
@@ -283,13 +249,10 @@ def training(
 
 
 def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
-    """Speed of a whole training, and by how much the loss of the sparse run is lower in its second
-    half (nats).
-    """
+    """Speed of a whole training, and the fall of the sparse loss in the second half (nats)."""
     speeds = curves[curves["metric"] == "tokens_per_second"]
-    seconds = {}
-    for run, rows in speeds.groupby("run"):
-        seconds[run] = (rows["tokens"].diff().fillna(rows["tokens"]) / rows["value"]).sum()
+    tokens = speeds.groupby("run")["tokens"].diff().fillna(speeds["tokens"])
+    seconds = (tokens / speeds["value"]).groupby(speeds["run"]).sum()
     losses = curves[curves["metric"] == "cross_entropy"]
     losses = losses.pivot(index="step", columns="run", values="value")
     late = losses[losses.index > losses.index[-1] / 2]
@@ -298,8 +261,7 @@ def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
 
 
 def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
-    """Return one training on several devices beside the same on the fewest, from
-    `computed_otherwise`.
+    """Return one training on most devices beside the same on fewest, from `computed_otherwise`.
 
     PREFIX_times: the ratio of tokens/s in the second half; PREFIX_first and _second: these in
     thousands; PREFIX_loss and _loss_first: cross-entropy at the end (nats).
@@ -309,7 +271,6 @@ def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
         first, second = ordered.iloc[0], ordered.iloc[-1]
         if second["devices"] > first["devices"]:
             return {
-                f"{prefix}_number": second["devices"],
                 f"{prefix}_times": second["tokens_per_second"] / first["tokens_per_second"],
                 f"{prefix}_first": first["tokens_per_second"] / 1e3,
                 f"{prefix}_second": second["tokens_per_second"] / 1e3,
@@ -320,9 +281,7 @@ def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
 
 
 def slowed(log: pd.DataFrame) -> Quantities:
-    """Return how many rows of a run's log are below 0.9 times the median speed of the five rows
-    around them.
-    """
+    """Return the rows of a run's log below 0.9 times the median speed of the five rows around."""
     speeds = log.loc[log["metric"] == "tokens_per_second", "value"].reset_index(drop=True)
     if speeds.empty:
         return {}

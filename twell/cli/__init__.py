@@ -70,6 +70,7 @@ _add(app, info, "info", RESULTS)
 def parse(arguments: list[str]) -> tuple[list[str], dict]:
     """Return the words of a command and the values of its parameters, without running it.
 
+    The values are empty where help is asked for.
     Raises ValueError for an unknown command or option, an old spelling, an option given twice, and
     a value of a wrong type.
     """
@@ -81,6 +82,8 @@ def parse(arguments: list[str]) -> tuple[list[str], dict]:
             command = command.commands[word]
         with command.make_context(" ".join(["twell", *words]), rest) as context:
             return words, context.params
+    except typer.Exit:  # after its help
+        return words, {}
     except Exception as error:
         if _is_usage(error):
             raise ValueError(error.format_message()) from None

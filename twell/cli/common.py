@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-# Where results go; git ignores these folders. Recorded results in data/ were written there by --out.
+# Where results go; git ignores these folders. Recorded results were written to data/ by --out.
 RUNS, BENCH, BUILD = Path("runs"), Path("build/bench"), Path("build")
 INPUT, OUTPUT, LAYER, RANDOM = "Input", "Output", "Layer", "Random weights"
 

@@ -77,56 +77,53 @@ class Stream:
             import datasets
             from datasets.distributed import split_dataset_by_node
         except ImportError:
-            raise ModuleNotFoundError(
-                f"{source} needs the package datasets: pip install datasets"
-            ) from None
+            message = f"{source} needs the package datasets: pip install datasets"
+            raise ModuleNotFoundError(message) from None
         self.source, self.tokenizer, self.context = source, tokenizer, context
-        name, _, configuration = source.removeprefix("hf:").partition(":")
-        options = {"split": "train", "streaming": True}
+        name, _, part = source.removeprefix("hf:").partition(":")
         try:
-            stream = datasets.load_dataset(name, configuration or None, **options)
+            stream = datasets.load_dataset(name, part or None, split="train", streaming=True)
         except Exception as error:  # no such name, no network, no access: the hub has a dozen kinds
-            raise FileNotFoundError(
-                f"no data set {name!r} for {source}: {str(error).splitlines()[0]}"
-            ) from None
+            reason = str(error).splitlines()[0]
+            raise FileNotFoundError(f"no data set {name!r} for {source}: {reason}") from None
 
         held_out, documents = [], 0
-        for text in self._texts(stream):
-            if sum(map(len, held_out)) >= valid_tokens:
+        for tokens in self._encoded(stream):
+            if len(held_out) >= valid_tokens:
                 break
-            held_out.append([*encode(tokenizer, text), tokenizer.eos_token_id])
+            held_out += tokens
             documents += 1
-        self.valid = np.array(
-            [token for tokens in held_out for token in tokens][:valid_tokens], dtype=np.uint32
-        )
+        self.valid = np.array(held_out[:valid_tokens], dtype=np.uint32)
         self.stream = split_dataset_by_node(stream.skip(documents), process, num_processes)
-        self.reader = iter(self._texts(self.stream))
+        self.reader = self._encoded(self.stream)
         self.rest: list[int] = []  # tokens read and not yet drawn
 
-    def _texts(self, stream) -> Iterator[str]:
+    def _encoded(self, stream) -> Iterator[list[int]]:
+        """Yield each document's tokens."""
         for row in stream:
-            if not isinstance(row.get("text"), str):
+            if not isinstance(text := row.get("text"), str):
                 raise ValueError(
                     f'{self.source} has no column "text" with strings; it has {", ".join(row)}'
                 )
-            yield checked_text(row["text"], f"a document of {self.source}")
+            text = checked_text(text, f"a document of {self.source}")
+            yield [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
-        """Return the next len(numbers) blocks in the stream's order, int64 [len(numbers), context].
+        """Return the next len(numbers) blocks, int64 [len(numbers), context].
 
         The numbers themselves have no effect.
         """
         size = len(list(numbers)) * self.context
         while len(self.rest) < size:
-            text = next(self.reader, None)
-            if text is None:
-                self.reader = iter(self._texts(self.stream))
-                text = next(self.reader, None)
-                if text is None:
-                    raise ValueError(
-                        f"{self.source} has no document left for training beside those held out"
-                    )
-            self.rest += [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
+            tokens = next(self.reader, None)
+            if tokens is None:  # start again
+                self.reader = self._encoded(self.stream)
+                tokens = next(self.reader, None)
+            if tokens is None:
+                raise ValueError(
+                    f"{self.source} has no document left for training beside those held out"
+                )
+            self.rest += tokens
         drawn, self.rest = self.rest[:size], self.rest[size:]
         return torch.tensor(drawn).reshape(-1, self.context)
 
@@ -137,5 +134,4 @@ class Stream:
     def restore(self, state: dict) -> None:
         """Continue at `state`, of the same source and number of processes."""
         self.stream.load_state_dict(state["place"])
-        self.reader = iter(self._texts(self.stream))
-        self.rest = list(state["rest"])
+        self.reader, self.rest = self._encoded(self.stream), list(state["rest"])

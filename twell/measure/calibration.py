@@ -48,15 +48,14 @@ def calibrate(
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
-    device = clock.gpu()
+    gpu = clock.gpu()
     check_sizes(tokens, hidden_size, intermediate_size)
     out = Path(out)
     if not out.parent.is_dir() or out.is_dir():
         raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
-    layers = Layers(hidden_size, intermediate_size, gated, device)
+    layers = Layers(gpu, hidden_size, intermediate_size, gated)
     rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
     origin = results.provenance()
-    versions = "; ".join(f"{name} {version}" for name, version in origin["versions"].items())
     calibration = Calibration.fit(
         rows,
         device=origin["device"],
@@ -64,7 +63,7 @@ def calibrate(
         intermediate_size=intermediate_size,
         gated=gated,
         dtype="bfloat16",
-        versions=versions,
+        versions="; ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         date=origin["date"],
     )
     calibration.save(out)
@@ -76,15 +75,20 @@ def calibrate(
 class Layers:
     """Layers of one size, to be timed at any number of tokens and activity."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, gated: bool, device: torch.device):
-        self.size, self.gated, self.device = (hidden_size, intermediate_size), gated, device
+    def __init__(self, gpu: clock.Gpu, hidden_size: int, intermediate_size: int, gated: bool):
+        self.gpu, self.size, self.gated = gpu, (hidden_size, intermediate_size), gated
 
     def case(self, num_tokens: int, active: float, pattern: Pattern = SKEWED) -> Case:
-        inputs = synthetic_layer(
-            num_tokens, *self.size, active=active, pattern=pattern, device=self.device
-        )
+        options = {"active": active, "pattern": pattern, "device": self.gpu.device}
+        inputs = synthetic_layer(num_tokens, *self.size, **options)
         sets = WEIGHT_SETS if num_tokens <= GRAPH_TOKENS else 1
         return Case.of(pattern.kind, inputs, self.gated, sets)
+
+    def milliseconds(self, case: Case, name: str, calls: list[Call]) -> float:
+        """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
+        mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
+        _, times, _ = checked(self.gpu, case, f"{name} at {case}", calls, mode)
+        return clock.quantiles(times(clock.CALIBRATION_TURN))["p50"]
 
     def times(self, num_tokens: int) -> list[dict]:
         """Return rows of tokens, active, union, path and p50 for each level of activity."""
@@ -93,7 +97,7 @@ class Layers:
             case, times = self.case(num_tokens, active), {}
             for path in case.paths():  # dense comes first
                 if path not in behind:
-                    times[path] = milliseconds(case, path, case.path_calls(path))
+                    times[path] = self.milliseconds(case, path, case.path_calls(path))
                     if times[path] > BEHIND * times["dense"]:
                         behind.add(path)
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
@@ -110,11 +114,29 @@ class Layers:
         active neurons and all are active, before it can notice.
         """
         compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
-        worst: dict[str, float] = {}
-        for num_tokens in CHECKED_TOKENS:
-            for kind, case, path in self._choices(num_tokens, calibration):
-                ratio = self._ratio(case, path, kind, calibration, compiled)
-                worst[kind] = max(ratio, worst.get(kind, 0.0))
+        worst = {"alike": 0.0, "even": 0.0, "busier": 0.0}
+        n = self.size[1]
+        planned = min(PLANNED_ACTIVE, n)
+        for tokens in CHECKED_TOKENS:
+            plan = self.case(tokens, planned).auto_layers(calibration)[0].chooser.path(tokens)
+            full = self.case(tokens, n)
+            alike = [self.case(tokens, active) for active in CHECKED_ACTIVE if active < n]
+            for kind, case in (
+                *(("alike", case) for case in (*alike, full)),
+                ("even", self.case(tokens, planned, EVEN)),
+                ("busier", full),
+            ):
+                layers = case.auto_layers(calibration)
+                path = plan if kind == "busier" else layers[0].chooser.path(tokens)
+                calls = [functools.partial(layer, case.x) for layer in layers]
+                if kind == "busier":
+                    calls = case.path_calls(path)
+                dense = case.calls(compiled, plain=True)
+                ratio = self.milliseconds(case, f"auto ({path})", calls)
+                ratio /= self.milliseconds(case, DENSE_COMPILED.name, dense)
+                worst[kind] = max(ratio, worst[kind])
+                choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"
+                print(f"{case}  {kind:<6} {choice}", flush=True)
         torch.compiler.reset()
         print(
             f"worst against dense torch.compile: {worst['alike']:.2f} of its time with the "
@@ -123,40 +145,3 @@ class Layers:
             flush=True,
         )
         return worst
-
-    def _choices(
-        self, num_tokens: int, calibration: Calibration
-    ) -> list[tuple[str, Case, str | None]]:
-        """Kind, case, and the path of its plan; None: of what the layer knows."""
-        n = self.size[1]
-        planned = min(PLANNED_ACTIVE, n)
-        (layer, *_) = self.case(num_tokens, planned).auto_layers(calibration)
-        full = self.case(num_tokens, n)
-        alike = [self.case(num_tokens, active) for active in CHECKED_ACTIVE if active < n]
-        return [
-            *(("alike", case, None) for case in (*alike, full)),
-            ("even", self.case(num_tokens, planned, EVEN), None),
-            ("busier", full, layer.chooser.path(num_tokens)),
-        ]
-
-    def _ratio(
-        self, case: Case, path: str | None, kind: str, calibration: Calibration, compiled
-    ) -> float:
-        """The time of "auto" over that of the compiled dense layer."""
-        if path is None:
-            layers = case.auto_layers(calibration)
-            path = layers[0].chooser.path(len(case.x))
-            calls = [functools.partial(layer, case.x) for layer in layers]
-        else:
-            calls = case.path_calls(path)
-        dense = milliseconds(case, DENSE_COMPILED.name, case.calls(compiled, plain=True))
-        ratio = milliseconds(case, f"auto ({path})", calls) / dense
-        choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"
-        print(f"{case}  {kind:<6} {choice}", flush=True)
-        return ratio
-
-
-def milliseconds(case: Case, name: str, calls: list[Call]) -> float:
-    """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
-    mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
-    return clock.quantiles(checked(case, name, calls, mode).times(clock.CALIBRATION_TURN))["p50"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
-from twell.measure.costs import work
 from twell.measure.patterns import Pattern, Weights
+from twell.measure.rows import require
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -28,12 +28,11 @@ Call = Callable[[], Tensor]
 
 def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
     """Raise ValueError for sizes that the kernels do not take."""
-    if min(tokens) < 1:
-        raise ValueError(f"tokens holds {min(tokens)}; it has to be at least 1")
-    if hidden_size < 16 or hidden_size % 16:
-        raise ValueError(f"hidden_size is {hidden_size}; the kernels need a multiple of 16")
-    if intermediate_size < 1:
-        raise ValueError(f"intermediate_size is {intermediate_size}; it has to be at least 1")
+    require(min(tokens) >= 1, f"tokens holds {min(tokens)}; it has to be at least 1")
+    unfit = f"hidden_size is {hidden_size}; the kernels need a multiple of 16"
+    require(hidden_size >= 16 and hidden_size % 16 == 0, unfit)
+    unfit = f"intermediate_size is {intermediate_size}; it has to be at least 1"
+    require(intermediate_size >= 1, unfit)
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,12 @@ class Case:
         c = self.columns
         return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
 
-    def work(self, path: str, backward: bool = False) -> tuple[int, int]:
-        """Return the operations and bytes that a path needs, forward or also backward."""
-        c = self.columns
-        shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
-        return work(path, *shape, self.exact.entries, self.exact.touched, backward)
-
     def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
         """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
-        sets = [
-            (*weights, w_down.contiguous() if plain else w_down) for *weights, w_down in self.sets
+        return [
+            functools.partial(function, self.x, *others, w_down.contiguous() if plain else w_down)
+            for *others, w_down in self.sets
         ]
-        return [functools.partial(function, self.x, *weights) for weights in sets]
 
     def path_calls(self, path: str) -> list[Call]:
         """Return the calls of one path of the kernels."""
@@ -91,7 +84,7 @@ class Case:
         return self.calls(lambda *tensors: ops.run(path, *tensors, None, None, None))
 
     def paths(self) -> list[str]:
-        """Return the paths of the kernels, without those that would take too long."""
+        """Return the paths of the kernels, dense first, without those that would take too long."""
         slow = {
             "rowwise": self.exact.entries > ROWWISE_ENTRIES,
             "decode": len(self.x) > DECODE_TOKENS,
@@ -100,11 +93,10 @@ class Case:
 
     def auto_layers(self, calibration: Calibration | None = None) -> list[SparseFFN]:
         """Return layers of backend "auto" with these weights that know this activity."""
-        c = self.columns
-        options = {"gated": c["gated"], "backend": "auto", "device": "meta"}
-        layers = []
+        c, layers = self.columns, []
         for weights in self.sets:
-            layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
+            sizes = c["hidden_size"], c["intermediate_size"]
+            layer = SparseFFN(*sizes, gated=c["gated"], backend="auto", device="meta")
             projections = layer.gate_proj, layer.up_proj, layer.down_proj
             for part, weight in zip(projections, weights, strict=True):
                 if part is not None:
@@ -135,24 +127,23 @@ class Grid:
 
     def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
         """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
-        for name in self.patterns:
-            for column, inputs in self._inputs(patterns.PATTERNS[name], num_tokens, device):
-                yield Case.of(column, inputs, self.gated, weight_sets)
-                del inputs
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+        for column, inputs in self._inputs(num_tokens, device):
+            yield Case.of(column, inputs, self.gated, weight_sets)
+            del inputs
+            torch.cuda.empty_cache()
 
     def _inputs(
-        self, pattern: Pattern, num_tokens: int, device: torch.device
+        self, num_tokens: int, device: torch.device
     ) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """The column `pattern` and a layer's inputs, for each level of activity or each mask."""
-        if pattern.kind == "recorded":
-            width = self.hidden_size or 1024
-            for name, mask in (self.masks or patterns.recorded_masks()).items():
-                inputs = patterns.imposed_layer(mask[:width], num_tokens, width, device=device)
-                yield f"recorded {name}", inputs
-            return
-        size = num_tokens, self.hidden_size or 2048, self.intermediate_size
-        for active in self.active:
-            options = {"active": active, "pattern": pattern, "device": device}
-            yield pattern.kind, patterns.synthetic_layer(*size, **options)
+        for name in self.patterns:
+            if name == "recorded":
+                width = self.hidden_size or 1024
+                for label, mask in (self.masks or patterns.recorded_masks()).items():
+                    inputs = patterns.imposed_layer(mask[:width], num_tokens, width, device=device)
+                    yield f"recorded {label}", inputs
+                continue
+            size = num_tokens, self.hidden_size or 2048, self.intermediate_size
+            for active in self.active:
+                options = {"active": active, "pattern": patterns.PATTERNS[name], "device": device}
+                yield name, patterns.synthetic_layer(*size, **options)

@@ -6,15 +6,18 @@ is checked, and gates near zero need the gate before its ReLU, and u, which the 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twell.measure.patterns import Weights
 from twell.sparse import reference
+from twell.sparse.layer import SparseFFN
 
 TOLERANCE = {
     # Relative RMS of a bf16 layer or of a tensor of its step; dense products are at 3e-3 to 4e-3.
@@ -42,6 +45,7 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 EDGE = 2.0**-21
 BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
+OVER_TOKENS = "touched", "weight edge", "dw_gate", "dw_up", "dw_down"  # sums
 SAMPLE = 4096  # tokens of a batch that are compared with fp32, and rows of each layer with fp64
 
 
@@ -51,9 +55,9 @@ class Exact:
 
     tensors: y [M, K]; with gradients also l1 [M], dx [M, K], dw_gate and dw_up [N, K] (a layer
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
-    token. unions int64: active neurons of each block of 64 tokens. touched: neurons active for any
-    token. either: by tensor, the norm of the part that gates contribute which are so near to zero
-    that sums in fp32 may come out on either side of it.
+    token. unions int64: active neurons of each block. touched: neurons active for any token.
+    either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
+    on either side of it.
     """
 
     tensors: dict[str, Tensor]
@@ -63,27 +67,27 @@ class Exact:
     either: dict[str, float]
 
     @classmethod
+    @torch.no_grad()
     def of(
         cls, x: Tensor, weights: Weights, dy: Tensor | None = None, dl1: Tensor | None = None
     ) -> Exact:
         """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1)."""
-        with_gradients, wide = dy is not None, {}
-        for name, weight in zip(("w_gate", "w_up", "w_down"), weights, strict=True):
-            if weight is not None:
-                wide[name] = weight.detach().to(torch.float64, copy=True)
-                wide[name].requires_grad_(with_gradients)
-        rows, edges = [], {}
-        for start in range(0, len(x), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            given = (dy[chunk].double(), dl1[chunk].double()) if with_gradients else ()
-            with torch.set_grad_enabled(with_gradients):
-                rows.append(_chunk(x[chunk], wide, edges, *given))
-        tensors = {name: torch.cat([chunk[name] for chunk in rows]) for name in rows[0]}
+        wide = [None if weight is None else weight.double() for weight in weights]
+        given = [x] if dy is None else [x, dy, dl1]
+        tensors: dict[str, Tensor] = {}
+        for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
+            for name, part in _chunk(wide, *chunk).items():
+                if name not in tensors:
+                    tensors[name] = part
+                elif name in OVER_TOKENS:
+                    tensors[name] += part
+                else:
+                    tensors[name] = torch.cat([tensors[name], part])
         counts, unions = tensors.pop("counts"), tensors.pop("unions")
-        touched = int(tensors.pop("touched").view(len(rows), -1).any(0).sum())
-        if with_gradients:
-            tensors |= {f"d{name}": weight.grad for name, weight in wide.items()}
-        either = {name: float(edge.norm()) for name, edge in edges.items()}
+        touched = int((tensors.pop("touched") > 0).sum())
+        first = "dw_up" if wide[0] is None else "dw_gate"
+        edges = {"dx": tensors.pop("edge", None), first: tensors.pop("weight edge", None)}
+        either = {name: float(edge.norm()) for name, edge in edges.items() if edge is not None}
         return cls(tensors, counts, unions, touched, either)
 
     @property
@@ -122,37 +126,40 @@ class Exact:
         exact = self.tensors[name]
         scale = float(exact.norm()) or 1.0  # without active neurons all are zero
         error = float((result.double() - exact).norm()) / scale
-        limit = math.hypot(limit, self.either.get(name, 0.0) / scale)
-        if not error <= limit:
-            raise ArithmeticError(f"{what} is wrong: relative RMS {error:.2e}, allowed {limit:.2e}")
+        _require(error, math.hypot(limit, self.either.get(name, 0.0) / scale), f"{what} is wrong")
         return error
 
 
 def _chunk(
-    x: Tensor, wide: dict[str, Tensor], edges: dict[str, Tensor], *gradients: Tensor
+    weights: Sequence[Tensor | None], x: Tensor, dy: Tensor | None = None, dl1: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of some tokens; gradients of weights and EDGE's part are added to theirs."""
-    rows = x.detach().to(torch.float64, copy=True).requires_grad_(bool(gradients))
-    first = "w_gate" if "w_gate" in wide else "w_up"
-    gate = rows @ wide[first].t()
-    active = torch.relu(gate.detach()).to(x.dtype) != 0  # as rounded to x's type
-    u = rows @ wide["w_up"].t() if "w_gate" in wide else torch.ones_like(gate)
-    h = torch.where(active, gate, 0.0) * u
-    y = h @ wide["w_down"].t()
+    """The tensors of some tokens, those OVER_TOKENS summed over them."""
+    w_gate, w_up, w_down = weights
+    first, rows = (w_up if w_gate is None else w_gate), x.double()
+    gate = rows @ first.t()
+    active = torch.relu(gate).to(x.dtype) != 0  # as rounded to x's type
+    u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t()
+    g = torch.where(active, gate, 0.0)
+    h = g * u
     unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
-    tensors = {"counts": active.sum(1), "unions": unions, "touched": active.any(0)}
-    if not gradients:
-        return tensors | {"y": y}
-    h.retain_grad()
-    l1 = (h * u.detach().sign()).sum(1)  # |h|, with its full gradient where the gate is at zero
-    torch.autograd.backward((y, l1), gradients)
-    with torch.no_grad():
-        near = gate.abs() <= EDGE * (rows.abs() @ wide[first].abs().t())
-        edge = h.grad * near * u
-        edges[f"d{first}"] = edges.get(f"d{first}", 0.0) + edge.t() @ rows
-        norms = [edges.get("dx", edge.new_zeros(1)), (edge @ wide[first]).norm()[None]]
-        edges["dx"] = torch.cat(norms)
-    return tensors | {"y": y.detach(), "l1": l1.detach(), "dx": rows.grad}
+    tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
+    tensors["y"] = h @ w_down.t()
+    if dy is None:
+        return tensors
+    dh = dy.double() @ w_down + u.sign() * dl1.double()[:, None]
+    dg, du = dh * u * active, dh * g
+    edge = dh * u * (gate.abs() <= EDGE * (rows.abs() @ first.abs().t()))
+    tensors |= {"weight edge": edge.t() @ rows, "edge": (edge @ first).norm()[None]}
+    tensors |= {"l1": (h * u.sign()).sum(1), "dx": dg @ first, "dw_down": dy.double().t() @ h}
+    if w_gate is None:
+        return tensors | {"dw_up": dg.t() @ rows}
+    tensors["dx"] += du @ w_up
+    return tensors | {"dw_gate": dg.t() @ rows, "dw_up": du.t() @ rows}
+
+
+def _require(error: float, limit: float, message: str) -> None:
+    if not error <= limit:
+        raise ArithmeticError(f"{message}: relative RMS {error:.2e}, allowed {limit:.2e}")
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
@@ -161,7 +168,7 @@ def relative(result: Tensor, exact: Tensor) -> float:
     for a, b in zip(result.reshape(-1).split(2**24), exact.reshape(-1).split(2**24), strict=True):
         wrong += float((a.float() - b.float()).square().sum())
         size += float(b.float().square().sum())
-    return math.sqrt(wrong / size) if size else math.sqrt(wrong)
+    return math.sqrt(wrong / (size or 1.0))
 
 
 class Judge:
@@ -173,23 +180,18 @@ class Judge:
     def __init__(self, what: str, exact: Tensor, cut: Callable[[Tensor], Tensor]):
         self.what, self.exact, self.cut = what, exact, cut
         self.first: Tensor | None = None
-        self.error = math.nan
+        self.error = TOLERANCE["hidden states"] / AS_DENSE
 
     def check(self, name: str, result: Tensor) -> float:
         """Return the relative RMS against fp32; ArithmeticError for one above the limits."""
         error = relative(self.cut(result), self.exact)
-        limit = TOLERANCE["hidden states"] if self.first is None else AS_DENSE * self.error
-        self._require(error, limit, f"{self.what} of {name} are wrong")
+        _require(error, AS_DENSE * self.error, f"{self.what} of {name} are wrong")
         if self.first is None:
             self.first, self.error = result, error
-        else:
-            distance, limit = relative(result, self.first), FROM_DENSE * self.error
-            self._require(distance, limit, f"{self.what} of {name} differ from dense ones")
+        distance = relative(result, self.first)
+        limit = FROM_DENSE * self.error
+        _require(distance, limit, f"{self.what} of {name} differ from dense ones")
         return error
-
-    def _require(self, error: float, limit: float, message: str) -> None:
-        if not error <= limit:
-            raise ArithmeticError(f"{message}: relative RMS {error:.2e}, allowed {limit:.2e}")
 
 
 def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
@@ -198,7 +200,7 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
 
-def check_layers(ffns: list[nn.Module], run: Callable[[], object], what: str) -> float:
+def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
     """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of a pass.
 
     `run` is the pass. Each layer computes all tokens, by its present backend, not compiled. Raises
@@ -206,22 +208,19 @@ def check_layers(ffns: list[nn.Module], run: Callable[[], object], what: str) ->
     """
     errors = []
 
-    def compare(index: int) -> Callable:
-        def hook(ffn: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-            rows, outputs = inputs[0].flatten(0, -2), y.flatten(0, -2)
-            sample = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
-            gate = ffn.gate_proj and ffn.gate_proj.weight
-            weights = gate, ffn.up_proj.weight, ffn.down_proj.weight
-            exact = Exact.of(rows[sample], weights)
-            limit = allowed(exact, rows[sample], weights)
-            errors.append(exact.check(outputs[sample], f"layer {index} of {what}", limit))
+    def compare(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        rows = inputs[0].flatten(0, -2)
+        sample = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
+        gate = ffn.gate_proj and ffn.gate_proj.weight
+        weights = gate, ffn.up_proj.weight, ffn.down_proj.weight
+        exact = Exact.of(rows[sample], weights)
+        limit = allowed(exact, rows[sample], weights)
+        outputs = y.flatten(0, -2)[sample]
+        errors.append(exact.check(outputs, f"layer {index} of {what}", limit))
 
-        return hook
-
-    hooks = [ffn.register_forward_hook(compare(index)) for index, ffn in enumerate(ffns)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for index, ffn in enumerate(ffns):
+            hook = ffn.register_forward_hook(functools.partial(compare, index))
+            hooks.callback(hook.remove)
         run()
-    finally:
-        for handle in hooks:
-            handle.remove()
     return max(errors, default=0.0)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from twell.measure import clock
 from twell.measure.check import BLOCK, Exact
+from twell.measure.clock import CEILING_TURN, Gpu, quantiles
 from twell.measure.rows import significant
 
 
@@ -31,8 +31,8 @@ def work(
 
     The first product is whole, the others are at the active entries. The backward pass has dh, P
     gradients of weights and P - 1 products for dx. Each weight row in use, x and dy are read once
-    in a pass; y, dx and all gradients of weights are written once. Values between kernels count for
-    nothing, and neither do inactive entries that a path computes.
+    a pass; y, dx and all gradients of weights are written once. Values between kernels and inactive
+    entries count for nothing.
     """
     products = 3 if gated else 2
     if path == "dense":
@@ -48,10 +48,9 @@ def work(
 def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[int, int]]:
     """Return (path, kernel) -> the operations and bytes that the kernel's method needs on a case.
 
-    Operations are those of the method: in a union each of the block's tokens has each of its
-    neurons, active or not (blocks of 64; the extra neurons of larger blocks count against a
-    kernel). Bytes: weights of touched neurons, inputs and outputs once, 2 bytes a value, 4 an
-    active entry (value and index), a bit a flag.
+    In a union each of the block's tokens has each of its neurons, active or not, in blocks of 64
+    tokens. Bytes: weights of touched neurons, inputs and outputs once, 2 bytes a value, 4 an active
+    entry (value and index), a bit a flag.
     """
     m, k, n = (columns[name] for name in ("tokens", "hidden_size", "intermediate_size"))
     entries, touched, unions = exact.entries, exact.touched, int(exact.unions.sum())
@@ -83,18 +82,18 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
     }
 
 
-def ceilings() -> list[dict]:
+def ceilings(gpu: Gpu) -> list[dict]:
     """Measure the GPU's ceilings: rows of metric, value and unit.
 
     "copy bandwidth": a copy of 2 GiB, read and written, in GB/s. "matmul": 8192 x 8192 x 8192 in
-    bf16 on random numbers, in TFLOP/s (zeros are faster, since they take less power). Both from
-    p20: a ceiling is the best that the GPU can do.
+    bf16 on random numbers, in TFLOP/s (zeros take less power, so they are faster). Both from p20: a
+    ceiling is the best that the GPU can do.
     """
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(2**31, dtype=torch.uint8, device=gpu.device).random_()
     target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=gpu.device) for _ in range(2))
     copy, product = (
-        clock.quantiles(clock.stream_times(call, clock.CEILING_TURN))["p20"]
+        quantiles(gpu.stream_times(call, CEILING_TURN))["p20"]
         for call in (lambda: target.copy_(source), lambda: a @ b)
     )
     return [

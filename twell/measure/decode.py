@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twell.measure import check, clock, imposed
-from twell.measure.providers import DENSE_EAGER, Provider, model_providers
+from twell.measure import check, imposed
+from twell.measure.providers import DENSE_EAGER, Provider
 from twell.measure.rows import significant
 from twell.measure.sides import COMPILE_OPTIONS, Bench, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
-from twell.sparse.layer import SparseFFN
 
 GENERATION = 64  # tokens that a document is continued by
 
@@ -56,10 +55,8 @@ class Joined(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
         self.bias = None
-        if any(part.bias is not None for part in parts):
-            zeros = self.weight.new_zeros
-            biases = [zeros(p.out_features) if p.bias is None else p.bias for p in parts]
-            self.bias = nn.Parameter(torch.cat(biases), False)
+        if parts[0].bias is not None:  # of all three, or of none
+            self.bias = nn.Parameter(torch.cat([part.bias for part in parts]), False)
         self.sizes = [part.out_features for part in parts]
         self.waiting: list[Tensor] = []
 
@@ -105,29 +102,23 @@ class Decoder:
         shape, dtype = (len(script), heads, slots, size), model.model.embed_tokens.weight.dtype
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
         self.picked = torch.zeros_like(script)
-        plain = self.begin, self._end
         # The parts before and behind the layers, by compilation.
-        self.around: dict[str, Sequence[Callable]] = {
-            kind: [
-                torch.compile(part, fullgraph=True, dynamic=False, options=options)
-                for part in plain
-            ]
-            for kind, options in COMPILE_OPTIONS.items()
-        }
-        self.around[DENSE_EAGER.compilation] = plain
+        plain = self.begin, self._end
+        self.around: dict[str, Sequence[Callable]] = {DENSE_EAGER.compilation: plain}
+        for kind, options in COMPILE_OPTIONS.items():
+            compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+            self.around[kind] = [compiled(part, options=options) for part in plain]
 
     def read(self) -> None:
         """Fill the cache with the first `context` tokens."""
-        hidden, rotary = embed(self.model, self.script[:, : self.context])
-        for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
-            hidden = layer(hidden, position_embeddings=rotary, past_key_values=cache)
+        self.through(*embed(self.model, self.script[:, : self.context]), None)
 
     def restart(self) -> None:
         """Go back to the first step."""
         self.position.fill_(self.context)
 
-    def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Compute all decoder layers of `hidden` [B, 1, K], at the present position."""
+    def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """Compute all decoder layers of `hidden` [B, S, K]: a step, or with S > 1 the text."""
         options = {"attention_mask": mask, "position_embeddings": rotary}
         for layer, cache in zip(self.model.model.layers, self.caches, strict=True):
             hidden = layer(hidden, past_key_values=cache, **options)
@@ -160,88 +151,70 @@ class Decoder:
         self.restart()
         return torch.stack([step().clone() for _ in range(self.steps)])
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Restart and replay all steps."""
+    def replay(self, step: Callable[[], object]) -> None:
+        """Restart and take all steps."""
         self.restart()
         for _ in range(self.steps):
-            graph.replay()
+            step()
 
 
-def measure_decode(bench: Bench, script: Tensor, context: int) -> tuple[list[dict], Decoder]:
+def measure_decode(
+    bench: Bench, script: Tensor, context: int, providers: Sequence[Provider]
+) -> tuple[list[dict], Decoder]:
     """Return rows of decode.csv for documents [B, context + steps], and the decoder."""
-    bench.sides.become(DENSE_EAGER)
+    bench.become(DENSE_EAGER)
     decoder = Decoder(bench.model, script, context)
     decoder.read()
     logits, activity = _dense_logits(decoder)
-    bench.sides.observe(activity, min(len(script), check.BLOCK))
+    first = decoder.picked[:, context:].clone()
+    bench.observe(activity, len(script))
     case = bench.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
     title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
     title += f"  {case['active']:.4g} active"
-    graphs, columns = _checked_graphs(bench, decoder, logits, title)
-    clocks = {
-        provider: clock.Clock(
-            functools.partial(decoder.replay, graph), bench.meter, per_call=decoder.steps
-        )
-        for provider, graph in graphs.items()
-    }
+
+    def once() -> None:
+        decoder.restart()
+        decoder.step()
+
+    def prepare(provider: Provider) -> tuple[Tensor, Callable, dict]:
+        decoder.restart()
+        step = functools.partial(decoder.step, provider.compilation)
+        replay, (output,) = bench.gpu.capture([step])
+
+        def replayed() -> Tensor:
+            replay()
+            return output
+
+        result = decoder.generate(replayed)
+        same = float((decoder.picked[:, context:] == first).double().mean())
+        return result, functools.partial(decoder.replay, replay), {"same": round(same, 4)}
+
+    judge = _judge(decoder, title)
+    judge.check(DENSE_EAGER.name, logits)
     rows = []
-    for provider, times in bench.timed(clocks).items():
-        path = bench.sides.paths(provider, len(script))
-        speed = significant(1e3 * len(script) / times["p50"], 5)
-        row = {"provider": provider.name, "path": path, "tokens_per_second": speed}
-        rows.append(case | row | columns[provider] | times)
-        print(f"{title}  {provider.name:<20} {speed:9.1f} tokens/s  {path}", flush=True)
+    measured = bench.measure(title, providers, once, prepare, judge, per_call=decoder.steps)
+    for provider, columns in measured.items():
+        speed = significant(1e3 * len(script) / columns["p50"], 5)
+        row = {"provider": provider.name, "path": bench.paths(provider, len(script))}
+        rows.append(case | row | columns | {"tokens_per_second": speed})
     return rows, decoder
 
 
 def _dense_logits(decoder: Decoder) -> tuple[Tensor, list[dict[str, float]]]:
     """The eager dense logits of all steps, and each layer's activity in them."""
-    model = decoder.model
-    inputs: list[list[Tensor]] = [[] for _ in model.ffns]
-
-    def keep(index: int, _: SparseFFN, x: Tensor) -> None:
-        inputs[index].append(x.flatten(0, -2))
-
-    with imposed.before_ffn(model, keep):
+    inputs: list[list[Tensor]] = [[] for _ in decoder.caches]
+    visit = lambda index, _, x: inputs[index].append(x.flatten(0, -2))  # noqa: E731
+    with imposed.before_ffn(decoder.model, visit):
         logits = decoder.generate(decoder.step)
     block = min(len(decoder.script), check.BLOCK)
-    pairs = zip(model.ffns, inputs, strict=True)
+    pairs = zip(decoder.model.ffns, inputs, strict=True)
     return logits, [imposed.layer_activity(ffn, torch.cat(rows), block) for ffn, rows in pairs]
 
 
-def _checked_graphs(
-    bench: Bench, decoder: Decoder, logits: Tensor, title: str
-) -> tuple[dict[Provider, torch.cuda.CUDAGraph], dict[Provider, dict]]:
-    """A graph of a step for each provider, and the columns of its check."""
-    model, sides, script, context = bench.model, bench.sides, decoder.script, decoder.context
+def _judge(decoder: Decoder, title: str) -> check.Judge:
+    """Compares the logits [steps, B, V] of the first documents with fp32."""
+    script, model = decoder.script, decoder.model
     few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
-    exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
+    exact = exact_hidden_states(model, script[:few])[:, decoder.context :].transpose(0, 1)
     exact = exact @ model.lm_head.weight.float().t()
-    judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
-    judge.check(DENSE_EAGER.name, logits)
-    first = decoder.picked[:, context:].clone()
-    worst, graphs, columns = {}, {}, {}
-    for provider in model_providers(bench.compiled, bench.tuned):
-        backend = provider.backend
-        if backend not in worst:
-            sides.become(Provider(backend))
-            decoder.restart()
-            worst[backend] = check.check_layers(model.ffns, decoder.step, f"{backend} of {title}")
-        sides.become(provider)
-        decoder.restart()
-        step = functools.partial(decoder.step, provider.compilation)
-        graph, (output,) = clock.capture([step])
-
-        def replay(graph=graph, output=output) -> Tensor:
-            graph.replay()
-            return output
-
-        error = judge.check(provider.name, decoder.generate(replay))
-        same = float((decoder.picked[:, context:] == first).double().mean())
-        graphs[provider] = graph
-        columns[provider] = {
-            "relative_rms": significant(error, 3),
-            "layer_rms": significant(worst[backend], 3),
-            "same": round(same, 4),
-        }
-    return graphs, columns
+    return check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])

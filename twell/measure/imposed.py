@@ -1,9 +1,9 @@
 """Models of random weights whose layers have a given activity, for measurements without training.
 
 Two channels of the residual stream are kept apart. The embedding sets them, one to a constant and
-one to a draw of each token. No layer writes them: their rows of the projections back into the
-stream are zero. A gate that reads them has a threshold and a part of each token's liveliness, as in
-`synthetic_layer`, and is still nothing but a matrix: no operation is added to the model.
+one to a draw of each token, and no layer writes them. A gate that reads them has a threshold and a
+part of each token's liveliness, as in `synthetic_layer`, and is still nothing but a matrix: no
+operation is added to the model.
 
 RMSNorm divides both channels by the size of the whole stream, which grows from layer to layer and
 differs by token. So the thresholds are found layer by layer on a sample of tokens, each behind the
@@ -17,6 +17,7 @@ whose embeddings have a part in common.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 
 from twell.measure.check import BLOCK
 from twell.measure.patterns import IMPOSED
+from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
 
@@ -78,7 +80,7 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
         if parameter.dim() == 1:
             parameter.zero_()
     draw(embedding, math.sqrt(1 - IMPOSED.shared))
-    topics = torch.empty(TOPICS, config.hidden_size, device=embedding.device, dtype=embedding.dtype)
+    topics = embedding.new_empty(TOPICS, config.hidden_size)
     draw(topics, math.sqrt(IMPOSED.shared))
     embedding += topics[torch.arange(len(embedding), device=embedding.device) % TOPICS]
     embedding[:, CONSTANT] = 1
@@ -90,9 +92,8 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
         layer.input_layernorm.weight.fill_(1)
         layer.post_attention_layernorm.weight.fill_(1)
         attention, ffn = layer.self_attn, layer.mlp
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            draw(part.weight, unit)
-        for part in (ffn.gate_proj, ffn.up_proj):
+        inner = attention.q_proj, attention.k_proj, attention.v_proj, ffn.gate_proj, ffn.up_proj
+        for part in inner:
             if part is not None:
                 draw(part.weight, unit)
         draw(attention.o_proj.weight, ATTENTION_PART * attention.o_proj.in_features**-0.5)
@@ -109,15 +110,14 @@ def before_ffn(
 ) -> Iterator[None]:
     """Call visit(index, layer, x) with each feed-forward layer's input before it computes."""
 
-    def hook(index: int) -> Callable:
-        return lambda ffn, inputs: visit(index, ffn, inputs[0])
+    def hook(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        visit(index, ffn, inputs[0])
 
-    hooks = [ffn.register_forward_pre_hook(hook(index)) for index, ffn in enumerate(model.ffns)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for index, ffn in enumerate(model.ffns):
+            handle = ffn.register_forward_pre_hook(functools.partial(hook, index))
+            hooks.callback(handle.remove)
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -131,11 +131,11 @@ def impose(
     alike to the stream. Raises ValueError for means that a layer cannot have.
     """
     most = model.config.intermediate_size
-    if len(means) != len(model.ffns) or not all(0 < mean < most for mean in means):
-        raise ValueError(
-            f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
-            f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons"
-        )
+    require(
+        len(means) == len(model.ffns) and all(0 < mean < most for mean in means),
+        f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
+        f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons",
+    )
 
     def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
         _set_threshold(_first(ffn).weight, x.flatten(0, -2), means[index], seed + 1 + index)
@@ -147,14 +147,11 @@ def impose(
         torch.clear_autocast_cache()
         return y * factor
 
-    hooks = [ffn.register_forward_hook(scale) for ffn in model.ffns]
     model.eval()
-    try:
-        with before_ffn(model, set_gate):
-            model.model(input_ids=tokens, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with before_ffn(model, set_gate), contextlib.ExitStack() as hooks:
+        for ffn in model.ffns:
+            hooks.callback(ffn.register_forward_hook(scale).remove)
+        model.model(input_ids=tokens, use_cache=False)
 
 
 def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from twell.measure import clock
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
-from twell.measure.costs import ceilings, kernel_formulas, roofline
+from twell.measure.clock import Gpu
+from twell.measure.costs import ceilings, kernel_formulas, roofline, work
 from twell.measure.providers import AUTO, DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
-from twell.measure.rows import Rows, significant
+from twell.measure.rows import Rows, require, significant
 from twell.sparse import reference
 from twell.sparse.calibration import Calibration
 
@@ -57,151 +56,112 @@ def ffn(
     ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU.
     Ours.
     """
-    device = clock.gpu()
+    gpu = clock.gpu(energy)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
-    if mode not in (None, "stream", "graph"):
-        raise ValueError(f"mode {mode!r} is unknown; use 'stream' or 'graph'")
-    rows = layer_rows(out, kernels, ["ffn", "kernels", "ceilings"])
-    bench = Bench(measured_ceilings(rows), clock.optional_meter(energy), kernels, calibration)
+    known = mode in (None, "stream", "graph")
+    require(known, f"mode {mode!r} is unknown; use 'stream' or 'graph'")
+    bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
     for num_tokens in tokens:
-        default = "graph" if num_tokens <= GRAPH_TOKENS else "stream"
-        bench.measure(grid, num_tokens, mode or default, rows, device)
-        torch.compiler.reset()  # compiled anew each time, up to a limit
-    return rows.by_file["ffn"]
-
-
-def layer_rows(out: str | Path | None, kernels: bool, files: Sequence[str]) -> Rows:
-    """Return the rows of a command. Raises ValueError for rows of kernels without a folder."""
-    if kernels and out is None:
-        raise ValueError("the rows of kernels go to a file; say in which folder (out)")
-    return Rows(out, files)
-
-
-def measured_ceilings(rows: Rows) -> list[dict]:
-    """Measure, save and print the GPU's ceilings."""
-    peaks = ceilings()
-    rows.add("ceilings", peaks)
-    for peak in peaks:
-        print(f"{peak['metric']}: {peak['value']} {peak['unit']}", flush=True)
-    return peaks
-
-
-class Contender(NamedTuple):
-    """A provider's calls, one for each set of weights, and what names the path they take."""
-
-    calls: list[Call]
-    path: Callable[[], str]
-
-
-def contenders(
-    case: Case, compiled: Callable, calibration: Calibration | None
-) -> dict[Provider, Contender]:
-    """Return the contenders of a case; `compiled` is the compiled dense layer."""
-    result = {
-        DENSE_EAGER: Contender(case.calls(reference.ffn, plain=True), lambda: "dense"),
-        DENSE_COMPILED: Contender(case.calls(compiled, plain=True), lambda: "dense"),
-    }
-    for path in case.paths():
-        result[Provider("triton", path)] = Contender(case.path_calls(path), lambda path=path: path)
-    layers = case.auto_layers(calibration)
-    calls = [functools.partial(layer, case.x) for layer in layers]
-    # It looks again while it runs, so its path is read after the calls.
-    result[AUTO] = Contender(calls, lambda: layers[0].chooser.path(len(case.x)))
-    return result
-
-
-class Checked(NamedTuple):
-    """A provider's relative RMS error, its timer (budget in ms), and the call that it repeats."""
-
-    error: float
-    times: Callable[[float], np.ndarray]
-    run: Callable[[], object]
-
-
-def checked(case: Case, name: str, calls: list[Call], mode: str) -> Checked:
-    """Check calls in the mode in which they are timed: in a graph, all calls at once."""
-    what = f"{name} at {case}"
-    if mode == "stream":
-        error = case.exact.check(calls[0](), what)
-        return Checked(error, functools.partial(clock.stream_times, calls[0]), calls[0])
-    graph, outputs = clock.capture(calls)
-    graph.replay()
-    error = max(case.exact.check(y, what) for y in outputs)
-    times = functools.partial(clock.graph_times, graph.replay, len(calls))
-    return Checked(error, times, graph.replay)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What all cases of one command share."""
-
-    peaks: Sequence[dict]
-    meter: clock.Meter | None
-    kernels: bool
-    calibration: Calibration | None
-
-    def measure(
-        self, grid: Grid, num_tokens: int, mode: str, rows: Rows, device: torch.device
-    ) -> None:
-        """Measure all cases of a number of tokens; rows are saved after each case."""
+        how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
         compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
-        for case in grid.cases(num_tokens, WEIGHT_SETS if mode == "graph" else 1, device):
-            ffn_rows, kernel_rows = self._measure(
-                case, contenders(case, compiled, self.calibration), mode
-            )
-            rows.add("ffn", ffn_rows)
-            rows.add("kernels", kernel_rows)
+        for case in grid.cases(num_tokens, WEIGHT_SETS if how == "graph" else 1, gpu.device):
+            _measure(bench, case, how, compiled, calibration)
             del case
+        torch.compiler.reset()  # compiled anew each time, up to a limit
+    return bench.rows.by_file["ffn"]
 
-    def _measure(
-        self, case: Case, given: Mapping[Provider, Contender], mode: str
-    ) -> tuple[list[dict], list[dict]]:
-        """Return rows of ffn.csv and of kernels.csv."""
-        tests = {
-            provider: checked(case, provider.name, contender.calls, mode)
-            for provider, contender in given.items()
-        }
-        timers = {
-            provider: functools.partial(test.times, clock.LAYER_TURN)
-            for provider, test in tests.items()
-        }
-        times = clock.in_turns(timers, clock.LAYER_ROUNDS)
-        rows, kernel_rows = [], []
-        for provider, contender in given.items():
-            test, path, p50 = tests[provider], contender.path(), times[provider]["p50"]
-            row = case.columns | {"mode": mode, "weight_sets": len(contender.calls)}
-            row |= {"provider": provider.name, "path": path}
-            row |= {"relative_rms": significant(test.error, 3)} | times[provider]
-            row |= work_columns(case.work(path), p50, self.peaks)
-            row |= clock.energy(test.run, len(contender.calls), p50, self.meter)
-            rows.append(row)
-            energy = f"  {row['energy']} mJ" if self.meter else ""
-            speed = f"{p50:.4f} ms  {row['roofline']:.0%} of the roofline"
-            print(f"{case}  {provider.name:<20} {speed}{energy}", flush=True)
-            if self.kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                kernel_rows += self._kernel_rows(case, row, contender.calls)
-        return rows, kernel_rows
 
-    def _kernel_rows(self, case: Case, row: dict, calls: list[Call]) -> list[dict]:
-        formulas = kernel_formulas(case.columns, case.exact)
-        rows = kernel_rows(row, calls)
-        for part in rows:
-            part |= work_columns(
-                formulas.get((row["path"], part["kernel"])), part["ms"], self.peaks
-            )
+def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None:
+    """Add the rows of ffn.csv and kernels.csv for one case."""
+    auto, *others = case.auto_layers(calibration)
+    calls = {
+        DENSE_EAGER: case.calls(reference.ffn, plain=True),
+        DENSE_COMPILED: case.calls(compiled, plain=True),
+        **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
+        AUTO: [functools.partial(layer, case.x) for layer in (auto, *others)],
+    }
+    runs: dict[Provider, clock.Run] = {}
+
+    def check(provider: Provider) -> tuple[dict, Callable]:
+        what = f"{provider} at {case}"
+        columns, times, runs[provider] = checked(bench.gpu, case, what, calls[provider], mode)
+        return columns, functools.partial(times, clock.LAYER_TURN)
+
+    rows, parts = [], []
+    formulas = kernel_formulas(case.columns, case.exact)
+    for provider, columns in clock.measure(calls, check, clock.LAYER_ROUNDS).items():
+        # It looks again while it runs, so its path is read after the calls.
+        path = auto.chooser.path(len(case.x)) if provider == AUTO else provider.path or "dense"
+        number = len(calls[provider])
+        columns |= {"path": path, "mode": mode, "weight_sets": number}
+        rows.append(bench.row(case, provider, columns, runs[provider], number))
+        if provider == DENSE_KERNELS or provider.sparse_path:
+            parts += bench.kernel_rows(rows[-1], calls[provider], formulas)
+    bench.rows.add("ffn", rows)
+    bench.rows.add("kernels", parts)
+
+
+def checked(
+    gpu: Gpu, case: Case, what: str, calls: Sequence[Call], mode: str, allowed: float = 0.0
+) -> tuple[dict, Callable[[float], np.ndarray], clock.Run]:
+    """Check calls in the mode in which they are timed: in a graph, all calls at once.
+
+    Returns the column of the check, what times them for so many ms, and the call that it repeats.
+    """
+    if mode == "stream":
+        run, outputs = calls[0], [calls[0]()]
+        times = functools.partial(gpu.stream_times, run)
+    else:
+        run, outputs = gpu.capture(calls)
+        run()
+        times = functools.partial(clock.graph_times, gpu, run, len(calls))
+    error = max(case.exact.check(y, what, allowed) for y in outputs)
+    return {"relative_rms": significant(error, 3)}, times, run
+
+
+class Bench:
+    """What all cases of a command share: the clock, the rows, and the GPU's ceilings.
+
+    kernels: also measure each kernel; raises ValueError for such rows without a folder.
+    """
+
+    def __init__(self, gpu: Gpu, out: str | Path | None, files: Sequence[str], kernels: bool):
+        somewhere = not kernels or out is not None
+        require(somewhere, "the rows of kernels go to a file; say in which folder (out)")
+        self.gpu, self.kernels = gpu, kernels
+        self.rows = Rows(out, [*files, "ceilings"])
+        self.peaks = ceilings(gpu)
+        self.rows.add("ceilings", self.peaks)
+
+    def row(
+        self,
+        case: Case,
+        provider: Provider,
+        columns: dict,
+        run: clock.Run,
+        calls: int = 1,
+        backward: bool = False,
+    ) -> dict:
+        """Return a provider's row; `columns` has its path, check and times."""
+        c, exact, p50 = case.columns, case.exact, columns["p50"]
+        shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
+        row = c | {"provider": provider.name} | columns
+        cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
+        return row | self._work(cost, p50) | clock.energy(self.gpu, run, calls, p50)
+
+    def kernel_rows(
+        self, row: dict, calls: Sequence[clock.Run], formulas: Mapping | None = None
+    ) -> list[dict]:
+        """Return a provider's row once for each of its kernels, with kernel, launches and ms."""
+        rows, times = [], clock.kernel_times(self.gpu, calls) if self.kernels else {}
+        for name, (launches, ms) in times.items():
+            kernel = {"kernel": name, "launches": round(launches, 2), "ms": significant(ms, 4)}
+            cost = (formulas or {}).get((row["path"], name))
+            rows.append(row | kernel | self._work(cost, kernel["ms"]))
         return rows
 
-
-def kernel_rows(row: dict, calls: Sequence[Callable[[], object]]) -> list[dict]:
-    """Return a provider's row once for each of its kernels, with kernel, launches and ms."""
-    return [
-        row | {"kernel": name, "launches": round(launches, 2), "ms": significant(ms, 4)}
-        for name, (launches, ms) in clock.kernel_times(calls).items()
-    ]
-
-
-def work_columns(cost: tuple[int, int] | None, ms: float, peaks: Sequence[dict]) -> dict:
-    """Return the columns flops, bytes and roofline; None without a formula."""
-    flops, num_bytes = cost or (None, None)
-    share = roofline(*cost, ms, peaks) if cost else None
-    return {"flops": flops, "bytes": num_bytes, "roofline": share}
+    def _work(self, cost: tuple[int, int] | None, ms: float) -> dict:
+        """The columns flops, bytes and roofline; None without a formula."""
+        flops, num_bytes = cost or (None, None)
+        share = roofline(*cost, ms, self.peaks) if cost else None
+        return {"flops": flops, "bytes": num_bytes, "roofline": share}

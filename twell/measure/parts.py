@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from torch import Tensor
 
-from twell.measure import check, clock
+from twell.measure import clock
 from twell.measure.decode import Decoder
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, TRITON_COMPILED, Provider
-from twell.measure.rows import MODEL_CASE, significant
-from twell.measure.sides import Bench, Sides, embed
+from twell.measure.rows import significant
+from twell.measure.sides import Bench, embed
 
 PROVIDERS = DENSE_COMPILED, TRITON_COMPILED
-PROJECTIONS, OTHERS, GATE, UP_DOWN = (
-    "projections",
-    "norms, rotary, residuals",
-    "gate",
-    "up and down",
-)
-PARTS = "attention", PROJECTIONS, OTHERS, GATE, UP_DOWN, "between kernels"
+ATTENTION, PROJECTIONS, OTHERS = "attention", "projections", "norms, rotary, residuals"
+GATE, UP_DOWN, BETWEEN = "gate", "up and down", "between kernels"
+PARTS = ATTENTION, PROJECTIONS, OTHERS, GATE, UP_DOWN, BETWEEN
 
 
 def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -42,7 +39,7 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
         short = clock.kernel_name(name)
         # Inductor names a fused kernel after its consumer, attention too.
         if re.search(r"sdpa|flash|fmha|attention|cudnn", name) and short != "elementwise":
-            times["attention"] += ms
+            times[ATTENTION] += ms
             attended = True
         elif short == "cublas matmul":
             split = re.search("reduce", name)  # the end of a product that was split
@@ -66,60 +63,61 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 def measure_parts(bench: Bench, ids: Tensor, activity: Sequence[dict]) -> list[dict]:
     """Return rows of model_parts.csv for the layer whose activity is nearest to the mean."""
-    sides, layers = bench.sides, bench.model.model.layers
+    layers = bench.model.model.layers
     means = np.array([layer["mean"] for layer in activity])
     index = int(np.abs(means - means.mean()).argmin())
-    sides.become(DENSE_EAGER)
+    bench.become(DENSE_EAGER)
     hidden, rotary = embed(bench.model, ids)
     for layer in layers[:index]:
         hidden = layer(hidden, position_embeddings=rotary)
-    sides.observe(activity, min(ids.numel(), check.BLOCK))
+    bench.observe(activity, ids.numel())
     run = functools.partial(layers[index], hidden, position_embeddings=rotary)
     case = bench.case(ids, activity) | {"layer": index}
-    return part_rows(sides, case, dict.fromkeys(PROVIDERS, run))
+    return part_rows(bench, case, dict.fromkeys(PROVIDERS, run))
 
 
 def decode_parts(bench: Bench, decoder: Decoder, row: dict) -> list[dict]:
     """Return rows of model_parts.csv for the case of a row of decode.csv: medians over layers."""
     decoder.restart()
-    bench.sides.become(DENSE_EAGER)
+    bench.become(DENSE_EAGER)
     run = functools.partial(decoder.through, *decoder.begin(decoder.position))
     calls = {}
     for provider in PROVIDERS:
-        bench.sides.become(provider)
-        calls[provider] = clock.capture([run])[0].replay
-    case = {column: row[column] for column in MODEL_CASE} | {"layer": None}
-    return part_rows(bench.sides, case, calls, len(decoder.caches))
+        bench.become(provider)
+        calls[provider] = bench.gpu.capture([run])[0]
+    return part_rows(bench, row | {"layer": None}, calls, len(decoder.caches))
 
 
 def part_rows(
-    sides: Sides, case: dict, calls: dict[Provider, Callable[[], object]], layers: int = 1
+    bench: Bench, case: dict, calls: Mapping[Provider, Callable[[], object]], layers: int = 1
 ) -> list[dict]:
-    """Return rows from a call for each of PROVIDERS, in which so many layers run one by one."""
+    """Return rows from a call for each of PROVIDERS, in which so many layers run one by one.
 
-    def timer(provider: Provider) -> np.ndarray:
-        sides.become(provider)
-        return clock.between_replays(calls[provider], 20) / layers
+    The passes that these layers are part of were checked before.
+    """
 
-    timers = {provider: functools.partial(timer, provider) for provider in calls}
+    def times(provider: Provider) -> np.ndarray:
+        bench.become(provider)
+        return bench.gpu.replay_times(calls[provider], 20) / layers
+
+    def check(provider: Provider) -> tuple[dict, Callable]:
+        return {}, functools.partial(times, provider)
+
     rows = []
-    for provider, times in clock.in_turns(timers, clock.LAYER_ROUNDS).items():
-        sides.become(provider)
-        total = times["p50"]
+    for provider, columns in clock.measure(calls, check, clock.LAYER_ROUNDS).items():
+        bench.become(provider)
+        total = columns["p50"]
         lead = min(math.ceil(clock.SETTLE / (total * layers)), 20)
-        passes = clock.kernel_sequence(calls[provider], clock.PROFILED, lead)
+        passes = clock.kernel_sequence(bench.gpu, calls[provider], clock.PROFILED, lead)
         splits = [
             split_kernels(kernels)
             for kernels_of_pass in passes
             for kernels in clock.equal_parts(kernels_of_pass, layers)
         ]
-        parts = {part: float(np.median([split[part] for split in splits])) for part in PARTS[:-1]}
+        parts = pd.DataFrame(splits).median().to_dict()
         # Negative where kernels take longer under the profiler.
-        parts[PARTS[-1]] = total - sum(parts.values())
+        parts[BETWEEN] = total - sum(parts.values())
         for part, ms in parts.items():
             row = {"provider": provider.name, "part": part, "ms": significant(ms, 4)}
             rows.append(case | row)
-        line = "  ".join(f"{part} {ms:.4f}" for part, ms in parts.items())
-        title = f"layer of {case['batch']} x {case['context']}  {provider.name:<20}"
-        print(f"{title} {total:.4f} ms: {line}", flush=True)
     return rows

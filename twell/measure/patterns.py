@@ -7,8 +7,10 @@ documents whose tokens are alike. "Recorded" is the activity of a trained layer,
 
 from __future__ import annotations
 
+import functools
 import math
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +19,8 @@ import torch
 from torch import Tensor
 
 from twell import results
+from twell.measure.rows import require
 
-KINDS = "even", "skewed", "recorded"
-PROFILES = "paper", "flat"
 DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
 PEAK, HUMP, WIDTH, FIRST = 6 / 27, 2.0, 0.13, (0.4, 0.6)
@@ -47,30 +48,30 @@ class Pattern:
     profile: str = "flat"
 
     def __post_init__(self):
-        for name, known in (("kind", KINDS), ("profile", PROFILES)):
-            value, label = getattr(self, name), "pattern" if name == "kind" else name
-            if value not in known:
-                raise ValueError(f"{label} {value!r} is unknown; use one of {', '.join(known)}")
+        for name, value, known in (
+            ("pattern", self.kind, ("even", "skewed", "recorded")),
+            ("profile", self.profile, ("paper", "flat")),
+        ):
+            require(value in known, f"{name} {value!r} is unknown; use one of {', '.join(known)}")
 
     def means(self, num_layers: int, active: float) -> list[float]:
         """Return each layer's mean active neurons per token, for a mean of `active` over layers.
 
-        "paper": a hump at layer 6 of 28, scaled to the depth, three times the last layers; the
-        first two layers are least active. The paper does not print the values of its Fig. 6.
+        "paper": a hump at layer 6 of 28, scaled to the depth, three times the last layers. The
+        paper does not print the values of its Fig. 6.
         """
         if self.profile == "flat" or num_layers <= len(FIRST):
             return [float(active)] * num_layers
         last = num_layers - 1
-        peak = max(PEAK * last, len(FIRST))
-        distances = [(layer - peak) / (WIDTH * last) for layer in range(num_layers)]
-        heights = [1 + HUMP * math.exp(-(distance**2)) for distance in distances]
+        distances = (np.arange(num_layers) - max(PEAK * last, len(FIRST))) / (WIDTH * last)
+        heights = 1 + HUMP * np.exp(-(distances**2))
         heights[: len(FIRST)] = FIRST
-        return [active * num_layers * height / sum(heights) for height in heights]
+        return (active * heights / heights.mean()).tolist()
 
 
-EVEN, RECORDED = Pattern("even"), Pattern("recorded")
+EVEN = Pattern("even")
 SKEWED = Pattern("skewed", popularity=0.6, liveliness=0.4, shared=0.3)
-PATTERNS = {"even": EVEN, "skewed": SKEWED, "recorded": RECORDED}
+PATTERNS = {"even": EVEN, "skewed": SKEWED, "recorded": Pattern("recorded")}
 # Of models. With shared=0.1, unions of 64 and 128 tokens are within 10% of recorded ones at 7 to 45
 # active neurons of 5,632; with 0.3, which layers keep for the sake of recorded rows, 20% smaller.
 IMPOSED = replace(SKEWED, shared=0.1, profile="paper")
@@ -92,16 +93,9 @@ def synthetic_layer(
     x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides (1, K)). `pattern` is EVEN, SKEWED
     or another of these kinds. Raises ValueError for an `active` that the layer cannot have. Ours.
     """
-    if not 0 <= active <= intermediate_size:
-        raise ValueError(
-            f"active is {active:g}; "
-            f"a layer of {intermediate_size} neurons can have 0 to all of them"
-        )
-    g = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
-
+    most = f"a layer of {intermediate_size} neurons can have 0 to all of them"
+    require(0 <= active <= intermediate_size, f"active is {active:g}; {most}")
+    normal = _normal(device, seed)
     documents = normal(-(-num_tokens // DOCUMENT), hidden_size)
     documents = documents.repeat_interleave(DOCUMENT, 0)[:num_tokens]
     own = math.sqrt(1 - pattern.shared) * normal(num_tokens, hidden_size)
@@ -109,13 +103,21 @@ def synthetic_layer(
     x[:, 0] = 1
     x[:, 1] = normal(num_tokens)
     w_gate = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
-    w_up = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
-    w_down_t = normal(intermediate_size, hidden_size) / math.sqrt(intermediate_size)
-
+    w_up, w_down = _up_and_down(normal, intermediate_size, hidden_size, dtype)
     spread = pattern.popularity * normal(intermediate_size)
     w_gate[:, 0] = -(_threshold(x[:, 1:2], spread, active, pattern.liveliness) + spread)
     w_gate[:, 1] = pattern.liveliness
-    return x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down_t.to(dtype).t()
+    return x.to(dtype), w_gate.to(dtype), w_up, w_down
+
+
+def _normal(device: torch.device | str, seed: int) -> Callable[..., Tensor]:
+    g = torch.Generator(device).manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=g, device=device)
+
+
+def _up_and_down(normal: Callable[..., Tensor], n: int, k: int, dtype: torch.dtype):
+    w_up, w_down_t = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
+    return w_up.to(dtype), w_down_t.to(dtype).t()
 
 
 def _threshold(draws: Tensor, spread: Tensor, active: float, liveliness: float) -> float:
@@ -141,40 +143,31 @@ def imposed_layer(
     device: torch.device | str = "cuda",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of a gated layer that is active exactly where `mask` is.
+    """Return the inputs of a gated layer that is active exactly where `mask` is, as above.
 
-    `mask` [T, N] bool, T at most K. x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides
-    (1, K)); token t has the activity of mask[t % T]. The rows of x are orthogonal, so any matrix
-    G [T, N] is x w_gate^T for w_gate = G^T x / K. G has the signs of the mask, at a distance from 0
-    that rounding cannot cross. Raises ValueError for a mask that does not fit, ArithmeticError if
-    rounding changed the pattern. Ours.
+    `mask` [T, N] bool, T at most K; token t has the activity of mask[t % T]. The rows of x are
+    orthogonal, so any matrix G [T, N] is x w_gate^T for w_gate = G^T x / K. G has the signs of the
+    mask, at a distance from 0 that rounding cannot cross. Raises ValueError for a mask that does
+    not fit, ArithmeticError if rounding changed the pattern. Ours.
     """
     mask = torch.as_tensor(mask, dtype=torch.bool, device=device)
-    if mask.dim() != 2 or not 1 <= mask.shape[0] <= hidden_size:
-        raise ValueError(
-            f"the mask has shape {tuple(mask.shape)}, "
-            f"expected [1 to {hidden_size} (hidden_size), neurons]"
-        )
-    g = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
-
+    expected = f"expected [1 to {hidden_size} (hidden_size), neurons]"
+    fits = mask.dim() == 2 and 1 <= len(mask) <= hidden_size
+    require(fits, f"the mask has shape {tuple(mask.shape)}, {expected}")
+    normal = _normal(device, seed)
     length, intermediate_size = mask.shape
     x = math.sqrt(hidden_size) * torch.linalg.qr(normal(hidden_size, length)).Q.t()
     # Rounding to bf16 moves g by 2e-3 (standard deviation), so a distance of 0.1 is safe.
     values = normal(length, intermediate_size).abs() + 0.1
     w_gate = torch.where(mask, values, -values).t() @ x / hidden_size
-    w_up = normal(intermediate_size, hidden_size) / math.sqrt(hidden_size)
-    w_down_t = normal(intermediate_size, hidden_size) / math.sqrt(intermediate_size)
+    w_up, w_down = _up_and_down(normal, intermediate_size, hidden_size, dtype)
     x, w_gate = x.to(dtype), w_gate.to(dtype)
     wrong = int(((x.double() @ w_gate.double().t() > 0) != mask).sum())
     if wrong:
         raise ArithmeticError(
             f"{wrong} of {mask.numel()} entries differ from the mask after rounding to {dtype}"
         )
-    x = x.repeat(-(-num_tokens // length), 1)[:num_tokens]
-    return x, w_gate, w_up.to(dtype), w_down_t.to(dtype).t()
+    return x.repeat(-(-num_tokens // length), 1)[:num_tokens], w_gate, w_up, w_down
 
 
 def recorded_masks(path: str | Path | None = None) -> dict[str, np.ndarray]:
@@ -185,11 +178,10 @@ def recorded_masks(path: str | Path | None = None) -> dict[str, np.ndarray]:
     path = Path(path or results.root() / "data" / "traces" / "masks.npz")
     try:
         with np.load(path) as file:
-            size = int(file["intermediate_size"])
-            names = [name for name in file.files if name != "intermediate_size"]
-            return {
-                name: np.unpackbits(file[name], axis=1, count=size).astype(bool) for name in names
-            }
+            masks = dict(file)
+        size = int(masks.pop("intermediate_size"))
+        unpack = functools.partial(np.unpackbits, axis=1, count=size)
+        return {name: unpack(packed).astype(bool) for name, packed in masks.items()}
     except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no file of masks: {error}") from None
 

@@ -1,6 +1,6 @@
 """The providers of a benchmark: backend, path and compilation, under the names in data/bench.
 
-A leaf: it imports nothing of ours and no torch, so tables and figures use it too.
+A leaf: it imports no torch, so tables and figures use it too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ class Provider:
             words.append(self.compilation)
         return " ".join(word for word in words if word)
 
-    def __str__(self) -> str:
-        return self.name
+    __str__ = name.fget
 
     @classmethod
     def parse(cls, name: str) -> Provider:
         """Return the provider of a recorded name. Raises ValueError for another name."""
-        for provider in _ALL:
-            if provider.name == name:
-                return provider
-        raise ValueError(f"provider {name!r} is unknown; such as 'dense eager', 'triton union'")
+        if name not in _BY_NAME:
+            raise ValueError(f"provider {name!r} is unknown; such as 'dense eager', 'triton union'")
+        return _BY_NAME[name]
 
     @property
     def compiled(self) -> bool:
@@ -66,16 +64,18 @@ DENSE_EAGER = Provider("dense")
 DENSE_COMPILED = Provider("dense", compilation=COMPILED)
 DENSE_KERNELS = Provider("triton", "dense")  # named "dense": our kernels on the dense path
 AUTO, TRITON = Provider("auto"), Provider("triton")
-UNION, ROWWISE, DECODE, HYBRID = (
-    Provider("triton", path) for path in ("union", "rowwise", "decode", "hybrid")
-)
+ROWWISE, UNION, DECODE, HYBRID = (Provider("triton", path) for path in SPARSE_PATHS)
 TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
-_FORMS = [(backend, None) for backend in BACKENDS] + [("triton", path) for path in SPARSE_PATHS]
-_ALL = [DENSE_KERNELS] + [
-    Provider(*form, kind) for kind in (EAGER, COMPILED, TUNED) for form in _FORMS
-]
+_BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
+    provider.name: provider
+    for kind in (EAGER, COMPILED, TUNED)
+    for provider in (
+        *(Provider(backend, None, kind) for backend in BACKENDS),
+        *(Provider("triton", path, kind) for path in SPARSE_PATHS),
+    )
+}
 
 
 def is_sparse(name: str) -> bool:

@@ -12,18 +12,19 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
-from twell.measure import clock, imposed
+from twell.measure import check, clock, imposed
 from twell.measure.case import check_sizes
 from twell.measure.providers import COMPILED, TUNED, Provider
-from twell.models.llama import SparseLlamaForCausalLM
+from twell.measure.rows import require, significant
+from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
@@ -60,35 +61,25 @@ def embed(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, tuple[Ten
     return hidden, model.model.rotary_emb(hidden, positions)
 
 
-def hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Return the last hidden states [B, S, K] of `ids` [B, S], normed, without a mask."""
-    hidden, rotary = embed(model, ids)
-    for layer in model.model.layers:
-        hidden = layer(hidden, position_embeddings=rotary)
-    return model.model.norm(hidden)
-
-
 def forward(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the last hidden states [B, S, K] of `ids` [B, S] and the last tokens' logits [B, V].
 
-    The paper does not say which logits its passes compute, but it cannot be all: its times for
-    64 x 2048 tokens (Table 1) rise by 39.1 ms a layer from 8 to 38 layers, which leaves 7 ms for
-    the rest, and all logits take as long as 1.8 layers.
+    The states are normed, and attention has no mask. The paper does not say which logits its passes
+    compute, but it cannot be all: its times for 64 x 2048 tokens (Table 1) rise by 39.1 ms a layer
+    from 8 to 38 layers, which leaves 7 ms for the rest, and all logits take as long as 1.8 layers.
     """
-    hidden = hidden_states(model, ids)
+    hidden, rotary = embed(model, ids)
+    for layer in model.model.layers:
+        hidden = layer(hidden, position_embeddings=rotary)
+    hidden = model.model.norm(hidden)
     return hidden, model.lm_head(hidden[:, -1])
 
 
 def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Return `hidden_states` in fp32, densely; one layer at a time is copied in fp32."""
-    base = model.model
-    hidden = base.embed_tokens(ids).float()
-    rotary = base.rotary_emb(hidden, torch.arange(ids.shape[1], device=ids.device)[None])
-    for layer in base.layers:
-        wide = copy.deepcopy(layer).float()
-        wide.mlp.backend = "dense"
-        hidden = wide(hidden, position_embeddings=rotary)
-    return copy.deepcopy(base.norm).float()(hidden)
+    """Return the hidden states of `forward` in fp32, densely, by a copy of the model."""
+    wide = copy.deepcopy(model).float()
+    wide.set_ffn_backend("dense")
+    return forward(wide, ids)[0]
 
 
 class Sides:
@@ -129,9 +120,9 @@ class Sides:
         self.model.set_ffn_backend(provider.backend)
 
     def observe(self, activity: Sequence[dict], tokens: int) -> None:
-        """Give "auto" each layer's activity, in unions of so many tokens."""
+        """Give "auto" each layer's activity, in unions of `tokens` tokens, at most BLOCK."""
         for ffn, layer in zip(self.model.ffns, activity, strict=True):
-            ffn.observe(layer["mean"], layer["union"], tokens)
+            ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
 
     def paths(self, provider: Provider, tokens: int) -> str:
         """Return how many layers compute so many tokens by which path: "union 38"."""
@@ -142,44 +133,93 @@ class Sides:
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What all measurements of one command share. columns: those of the model."""
+def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
+    """Return the columns of a model."""
+    config = model.config
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "gated": config.gated_mlp,
+        "dtype": "bfloat16",
+        "profile": profile,
+        "sdpa": "default",  # recorded files name attention's kernel; it is torch's choice
+    }
 
-    sides: Sides
-    columns: dict
-    compiled: bool | None
-    tuned: bool  # also, in decoding
-    meter: clock.Meter | None
-    idle: float | None
 
-    @property
-    def model(self) -> SparseLlamaForCausalLM:
-        return self.sides.model
+class Bench(Sides):
+    """A model that is measured by all providers, with the columns of all its rows."""
+
+    def __init__(
+        self,
+        name: str,
+        model: SparseLlamaForCausalLM,
+        profile: str,
+        calibration: Calibration | None,
+        gpu: clock.Gpu,
+    ):
+        super().__init__(model, calibration)
+        self.columns = model_columns(name, model, profile)
+        self.gpu, self.idle = gpu, clock.idle_watts(gpu)
 
     def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
         """Return a case's columns: means over layers, and the most active neurons of a token."""
-        batch, context = ids.shape
+        layers = pd.DataFrame(activity)
         return self.columns | {
-            "batch": batch,
-            "context": context,
-            "tokens": batch * context,
-            "active": round(float(np.mean([layer["mean"] for layer in activity])), 2),
-            "active_max": int(max(layer["max"] for layer in activity)),
-            "union": round(float(np.mean([layer["union"] for layer in activity])), 1),
+            "batch": ids.shape[0],
+            "context": ids.shape[1],
+            "tokens": ids.numel(),
+            "active": round(float(layers["mean"].mean()), 2),
+            "active_max": int(layers["max"].max()),
+            "union": round(float(layers["union"].mean()), 1),
         }
 
-    def timed(self, clocks: dict[Provider, clock.Clock], before: Callable | None = None) -> dict:
-        """Run the providers' clocks in turns; return the columns of each, by provider.
+    def measure(
+        self,
+        title: str,
+        providers: Sequence[Provider],
+        once: clock.Run,
+        prepare: Callable[[Provider], tuple[Tensor, clock.Run, dict]],
+        judge: check.Judge,
+        per_call: int = 1,
+    ) -> dict[Provider, dict]:
+        """Check passes of the model by each provider, then time them in turns; return the columns.
 
-        before: called with a provider before its turn.
+        once: a pass. Its layers are compared with fp64, once for each backend. prepare: returns the
+        result to be judged, the call to be timed, and columns; the model has become the provider.
         """
-        for _ in range(clock.MODEL_ROUNDS):
-            for provider, each in clocks.items():
-                if before is not None:
-                    before(provider)
-                each.turn()
-        return {provider: each.columns(self.idle) for provider, each in clocks.items()}
+        worst: dict[str, float] = {}
+        clocks: dict[Provider, clock.Clock] = {}
+
+        def checked(provider: Provider) -> tuple[dict, Callable]:
+            backend = provider.backend
+            if backend not in worst:
+                self.become(Provider(backend))
+                worst[backend] = check.check_layers(self.model.ffns, once, f"{backend} of {title}")
+            self.become(provider)
+            result, call, columns = prepare(provider)
+            columns["relative_rms"] = significant(judge.check(provider.name, result), 3)
+            columns["layer_rms"] = significant(worst[backend], 3)
+            clocks[provider] = clock.Clock(self.gpu, call, per_call)
+            return columns, functools.partial(turn, provider)
+
+        def turn(provider: Provider) -> np.ndarray:
+            self.become(provider)
+            return clocks[provider].turn()
+
+        columns = clock.measure(providers, checked, clock.MODEL_ROUNDS)
+        return {key: columns[key] | clocks[key].energy(self.idle) for key in columns}
+
+
+def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
+    """Raise ValueError for a model that the kernels do not take."""
+    unfit = f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
+    require(config.hidden_act == "relu", unfit)
+    check_sizes([context], config.hidden_size, config.intermediate_size)
 
 
 def random_model(
@@ -191,10 +231,8 @@ def random_model(
     takes them. Raises ValueError for a model that the kernels do not take.
     """
     config = TrainConfig.load(size, overrides)
-    if config.activation != "relu":
-        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
-    check_sizes([context], config.hidden_size, config.intermediate_size)
     sizes = config.model_config()
+    check_model(size, sizes, context)
     sizes.max_position_embeddings = context
     with device:
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)

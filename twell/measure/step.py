@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,13 @@ from torch.nn import functional as F
 from twell.measure import clock
 from twell.measure.case import Case, Grid, check_sizes
 from twell.measure.check import Exact
-from twell.measure.layer import kernel_rows, layer_rows, measured_ceilings, work_columns
+from twell.measure.clock import Gpu
+from twell.measure.layer import Bench
 from twell.measure.patterns import Weights, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, Provider
-from twell.measure.rows import Rows, significant
+from twell.measure.rows import significant
 from twell.sparse import reference
+from twell.sparse.calibration import crossing
 from twell.sparse.training import CAPACITY_MARGIN, capacities
 
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
@@ -63,17 +64,33 @@ def ffn_steps(
     training.csv, COLUMNS["training"]. Raises ValueError for unfit arguments, ArithmeticError, with
     its name, for a wrong tensor, RuntimeError without a GPU. Ours.
     """
-    device = clock.gpu()
+    gpu = clock.gpu(energy)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
-    rows = layer_rows(out, kernels, ["training", "training_kernels", "ceilings"])
-    bench = _Bench(clock.optional_meter(energy), kernels, measured_ceilings(rows))
+    bench = Bench(gpu, out, ["training", "training_kernels"], kernels)
     for num_tokens in tokens:
         compiled = torch.compile(dense, fullgraph=True, dynamic=False)
-        for case in grid.cases(num_tokens, 1, device):
-            bench.measure(case, compiled, rows)
+        for case in grid.cases(num_tokens, 1, gpu.device):
+            _measure(bench, case, compiled)
             del case
         torch.compiler.reset()  # compiled anew each time, up to a limit
-    return rows.by_file["training"]
+    return bench.rows.by_file["training"]
+
+
+def _measure(bench: Bench, case: Case, compiled: Callable) -> None:
+    """Add the rows of training.csv and training_kernels.csv for one case."""
+    steps = case_steps(case, compiled, list(training_ops().TRAIN_PATHS))
+    columns = measure_steps(bench.gpu, case, steps, forward=True)
+    rows = []
+    for provider, step in steps.items():
+        more = columns[provider, True] | step.memory(bench.gpu)
+        more |= {"path": step.path, "capacity": step.capacity}
+        more["forward"] = columns[provider, False]["p50"]
+        rows.append(bench.row(case, provider, more, step, backward=True))
+        step.clear()
+    bench.rows.add("training", rows)
+    for row, step in zip(rows, steps.values(), strict=True):
+        bench.rows.add("training_kernels", bench.kernel_rows(row, [step]))
+        step.clear()
 
 
 # --- the steps --------------------------------------------------------------------------------
@@ -85,38 +102,39 @@ def dense(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tup
     return F.linear(h, w_down), h.abs().sum(-1, dtype=torch.float32)
 
 
-def sparse(path: str, capacity: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The layer by a sparse path, with so many entries per token."""
-
-    def function(x, w_gate, w_up, w_down):
-        trained = training_ops().train(path, capacity, x, w_gate, w_up, w_down)
-        return trained.y, trained.l1
-
-    return function
-
-
-@dataclass(frozen=True)
 class Step:
-    """A provider's pass forward and backward, and the tensors that get gradients."""
+    """A provider's pass forward and backward.
 
-    function: Callable[..., tuple[Tensor, Tensor]]
-    leaves: dict[str, Tensor | None]
-    dy: Tensor
-    dl1: Tensor
-    path: str = "dense"
-    capacity: int | None = None
+    function: of x and the weights, which get gradients; returns y and l1. gradients: dy [M, K] and
+    dl1 [M], which reach the layer. path, capacity: the sparse path and its entries per token.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        x: Tensor,
+        weights: Weights,
+        gradients: tuple[Tensor, Tensor],
+        path: str = "dense",
+        capacity: int | None = None,
+    ):
+        self.function, self.gradients = function, gradients
+        self.path, self.capacity = path, capacity
+        tensors = zip(("x", "w_gate", "w_up", "w_down"), (x, *weights), strict=True)
+        self.leaves = {
+            name: None if tensor is None else tensor.detach().requires_grad_()
+            for name, tensor in tensors
+        }
 
     @classmethod
-    def of(
-        cls, function: Callable, x: Tensor, weights: Weights, dy: Tensor, dl1: Tensor, *path
-    ) -> Step:
-        """path: the sparse path and its capacity, in entries per token."""
-        tensors = dict(zip(("x", "w_gate", "w_up", "w_down"), (x, *weights), strict=True))
-        leaves = {
-            name: None if tensor is None else tensor.detach().requires_grad_()
-            for name, tensor in tensors.items()
-        }
-        return cls(function, leaves, dy, dl1, *path)
+    def sparse(cls, path: str, capacity: int, *tensors) -> Step:
+        """The step by a sparse path; tensors: x, weights and gradients."""
+
+        def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+            trained = training_ops().train(path, capacity, *leaves)
+            return trained.y, trained.l1
+
+        return cls(function, *tensors, path, capacity)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.function(*self.leaves.values())
@@ -127,11 +145,13 @@ class Step:
             if leaf is not None:
                 leaf.grad = None
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self, between: Callable = lambda y, l1: None) -> tuple[Tensor, Tensor]:
+        """between: called with the results between the passes."""
         self.clear()
-        y, l1 = self.forward()
-        torch.autograd.backward((y, l1), (self.dy, self.dl1))
-        return y, l1
+        outputs = self.forward()
+        between(*outputs)
+        torch.autograd.backward(outputs, self.gradients)
+        return outputs
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the results of a step, named as in Exact."""
@@ -141,13 +161,13 @@ class Step:
         self.clear()
         return {"y": y.detach(), "l1": l1.detach()} | gradients
 
-    def times(self, budget: float, *, backward: bool = True) -> np.ndarray:
-        """Return times in ms of steps, or of forward passes alone."""
-        times = clock.stream_times(self if backward else self.forward, budget)
+    def times(self, gpu: Gpu, run: Callable, budget: float) -> np.ndarray:
+        """Return times in ms of `run`, the step or its forward pass alone."""
+        times = gpu.stream_times(run, budget)
         self.clear()
         return times
 
-    def memory(self) -> dict[str, int]:
+    def memory(self, gpu: Gpu) -> dict[str, int]:
         """Return the bytes held between the passes, and the most that a step allocates.
 
         held: x, and the allocations that the forward pass keeps without y and l1, which go on to
@@ -156,108 +176,74 @@ class Step:
         self.clear()
         held = 0
 
-        def run() -> None:
+        def between(y: Tensor, l1: Tensor) -> None:
             nonlocal held
-            y, l1 = self.forward()
-            held = torch.cuda.memory_allocated() - y.nbytes - l1.nbytes
-            torch.autograd.backward((y, l1), (self.dy, self.dl1))
+            held = gpu.allocated() - y.nbytes - l1.nbytes
 
-        before, most = clock.peak_bytes(run)
+        before, most = gpu.peak(functools.partial(self, between))
         self.clear()
         return {"held": held - before + self.leaves["x"].nbytes, "peak": most - before}
 
 
+def output_gradients(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients dy [M, K] and dl1 [M] that reach a layer."""
+    g = torch.Generator(x.device).manual_seed(1)
+    dy = DY * torch.randn(x.shape, generator=g, device=x.device)
+    return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
+
+
 def training_capacity(path: str, case: Case) -> int:
     """Return the entries per token that SparseTraining would give this case."""
-    sizes = capacities(case.columns["intermediate_size"])
+    *_, most = sizes = capacities(case.columns["intermediate_size"])
     needed = math.ceil(case.columns["active"])
-    while True:
-        fitting = (size for size in sizes if size >= CAPACITY_MARGIN * needed)
-        capacity = next(fitting, sizes[-1])
-        with torch.no_grad():
-            needed = int(training_ops().train(path, capacity, case.x, *case.sets[0]).needed)
-        if needed <= capacity:
-            return capacity
-        if capacity == sizes[-1]:
-            raise ArithmeticError(
-                f"triton {path} at {case} needs {needed} entries a token, of {capacity} neurons"
-            )
+    for capacity in sizes:
+        if capacity >= CAPACITY_MARGIN * needed or capacity == most:
+            with torch.no_grad():
+                needed = int(training_ops().train(path, capacity, case.x, *case.sets[0]).needed)
+            if needed <= capacity:
+                return capacity
+    raise ArithmeticError(
+        f"triton {path} at {case} needs {needed} entries a token, of {most} neurons"
+    )
 
 
-def checked_steps(
-    case: Case, compiled: Callable[..., tuple[Tensor, Tensor]], paths: Sequence[str]
-) -> tuple[dict[Provider, Step], dict[Provider, tuple[str, float]]]:
-    """Return the steps of a case, and of each the worst tensor and its relative RMS error.
-
-    compiled: `dense`, compiled; paths: the sparse paths.
-    """
-    g = torch.Generator(case.x.device).manual_seed(1)
-    dy = (DY * torch.randn(case.x.shape, generator=g, device=case.x.device)).to(case.x.dtype)
-    dl1 = torch.full(case.x.shape[:1], DL1, device=case.x.device)
-    *others, w_down = case.sets[0]
+def case_steps(case: Case, compiled: Callable, paths: Sequence[str]) -> dict[Provider, Step]:
+    """Return the steps of a case: `dense`, the same compiled, and the sparse paths."""
+    gradients, weights = output_gradients(case.x), case.sets[0]
+    *others, w_down = weights
     plain = *others, w_down.contiguous()  # as nn.Linear stores it
     steps = {
-        DENSE_EAGER: Step.of(dense, case.x, plain, dy, dl1),
-        DENSE_COMPILED: Step.of(compiled, case.x, plain, dy, dl1),
+        DENSE_EAGER: Step(dense, case.x, plain, gradients),
+        DENSE_COMPILED: Step(compiled, case.x, plain, gradients),
     }
     for path in paths:
         capacity = training_capacity(path, case)
-        function, more = sparse(path, capacity), (path, capacity)
-        steps[Provider("triton", path)] = Step.of(function, case.x, case.sets[0], dy, dl1, *more)
-    # Local, since 65,536 tokens take 3 GB: freed before steps are timed.
-    exact = Exact.of(case.x, case.sets[0], dy, dl1)
-    errors = {
-        provider: exact.check_step(step.tensors(), f"{provider} at {case}")
-        for provider, step in steps.items()
-    }
-    return steps, errors
+        step = Step.sparse(path, capacity, case.x, weights, gradients)
+        steps[Provider("triton", path)] = step
+    return steps
 
 
-# --- one layer --------------------------------------------------------------------------------
+def measure_steps(
+    gpu: Gpu, case: Case, steps: Mapping[Provider, Step], forward: bool = False
+) -> dict[tuple[Provider, bool], dict]:
+    """Return the columns of steps (provider, True), after all were checked.
 
+    forward: also times of forward passes alone, under (provider, False).
+    """
+    first, *_ = steps.values()
+    exact = Exact.of(case.x, case.sets[0], *first.gradients)
 
-@dataclass(frozen=True)
-class _Bench:
-    """What all cases of one command share."""
+    def check(key: tuple[Provider, bool]) -> tuple[dict, Callable]:
+        provider, whole = key
+        step = steps[provider]
+        if not whole:  # its result is part of the step's
+            return {}, functools.partial(step.times, gpu, step.forward, clock.STEP_TURN / 2)
+        worst, error = exact.check_step(step.tensors(), f"{provider} at {case}")
+        columns = {"worst": worst, "relative_rms": significant(error, 3)}
+        return columns, functools.partial(step.times, gpu, step, clock.STEP_TURN)
 
-    meter: clock.Meter | None
-    kernels: bool
-    peaks: Sequence[dict]
-
-    def measure(self, case: Case, compiled: Callable, rows: Rows) -> None:
-        """Add the rows of training.csv and of training_kernels.csv for one case."""
-        steps, errors = checked_steps(case, compiled, list(training_ops().TRAIN_PATHS))
-        timers = {}
-        for provider, step in steps.items():
-            forward = functools.partial(step.times, clock.STEP_TURN / 2, backward=False)
-            timers[provider, "both"] = functools.partial(step.times, clock.STEP_TURN)
-            timers[provider, "forward"] = forward
-        times = clock.in_turns(timers, clock.LAYER_ROUNDS)
-        results = [
-            self._row(case, provider, step, errors[provider], times)
-            for provider, step in steps.items()
-        ]
-        rows.add("training", results)
-        for row, step in zip(results, steps.values(), strict=True) if self.kernels else ():
-            rows.add("training_kernels", kernel_rows(row, [step]))
-            step.clear()
-
-    def _row(
-        self, case: Case, provider: Provider, step: Step, error: tuple[str, float], times: dict
-    ) -> dict:
-        worst, relative_rms = error
-        both, forward = times[provider, "both"], times[provider, "forward"]
-        row = case.columns | {"provider": provider.name, "path": step.path}
-        row |= {"capacity": step.capacity, "relative_rms": significant(relative_rms, 3)}
-        row |= {"worst": worst, **both, "forward": forward["p50"], **step.memory()}
-        row |= work_columns(case.work(step.path, backward=True), both["p50"], self.peaks)
-        row |= clock.energy(step, 1, both["p50"], self.meter)
-        step.clear()
-        speed = f"{both['p50']:.4f} ms ({forward['p50']:.4f} forward)"
-        print(
-            f"{case}  {provider.name:<20} {speed}  held {row['held'] / 2**20:.0f} MiB", flush=True
-        )
-        return row
+    keys = [(provider, whole) for provider in steps for whole in ([True, False][: 1 + forward])]
+    return clock.measure(keys, check, clock.LAYER_ROUNDS)
 
 
 # --- up to which activity sparse training is faster -------------------------------------------
@@ -278,48 +264,25 @@ def crossover(
     that the kernels do not take, ArithmeticError, with its name, for a wrong tensor, RuntimeError
     without a GPU. Ours.
     """
-    device = clock.gpu()
+    gpu = clock.gpu()
     check_sizes([tokens], hidden_size, intermediate_size)
     compiled = torch.compile(dense, fullgraph=True, dynamic=False)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
         size = tokens, hidden_size, intermediate_size
-        case = Case.of("skewed", synthetic_layer(*size, active=active, device=device), gated)
-        levels.append((case.columns["active"], speedup(case, compiled)))
-        if levels[-1][1] < 1:
+        case = Case.of("skewed", synthetic_layer(*size, active=active, device=gpu.device), gated)
+        steps = case_steps(case, compiled, [UNION.path])
+        del steps[DENSE_EAGER]
+        times = measure_steps(gpu, case, steps)
+        gain = times[DENSE_COMPILED, True]["p50"] / times[UNION, True]["p50"]
+        speeds = "  ".join(f"{key} {columns['p50']:.4f} ms" for (key, _), columns in times.items())
+        print(f"{case}  forward and backward: {speeds}  {gain:.2f} times as fast", flush=True)
+        levels.append((case.columns["active"], gain))
+        if gain < 1:
             break
     torch.compiler.reset()
     result = crossing(levels)
+    if result < levels[-1][0]:
+        result = significant(result, 4)
     print(f"training is faster sparsely up to {result:g} active neurons per token", flush=True)
     return result
-
-
-def speedup(case: Case, compiled: Callable[..., tuple[Tensor, Tensor]]) -> float:
-    """Return the speed-up of a union step over dense torch.compile, after both were checked."""
-    steps, _ = checked_steps(case, compiled, [UNION.path])
-    timers = {
-        provider: functools.partial(steps[provider].times, clock.STEP_TURN)
-        for provider in (DENSE_COMPILED, UNION)
-    }
-    times = clock.in_turns(timers, clock.LAYER_ROUNDS)
-    result = times[DENSE_COMPILED]["p50"] / times[UNION]["p50"]
-    speeds = "  ".join(f"{provider} {times[provider]['p50']:.4f} ms" for provider in timers)
-    print(f"{case}  forward and backward: {speeds}  {result:.2f} times as fast", flush=True)
-    return result
-
-
-def crossing(levels: Sequence[tuple[float, float]]) -> float:
-    """Return the active neurons where the speed-up falls below 1, from pairs (active, speed-up).
-
-    The activity of the pairs rises. As `analysis.training_crossover` of one case: linear in the
-    logarithms of both, 0 where the first is slower, and the most measured where none is.
-    """
-    (active, gain), *rest = levels
-    if gain < 1:
-        return 0.0
-    for next_active, next_gain in rest:
-        if next_gain < 1:
-            power = math.log(gain) / math.log(gain / next_gain)
-            return significant(active * (next_active / active) ** power, 4)
-        active, gain = next_active, next_gain
-    return active

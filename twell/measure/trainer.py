@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from twell.config import TrainConfig
 from twell.measure import clock, imposed
-from twell.measure.case import check_sizes
 from twell.measure.check import TOLERANCE
 from twell.measure.patterns import IMPOSED, Pattern
 from twell.measure.providers import Provider, compilations
-from twell.measure.rows import STEP_SIZES, Rows, significant
-from twell.measure.sides import Compiled
+from twell.measure.rows import Rows, require, significant
+from twell.measure.sides import Compiled, check_model, model_columns
 from twell.measure.step import training_ops
 from twell.models.l1 import l1_by_layer
 from twell.models.llama import SparseLlamaForCausalLM
@@ -68,42 +67,32 @@ def train_step(
     COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
     that learns something else, RuntimeError without a GPU. Ours.
     """
-    device = clock.gpu()
+    gpu = clock.gpu(energy)
     config = model_config(model, overrides)
     active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
-    if not 0 < active < config.intermediate_size:
-        limit = f"below {config.intermediate_size}, the neurons"
-        raise ValueError(f"active is {active:g}; it has to be above 0 and {limit}")
+    limit = f"it has to be above 0 and below {config.intermediate_size}, the neurons"
+    require(0 < active < config.intermediate_size, f"active is {active:g}; {limit}")
     pattern = replace(IMPOSED, profile=profile)
     rows = Rows(out, ["train_step"])
-    bench = _Bench(model, Trainer(config, active, pattern, device), clock.optional_meter(energy))
+    trainer = Trainer(model, config, active, pattern, gpu)
     providers = [
         Provider(backend, path, kind)
         for kind in compilations(compiled)
         for backend, path in (("dense", None), ("triton", "union"))
     ]
-    common = bench.common()
-    results = bench.rows(common, bench.check(providers))
-    if largest:
-        bench.add_largest(results)
-    bench.trainer.leave()
-    rows.add("train_step", results)
+    rows.add("train_step", _measure(trainer, providers, largest))
     return rows.by_file["train_step"]
 
 
 def model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
     """Return the configuration of a model to be timed: one micro-batch a step."""
     config = TrainConfig.load(model, [*overrides, f"l1_coefficient={L1_COEFFICIENT}"])
-    if config.precision != "bf16":
-        raise ValueError(
-            f"precision is {config.precision!r}; the sparse path of training needs 'bf16'"
-        )
-    if config.activation != "relu":
-        raise ValueError(f"activation is {config.activation!r}; sparse layers need 'relu'")
+    unfit = f"precision is {config.precision!r}; the sparse path of training needs 'bf16'"
+    require(config.precision == "bf16", unfit)
+    check_model(model, config.model_config(), config.context)
     config.micro_batch = config.micro_batch or config.batch_tokens // config.context
-    check_sizes([config.context], config.hidden_size, config.intermediate_size)
-    if config.micro_batch < 1:
-        raise ValueError(f"micro_batch is {config.micro_batch}; it has to be at least 1")
+    unfit = f"micro_batch is {config.micro_batch}; it has to be at least 1"
+    require(config.micro_batch >= 1, unfit)
     return config
 
 
@@ -136,15 +125,17 @@ class Trainer:
     Statistics are not counted: the dense layers would need passes of their own for them.
     """
 
-    def __init__(self, config: TrainConfig, active: float, pattern: Pattern, device: torch.device):
-        self.config, self.pattern, self.device = config, pattern, device
-        with device:
+    def __init__(
+        self, name: str, config: TrainConfig, active: float, pattern: Pattern, gpu: clock.Gpu
+    ):
+        self.name, self.config, self.pattern, self.gpu = name, config, pattern, gpu
+        with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
         self.draw(config.micro_batch)
         sample = config.vocab_size, 64, min(config.context, 128)
         with self.autocast():
-            tokens = imposed.draw_tokens(*sample, device=device, seed=1)
+            tokens = imposed.draw_tokens(*sample, device=gpu.device, seed=1)
             imposed.impose(self.model, pattern.means(config.num_layers, active), tokens)
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         parameters = self.model.named_parameters()
@@ -162,11 +153,11 @@ class Trainer:
     def draw(self, sequences: int) -> None:
         """Take a batch of so many documents from now on; each predicts its own next tokens."""
         size = self.config.vocab_size, sequences, self.config.context
-        self.tokens = imposed.draw_tokens(*size, device=self.device)
+        self.tokens = imposed.draw_tokens(*size, device=self.gpu.device)
         self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return torch.autocast(self.gpu.device.type, torch.bfloat16)
 
     def become(self, provider: Provider, learning_rate: float) -> None:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
@@ -182,14 +173,14 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 # Dense layers have plain strides; the optimiser's state takes those of the weights.
-                parameter.data = self.start[name].to(self.device, copy=True)
+                parameter.data = self.start[name].to(self.gpu.device, copy=True)
         if provider.backend == "triton":
             self.model.set_ffn_backend("triton")
             self.sparse = SparseTraining(self.model)
             if self.sparse_state is not None:  # the capacity is known already
                 self.sparse.restore(self.sparse_state)
         self.model.train()
-        self.optimizer = adamw(self.model, self.config, self.device, learning_rate)
+        self.optimizer = adamw(self.model, self.config, self.gpu.device, learning_rate)
 
     def leave(self) -> None:
         """End sparse training, and keep its state."""
@@ -198,15 +189,11 @@ class Trainer:
             self.sparse.close()
             self.sparse = None
 
-    @property
-    def capacity(self) -> int | None:
-        return None if self.sparse is None else self.sparse.summary()["capacity"]
-
     def all_sparse(self) -> bool:
         """Whether the kernels computed every layer in the last step; SparseFFN may be dense."""
         from twell.kernels import ops
 
-        rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.gpu.device)
         entries = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()
         fits = entries < training_ops().MAX_ENTRIES
         return ops.takes(rows, self.config.intermediate_size) and fits and all(self.sparse.sparse)
@@ -236,17 +223,12 @@ class Trainer:
         steps = [torch.stack(self.step()) for _ in range(CHECKED_STEPS + 1)]
         return float(steps[-1][0]), float(steps[0][1]), float(steps[0][2])
 
-    def peak(self) -> int:
-        """Return the most bytes allocated in a step, weights and optimiser included."""
-        return clock.peak_bytes(self.step)[1]
-
     def fits(self, sequences: int) -> bool:
         """Return whether steps of so many documents, the batch from then on, fit into memory."""
         self.draw(sequences)
         try:
             for _ in range(2):
                 self.step()
-            torch.cuda.synchronize()
             return True
         except torch.OutOfMemoryError:
             pass
@@ -257,18 +239,18 @@ class Trainer:
         torch.cuda.empty_cache()
         return False
 
-    def largest(self, limit: int) -> int:
-        """Return the most documents, within 3%, whose step fits into `limit` bytes; 0: none.
+    def largest(self) -> int:
+        """Return the most documents, within 3%, whose step fits into memory; 0: none.
 
         They are the batch from then on. The peak is a straight line in their number; the first
         guess is where it meets the limit.
         """
-        few = max(self.config.micro_batch // 2, 1)
+        limit, few = self.gpu.available(), max(self.config.micro_batch // 2, 1)
         peaks: list[int] = []
         for sequences in (few, 2 * few):
             if not self.fits(sequences):
                 break
-            peaks.append(self.peak())
+            peaks.append(self.gpu.peak(self.step)[1])
         guess = few * (len(peaks) + 1) - 1
         if len(peaks) == 2:
             guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
@@ -277,100 +259,83 @@ class Trainer:
         return guess
 
 
-@dataclass
-class _Bench:
-    """The rows of one command: a model's name, what trains it, and the energy meter."""
+# --- all providers ----------------------------------------------------------------------------
 
-    model: str
-    trainer: Trainer
-    meter: clock.Meter | None
 
-    def check(self, providers: Sequence[Provider]) -> dict[Provider, tuple[float, float, float]]:
-        """Return the loss and the norms of each provider; the first one is dense."""
-        trainer, checked = self.trainer, {}
-        for provider in providers:
-            trainer.become(provider, trainer.config.learning_rate)
-            checked[provider] = trainer.steps()
-            self._compare(provider, checked)
-            if trainer.sparse is not None and not trainer.all_sparse():
-                raise ArithmeticError(f"{provider} of {self.model} computed a layer densely")
+def _measure(trainer: Trainer, providers: Sequence[Provider], largest: bool) -> list[dict]:
+    """Check the steps of every provider, then time them in turns; return the rows."""
+    config, gpu = trainer.config, trainer.gpu
+    common = model_columns(trainer.name, trainer.model, trainer.pattern.profile)
+    common |= {name: getattr(config, name) for name in ("context", "micro_batch", "precision")}
+    common["checkpoint_activations"] = config.checkpoint_activations
+    common["active"] = round(float(np.mean(trainer.active)), 2)
+    common["active_max"] = round(max(trainer.active), 2)
+    expected: list[tuple] = []  # loss and norms of the first provider, which is dense
+    numbers: dict[Provider, int] = {}  # steps of a turn
+
+    def check(provider: Provider) -> tuple[dict, Callable]:
+        trainer.become(provider, config.learning_rate)
+        results = trainer.steps()
+        expected.append(results)
+        _compare(f"{provider} of {trainer.name}", results, expected[0], providers[0])
+        if trainer.sparse is not None and not trainer.all_sparse():
+            raise ArithmeticError(f"{provider} of {trainer.name} computed a layer densely")
         # Training changed the activity, and so the capacity; timed steps have the first weights.
         trainer.leave()
         trainer.sparse_state = None
-        return checked
+        loss, norm, _ = results
+        columns = {"loss": significant(loss, 6), "grad_norm": significant(norm, 4)}
+        return columns, functools.partial(times, provider)
 
-    def _compare(self, provider: Provider, checked: dict) -> None:
-        first, *_ = checked
-        limits = (
-            (f"the loss after {CHECKED_STEPS} steps", "loss"),
-            ("the norm of the first gradient", "gradient norm"),
-            ("the norm of the first gradient of feed-forward weights", "gradient norm"),
-        )
-        pairs = zip(limits, checked[provider], checked[first], strict=True)
-        for (what, kind), value, expected in pairs:
-            if not abs(value - expected) <= TOLERANCE[kind] * abs(expected):
-                raise ArithmeticError(
-                    f"{provider} of {self.model} is wrong: {what} is {value:.5g}, "
-                    f"of {first} {expected:.5g}"
-                )
+    def times(provider: Provider) -> np.ndarray:
+        trainer.become(provider, 0.0)
+        if provider not in numbers:
+            trial = gpu.replay_times(trainer.step, 1)[0]
+            numbers[provider] = int(min(max(clock.OPTIMIZER_TURN / trial, 2), 20))
+        return gpu.replay_times(trainer.step, numbers[provider])
 
-    def rows(self, common: dict, checked: dict[Provider, tuple]) -> list[dict]:
-        """Time each provider in turns; return its rows, without the largest micro-batch."""
-        trainer, rows = self.trainer, []
-        times: dict[Provider, list[np.ndarray]] = {provider: [] for provider in checked}
-        numbers: dict[Provider, int] = {}
-        for turn in range(clock.LAYER_ROUNDS):
-            for provider in checked:
-                trainer.become(provider, 0.0)
-                if provider not in numbers:
-                    trial = clock.between_replays(trainer.step, 1)[0]
-                    numbers[provider] = int(min(max(clock.OPTIMIZER_TURN / trial, 2), 20))
-                times[provider].append(clock.between_replays(trainer.step, numbers[provider]))
-                if turn == clock.LAYER_ROUNDS - 1:
-                    quantiles = clock.quantiles(np.concatenate(times[provider]))
-                    rows.append(common | self._row(provider, checked[provider], quantiles))
-        return rows
+    columns = clock.measure(providers, check, clock.LAYER_ROUNDS)
+    rows = []
+    for provider in providers:
+        trainer.become(provider, 0.0)
+        trainer.step()  # allocates the optimiser's state
+        rows.append(common | columns[provider] | _row(trainer, provider, columns[provider]["p50"]))
+        if largest:
+            rows[-1] |= _largest(trainer)
+    trainer.leave()
+    return rows
 
-    def common(self) -> dict:
-        """Return the columns of the model and its activity, and print them."""
-        trainer, config = self.trainer, self.trainer.config
-        common = {"model": self.model}
-        common["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-        common |= {size: getattr(config, size) for size in STEP_SIZES}
-        common |= {"precision": "bf16", "checkpoint_activations": config.checkpoint_activations}
-        common["profile"] = trainer.pattern.profile
-        common["active"] = round(float(np.mean(trainer.active)), 2)
-        common["active_max"] = round(max(trainer.active), 2)
-        size = f"{common['parameters'] / 1e6:.0f} M parameters, {trainer.tokens.numel()} tokens"
-        active = f"{common['active']} active (at most {common['active_max']} in a layer)"
-        print(f"{self.model}: {size}, {active}", flush=True)
-        return common
 
-    def _row(self, provider: Provider, checked: tuple, quantiles: dict[str, float]) -> dict:
-        trainer, (loss, norm, _) = self.trainer, checked
-        row = {"provider": provider.name, "path": provider.path or "dense"}
-        row |= {"capacity": trainer.capacity, "loss": significant(loss, 6)}
-        row |= {"grad_norm": significant(norm, 4), **quantiles}
-        row["tokens_per_second"] = round(1e3 * trainer.tokens.numel() / quantiles["p50"])
-        row["peak"] = trainer.peak()
-        row |= clock.energy(trainer.step, 1, quantiles["p50"], self.meter)
-        row |= {"largest": None, "largest_tokens_per_second": None}
-        speed = f"{quantiles['p50']:.1f} ms, {row['tokens_per_second']} tokens/s"
-        print(f"{self.model}  {provider.name:<27} {speed}, {row['peak'] / 1e9:.1f} GB", flush=True)
-        return row
+def _compare(what: str, results: tuple, expected: tuple, first: Provider) -> None:
+    limits = (
+        (f"the loss after {CHECKED_STEPS} steps", "loss"),
+        ("the norm of the first gradient", "gradient norm"),
+        ("the norm of the first gradient of feed-forward weights", "gradient norm"),
+    )
+    for (name, kind), value, exact in zip(limits, results, expected, strict=True):
+        if not abs(value - exact) <= TOLERANCE[kind] * abs(exact):
+            raise ArithmeticError(f"{what} is wrong: {name} is {value:.5g}, of {first} {exact:.5g}")
 
-    def add_largest(self, rows: list[dict]) -> None:
-        """Find and time the largest micro-batch of each row's provider."""
-        trainer = self.trainer
-        for row in rows:
-            trainer.become(Provider.parse(row["provider"]), 0.0)
-            limit = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-            row["largest"] = trainer.largest(limit)
-            if row["largest"]:
-                times = clock.quantiles(clock.between_replays(trainer.step, 5, lead=1))
-                speed = round(1e3 * trainer.tokens.numel() / times["p50"])
-                row["largest_tokens_per_second"] = speed
-            batch = f"{row['largest']} x {trainer.config.context} tokens fit"
-            speed = f"{row['largest_tokens_per_second']} tokens/s"
-            print(f"{self.model}  {row['provider']:<27} {batch}, {speed}", flush=True)
-            trainer.draw(trainer.config.micro_batch)
+
+def _row(trainer: Trainer, provider: Provider, milliseconds: float) -> dict:
+    """The columns of the provider whose steps the trainer takes."""
+    row = {
+        "provider": provider.name,
+        "path": provider.path or "dense",
+        "capacity": trainer.sparse and trainer.sparse.summary()["capacity"],
+        "tokens_per_second": round(1e3 * trainer.tokens.numel() / milliseconds),
+        "peak": trainer.gpu.peak(trainer.step)[1],
+        "largest": None,
+        "largest_tokens_per_second": None,
+    }
+    return row | clock.energy(trainer.gpu, trainer.step, 1, milliseconds)
+
+
+def _largest(trainer: Trainer) -> dict:
+    """The columns of the largest micro-batch, which is timed."""
+    result, speed = trainer.largest(), None
+    if result:
+        times = clock.quantiles(trainer.gpu.replay_times(trainer.step, 5, lead=1))
+        speed = round(1e3 * trainer.tokens.numel() / times["p50"])
+    trainer.draw(trainer.config.micro_batch)
+    return {"largest": result, "largest_tokens_per_second": speed}

@@ -1,10 +1,14 @@
-"""Models of transformers with SparseFFN in place of their feed-forward layers, and back."""
+"""SparseFFN in place of the feed-forward layers of transformers' models, and back; silence."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterable, Iterator
+from numbers import Integral
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twell.sparse.layer import SparseFFN
@@ -37,9 +41,9 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     base = _without_adapters(model)
     kind, activation = base.config.model_type, base.config.hidden_act
     if kind not in SPARSIFIABLE:
+        supported = ", ".join(SPARSIFIABLE)
         raise ValueError(
-            f"a model of type {kind!r} cannot be made sparse; "
-            f"supported are {', '.join(SPARSIFIABLE)}"
+            f"a model of type {kind!r} cannot be made sparse; supported are {supported}"
         )
     layers = base.base_model.layers
     for layer in layers:
@@ -87,18 +91,68 @@ def _check_replaceable(mlp: nn.Module, kind: str, *, any_activation: bool) -> No
     """Refuse a feed-forward module that may compute something else than the model's own."""
     name = f"{type(mlp).__module__}.{type(mlp).__qualname__}"
     if not name.startswith(f"transformers.models.{kind}.modeling_"):
-        raise ValueError(
-            f"a feed-forward module is a {name}, not the one of {kind!r}; "
-            "sparsify before wrapping or sharding"
-        )
+        problem = f"a feed-forward module is a {name}, not the one of {kind!r}"
+        raise ValueError(f"{problem}; sparsify before wrapping or sharding")
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
     if "forward" in mlp.__dict__ and "_hf_hook" not in mlp.__dict__:
-        raise ValueError(
-            f"a feed-forward module, a {name}, has a forward of its own, "
-            "which SparseFFN would replace"
-        )
+        problem = f"a feed-forward module, a {name}, has a forward of its own"
+        raise ValueError(f"{problem}, which SparseFFN would replace")
     if not any_activation and not isinstance(mlp.act_fn, nn.ReLU):
+        problem = f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}"
+        raise ValueError(f"{problem}; make them agree")
+
+
+@contextlib.contextmanager
+def silence(
+    model: nn.Module,
+    layers: int | Iterable[int] | None = None,
+    neurons: int | Iterable[int] | None = None,
+) -> Iterator[None]:
+    """Silence feed-forward layers, or neurons of one layer, inside a `with` block.
+
+    layers: their numbers, or one; None: all. neurons: one or more of this one layer.
+
+    Silent layers and neurons add nothing to the residual stream and get no gradient from the
+    output. Statistics and the L1 term still count them. Every backend does this, in training too.
+    Nested blocks silence both selections, and each restores the state before it. A captured CUDA
+    graph keeps the state of its capture. Raises IndexError for a layer or neuron that the model
+    does not have, ValueError for neurons without one layer.
+    """
+    ffns = sparse_ffns(model)
+    if neurons is not None and not isinstance(layers, Integral):
         raise ValueError(
-            f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}; "
-            "make them agree"
+            f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layers!r}"
         )
+    chosen = range(len(ffns)) if layers is None else _numbers(layers)
+    _check_places("layer", chosen, len(ffns), "the model has SparseFFN layers")
+    before = [(ffn.silenced, ffn.muted) for ffn in ffns]
+    try:
+        for layer in chosen:
+            if neurons is None:
+                ffns[layer].silenced = True
+            else:
+                ffns[layer].muted = _muted(ffns[layer], _numbers(neurons))
+        yield
+    finally:
+        for ffn, (silenced, muted) in zip(ffns, before, strict=True):
+            ffn.silenced, ffn.muted = silenced, muted
+
+
+def _numbers(one_or_more: int | Iterable[int]) -> list[int]:
+    return [one_or_more] if isinstance(one_or_more, Integral) else list(one_or_more)
+
+
+def _check_places(kind: str, places: Iterable[int], size: int, owner: str) -> None:
+    for place in places:
+        if not 0 <= place < size:
+            raise IndexError(f"{kind} {place} does not exist: {owner} 0 to {size - 1}")
+
+
+def _muted(ffn: SparseFFN, neurons: list[int]) -> Tensor:
+    """Return a mask [N] of these neurons and of the ones that are silent already."""
+    _check_places("neuron", neurons, ffn.intermediate_size, "the layer has neurons")
+    mask = torch.zeros(ffn.intermediate_size, dtype=torch.bool, device=ffn.device)
+    if ffn.muted is not None:
+        mask = ffn.muted.clone()
+    mask[neurons] = True
+    return mask

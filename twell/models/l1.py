@@ -1,12 +1,14 @@
-"""The L1 term of the training loss, layer by layer."""
+"""The L1 term of the training loss, layer by layer, and the padding that it leaves out."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from twell.models.convert import sparse_ffns
-from twell.sparse.layer import SparseFFN
+
+MASKED = -100.0  # a query does not attend to a key with this additive mask, or with a lower one
 
 
 def l1_by_layer(
@@ -25,7 +27,13 @@ def l1_by_layer(
     if any(ffn.observer.l1 is None for ffn in ffns):
         raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
     per_token = torch.stack([ffn.observer.l1 for ffn in ffns])
-    _check_gradient(per_token, ffns)
+    learns = ffns[0].training and torch.is_grad_enabled()
+    learns = learns and any(p.requires_grad for ffn in ffns for p in ffn.parameters())
+    if learns and not per_token.requires_grad:
+        raise RuntimeError(
+            "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops "
+            "it; use model.gradient_checkpointing_enable({'use_reentrant': False})"
+        )
     counted = per_token[0].numel()
     if token_mask is not None:
         if token_mask.shape != per_token.shape[1:]:
@@ -36,20 +44,8 @@ def l1_by_layer(
         counted = (token_mask != 0).sum()
         # No product: inf and NaN at padding positions must not reach the sum.
         per_token = torch.where(token_mask != 0, per_token, 0.0)
-    return per_token.flatten(1).sum(1) / divisor(
-        counted if num_tokens is None else num_tokens, counted
-    )
-
-
-def _check_gradient(per_token: Tensor, ffns: list[SparseFFN]) -> None:
-    """Refuse a term without a gradient where training needs one."""
-    if per_token.requires_grad or not (ffns[0].training and torch.is_grad_enabled()):
-        return
-    if any(parameter.requires_grad for ffn in ffns for parameter in ffn.parameters()):
-        raise RuntimeError(
-            "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops "
-            "it; use model.gradient_checkpointing_enable({'use_reentrant': False})"
-        )
+    total = counted if num_tokens is None else num_tokens
+    return per_token.flatten(1).sum(1) / divisor(total, counted)
 
 
 def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
@@ -60,3 +56,41 @@ def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
     if isinstance(total, Tensor) and isinstance(nothing, Tensor):
         total = total.to(nothing.device)
     return total + nothing
+
+
+def token_mask(
+    attention_mask: object, inputs: Tensor | None, cache: Cache | None = None
+) -> Tensor | None:
+    """Return [B, S], zero for the padding among the tokens of this pass; None without a mask.
+
+    `inputs` [B, S, ...] are ids or embeddings. SparseLlamaForCausalLM lists the masks that can be
+    read. Raises ValueError for others.
+    """
+    if attention_mask is None or inputs is None:
+        return None
+    batch, length = inputs.shape[:2]
+    is_tensor = isinstance(attention_mask, Tensor)
+    shape = tuple(getattr(attention_mask, "shape", ()))
+    if is_tensor and len(shape) == 2 and shape[0] == batch and shape[1] >= length:
+        return attention_mask[:, -length:].to(inputs.device)
+    is_4d = is_tensor and len(shape) == 4
+    if is_4d and shape[0] in (1, batch) and shape[2] in (1, length) and shape[3] >= length:
+        # A static cache allocates later keys too: there the last key is not the last token.
+        first = shape[3] - length if cache is None else cache.get_seq_length()
+        return _attends_to_itself(attention_mask.to(inputs.device), batch, length, first)
+    given = f"has shape {shape}" if is_tensor else f"is a {type(attention_mask).__name__}"
+    raise ValueError(
+        f"attention_mask {given}; expected None, ({batch}, {length} or more) or "
+        f"({batch} or 1, heads or 1, {length} or 1, {length} or more): "
+        "the loss or the statistics have to know which tokens are padding"
+    )
+
+
+def _attends_to_itself(mask: Tensor, batch: int, length: int, first: int) -> Tensor:
+    """Return [B, S] bool for a mask [B or 1, heads or 1, S or 1, keys]; token 0 is key `first`."""
+    heads, keys = mask.shape[1], mask.shape[3]
+    own = torch.arange(length, device=mask.device) + first
+    own = own.clamp(max=keys - 1)[:, None].expand(batch, heads, length, 1)
+    value = mask.expand(batch, -1, length, -1).gather(-1, own)[..., 0]
+    attends = value > MASKED if value.is_floating_point() else value != 0
+    return attends.any(1)

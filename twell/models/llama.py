@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from twell.models.l1 import divisor, l1_by_layer
-from twell.models.masks import token_mask
+from twell.models.l1 import divisor, l1_by_layer, token_mask
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -151,15 +150,29 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         **kwargs,
     ) -> SparseCausalLMOutput:
         """Run the model. The class explains `loss`; LlamaForCausalLM the other arguments."""
-        self._check_coefficient(labels)
+        if self.config.l1_coefficient is None and labels is not None and self.training:
+            raise ValueError(
+                "the model was stored with a list of L1 coefficients; "
+                "set config.l1_coefficient to a number"
+            )
         kwargs["return_dict"] = True
-        mask = self._token_mask(input_ids, attention_mask, labels, kwargs)
-        if mask is not None and kwargs.get("inputs_embeds") is not None:
-            kwargs["inputs_embeds"] = _finite_padding(kwargs["inputs_embeds"], mask)
+        embeds, mask = kwargs.get("inputs_embeds"), None
+        if labels is not None or self.training or self.recording:  # where padding counts
+            inputs = embeds if input_ids is None else input_ids
+            mask = token_mask(attention_mask, inputs, kwargs.get("past_key_values"))
+        if mask is not None and embeds is not None:
+            # A masked key has the weight 0, and 0 * NaN is NaN.
+            finite = embeds.nan_to_num(0.0, 0.0, 0.0)
+            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, finite)
         predicted = None if labels is None else _predicted_tokens(labels, kwargs)
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)
-        self._observe(mask, collect_l1=labels is not None)
+        for ffn in self.ffns:
+            # Stays set after the pass: activation checkpointing repeats the layer during backward,
+            # and has to build the same graph.
+            ffn.observer.collect_l1 = labels is not None
+            ffn.observer.record = self.training or self.recording
+            ffn.observer.token_mask = mask
         try:
             output = super().forward(
                 input_ids=input_ids,
@@ -169,7 +182,9 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 **kwargs,
             )
         finally:
-            self._end_recording()
+            # Activation checkpointing repeats layers in backward, which must not count again.
+            for ffn in self.ffns:
+                ffn.observer.record, ffn.observer.token_mask = False, None
         if labels is None:
             return SparseCausalLMOutput(**output)
         # The mean over no label is NaN.
@@ -181,47 +196,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if self.training:
             loss = cross_entropy + l1_scale * self.config.l1_coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
-
-    def _check_coefficient(self, labels: Tensor | None) -> None:
-        if self.config.l1_coefficient is None and labels is not None and self.training:
-            raise ValueError(
-                "the model was stored with a list of L1 coefficients; "
-                "set config.l1_coefficient to a number"
-            )
-
-    def _token_mask(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        labels: Tensor | None,
-        options: dict,
-    ) -> Tensor | None:
-        """Return [B, S], zero for padding; None without a mask, and where padding never counts."""
-        if labels is None and not (self.training or self.recording):
-            return None
-        inputs = options.get("inputs_embeds") if input_ids is None else input_ids
-        return token_mask(attention_mask, inputs, options.get("past_key_values"))
-
-    def _observe(self, mask: Tensor | None, *, collect_l1: bool) -> None:
-        for ffn in self.ffns:
-            # Stays set after the pass: activation checkpointing repeats the layer during backward,
-            # and has to build the same graph.
-            ffn.observer.collect_l1 = collect_l1
-            ffn.observer.record = self.training or self.recording
-            ffn.observer.token_mask = mask
-
-    def _end_recording(self) -> None:
-        """Keep activation checkpointing, which repeats layers in backward, from recounting."""
-        for ffn in self.ffns:
-            ffn.observer.record, ffn.observer.token_mask = False, None
-
-
-def _finite_padding(embeds: Tensor, mask: Tensor) -> Tensor:
-    """Replace inf and NaN at padding positions: a masked key has the weight 0, and 0 * NaN is NaN.
-
-    embeds [B, S, K], mask [B, S].
-    """
-    return torch.where(mask[..., None] != 0, embeds, embeds.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:

@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from twell.models.config_file import read_config, read_json
+from twell.models.checkpoint import read_config, read_json, read_weights
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.weights import read_weights
 from twell.sparse.calibration import Calibration
 
 CALIBRATION = "calibration.json"  # beside the weights
@@ -34,8 +33,7 @@ def save(
         model.save_pretrained(folder, **options)
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        # Both libraries are written in Rust and raise no OSError: one has a class of its own, the
-        # other raises plain Exception.
+        # Both libraries are written in Rust; one has a class of its own, the other plain Exception.
         if isinstance(error, SafetensorError) or type(error) is Exception:
             raise OSError(f"{folder} could not be written: {error}") from None
         raise
@@ -96,13 +94,10 @@ def _resolve(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
     except HFValidationError:
-        raise FileNotFoundError(
-            f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
-        ) from None
+        reason = f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
     except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
-        raise FileNotFoundError(
-            f"no model {name}: it is no folder here, and the hub answered: {error}"
-        ) from None
+        reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
+    raise FileNotFoundError(reason)
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
@@ -110,14 +105,15 @@ def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pat
     widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     if config.dtype is None:
         return widest
-    for name, tensor in tensors.items():
-        if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
-            warnings.warn(
-                f"{folder}: the tensor {name} is stored as {tensor.dtype} and rounded to the type "
-                f"in config.json, {config.dtype}; dtype={widest} keeps the stored values",
-                stacklevel=3,
-            )
-            break
+    rounded = (
+        n for n, t in tensors.items() if torch.promote_types(t.dtype, config.dtype) != config.dtype
+    )
+    if name := next(rounded, None):
+        warnings.warn(
+            f"{folder}: the tensor {name} is stored as {tensors[name].dtype} and rounded to the "
+            f"type in config.json, {config.dtype}; dtype={widest} keeps the stored values",
+            stacklevel=3,
+        )
     return config.dtype
 
 

@@ -1,7 +1,7 @@
-"""What all figures share: the style, sizes and colours, levels of L1, plain log axes, and `save`, which writes a figure.
+"""What all figures share: a style, colours, notes, legends and axes, and `save`.
 
-Every figure is built without pyplot, in one style, and saved so that the same inputs give the same bytes; a JSON beside it
-says what it was drawn from.
+Every figure is built without pyplot. The same inputs give the same bytes, and a JSON beside them
+names the inputs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
 
@@ -25,81 +30,124 @@ _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
-ACTIVE_FLOOR = 0.01  # log axes of active neurons show anything below, zero included, at this height
-DRAWN_WITH = (
-    "matplotlib",
-    "numpy",
-    "pandas",
-)  # only these: tracked figures must not change with the torch build
-# What a figure depends on beside its inputs: the commit in its JSON is the last one that changed these.
+ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
+DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
+# What a figure depends on beside its inputs: its JSON has the last commit that changed these.
 MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "sparse/formats.py", "plots")]
+# 8 pt, thin lines, fonts embedded as text.
+_STYLE = {
+    **{"font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8.5},
+    **{"xtick.labelsize": 7.5, "ytick.labelsize": 7.5},
+    **{"legend.fontsize": 7.5, "legend.title_fontsize": 7.5},
+    **{"legend.frameon": False, "legend.handlelength": 1.6},
+    **{"axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.4, "grid.color": "0.9"},
+    **{"lines.linewidth": 1.3, "pdf.fonttype": 42},
+    **{"xtick.major.width": 0.6, "xtick.major.size": 2.5, "xtick.minor.size": 0},
+    **{"ytick.major.width": 0.6, "ytick.major.size": 2.5, "ytick.minor.size": 0},
+}
 
 
 def style() -> None:
-    """Set the one style of all figures: matplotlib's own fonts, 8 pt, thin lines, fonts embedded as text."""
-    sns.set_theme(context="paper", style="ticks", palette="colorblind", font="DejaVu Sans")
-    mpl.rcParams.update(
-        {
-            "font.size": 8,
-            "axes.labelsize": 8,
-            "axes.titlesize": 8.5,
-            "xtick.labelsize": 7.5,
-            "ytick.labelsize": 7.5,
-            "legend.fontsize": 7.5,
-            "legend.title_fontsize": 7.5,
-            "legend.frameon": False,
-            "legend.handlelength": 1.6,
-            "axes.linewidth": 0.6,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "grid.linewidth": 0.4,
-            "grid.color": "0.9",
-            "lines.linewidth": 1.3,
-            "xtick.major.width": 0.6,
-            "ytick.major.width": 0.6,
-            "xtick.major.size": 2.5,
-            "ytick.major.size": 2.5,
-            "xtick.minor.size": 0,
-            "ytick.minor.size": 0,
-            "pdf.fonttype": 42,
-        }
-    )
+    """Set the one style of all figures."""
+    sns.set_theme("paper", "ticks", "colorblind", "DejaVu Sans", rc=_STYLE)
 
 
-def _figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, **options
-) -> tuple[Figure, np.ndarray]:
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options):
     """A figure in the style with its axes, [rows, columns]."""
     style()
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
+def _panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure in the style with one pair of axes."""
+    figure, axes = _figure(width, height)
+    return figure, axes[0, 0]
+
+
+def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
+    """The one value of each column. Raises ValueError where there are several, or none."""
+    cases = table[[*columns]].drop_duplicates()
+    if len(cases) != 1:
+        raise ValueError(f"this figure shows one {what}; this table has {len(cases)}")
+    return tuple(cases.iloc[0])
+
+
 def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
+    """A colour for each level of L1: black for 0, then from dark to light."""
     levels = sorted(set(levels) - {0})
     scale = mpl.colormaps["viridis"](np.linspace(0.12, 0.88, len(levels)))
     return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
 
 
-def _plain(axis: mpl.axis.Axis) -> None:
-    """Write a log axis' ticks as few plain numbers: 1, 2, 5 in each decade, or only 1 when it spans many."""
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,), numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
+def _plain(*axes: mpl.axis.Axis) -> None:
+    """Write few plain numbers at log axes: 1, 2, 5 in each decade, or only 1 of many decades."""
+    for axis in axes:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,), numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def _note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
+    """Write a small note, `offset` points away from a place."""
+    return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 6.5} | look)
+
+
+def _instead(ax: Axes, text: str) -> None:
+    """Say why a panel is empty."""
+    ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
+
+
+def _key(color: str | tuple, **look) -> Line2D:
+    """A line or mark for a legend."""
+    return Line2D([], [], color=color, **look)
+
+
+def _named(ax: Axes) -> dict[str, Artist]:
+    """What is labelled in a panel, by its label."""
+    handles, names = ax.get_legend_handles_labels()
+    return dict(zip(names, handles, strict=True))
+
+
+def _legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):
+    """A legend beside the panels, of the first one unless entries are given."""
+    entries = _named(figure.axes[0]) if entries is None else entries
+    figure.legend(entries.values(), entries.keys(), loc=f"outside {where}", **options)
+
+
+def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
+    """Name horizontal bars or rows of points, the first on top. Names may be any text."""
+    ax.set_yticks(y, names)
+    for name in ax.get_yticklabels():
+        name.set_parse_math(False)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def _bars_by_level(ax: Axes, levels: list, groups: list[tuple], label_rotation: float) -> None:
+    """Bars side by side at each level of activity; groups: levels, heights and look of each."""
+    width = 0.8 / len(groups)
+    for place, (at, heights, look) in enumerate(groups):
+        x = [levels.index(level) + (place - (len(groups) - 1) / 2) * width for level in at]
+        texts = [f"{round(height) + 0:+d}" for height in heights]
+        bars = ax.bar(x, heights, width, **look)
+        ax.bar_label(bars, texts, fontsize=6.5, padding=2, rotation=label_rotation)
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.grid(False, axis="x")
+    ax.set_xlabel("active neurons per token")
 
 
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
-    """The same PNG with a palette of 256 colours, a third of the size; itself where it has shades that would merge."""
+    """The same PNG with 256 colours, a third of the size; itself where shades would merge."""
     drawn = Image.open(picture).convert("RGB")
     if drawn.getcolors(_SHADES) is None:
         return picture
     buffer = io.BytesIO()
-    drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-        buffer, "png", optimize=True, dpi=(_DPI, _DPI)
-    )
+    few = drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    few.save(buffer, "png", optimize=True, dpi=(_DPI, _DPI))
     return buffer
 
 
@@ -111,16 +159,16 @@ def save(
     source: str,
     device: str | None = None,
 ) -> Path:
-    """Write a figure as PNG (200 dpi) and PDF with a JSON beside it, and return the path of the PNG.
+    """Write a figure as PNG (200 dpi), PDF and a JSON of its origin; return the path of the PNG.
 
-    path: without suffix. inputs: the files that the numbers came from. source: where they came from: "live"
-    (measured by this run), "recorded" (kept in data/) or "paper"; device: on what they were measured. The
-    same inputs give the same bytes. Each file appears whole or not at all. Raises ValueError for another
+    path: without suffix. inputs: the files that the numbers came from. source: "live" (measured by
+    this run), "recorded" (kept in data/) or "paper"; device: where they were measured. The same
+    inputs give the same bytes. Each file appears whole or not at all. Raises ValueError for another
     source.
     """
     if source not in ("live", "recorded", "paper"):
         raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")
-    path = Path(path)
+    path, root = Path(path), results.root()
     without_dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     for suffix, metadata in without_dates.items():
         buffer = io.BytesIO()
@@ -128,19 +176,15 @@ def save(
         if suffix == "png":
             buffer = _in_few_colours(buffer)
         results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())
+    versions = results.versions()
     origin = {
         "source": source,
         "device": device,
-        "inputs": {
-            os.path.relpath(file, results.root()): results.file_hash(file) for file in inputs
-        },
+        "inputs": {os.path.relpath(file, root): results.file_hash(file) for file in inputs},
         "parameters": parameters,
         "commit": results.source_commit(MODULES),
-        "versions": {
-            name: version for name, version in results.versions().items() if name in DRAWN_WITH
-        },
+        "versions": {name: versions[name] for name in versions if name in DRAWN_WITH},
     }
-    results.write_atomically(
-        path.with_name(f"{path.name}.json"), json.dumps(origin, indent=2) + "\n"
-    )
+    written = json.dumps(origin, indent=2) + "\n"
+    results.write_atomically(path.with_name(f"{path.name}.json"), written)
     return path.with_name(f"{path.name}.png")

@@ -11,9 +11,11 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +27,7 @@ DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "u
 MARGIN = 0.03
 # Times scaled from another layer's, perhaps on another device, are less certain.
 SCALED_MARGIN = 0.10
+POSITIVE = "a number above 0"
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
@@ -58,7 +61,7 @@ class Calibration:
         training: mean active neurons per token below which a sparse training step is faster than a
             dense one. None: it never is.
 
-    Raises ValueError for a size below 1, a time that is not positive, and other impossible values.
+    Raises ValueError for impossible values.
     """
 
     device: str
@@ -79,26 +82,21 @@ class Calibration:
             require(isinstance(size, int) and size >= 1, name, size, "an integer from 1")
         most = self.intermediate_size
         require(isinstance(self.gated, bool), "gated", self.gated, "true or false")
-        good = is_number(self.margin) and 0 <= self.margin < 1
+        good = _is_number(self.margin) and 0 <= self.margin < 1
         require(good, "margin", self.margin, "0 or more and below 1")
         if self.expected is not None:
             good = isinstance(self.expected, tuple) and len(self.expected) == 2
-            good = good and all(is_number_up_to(most, value) for value in self.expected)
+            good = good and all(_is_number(value, most) for value in self.expected)
             require(good, "expected", self.expected, f"two numbers from 0 to {most}")
         if self.training is not None:
-            good = is_number_up_to(most, self.training)
-            require(good, "training", self.training, f"a number from 0 to {most}")
+            require_up_to(most, training=self.training)
         for point in self.times:
-            good = is_number(point.tokens) and point.tokens > 0
-            require(good, "tokens", point.tokens, "a number above 0")
-            for name in ("active", "union"):
-                value = getattr(point, name)
-                require(is_number_up_to(most, value), name, value, f"a number from 0 to {most}")
+            require(_is_number(point.tokens) and point.tokens > 0, "tokens", point.tokens, POSITIVE)
+            require_up_to(most, active=point.active, union=point.union)
             require(isinstance(point.ms, Mapping), "ms", point.ms, "times by path")
             for path, ms in point.ms.items():
                 require(path in DEPENDS_ON, "a path", path, f"one of {', '.join(DEPENDS_ON)}")
-                good = is_number(ms) and ms > 0
-                require(good, f"the time of {path!r}", ms, "a number above 0")
+                require(_is_number(ms) and ms > 0, f"the time of {path!r}", ms, POSITIVE)
         dense = any("dense" in point.ms for point in self.times)
         require(dense, "times", "without dense ones", "some")
 
@@ -115,15 +113,12 @@ class Calibration:
         layer's own ("dense eager", "dense torch.compile", "auto") are left out; of several for one
         case the median counts.
         """
-        cases: dict[tuple[int, float, float], dict[str, list[float]]] = {}
+        cases = defaultdict(lambda: defaultdict(list))
         for row in rows:
             if row.get("provider") not in ("dense eager", "dense torch.compile", "auto"):
                 case = int(row["tokens"]), float(row["active"]), float(row["union"])
-                cases.setdefault(case, {}).setdefault(row["path"], []).append(float(row["p50"]))
-        times = tuple(
-            Point(*case, {path: median(times) for path, times in paths.items()})
-            for case, paths in sorted(cases.items())
-        )
+                cases[case][row["path"]].append(float(row["p50"]))
+        times = tuple(Point(*case, _medians(cases[case])) for case in sorted(cases))
         return cls(times=times, **about)
 
     def save(self, path: str | Path) -> None:
@@ -149,31 +144,32 @@ class Calibration:
                 problem = f"it is not JSON ({problem})"
             raise ValueError(f"{path} is no calibration: {problem}") from None
 
-    def check_shape(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
-        """Raise ValueError unless the calibration is one for layers of this kind."""
-        own = _kind(self.hidden_size, self.intermediate_size, self.gated)
-        other = _kind(hidden_size, intermediate_size, gated)
+    def check_shape(self, *shape: int) -> None:
+        """Raise ValueError unless the times are of layers of this `shape`: K, N and gated."""
+        own, other = _kind(*self._shape), _kind(*shape)
         if own != other:
             raise ValueError(f"the calibration is for {own}; this layer has {other}")
+
+    @property
+    def _shape(self) -> tuple[int, int, bool]:
+        return self.hidden_size, self.intermediate_size, self.gated
 
     # --- the choice
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
         """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
-        times: dict[str, dict[float, dict[float, list[float]]]] = {}
+        times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for point in self.times:
             for path, ms in point.ms.items():
                 x = getattr(point, DEPENDS_ON[path]) if DEPENDS_ON[path] else 0.0
-                times.setdefault(path, {}).setdefault(point.tokens, {}).setdefault(x, []).append(ms)
-        curves = {}
-        for path, by_tokens in times.items():
-            medians = {
-                tokens: [(x, median(ms)) for x, ms in sorted(by_x.items())]
-                for tokens, by_x in by_tokens.items()
-            }
-            curves[path] = sorted(medians.items())
-        return curves
+                times[path][point.tokens][x].append(ms)
+        return {
+            path: sorted(
+                (tokens, sorted(_medians(by_x).items())) for tokens, by_x in curves.items()
+            )
+            for path, curves in times.items()
+        }
 
     def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
         """Return ms by path for means of `active` neurons per token and of `union`.
@@ -208,35 +204,37 @@ class Calibration:
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
         wider = hidden_size * intermediate_size / (self.hidden_size * self.intermediate_size)
-        # Multiply before dividing: N active neurons stay N.
-        own, other = self.intermediate_size, intermediate_size
+
+        def neurons(number: float) -> float:
+            # Multiply before dividing: N active neurons stay N.
+            return number * intermediate_size / self.intermediate_size
 
         def halve(ms: Mapping[str, float]) -> dict[str, float]:
             if gated == self.gated:
                 return dict(ms)
             gate = ms["dense"] / 3
-            return {
-                path: 2 * gate if path == "dense" else min(time, (gate + time) / 2)
-                for path, time in ms.items()
-            }
+            halves = {path: min(time, (gate + time) / 2) for path, time in ms.items()}
+            return halves | {"dense": 2 * gate}
 
         times = tuple(
-            Point(p.tokens / wider, p.active * other / own, p.union * other / own, halve(p.ms))
+            Point(p.tokens / wider, neurons(p.active), neurons(p.union), halve(p.ms))
             for p in self.times
         )
-        kind = _kind(self.hidden_size, self.intermediate_size, self.gated)
-        return Calibration(
-            device=f"{self.device}, scaled from {kind}",
+        return dataclasses.replace(
+            self,
+            device=f"{self.device}, scaled from {_kind(*self._shape)}",
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             gated=gated,
-            dtype=self.dtype,
-            versions=self.versions,
-            date=self.date,
             times=times,
+            expected=None,
             margin=SCALED_MARGIN,
-            training=None if self.training is None else self.training * other / own,
+            training=None if self.training is None else neurons(self.training),
         )
+
+
+def _medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
+    return {key: median(values) for key, values in times.items()}
 
 
 def _interpolate(
@@ -272,12 +270,25 @@ def _at(curve: list[tuple[float, float]], x: float) -> float | None:
     return below + (above - below) * (x - low) / (high - low)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def crossing(levels: Sequence[tuple[float, float]], level: float = 1.0) -> float:
+    """Return up to which x a curve stays at `level` or above: where it first falls below.
+
+    levels: its points (x, y), x rising, all numbers above 0. Between two points the curve is linear
+    in the logarithms of both. Without a fall: the last x where y is at `level` or above there, else
+    0. Ours.
+    """
+    for (x, y), (next_x, next_y) in pairwise(levels):
+        if y >= level > next_y:
+            start, above, below = math.log(x), math.log(y / level), math.log(next_y / level)
+            return math.exp(start + (math.log(next_x) - start) * above / (above - below))
+    x, y = levels[-1]
+    return x if y >= level else 0.0
 
 
-def is_number_up_to(most: float, value: Any) -> bool:
-    return is_number(value) and 0 <= value <= most
+def _is_number(value: Any, most: float | None = None) -> bool:
+    """Whether it is finite and, where `most` is given, from 0 to it."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and (most is None or 0 <= value <= most)
 
 
 def require(good: bool, name: str, value: Any, expected: str) -> None:
@@ -285,17 +296,21 @@ def require(good: bool, name: str, value: Any, expected: str) -> None:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
+def require_up_to(most: float, **values: Any) -> None:
+    for name, value in values.items():
+        require(_is_number(value, most), name, value, f"a number from 0 to {most}")
+
+
 def _made(kind: type, fields: Any, where: str) -> Any:
     """An object of a dataclass from a dict; ValueError for fields that are missing or unknown."""
     if not isinstance(fields, dict):
         raise ValueError(f"{where} holds {fields!r}; expected an object")
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    for name, field in known.items():
-        if name not in fields and field.default is dataclasses.MISSING:
+    known = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name in fields.keys() - known.keys():
+        raise ValueError(f"{where} has an unknown field {name!r}")
+    for name, default_value in known.items():
+        if name not in fields and default_value is dataclasses.MISSING:
             raise ValueError(f"{where} has no field {name!r}")
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where} has an unknown field {name!r}")
     return kind(**fields)
 
 

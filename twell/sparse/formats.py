@@ -12,8 +12,10 @@ its output alone. The formats differ in how much of a row must be known to place
 Rules of all formats:
   * A non-zero is any value `!= 0` in the storage type: NaN is one, -0.0 is not. `unpack` returns
     the dense matrix bit for bit, NaN payloads included, except that -0.0 becomes +0.0.
+  * `pack` takes dense [M, N] of bf16, fp16, fp32 or fp64, 1 <= N <= 65,536. It raises ValueError or
+    TypeError for other inputs, as do the classes for parts that do not fit together.
   * Non-zeros stand in column order. Indices are column numbers of the whole matrix: 16 bits
-    (torch.uint16), so N <= 65,536; int32 in unions. Unused slots hold value +0.0 and index 0.
+    (torch.uint16), int32 in unions. Unused slots hold value +0.0 and index 0.
   * Overflow of TwELL and PackedTwELL: counts are true counts, never clamped. A tile with more
     non-zeros than slots keeps the first ones, and its row becomes an overflow row: the whole dense
     row stands in `overflow_values`, its number in `overflow_rows`, and readers take it from there.
@@ -23,125 +25,112 @@ Rules of all formats:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from twell.sparse.hybrid import Hybrid, check_backup
 from twell.sparse.rows import (
     DTYPES,
     ELL,
-    MAX_COLUMNS,
     BufferOverflow,
+    Entries,
     SparseRows,
+    active_entries,
+    by_row,
+    check_columns,
     check_dense,
     check_tensor,
+    in_slots,
     pack_rows,
+    positions_in_rows,
 )
+from twell.sparse.rows import MAX_COLUMNS as MAX_COLUMNS
 
-__all__ = [
-    "DTYPES",
-    "ELL",
-    "MAX_COLUMNS",
-    "BufferOverflow",
-    "Hybrid",
-    "PackedTwELL",
-    "SparseRows",
-    "TileUnion",
-    "TwELL",
-    "check_backup",
-    "check_tensor",
-]
+
+def check_backup(needed: int, ell_width: int, backup_rows: int | None) -> int:
+    """Return the rows of a backup, `needed` where None is given; BufferOverflow for too few."""
+    if backup_rows is None:
+        return needed
+    if needed > backup_rows:
+        raise BufferOverflow(
+            f"{needed} rows have more than ell_width={ell_width} non-zeros, "
+            f"but backup_rows={backup_rows}; at least {needed} are needed",
+            needed,
+        )
+    return backup_rows
+
+
+def _without_sign_of_zero(dense: Tensor) -> Tensor:
+    return dense.masked_fill(dense == 0, 0)  # -0.0 becomes +0.0
 
 
 class _TileFormat(SparseRows):
-    """What TwELL and PackedTwELL share: slots per row and tile, and the dense overflow rows beside
-    them.
-    """
+    """What TwELL and PackedTwELL share: slots per row and tile, and the dense overflow rows."""
 
-    def _check_common(self, num_rows: int) -> None:
-        if not 1 <= self.n_cols <= MAX_COLUMNS:
-            raise ValueError(f"n_cols={self.n_cols}, expected 1 to {MAX_COLUMNS} (16-bit indices)")
+    def _check_tiles(self, name: str, *value_dtypes: torch.dtype) -> None:
+        """Check what both store; `name`: the tensor with the slots."""
+        check_columns("n_cols is", self.n_cols)
         self._capacity(self.tile_n, self.compression)
-        num_overflow = len(self.overflow_rows)
+        num_rows, num_overflow = len(getattr(self, name)), len(self.overflow_rows)
         if num_overflow > num_rows:
-            raise ValueError(
-                f"overflow_rows names {num_overflow} rows, expected at most {num_rows}"
-            )
-        check_tensor("overflow_rows", self.overflow_rows, (num_overflow,), torch.int32)
-        check_tensor("overflow_values", self.overflow_values, (num_overflow, self.n_cols))
+            raise ValueError(f"overflow_rows names {num_overflow} rows, expected up to {num_rows}")
+        self._check_parts(
+            overflow_rows=((num_overflow,), torch.int32),
+            overflow_values=((num_overflow, self.n_cols), *value_dtypes),
+        )
 
     @classmethod
     def _capacity(cls, tile_n: int, compression: int) -> int:
-        """Non-zeros that a tile has room for; ValueError if the two numbers do not make a tile."""
+        """Non-zeros that a tile can hold; ValueError if the two numbers do not make a tile."""
+        sizes = f"tile_n={tile_n} with compression={compression}"
         if tile_n < 1 or compression < 1 or tile_n % compression:
-            raise ValueError(
-                f"tile_n={tile_n} must be a positive multiple of compression={compression}"
-            )
+            raise ValueError(f"{sizes} must be a positive multiple of it")
         capacity = tile_n // compression - cls._words_for_count
         if capacity < 1:
+            most = tile_n // (1 + cls._words_for_count)
             raise ValueError(
-                f"tile_n={tile_n} with compression={compression} "
-                "leaves a tile no slot for a non-zero; "
-                f"expected a compression of at most {tile_n // (1 + cls._words_for_count)}"
+                f"{sizes} leaves a tile no slot for a non-zero; "
+                f"expected a compression of at most {most}"
             )
         return capacity
 
     @classmethod
-    def _pack_tiles(cls, dense: Tensor, tile_n: int, compression: int):
-        """Values and columns (int64) [M, N_T, capacity], true counts int32 [M, N_T] and the
-        overflow rows.
-        """
+    def _pack_tiles(cls, dense: Tensor, tile_n: int, compression: int) -> tuple[Tensor, ...]:
+        """Values and columns (int64) [M, N_T, capacity], counts [M, N_T], and the overflow rows."""
         capacity = cls._capacity(tile_n, compression)
-        num_rows, n_cols = dense.shape
-        num_tiles = -(-n_cols // tile_n)
-        rows, columns = (dense != 0).nonzero(as_tuple=True)
+        num_rows, num_tiles = dense.shape[0], -(-dense.shape[1] // tile_n)
+        rows, columns, values = active_entries(dense)
         tiles = rows * num_tiles + columns // tile_n
-        packed = pack_rows(tiles, columns, dense[rows, columns], num_rows * num_tiles, capacity)
+        packed = pack_rows(tiles, columns, values, num_rows * num_tiles, capacity)
         values, columns = (part.view(num_rows, num_tiles, capacity) for part in packed[:2])
         counts = packed[2].view(num_rows, num_tiles)
-        overflow_rows = (counts > capacity).any(1).nonzero().flatten()
-        overflow_values = dense[overflow_rows]
-        overflow_values = overflow_values.masked_fill(overflow_values == 0, 0)  # -0.0 becomes +0.0
-        return values, columns, counts, overflow_rows.int(), overflow_values
+        overflow = (counts > capacity).any(1).nonzero().flatten()
+        return values, columns, counts, overflow.int(), _without_sign_of_zero(dense[overflow])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, N)."""
         return self.counts.shape[0], self.n_cols
-
-    @property
-    def nnz(self) -> Tensor:
-        """Number of non-zeros, 0-d int64; those of overflow rows are among them."""
-        return self.counts.sum()
 
     @property
     def overflow(self) -> Tensor:
         """Which rows are overflow rows, [M] bool, told from the counts."""
         return (self.counts > self._capacity(self.tile_n, self.compression)).any(1)
 
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+    def entries(self) -> Entries:
         counts = self.counts.masked_fill(self.overflow[:, None], 0)
-        slots = torch.arange(self.values.shape[2], device=counts.device)
-        place = (slots < counts[:, :, None]).nonzero(as_tuple=True)
-        extra = (self.overflow_values != 0).nonzero(as_tuple=True)
-        rows = torch.cat([place[0], self.overflow_rows.long()[extra[0]]])
-        columns = torch.cat([self.indices.long()[place], extra[1]])
-        values = torch.cat([self.values[place], self.overflow_values[extra]])
-        order = rows.argsort(stable=True)
-        return rows[order], columns[order], values[order]
+        extra, *rest = active_entries(self.overflow_values)
+        slots = in_slots(self.values, self.indices, counts)
+        return by_row(slots, (self.overflow_rows.long()[extra], *rest))
 
 
 @dataclass(frozen=True, eq=False)
 class TwELL(_TileFormat):
-    """Tile-wise ELLPACK with S = tile_n // compression slots for each row and tile of `tile_n`
-    columns.
+    """Tile-wise ELLPACK: S = tile_n // compression slots for each row and tile of `tile_n` columns.
 
     values [M, N_T, S]; indices [M, N_T, S] uint16; counts [M, N_T] int32, never clamped; N_T =
-    ceil(N / tile_n); overflow_rows [R] int32, sorted; overflow_values [R, N]; n_cols = N. Raises
-    ValueError or TypeError for parts that do not fit together. Paper: TwELL; the overflow rule is
-    ours (module docstring).
+    ceil(N / tile_n); overflow_rows [R] int32, sorted; overflow_values [R, N]; n_cols = N. Paper:
+    TwELL; the overflow rule is ours (module docstring).
     """
 
     values: Tensor
@@ -156,36 +145,32 @@ class TwELL(_TileFormat):
     _words_for_count = 0
 
     def __post_init__(self) -> None:
-        num_rows = self.values.shape[0]
-        self._check_common(num_rows)
-        shape = (num_rows, -(-self.n_cols // self.tile_n), self.tile_n // self.compression)
-        check_tensor("values", self.values, shape, *DTYPES)
-        check_tensor("indices", self.indices, shape, torch.uint16)
-        check_tensor("counts", self.counts, shape[:2], torch.int32)
-        check_tensor(
-            "overflow_values", self.overflow_values, self.overflow_values.shape, self.values.dtype
-        )
+        self._check_tiles("values", *DTYPES)
+        num_tiles = -(-self.n_cols // self.tile_n)
+        shape = len(self.values), num_tiles, self.tile_n // self.compression
+        counts = shape[:2], torch.int32
+        self._check_parts(values=(shape, *DTYPES), indices=(shape, torch.uint16), counts=counts)
+        self._check_parts(overflow_values=(tuple(self.overflow_values.shape), self.values.dtype))
 
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
-        """Pack dense [M, N] of bf16, fp16, fp32 or fp64; N need not be a multiple of `tile_n`.
+        """Pack dense [M, N]; N need not be a multiple of `tile_n`.
 
         Raises ValueError if `tile_n` is no multiple of `compression`.
         """
-        check_dense(dense, *DTYPES)
+        check_dense(dense)
         values, columns, *rest = cls._pack_tiles(dense, tile_n, compression)
         return cls(values, columns.to(torch.uint16), *rest, dense.shape[1], tile_n, compression)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTwELL(_TileFormat):
-    """TwELL as one 32-bit matrix: the count of a row's tile, then its S - 1 slots, S = tile_n //
-    compression.
+    """TwELL as one 32-bit matrix: the count of a row's tile, then its S - 1 slots.
 
-    words [M, N_T * S] int32: word 0 of each row's tile is the count, never clamped, each other word
-    is the 16 value bits << 16 | the column. overflow_rows [R] int32, sorted; overflow_values [R, N]
-    of bf16 or fp16, whose dtype is that of the values; n_cols = N. Raises ValueError or TypeError
-    for parts that do not fit together. Paper: TwELL as one matrix.
+    words [M, N_T * S] int32, S = tile_n // compression: word 0 of each row's tile is the count,
+    never clamped, each other word is the 16 value bits << 16 | the column. overflow_rows [R] int32,
+    sorted; overflow_values [R, N] of bf16 or fp16, the dtype of the values; n_cols = N. Paper:
+    TwELL as one matrix.
     """
 
     words: Tensor
@@ -198,19 +183,16 @@ class PackedTwELL(_TileFormat):
     _words_for_count = 1
 
     def __post_init__(self) -> None:
-        num_rows = self.words.shape[0]
-        self._check_common(num_rows)
+        self._check_tiles("words", torch.bfloat16, torch.float16)
         num_words = -(-self.n_cols // self.tile_n) * (self.tile_n // self.compression)
-        check_tensor("words", self.words, (num_rows, num_words), torch.int32)
-        dtypes = torch.bfloat16, torch.float16
-        check_tensor("overflow_values", self.overflow_values, self.overflow_values.shape, *dtypes)
+        self._check_parts(words=((len(self.words), num_words), torch.int32))
 
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
         """Pack dense [M, N] of bf16 or fp16; N need not be a multiple of `tile_n`.
 
-        Raises TypeError for wider types, of which a word has no room for the value, and ValueError
-        if `tile_n` is no multiple of `compression` or leaves no slot beside the count.
+        Raises TypeError for wider types, whose values do not fit a word, and ValueError if `tile_n`
+        is no multiple of `compression` or leaves no slot beside the count.
         """
         check_dense(dense, torch.bfloat16, torch.float16)
         values, columns, counts, *overflow = cls._pack_tiles(dense, tile_n, compression)
@@ -220,7 +202,6 @@ class PackedTwELL(_TileFormat):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage type of the values."""
         return self.overflow_values.dtype
 
     @property
@@ -245,14 +226,12 @@ class PackedTwELL(_TileFormat):
 
 @dataclass(frozen=True, eq=False)
 class TileUnion(SparseRows):
-    """For each block of `block_m` tokens the sorted union of their active columns, and dense values
-    over it.
+    """For each block of tokens the sorted union of their active columns, and dense values over it.
 
     With U_b the union size of block b and B = ceil(M / block_m): offsets [B + 1] int64 are the
     running sums of U_b; indices [total] int32; values [block_m * total], where block b is the
     row-major matrix [block_m, U_b] that begins at block_m * offsets[b]. The last block is filled up
-    with rows of zeros. The sizes are the true ones, so nothing can overflow. Raises ValueError or
-    TypeError for parts that do not fit together.
+    with rows of zeros. The sizes are the true ones, so nothing can overflow.
     """
 
     values: Tensor
@@ -263,22 +242,28 @@ class TileUnion(SparseRows):
     block_m: int = 64
 
     def __post_init__(self) -> None:
-        if self.block_m < 1:
-            raise ValueError(f"block_m={self.block_m}, expected at least 1")
-        check_tensor("offsets", self.offsets, (-(-self.n_rows // self.block_m) + 1,), torch.int64)
-        check_tensor("indices", self.indices, tuple(self.indices.shape[:1]), torch.int32)
-        check_tensor("values", self.values, (self.block_m * len(self.indices),), *DTYPES)
+        self._check_block(self.block_m)
+        total = len(self.indices)
+        self._check_parts(
+            offsets=((-(-self.n_rows // self.block_m) + 1,), torch.int64),
+            indices=((total,), torch.int32),
+            values=((self.block_m * total,), *DTYPES),
+        )
+
+    @staticmethod
+    def _check_block(block_m: int) -> None:
+        if block_m < 1:
+            raise ValueError(f"block_m={block_m}, expected at least 1")
 
     @classmethod
     def pack(cls, dense: Tensor, block_m: int = 64) -> TileUnion:
-        """Pack dense [M, N] of bf16, fp16, fp32 or fp64; ValueError for a `block_m` below 1."""
-        check_dense(dense, *DTYPES)
-        if block_m < 1:
-            raise ValueError(f"block_m={block_m}, expected at least 1")
+        """Pack dense [M, N]; ValueError for a `block_m` below 1."""
+        check_dense(dense)
+        cls._check_block(block_m)
         n_rows, n_cols = dense.shape
         num_blocks = -(-n_rows // block_m)
         padded = dense.new_zeros(num_blocks * block_m, n_cols)
-        padded[:n_rows] = dense.masked_fill(dense == 0, 0)  # -0.0 becomes +0.0
+        padded[:n_rows] = _without_sign_of_zero(dense)
         padded = padded.view(num_blocks, block_m, n_cols)
         active = (padded != 0).any(1)
         blocks, columns = active.nonzero(as_tuple=True)
@@ -291,14 +276,12 @@ class TileUnion(SparseRows):
     @staticmethod
     def _places(blocks: Tensor, offsets: Tensor, block_m: int) -> Tensor:
         """The place in `values` of each union entry and token, [total, block_m]."""
-        union_size = offsets.diff()[blocks]
-        position = torch.arange(len(blocks), device=blocks.device) - offsets[blocks]
-        tokens = torch.arange(block_m, device=blocks.device)
-        return (block_m * offsets[blocks] + position)[:, None] + union_size[:, None] * tokens
+        sizes, tokens = offsets.diff(), torch.arange(block_m, device=blocks.device)
+        starts = block_m * offsets[blocks] + positions_in_rows(blocks, sizes)
+        return starts[:, None] + sizes[blocks][:, None] * tokens
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, N)."""
         return self.n_rows, self.n_cols
 
     @property
@@ -309,19 +292,124 @@ class TileUnion(SparseRows):
     def block(self, b: int) -> tuple[Tensor, Tensor]:
         """Columns [U_b] int32 of block b's union and values [rows, U_b], without padding."""
         start, end = self.offsets[b : b + 2].tolist()
-        values = self.values[self.block_m * start : self.block_m * end].view(
-            self.block_m, end - start
-        )
-        return self.indices[start:end], values[: self.n_rows - b * self.block_m]
+        values = self.values[self.block_m * start : self.block_m * end]
+        rows = values.view(self.block_m, end - start)[: self.n_rows - b * self.block_m]
+        return self.indices[start:end], rows
 
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+    def entries(self) -> Entries:
         blocks = torch.repeat_interleave(self.offsets.diff())
         values = self.values[self._places(blocks, self.offsets, self.block_m)]
-        union_entry, token = (values != 0).nonzero(as_tuple=True)
-        rows = blocks[union_entry] * self.block_m + token
-        order = rows.argsort(stable=True)
-        return (
-            rows[order],
-            self.indices.long()[union_entry[order]],
-            values[union_entry, token][order],
-        )
+        entry, token, values = active_entries(values)
+        return by_row((blocks[entry] * self.block_m + token, self.indices.long()[entry], values))
+
+
+@dataclass(frozen=True, eq=False)
+class Hybrid(SparseRows):
+    """Short rows in a compact ELL matrix, long ones in a dense backup matrix.
+
+    ell: E compact rows; backup [B, N], 0 where inactive; slot [M] int32: >= 0 is a row of `ell`, <
+    0 is backup row ~slot. Unused rows of either hold counts of 0 and zeros. Paper: training, hybrid
+    format.
+
+    The pattern, the active entries, is apart from the values: an active value may be 0, as in u or
+    in a gradient that was computed at the active entries of g. In `ell` the pattern is the counts.
+    In the backup it is the non-zeros of `pattern` [B, N]: the backup of the Hybrid that these
+    values were computed for, shared with it; None means `backup` itself.
+    """
+
+    ell: ELL
+    backup: Tensor
+    slot: Tensor
+    pattern: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.backup.shape[0], self.ell.n_cols
+        self._check_parts(backup=(shape, self.ell.values.dtype))
+        most = shape[0] + self.ell.shape[0]
+        if self.slot.dim() != 1 or len(self.slot) > most:
+            raise ValueError(
+                f"slot has shape {tuple(self.slot.shape)}, expected one number for each of at most "
+                f"{self.ell.shape[0]} ELL rows and {shape[0]} backup rows"
+            )
+        self._check_parts(slot=(tuple(self.slot.shape), torch.int32))
+        if self.pattern is not None:
+            self._check_parts(pattern=(shape,))
+
+    @classmethod
+    def pack(cls, dense: Tensor, ell_width: int = 128, backup_rows: int | None = None) -> Hybrid:
+        """Pack dense [M, N]; rows of over `ell_width` non-zeros go to the backup.
+
+        `backup_rows` is the capacity of the backup; None takes what is needed. Raises
+        BufferOverflow, with the capacity needed, if it is too small.
+        """
+        check_dense(dense)
+        return cls._from_entries(active_entries(dense), dense.shape, ell_width, backup_rows)
+
+    @classmethod
+    def _from_entries(cls, entries, shape, ell_width: int, backup_rows: int | None) -> Hybrid:
+        """Build from entries sorted by row and in each row by column, none of whose values is 0."""
+        rows, columns, values = entries
+        compact = torch.bincount(rows, minlength=shape[0]) <= ell_width
+        needed = int((~compact).sum())
+        backup_rows = check_backup(needed, ell_width, backup_rows)
+        slot = torch.where(compact, compact.cumsum(0) - 1, ~((~compact).cumsum(0) - 1))
+        short, slots = compact[rows], slot[rows]
+        ell_entries = slots[short], columns[short], values[short]
+        ell = ELL._from_entries(ell_entries, (shape[0] - needed, shape[1]), ell_width)
+        backup = values.new_zeros(backup_rows, shape[1])
+        backup[~slots[~short], columns[~short]] = values[~short]
+        return cls(ell, backup, slot.int())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.slot.shape[0], self.ell.n_cols
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backup.dtype
+
+    @property
+    def nnz(self) -> Tensor:
+        """Number of active entries, values of 0 among them, 0-d int64."""
+        return self.ell.nnz + (self._backup_pattern != 0).sum()
+
+    @property
+    def _backup_pattern(self) -> Tensor:
+        return self.backup if self.pattern is None else self.pattern
+
+    def entries(self) -> Entries:
+        ell_rows, *ell_rest = self.ell.entries()
+        extra, *rest = active_entries(self._backup_pattern, self.backup)
+        # The inverse of `slot`: a negative index counts from the end, so backup row b belongs to
+        # token[~b].
+        token = self.slot.new_zeros(self.ell.shape[0] + len(self.backup), dtype=torch.int64)
+        token[self.slot.long()] = torch.arange(len(self.slot), device=self.slot.device)
+        return by_row((token[ell_rows], *ell_rest), (token[~extra], *rest))
+
+    def with_entries(self, values: Tensor) -> Hybrid:
+        """The same pattern with other values [nnz], in the order of `entries`."""
+        rows, columns, _ = self.entries()
+        check_tensor("values", values, (len(rows),))
+        slots = self.slot.long()[rows]
+        positions = positions_in_rows(rows, torch.bincount(rows, minlength=self.shape[0]))
+        short = slots >= 0
+        ell_values = values.new_zeros(self.ell.values.shape)
+        ell_values[slots[short], positions[short]] = values[short]
+        backup = values.new_zeros(self.backup.shape)
+        backup[~slots[~short], columns[~short]] = values[~short]
+        return Hybrid(replace(self.ell, values=ell_values), backup, self.slot, self._backup_pattern)
+
+    def transpose(self, ell_width: int | None = None, backup_rows: int | None = None) -> Hybrid:
+        """The transpose [N, M] with sizes of its own; the pattern is kept, also where values are 0.
+
+        `ell_width` None takes twice the mean number of entries a row; `backup_rows` as in `pack`.
+        More than 65,536 tokens become columns with int32 indices. Raises BufferOverflow as `pack`
+        does. Paper: training, weight gradients.
+        """
+        rows, columns, values = self.entries()
+        order = columns.argsort(stable=True)
+        if ell_width is None:
+            ell_width = -(-2 * len(values) // max(1, self.shape[1]))
+        entries = columns[order], rows[order], torch.ones_like(values)
+        pattern = Hybrid._from_entries(entries, self.shape[::-1], ell_width, backup_rows)
+        return pattern.with_entries(values[order])

@@ -1,27 +1,18 @@
-"""The paper's training step in plain torch, on the hybrid format (App. B.2): its parts and the
-whole.
+"""The paper's training step in plain torch, on the hybrid format (App. B.2): parts and whole.
 
-Shapes, precision and non-finite values: see reference.py. The kernels stand in
+Shapes, precision, errors and non-finite values: see reference.py. The kernels stand in
 kernels/paper/hybrid.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from twell.sparse.formats import Hybrid, TwELL, check_tensor
-from twell.sparse.reference import (
-    Gradients,
-    check_layer,
-    down,
-    first_weights,
-    gate_pack,
-    matmul,
-    wide,
-)
+from twell.sparse.reference import Gradients, Layer, check_step, down, gate_pack, matmul, wide
 
 
 def to_hybrid(
@@ -38,8 +29,8 @@ def to_hybrid(
 def sampled_matmul(x: Tensor, w: Tensor, pattern: Hybrid, b: Tensor | None = None) -> Hybrid:
     """x[m] . w[n] + b[n] at the pattern's active entries (m, n) only, in x.dtype; elsewhere 0.
 
-    x [M, K], w [N, K], b [N]; of the pattern [M, N] the values do not matter. Raises ValueError for
-    shapes that do not fit. Paper: training, sampled dense-dense product.
+    x [M, K], w [N, K], b [N]; of the pattern [M, N] the values do not matter. Paper: training,
+    sampled dense-dense product.
     """
     check_tensor("w", w, (pattern.shape[1], w.shape[1]))
     check_tensor("x", x, (pattern.shape[0], w.shape[1]))
@@ -58,8 +49,7 @@ def _row_l1(h: Hybrid) -> Tensor:
 
 
 def multiply(u: Hybrid, g: Hybrid) -> tuple[Hybrid, Tensor]:
-    """h = u * g for two of the same pattern, in g's dtype, and l1 [M], the sum of |h| of each
-    token.
+    """h = u * g for two of the same pattern, in g's dtype, and l1 [M], each token's sum of |h|.
 
     l1 is that of h as rounded, fp32 (fp64 for fp64). Paper: training, element-wise step.
     """
@@ -74,7 +64,7 @@ hybrid_matmul = down
 def transpose_matmul(h: Hybrid, x: Tensor) -> Tensor:
     """h^T x [N, K] in x.dtype, through the transposed Hybrid; h [M, N], x [M, K].
 
-    Raises ValueError for shapes that do not fit. Paper: training, weight gradients.
+    Paper: training, weight gradients.
     """
     return matmul(h.transpose(), x).to(x.dtype)
 
@@ -85,89 +75,65 @@ def _column_sums(h: Hybrid) -> Tensor:
     return values.new_zeros(h.shape[1]).index_add_(0, columns, values).to(h.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """What `ffn_backward` needs of a forward step; non-gated, g and u are None and h is the
-    pattern.
-    """
+class Saved(NamedTuple):
+    """What `ffn_backward` needs of a forward step; non-gated, g and u are None."""
 
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
+    layer: Layer
     g: Hybrid | None
     u: Hybrid | None
     h: Hybrid
 
 
 def ffn_forward(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    *,
+    *tensors: Tensor | None,
     ell_width: int = 128,
     backup_rows: int | None = None,
     tile_n: int = 256,
     compression: int = 8,
+    **named: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """The forward half of a training step (ReLU): y [M, K], l1 [M], l0 [M] int32, and what backward
-    needs.
+    """The forward half of a training step (ReLU): y [M, K], l1 [M], l0 [M] int32, and `Saved`.
 
-    l1 is the sum over neurons of |h|, fp32 (fp64 for fp64), l0 the number of active neurons: those
-    where g, non-gated h, is not 0 after ReLU and rounding to x.dtype. Raises BufferOverflow if
-    `backup_rows` is too small, ValueError for shapes that do not fit. Paper: training, forward
-    pass.
+    Takes those of `ffn`. l1 is the sum over neurons of |h|, fp32 (fp64 for fp64), l0 the number of
+    active neurons: those where g, non-gated h, is not 0 after ReLU and rounding to x.dtype. Raises
+    BufferOverflow if `backup_rows` is too small. Paper: training, forward pass.
     """
-    check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    first = first_weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    packed = gate_pack(x, *first, tile_n, compression)
-    active, l0 = to_hybrid(packed, ell_width, backup_rows)
-    if w_gate is None:
-        g, u, h, l1 = None, None, active, _row_l1(active)
+    layer = Layer.checked(*tensors, **named)
+    packed = gate_pack(layer.x, *layer.first, tile_n, compression)
+    h, l0 = to_hybrid(packed, ell_width, backup_rows)
+    if layer.w_gate is None:
+        g, u, l1 = None, None, _row_l1(h)
     else:
-        g, u = active, sampled_matmul(x, w_up, active, b_up)
+        g, u = h, sampled_matmul(layer.x, layer.w_up, h, layer.b_up)
         h, l1 = multiply(u, g)
-    y = hybrid_matmul(h, w_down, b_down)
-    return y, l1, l0, Saved(x, w_gate, w_up, w_down, b_gate, b_up, b_down, g, u, h)
+    return hybrid_matmul(h, layer.w_down, layer.b_down), l1, l0, Saved(layer, g, u, h)
 
 
 def ffn_backward(saved: Saved, dy: Tensor, dl1: Tensor) -> Gradients:
-    """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype and in their
-    arguments' shapes.
+    """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype.
 
     dy [M, K]; dl1 [M], the gradient with respect to each token's l1, so that h gets sign(h) *
-    dl1[m]. The gradient of ReLU at 0 is 0. Raises ValueError for shapes that do not fit. Paper:
-    training, backward pass.
+    dl1[m]. The gradient of ReLU at 0 is 0. Paper: training, backward pass.
     """
-    x, g, u, h = saved.x, saved.g, saved.u, saved.h
-    check_tensor("dy", dy, tuple(x.shape))
-    check_tensor("dl1", dl1, (x.shape[0],))
-
-    dh = sampled_matmul(wide(dy), saved.w_down.t(), h).entries()[
-        2
-    ]  # of wide inputs, so not rounded
+    (x, w_gate, w_up, w_down, b_gate, b_up, b_down), g, u, h = saved
+    check_step(x, dy, dl1)
+    _, _, dh = sampled_matmul(wide(dy), w_down.t(), h).entries()  # of wide inputs: not rounded
     rows, _, h_values = h.entries()
     dh += h_values.sign() * dl1[rows]
-    d_w_down = transpose_matmul(h, dy).t()
-    d_b_down = None if saved.b_down is None else wide(dy).sum(0).to(x.dtype)
-
+    dg = None
     if g is None:
         du = h.with_entries(dh.to(x.dtype))
-        dx = matmul(du, saved.w_up)
-        d_w_gate = d_b_gate = None
+        dx = matmul(du, w_up)
     else:
         du = g.with_entries((dh * g.entries()[2]).to(x.dtype))
         dg = g.with_entries((dh * u.entries()[2]).to(x.dtype))
-        dx = matmul(du, saved.w_up) + matmul(dg, saved.w_gate)
-        d_w_gate = transpose_matmul(dg, x)
-        d_b_gate = None if saved.b_gate is None else _column_sums(dg)
-    d_w_up = transpose_matmul(du, x)
-    d_b_up = None if saved.b_up is None else _column_sums(du)
-    return Gradients(dx.to(x.dtype), d_w_gate, d_w_up, d_w_down, d_b_gate, d_b_up, d_b_down)
+        dx = matmul(du, w_up) + matmul(dg, w_gate)
+    return Gradients(
+        dx.to(x.dtype),
+        None if dg is None else transpose_matmul(dg, x),
+        transpose_matmul(du, x),
+        transpose_matmul(h, dy).t(),
+        None if b_gate is None else _column_sums(dg),
+        None if b_up is None else _column_sums(du),
+        None if b_down is None else wide(dy).sum(0).to(x.dtype),
+    )

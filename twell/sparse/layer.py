@@ -21,6 +21,7 @@ Without it gradients are always computed densely.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import reference
-from twell.sparse.calibration import DEPENDS_ON, Calibration
+from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import HOOKS, is_plain, why_called
@@ -52,16 +53,21 @@ def _why_no_triton() -> str | None:
     return None
 
 
-def _observed(name: str, doc: str) -> property:
-    """Return an attribute of the layer that its observer holds."""
+def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{kind} {name!r} is unknown; use one of {', '.join(known)}")
+
+
+def _handed_on(holder: str, name: str) -> property:
+    """Return an attribute of the layer that its observer or chooser holds."""
 
     def read(layer: SparseFFN) -> Any:
-        return getattr(layer.observer, name)
+        return getattr(getattr(layer, holder), name)
 
     def write(layer: SparseFFN, value: Any) -> None:
-        setattr(layer.observer, name, value)
+        setattr(getattr(layer, holder), name, value)
 
-    return property(read, write, doc=doc)
+    return property(read, write, doc=f"`{name}` of the {holder}.")
 
 
 class SparseFFN(nn.Module):
@@ -84,22 +90,20 @@ class SparseFFN(nn.Module):
     Silencing. With `silenced` set the output is zero. Neurons that `muted` [N] marks add nothing to
     the output. Both still count in `l1` and `stats`.
 
-    Choosing. The backend "auto" follows `plan`, pairs (most tokens, path). The plan follows from
-    `calibration` (measured times; None: an H200's) and from `observed`, the newest activity. The
-    layer counts and plans in ordinary calls. Code of torch.compile or in a CUDA graph keeps the
-    path of its making, so run a batch before, call `observe`, or give a calibration with
-    expectations. `path` sets the path of the backend "triton": "rowwise", "union", "decode" or
-    "dense"; None chooses by the number of tokens. While `readable` is False every sparse backend
-    takes the path "dense": it calls the projections and skips nothing. `repr` says which one, and
-    why.
+    Choosing. The backend "auto" follows `plan`, pairs (most tokens, path), made from `calibration`
+    (measured times; None: an H200's) and from `observed`, the newest activity, in ordinary calls.
+    Code of torch.compile or in a CUDA graph keeps the path of its making, so run a batch before,
+    call `observe`, or give a calibration with expectations. `path` sets the path of the backend
+    "triton": "rowwise", "union", "decode" or "dense"; None chooses by the number of tokens. While
+    `readable` is False every sparse backend calls the projections and skips nothing, which `repr`
+    explains.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
     of `capacity` active entries per token.
 
-    Raises ValueError for an activation or backend that does not exist, and RuntimeError with the
-    reason for one that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1 for
-    its sparse computation.
+    Raises ValueError for an unknown activation or backend, and RuntimeError with the reason for one
+    that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
     def __init__(
@@ -118,10 +122,7 @@ class SparseFFN(nn.Module):
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}"
-            )
+        _check_known("activation", activation, ACTIVATIONS)
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -141,11 +142,10 @@ class SparseFFN(nn.Module):
         self.backend = backend
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
-    l1 = _observed("l1", "The L1 term of the last pass, see Observer.")
-    stats = _observed("stats", "Counters of the layer's activity, see Observer.")
-    record = _observed("record", "Whether passes are counted in `stats`, see Observer.")
-    collect_l1 = _observed("collect_l1", "Whether evaluation passes keep `l1`, see Observer.")
-    token_mask = _observed("token_mask", "Tokens that `stats` counts, see Observer.")
+    l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
+    record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
+    token_mask = _handed_on("observer", "token_mask")
+    calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
 
     @classmethod
     def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
@@ -194,8 +194,7 @@ class SparseFFN(nn.Module):
     @backend.setter
     def backend(self, name: str) -> None:
         status = backend_status()
-        if name not in status:
-            raise ValueError(f"backend {name!r} is unknown; use one of {', '.join(status)}")
+        _check_known("backend", name, status)
         if status[name] is not None:
             raise RuntimeError(f"backend {name!r} cannot be used: {status[name]}")
         if name != "dense" and self.activation != "relu":
@@ -213,10 +212,8 @@ class SparseFFN(nn.Module):
 
     @path.setter
     def path(self, name: str | None) -> None:
-        if name is not None and name not in DEPENDS_ON:
-            raise ValueError(
-                f"path {name!r} is unknown; use one of {', '.join(DEPENDS_ON)}, or None"
-            )
+        if name is not None:
+            _check_known("path", name, DEPENDS_ON)
         self._path = name
 
     @property
@@ -235,20 +232,6 @@ class SparseFFN(nn.Module):
             if reason is not None:
                 return f"{name} is {reason}"
         return None
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """Measured times for the backend "auto"; ValueError for those of other layers."""
-        return self.chooser.calibration
-
-    @calibration.setter
-    def calibration(self, calibration: Calibration | None) -> None:
-        self.chooser.calibration = calibration
-
-    @property
-    def observed(self) -> tuple[float, float] | None:
-        """Newest mean of active neurons per token and of a block's union; None at first."""
-        return self.chooser.observed
 
     @property
     def plan(self) -> tuple[tuple[int, str], ...]:
@@ -351,7 +334,7 @@ class SparseFFN(nn.Module):
             if wants_l1 or torch.is_grad_enabled():
                 y, l1, active = reference.union_train(*tensors)
             else:
-                g = reference.gate_pack(tensors[0], *reference.first_weights(*tensors[1:]))
+                g = reference.gate_pack(tensors[0], *reference.Layer(*tensors).first)
                 y, l1 = reference.rowwise_ffn(g, *tensors), None
                 active = g.unpack() != 0 if wants_activity else None
         activity = Activity.of(active, self.token_mask) if wants_activity else None
@@ -398,22 +381,19 @@ class SparseFFN(nn.Module):
             return self._train(rows, wants_l1, wants_activity)
         from twell.kernels import ops
 
-        tensors = self._tensors(rows)
+        tensors, num_tokens = self._tensors(rows), rows.shape[0]
         if not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
-        num_tokens = rows.shape[0]
         counts = not torch.compiler.is_compiling() and num_tokens > 0
         counts = counts and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
         with torch.autocast(rows.device.type, enabled=False):
             if counts:
                 self.chooser.update(num_tokens)
-            path = self.chooser.path(num_tokens)
-            if path == "dense":
-                if counts:
-                    weight, bias = reference.first_weights(*tensors[1:])
-                    self.chooser.probe(tensors[0], weight, bias)
-                return Result(ops.run("dense", *tensors))
-            activity = self.chooser.counters(num_tokens, rows.device) if counts else None
+            path, activity = self.chooser.path(num_tokens), None
+            if counts and path == "dense":
+                self.chooser.probe(tensors[0], *reference.Layer(*tensors).first)
+            elif counts:
+                activity = self.chooser.counters(num_tokens, rows.device)
             return Result(ops.run(path, *tensors, activity=activity))
 
     def extra_repr(self) -> str:

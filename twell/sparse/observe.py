@@ -67,27 +67,25 @@ class ActivityStats:
 
         The counters are replaced, not written: whoever holds the old ones can put them back.
         """
-        token_counts, neuron_counts = activity.token_counts, activity.neuron_counts
+        token_counts, neuron_counts, _ = activity
         device = neuron_counts.device
         if self.neuron_counts is None or self.neuron_counts.device != device:
-            size, options = self.intermediate_size, {"dtype": torch.int64, "device": device}
-            self.neuron_counts = torch.zeros(size, **options)
-            self.histogram = torch.zeros(size + 1, **options)
-        if token_mask is None:
-            keep = torch.ones(token_counts.shape[0], dtype=torch.int64, device=device)
-        else:
-            keep = (token_mask.reshape(-1) != 0).to(torch.int64)
+            self.neuron_counts, self.histogram = self._zeros(device)
+        keep = torch.ones_like(token_counts) if token_mask is None else token_mask.reshape(-1) != 0
         self.neuron_counts = self.neuron_counts + neuron_counts
-        self.histogram = self.histogram.scatter_add(0, token_counts.to(torch.int64), keep)
+        counts = token_counts.to(torch.int64)
+        self.histogram = self.histogram.scatter_add(0, counts, keep.to(torch.int64))
+
+    def _zeros(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        size = self.intermediate_size
+        zeros = torch.zeros(2 * size + 1, dtype=torch.int64, device=device)
+        return zeros[:size], zeros[size:]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return (neuron_counts, histogram) and start again from zero."""
-        zeros = torch.zeros(2 * self.intermediate_size + 1, dtype=torch.int64)
         taken = (self.neuron_counts, self.histogram)
-        if self.neuron_counts is None:
-            taken = (zeros[: self.intermediate_size], zeros[self.intermediate_size :])
         self.neuron_counts = self.histogram = None
-        return taken
+        return self._zeros() if taken[0] is None else taken
 
 
 def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, float]:

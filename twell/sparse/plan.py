@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.sparse.calibration import BLOCK, Calibration, default, is_number_up_to, require
+from twell.sparse.calibration import BLOCK, Calibration, default, require, require_up_to
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
 POWERS = tuple(2**n for n in range(21))
@@ -22,17 +24,14 @@ POWERS = tuple(2**n for n in range(21))
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
 # The cost of watching, in tokens. On an H200 a layer of the paper's width takes 0.1 us a token, and
-# any call at least 50 us, the time of SMALLEST_CALL tokens.
-# - Reading: a copy of 224 bytes and an event, 10 us of the host's time, once in READ_EVERY tokens
-#   (1.6 ms, every 32nd small call): 0.6%.
-# - Probing: the gate of at most 1,024 tokens and a dozen small kernels, 60 to 100 us, once in
-#   PROBE_EVERY tokens (13 ms, every 256th small call): under 0.8%.
+# any call at least 50 us, the time of SMALLEST_CALL tokens. Reading takes 10 us of the host's time
+# once in READ_EVERY tokens (1.6 ms): 0.6%. Probing, the gate of at most 1,024 tokens, takes 60 to
+# 100 us once in PROBE_EVERY tokens (13 ms): under 0.8%.
 SMALLEST_CALL = 512
 READ_EVERY = 2**14
 PROBE_EVERY = 2**17
 PROBE_BLOCKS = 1024 // BLOCK
-# Plans are made anew when an observation differs from the one behind the plan by this factor: code
-# compiled for a plan is compiled again for another.
+# Plans are made anew when an observation differs by this factor: each compiles code of its own.
 NOTICEABLE = 1.2
 
 
@@ -40,26 +39,22 @@ class Chooser:
     """Chooses the path of one layer for every number of tokens. Ours.
 
     `plan` is the choice: pairs (most tokens, path) in rising order; the last serves any number
-    above too. torch.compile compiles its code for a number of tokens again when their path changes;
-    layers whose plans differ for other numbers share the code. `observed` holds the newest mean of
-    active neurons per token and of neurons in a block's union; None at first. Before the first
-    observation the plan is dense, unless the calibration has an expectation.
+    above too. torch.compile compiles its code for a number of tokens again when their path changes.
+    `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
+    None at first. Before that the plan is dense, unless the calibration has an expectation.
 
     Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them. Now
     and then they are copied to the host, and whichever later call finds the copy complete uses it;
-    no call waits. What was added since the copy before is the newest window, and it alone decides:
-    older activity is forgotten. Copies and pickles of a chooser keep its plan and start with
-    counters of their own.
+    no call waits. Activity since the copy before is the newest window, which alone decides. Copies
+    and pickles of a chooser keep its plan and start with counters of their own.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool):
         self.shape = hidden_size, intermediate_size, gated
         self.observed: tuple[float, float] | None = None
         self._calibration: Calibration | None = None
-        # By class: the observations behind the plan.
-        self._known: dict[int, tuple[float, float]] = {}
-        # By power: observation and path.
-        self._choices: dict[int, tuple[tuple[float, float] | None, str]] = {}
+        self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
+        self._choices: dict[int, tuple[Any, str]] = {}  # by power: observation and path
         self.plan: tuple[tuple[int, str], ...] = ()
         # The plan by power. A list: torch.compile guards its read entries, of a tuple all entries.
         self._paths: list[str] = []
@@ -68,7 +63,7 @@ class Chooser:
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_counters", "_copy")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -93,9 +88,7 @@ class Chooser:
         `tokens`: 1 to 64, the size of these blocks. Replaces every earlier observation; later calls
         of the layer observe again.
         """
-        size = self.shape[1]
-        for name, value in (("active", active), ("union", union)):
-            require(is_number_up_to(size, value), name, value, f"a number from 0 to {size}")
+        require_up_to(self.shape[1], active=active, union=union)
         fits = isinstance(tokens, int) and 1 <= tokens <= BLOCK
         require(fits, "tokens", tokens, f"an integer from 1 to {BLOCK}")
         self.observed = active, union
@@ -114,18 +107,14 @@ class Chooser:
     def _make_plan(self) -> None:
         calibration = self._calibration or default(*self.shape)
         activities = {size: self._activity(size, calibration) for size in CLASSES}
-        plan: list[tuple[int, str]] = []
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
             if power not in self._choices or self._choices[power][0] != activity:
                 path = "dense" if activity is None else calibration.choose(power, *activity)
                 self._choices[power] = activity, path
-            path = self._choices[power][1]
-            if plan and plan[-1][1] == path:
-                plan.pop()
-            plan.append((power, path))
-        self.plan = tuple(plan)
         self._paths = [self._choices[power][1] for power in POWERS]
+        same = groupby(zip(POWERS, self._paths, strict=True), key=itemgetter(1))
+        self.plan = tuple(list(pairs)[-1] for _, pairs in same)
 
     def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
         """Return the active neurons and union to expect in calls of a class; None: unknown."""
@@ -142,9 +131,8 @@ class Chooser:
             active, union = known[smaller]
             return active, min(self.shape[1], union * size / smaller)
         active, union = known[larger]
-        if active == 0:
-            return active, union
-        return active, active * (union / active) ** (math.log(size) / math.log(larger))
+        share = math.log(size) / math.log(larger)
+        return active, active * (union / active) ** share if active else union
 
     # --- counting and reading; never while torch.compile traces or a stream is captured
 
@@ -202,32 +190,24 @@ class Chooser:
 
         `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's.
         """
-        if self._unprobed < PROBE_EVERY:
-            return
-        count_activity(sampled_blocks(x), weight, bias, self.counters(len(x), x.device))
-        self._unprobed = 0
+        if self._unprobed >= PROBE_EVERY:
+            count_activity(sampled_blocks(x), weight, bias, self.counters(len(x), x.device))
+            self._unprobed = 0
 
 
 def sampled_blocks(x: Tensor) -> Tensor:
-    """Return up to 16 blocks of 64 consecutive tokens of x [M, K]: [blocks, 64, K].
-
-    Fewer than 64 tokens are one block [1, M, K].
-    """
+    """Return up to 16 blocks of 64 consecutive tokens of x [M, K]; fewer tokens are one block."""
     num_blocks = len(x) // BLOCK
     if num_blocks == 0:
         return x[None]
-    # An odd step: most sequences have a power of two of tokens, and their first tokens are the most
-    # active.
+    # An odd step: the first tokens of a sequence are the most active, and most are 2^n tokens long.
     step = max(num_blocks // PROBE_BLOCKS - 1, 0) | 1
     return x[: num_blocks * BLOCK].view(num_blocks, BLOCK, -1)[::step][:PROBE_BLOCKS]
 
 
 @torch.no_grad()
 def count_activity(blocks: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> None:
-    """Add the tokens, blocks, active entries and union entries of `blocks` [B, T, K] to `counters`.
-
-    Does not wait for the device.
-    """
+    """Add tokens, blocks, active and union entries of `blocks` [B, T, K] without waiting."""
     active = F.relu(F.linear(blocks, weight, bias)) != 0
     # Host numbers are kernel arguments here; as tensors they would have to be copied.
     counters[0] += active.shape[0] * active.shape[1]

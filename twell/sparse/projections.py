@@ -10,17 +10,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 # The hooks of a module; a layer and the module that it replaces share them.
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-)
 CALLED_WITH = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    *CALLED_WITH,
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
+)
 
 
 def is_plain(part: nn.Module | None) -> bool:

@@ -17,7 +17,7 @@ that list and read the weight rows of active neurons and no others. Nothing is t
 
 Shapes: M tokens, K = hidden_size, N = intermediate_size. x [M, K]; w_gate and w_up [N, K] (as
 nn.Linear stores them); w_down [K, N]; b_gate and b_up [N]; b_down [K]. A layer without w_gate is
-non-gated.
+non-gated. All functions raise ValueError for shapes that do not fit.
 
 Precision: sums are in fp32 (fp64 inputs stay fp64). Values are rounded to x.dtype where a kernel
 stores them: g, and in training u, h, du and dg, by unions also dh. The fused inference kernel does
@@ -31,7 +31,7 @@ is multiplied by 0 for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -67,31 +67,40 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return add_bias(wide(x) @ wide(w).t(), b)
 
 
-def check_layer(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
-    if w_gate is None and b_gate is not None:
-        raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
-    n, k = w_up.shape[0], x.shape[1]
-    expected = dict(w_gate=(n, k), w_up=(n, k), w_down=(k, n), b_gate=(n,), b_up=(n,), b_down=(k,))
-    given = dict(w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_tensor(name, tensor, expected[name])
+class Gradients(NamedTuple):
+    """Gradients in the order of the layer's arguments; None for those that were not given."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
 
 
-def _check_pattern(name: str, sparse: SparseRows, shape: tuple[int, int]) -> None:
-    if sparse.shape != shape:
-        raise ValueError(
-            f"{name} is {sparse.shape[0]} x {sparse.shape[1]}, expected {shape[0]} x {shape[1]}"
-        )
+class Layer(Gradients):
+    """The tensors of a layer, in the order of all functions that take a whole one."""
 
+    @classmethod
+    def checked(cls, *tensors: Tensor | None, **named: Tensor | None) -> Layer:
+        """Return the layer of these arguments. Raises ValueError for shapes that do not fit."""
+        layer = cls(*tensors, **named)
+        if layer.x.dim() != 2:
+            raise ValueError(f"x has shape {tuple(layer.x.shape)}, expected [tokens, hidden_size]")
+        if layer.w_gate is None and layer.b_gate is not None:
+            raise ValueError("b_gate is given without w_gate; a non-gated layer's bias is b_up")
+        n, k = layer.w_up.shape[0], layer.x.shape[1]
+        shapes = [layer.x.shape, (n, k), (n, k), (k, n), (n,), (n,), (k,)]
+        for name, tensor, shape in zip(cls._fields, layer, shapes, strict=True):
+            if tensor is not None:
+                check_tensor(name, tensor, tuple(shape))
+        return layer
 
-def first_weights(
-    w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, b_gate=None, b_up=None, b_down=None
-) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the projection that decides which neurons are active."""
-    return (w_up, b_up) if w_gate is None else (w_gate, b_gate)
+    @property
+    def first(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the projection that decides which neurons are active."""
+        return (self.w_up, self.b_up) if self.w_gate is None else (self.w_gate, self.b_gate)
 
 
 def activations(
@@ -105,7 +114,7 @@ def activations(
     """Return (g, h) [M, N] of the dense layer.
 
     g = act(x w_gate^T + b_gate), h = g (x w_up^T + b_up); non-gated, both are act(x w_up^T + b_up).
-    A neuron is active for a token where g != 0.
+    A neuron is active for a token where g != 0. Raises ValueError for an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")
@@ -116,22 +125,13 @@ def activations(
     return g, g * u
 
 
-def ffn(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: str = "relu",
-) -> Tensor:
+def ffn(*tensors: Tensor | None, activation: str = "relu", **named: Tensor | None) -> Tensor:
     """Return the dense layer y [M, K] = h w_down^T + b_down in torch's operators, differentiable.
 
-    h: see `activations`. Any dtype; g, u and h are rounded to it. `activation` is "relu" or "silu".
-    Raises ValueError for another one or for shapes that do not fit. Paper: the feed-forward block.
+    Takes x, w_gate, w_up, w_down, b_gate, b_up, b_down (biases may be left out) of any dtype; g, u
+    and h (`activations`) are rounded to it. Paper: the feed-forward block.
     """
-    check_layer(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = Layer.checked(*tensors, **named)
     _, h = activations(x, w_gate, w_up, b_gate, b_up, activation)
     return F.linear(h, w_down, b_down)
 
@@ -142,8 +142,7 @@ def ffn(
 def gate_pack(
     x: Tensor, w: Tensor, b: Tensor | None = None, tile_n: int = 256, compression: int = 8
 ) -> TwELL:
-    """relu(x w^T + b) [M, N], rounded to x.dtype and packed; w [N, K] is w_gate, in a non-gated
-    layer w_up.
+    """relu(x w^T + b) [M, N], rounded to x.dtype and packed; w [N, K] is `Layer.first`.
 
     Raises ValueError for tile sizes that `TwELL.pack` refuses. Paper: inference, gate kernel.
     """
@@ -158,15 +157,12 @@ def up_down(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """y [M, K]: per token the sum of g[n] (x . w_up[n] + b_up[n]) w_down[:, n] over active n, plus
-    b_down.
+    """y [M, K]: per token the sum over active n of g[n] (x . w_up[n] + b_up[n]) w_down[:, n].
 
-    g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another format. y is in
-    x.dtype; u and h are not rounded. Raises ValueError for shapes that do not fit. Paper:
-    inference, fused up and down projection.
+    y is in x.dtype; b_down is added. g [M, N] is a TwELL, whose overflow rows come from beside the
+    slots, or another format. u and h are not rounded. Paper: inference, fused up and down.
     """
-    check_layer(x, None, w_up, w_down, None, b_up, b_down)
-    _check_pattern("g", g, (x.shape[0], w_up.shape[0]))
+    _check_up_down(x, g, w_up, w_down, b_up, b_down)
     wide_x, wide_up, wide_down = wide(x), wide(w_up), wide(w_down.t())
     y = torch.zeros_like(wide_x)
     for m, (neurons, gate) in enumerate(g.rows()):
@@ -177,11 +173,17 @@ def up_down(
     return add_bias(y, b_down).to(x.dtype)
 
 
+def _check_up_down(x, g: SparseRows, w_up, w_down, b_up, b_down) -> None:
+    Layer.checked(x, None, w_up, w_down, None, b_up, b_down)
+    if g.shape != (expected := (x.shape[0], w_up.shape[0])):
+        given, expected = (" x ".join(map(str, shape)) for shape in (g.shape, expected))
+        raise ValueError(f"g is {given}, expected {expected}")
+
+
 def down(h: SparseRows, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
     """y [M, K] in h's dtype: per token the sum of h[n] w_down[:, n] over its active n, plus b_down.
 
-    h [M, N] is any format. Raises ValueError for shapes that do not fit. Paper: inference,
-    non-gated layer.
+    h [M, N] is any format. Paper: inference, non-gated layer.
     """
     return add_bias(matmul(h, w_down.t()), b_down).to(h.dtype)
 
@@ -194,14 +196,11 @@ def union_up_down(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
-    """As `up_down`, by blocks of tokens: two dense products with the weight rows of the block's
-    union.
+    """As `up_down`, by blocks: two dense products with the weight rows of the block's union.
 
-    Ours, not the paper's: it exchanges some work on zeros for matrix products. Raises as `up_down`
-    does.
+    Ours, not the paper's: it exchanges some work on zeros for matrix products.
     """
-    check_layer(x, None, w_up, w_down, None, b_up, b_down)
-    _check_pattern("g", g, (x.shape[0], w_up.shape[0]))
+    _check_up_down(x, g, w_up, w_down, b_up, b_down)
     y = wide(torch.zeros_like(x))
     for b in range(len(g.offsets) - 1):
         tokens = slice(b * g.block_m, (b + 1) * g.block_m)
@@ -215,10 +214,7 @@ def union_up_down(
 
 
 def union_down(h: TileUnion, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
-    """As `down`, by blocks of tokens: one dense product with the weight rows of the block's union.
-
-    Raises ValueError for shapes that do not fit.
-    """
+    """As `down`, by blocks: one dense product with the weight rows of the block's union."""
     check_tensor("w_down", w_down, (w_down.shape[0], h.shape[1]))
     w_down = wide(w_down)
     y = w_down.new_zeros(h.shape[0], w_down.shape[0])
@@ -228,17 +224,9 @@ def union_down(h: TileUnion, w_down: Tensor, b_down: Tensor | None = None) -> Te
     return add_bias(y, b_down).to(h.dtype)
 
 
-def rowwise_ffn(
-    g: SparseRows,
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
+def rowwise_ffn(g: SparseRows, *tensors: Tensor | None) -> Tensor:
     """Return y [M, K] of the layer from its packed gate g [M, N] (`gate_pack`)."""
+    x, w_gate, w_up, w_down, _, b_up, b_down = tensors
     if w_gate is None:
         return down(g, w_down, b_down)
     return up_down(x, g, w_up, w_down, b_up, b_down)
@@ -247,32 +235,20 @@ def rowwise_ffn(
 # Training by unions: dense products over each block's union, weight gradients over active entries.
 
 
-class Gradients(NamedTuple):
-    """Gradients in the order of the layer's arguments; None for those that were not given."""
-
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-
-
 class SavedStep(NamedTuple):
     """What `union_train_backward` needs of a forward pass.
 
-    tensors: the arguments of the forward pass. g and u [M, N]: the gate and, in a gated layer, the
-    up projection, rounded, 0 where inactive. The kernels keep their active entries alone.
+    g and u [M, N]: the gate and, in a gated layer, the up projection, rounded, 0 where inactive.
+    The kernels keep their active entries alone.
     """
 
-    tensors: tuple[Tensor | None, ...]
+    layer: Layer
     g: Tensor
     u: Tensor | None
     block: int
 
 
-def _unions(active: Tensor, block: int):
+def _unions(active: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield the tokens of each block as a slice, and the neurons that any of them has active."""
     for start in range(0, len(active), block):
         tokens = slice(start, start + block)
@@ -280,25 +256,18 @@ def _unions(active: Tensor, block: int):
 
 
 def union_train_forward(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    block: int = 64,
+    *tensors: Tensor | None, block: int = 64, **named: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, SavedStep]:
-    """The forward half of a training step by unions of `block` tokens (ReLU).
+    """The forward half of a training step by unions of `block` tokens (ReLU); takes those of `ffn`.
 
     Returns y [M, K] in x.dtype; l1 [M], the sum over neurons of |h|, fp32 (fp64 for fp64);
     token_counts [M] int32, the active neurons of each token; neuron_counts [N] int32, the tokens of
-    each neuron; and the tensors for `union_train_backward`. Raises ValueError for shapes that do
-    not fit. Ours; the paper trains in the hybrid format (App. B.2).
+    each neuron; and the tensors for `union_train_backward`. Ours; the paper trains in the hybrid
+    format (App. B.2).
     """
-    tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
-    check_layer(*tensors)
-    g = torch.relu(linear(x, *first_weights(*tensors[1:]))).to(x.dtype)
+    layer = Layer.checked(*tensors, **named)
+    x, w_gate, w_up, w_down, _, b_up, b_down = layer
+    g = torch.relu(linear(x, *layer.first)).to(x.dtype)
     active = g != 0
     u = None if w_gate is None else torch.zeros_like(g)
     y, l1 = wide(torch.zeros_like(x)), wide(x.new_zeros(len(x)))
@@ -307,15 +276,14 @@ def union_train_forward(
         if u is not None:
             bias = None if b_up is None else b_up[neurons]
             product = linear(x[tokens], w_up[neurons], bias).to(x.dtype)
-            # Inactive entries may hold infinite products, and 0 * inf is NaN: select, do not
-            # multiply.
+            # Select, do not multiply: inactive entries may hold infinite products; 0 * inf is NaN.
             u[tokens, neurons] = torch.where(active[tokens, neurons], product, 0)
             h = (wide(h) * wide(u[tokens, neurons])).to(x.dtype)
         l1[tokens] = wide(h).abs().sum(1)
         y[tokens] = wide(h) @ wide(w_down.t()[neurons])
     y = add_bias(y, b_down).to(x.dtype)
     token_counts, neuron_counts = active.sum(1).int(), active.sum(0).int()
-    return y, l1, token_counts, neuron_counts, SavedStep(tensors, g, u, block)
+    return y, l1, token_counts, neuron_counts, SavedStep(layer, g, u, block)
 
 
 def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients:
@@ -326,11 +294,10 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
         dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
         dWu = du^T x    dWg = dg^T x    dWd = dy^T h             (non-gated: h is g, du is dh)
 
-    The gradient of ReLU at 0 is 0. Raises ValueError for shapes that do not fit. Ours.
+    The gradient of ReLU at 0 is 0. Ours.
     """
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = saved.tensors
-    check_tensor("dy", dy, tuple(x.shape))
-    check_tensor("dl1", dl1, (x.shape[0],))
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = saved.layer
+    check_step(x, dy, dl1)
     g, u, active = saved.g, saved.u, saved.g != 0
     h = g if u is None else (wide(g) * wide(u)).to(x.dtype)
     dx, du, dg = wide(torch.zeros_like(x)), torch.zeros_like(g), torch.zeros_like(g)
@@ -357,6 +324,11 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
     )
 
 
+def check_step(x: Tensor, dy: Tensor, dl1: Tensor) -> None:
+    check_tensor("dy", dy, tuple(x.shape))
+    check_tensor("dl1", dl1, (x.shape[0],))
+
+
 def _weight_gradient(values: Tensor, rows: Tensor, active: Tensor) -> Tensor:
     """values^T rows [N, K]: for each neuron the sum over its active tokens and no others."""
     gradient = rows.new_zeros(values.shape[1], rows.shape[1])
@@ -373,13 +345,14 @@ class _UnionTraining(torch.autograd.Function):
         active = saved.g != 0
         ctx.mark_non_differentiable(active)
         ctx.save_for_backward(*tensors)
-        ctx.entries = saved.g, saved.u, saved.block  # neither inputs nor outputs
+        ctx.entries = saved[1:]  # neither inputs nor outputs
         return y, l1, active
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dl1, _):
-        gradients = union_train_backward(SavedStep(ctx.saved_tensors, *ctx.entries), dy, dl1)
+        saved = SavedStep(Layer(*ctx.saved_tensors), *ctx.entries)
+        gradients = union_train_backward(saved, dy, dl1)
         needs = ctx.needs_input_grad
         return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 MAX_COLUMNS = 65_536
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns, values
 
 
 class BufferOverflow(ValueError):
@@ -25,80 +26,91 @@ class BufferOverflow(ValueError):
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Refuse a tensor of another shape (ValueError) or, if dtypes are given, of another dtype
-    (TypeError).
-    """
+    """Raise ValueError for another shape and, if dtypes are given, TypeError for another dtype."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
     if dtypes and tensor.dtype not in dtypes:
-        raise TypeError(
-            f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, dtypes))}"
-        )
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected {expected}")
+
+
+def check_columns(name: str, number: int) -> None:
+    if not 1 <= number <= MAX_COLUMNS:
+        raise ValueError(f"{name} {number}, expected 1 to {MAX_COLUMNS} (16-bit indices)")
 
 
 def check_dense(dense: Tensor, *dtypes: torch.dtype) -> None:
     if dense.dim() != 2:
-        raise ValueError(
-            f"dense has shape {tuple(dense.shape)}, expected two dimensions [tokens, neurons]"
-        )
-    if not 1 <= dense.shape[1] <= MAX_COLUMNS:
-        raise ValueError(
-            f"dense has {dense.shape[1]} columns, expected 1 to {MAX_COLUMNS} (16-bit indices)"
-        )
-    if dense.dtype not in dtypes:
-        raise TypeError(f"dense has dtype {dense.dtype}, expected {' or '.join(map(str, dtypes))}")
+        raise ValueError(f"dense has shape {tuple(dense.shape)}, expected [tokens, neurons]")
+    check_columns("dense, whose columns number", dense.shape[1])
+    check_tensor("dense", dense, tuple(dense.shape), *(dtypes or DTYPES))
 
 
-def _index_dtype(n_cols: int) -> torch.dtype:
-    # Only a transposed Hybrid, whose columns are tokens, can be too wide for 16 bits.
-    return torch.uint16 if n_cols <= MAX_COLUMNS else torch.int32
+def active_entries(pattern: Tensor, values: Tensor | None = None) -> Entries:
+    """The entries where a dense pattern is not 0, by row; their values are the pattern's own."""
+    rows, columns = (pattern != 0).nonzero(as_tuple=True)
+    return rows, columns, (pattern if values is None else values)[rows, columns]
+
+
+def in_slots(values: Tensor, indices: Tensor, counts: Tensor) -> Entries:
+    """The entries at the front of slots [rows, ..., slots]."""
+    slots = torch.arange(values.shape[-1], device=counts.device)
+    place = (slots < counts[..., None]).nonzero(as_tuple=True)
+    return place[0], indices.long()[place], values[place]
+
+
+def by_row(*parts: Entries) -> Entries:
+    """Join entries and sort them by row; in each row they keep their order."""
+    rows, columns, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    order = rows.argsort(stable=True)
+    return rows[order], columns[order], values[order]
 
 
 def positions_in_rows(rows: Tensor, counts: Tensor) -> Tensor:
     """Position of each entry in its row, for entries sorted by row; `counts` entries a row."""
-    starts = counts.cumsum(0) - counts
-    return torch.arange(len(rows), device=rows.device) - starts[rows]
+    return torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
 
 
-def pack_rows(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, width: int):
-    """Move entries, sorted by row, to the front of [num_rows, width]; those past the width just
-    counted.
+def pack_rows(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, width: int) -> Entries:
+    """Move entries, sorted by row, to the front of [num_rows, width]: values, columns, counts.
+
+    The counts include the entries past the width.
     """
     counts = torch.bincount(rows, minlength=num_rows)
     positions = positions_in_rows(rows, counts)
     fits = positions < width
-    place = rows[fits], positions[fits]
-    packed_values = values.new_zeros(num_rows, width)
-    packed_values[place] = values[fits]
-    packed_columns = columns.new_zeros(num_rows, width)
-    packed_columns[place] = columns[fits]
-    return packed_values, packed_columns, counts.int()
+    packed = []
+    for part in (values, columns):
+        slots = part.new_zeros(num_rows, width)
+        slots[rows[fits], positions[fits]] = part[fits]
+        packed.append(slots)
+    return packed[0], packed[1], counts.int()
 
 
 class SparseRows:
-    """What all formats share: the list of entries, and what follows from it."""
+    """What all formats share: the list of entries, and what follows from it. `shape` is (M, N)."""
 
     shape: tuple[int, int]
+
+    def entries(self) -> Entries:
+        """Rows and columns [nnz] int64, values [nnz] of the pattern, by row, then by column."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
         """Storage type of the values."""
         return self.values.dtype
 
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and columns [nnz] int64 and values [nnz] of the pattern, by row and in each row by
-        column.
-        """
-        raise NotImplementedError
+    @property
+    def nnz(self) -> Tensor:
+        """Number of entries, 0-d int64; those of overflow rows are among them."""
+        return self.counts.sum()
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """For each row in turn its active columns [count] int64 and their values [count]."""
         rows, columns, values = self.entries()
         counts = torch.bincount(rows, minlength=self.shape[0]).tolist()
-        start = 0
-        for count in counts:
-            yield columns[start : start + count], values[start : start + count]
-            start += count
+        yield from zip(columns.split(counts), values.split(counts), strict=True)
 
     def unpack(self) -> Tensor:
         """The dense matrix [M, N], bit for bit what was packed, except +0.0 for -0.0."""
@@ -110,25 +122,28 @@ class SparseRows:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors held (one shared with another object counts in both)."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return sum(part.nbytes for part in parts if isinstance(part, Tensor | SparseRows))
+        return sum(part.nbytes for part in self._parts().values())
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
+        return replace(self, **{name: part.to(device) for name, part in self._parts().items()})
+
+    def _parts(self) -> dict[str, Tensor | SparseRows]:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{k: v.to(device) for k, v in parts.items() if isinstance(v, Tensor | SparseRows)},
-        )
+        return {name: v for name, v in parts.items() if isinstance(v, Tensor | SparseRows)}
+
+    def _check_parts(self, **expected: tuple) -> None:
+        """Check tensors by name: the shape, then the dtypes."""
+        for name, (shape, *dtypes) in expected.items():
+            check_tensor(name, getattr(self, name), shape, *dtypes)
 
 
 @dataclass(frozen=True, eq=False)
 class ELL(SparseRows):
     """Row-wise ELLPACK with a count per row (ELLPACK-R).
 
-    values [M, W]; indices [M, W] uint16; counts [M] int32; n_cols = N. Raises ValueError or
-    TypeError for parts that do not fit together. Paper: figure 1. (Indices are int32 where n_cols >
-    65,536, which only `Hybrid.transpose` makes.)
+    values [M, W]; indices [M, W] uint16; counts [M] int32; n_cols = N. Paper: figure 1. (Indices
+    are int32 where n_cols > 65,536, which only `Hybrid.transpose` makes.)
     """
 
     values: Tensor
@@ -137,51 +152,43 @@ class ELL(SparseRows):
     n_cols: int
 
     def __post_init__(self) -> None:
-        if self.values.dim() != 2:
-            raise ValueError(f"values has shape {tuple(self.values.shape)}, expected [rows, width]")
-        check_tensor("values", self.values, tuple(self.values.shape), *DTYPES)
-        check_tensor("indices", self.indices, tuple(self.values.shape), _index_dtype(self.n_cols))
-        check_tensor("counts", self.counts, (self.values.shape[0],), torch.int32)
+        shape = tuple(self.values.shape)
+        if len(shape) != 2:
+            raise ValueError(f"values has shape {shape}, expected [rows, width]")
+        indices = shape, self._index_dtype(self.n_cols)
+        counts = shape[:1], torch.int32
+        self._check_parts(values=(shape, *DTYPES), indices=indices, counts=counts)
+
+    @staticmethod
+    def _index_dtype(n_cols: int) -> torch.dtype:
+        return torch.uint16 if n_cols <= MAX_COLUMNS else torch.int32
 
     @classmethod
     def pack(cls, dense: Tensor, width: int | None = None) -> ELL:
-        """Pack dense [M, N] of bf16, fp16, fp32 or fp64 into `width` slots a row; None takes the
-        longest row.
+        """Pack dense [M, N] into `width` slots a row; None takes the longest row.
 
         Raises ValueError, naming the longest row, if it has more than `width` non-zeros.
         """
-        check_dense(dense, *DTYPES)
-        active = dense != 0
-        counts = active.sum(1)
+        check_dense(dense)
+        counts = (dense != 0).sum(1)
         longest = int(counts.max()) if len(counts) else 0
-        if width is None:
-            width = longest
-        if longest > width:
+        if width is not None and longest > width:
             raise ValueError(
                 f"row {int(counts.argmax())} has {longest} non-zeros, more than width={width}; "
                 f"a width of {longest} is needed"
             )
-        rows, columns = active.nonzero(as_tuple=True)
-        return cls._from_entries(rows, columns, dense[rows, columns], dense.shape, width)
+        return cls._from_entries(
+            active_entries(dense), dense.shape, longest if width is None else width
+        )
 
     @classmethod
-    def _from_entries(
-        cls, rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int], width: int
-    ):
-        values, columns, counts = pack_rows(rows, columns, values, shape[0], width)
-        return cls(values, columns.to(_index_dtype(shape[1])), counts, shape[1])
+    def _from_entries(cls, entries: Entries, shape: tuple[int, int], width: int) -> ELL:
+        values, columns, counts = pack_rows(*entries, shape[0], width)
+        return cls(values, columns.to(cls._index_dtype(shape[1])), counts, shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, N)."""
         return self.values.shape[0], self.n_cols
 
-    @property
-    def nnz(self) -> Tensor:
-        """Number of entries, 0-d int64."""
-        return self.counts.sum()
-
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        slots = torch.arange(self.values.shape[1], device=self.values.device)
-        place = (slots < self.counts[:, None]).nonzero(as_tuple=True)
-        return place[0], self.indices.long()[place], self.values[place]
+    def entries(self) -> Entries:
+        return in_slots(self.values, self.indices, self.counts)

@@ -58,15 +58,14 @@ class SparseTraining:
             optimizer.step()
 
     An attempt computes the whole step, from zero gradients. Its losses may be NaN: read them, and
-    count tokens, after the attempts. A retry begins with torch's random state (on the CPU and the
-    layers' devices) and the layers' statistics as they were. An attempt left by an exception or
-    `break` is not checked: discard its gradients. Outside of attempts gradients are dense.
+    count tokens, after the attempts. A retry begins with torch's random state and the layers'
+    statistics as they were. An attempt left by an exception or `break` is not checked: discard its
+    gradients. Outside of attempts gradients are dense.
 
     Layers with the backend "triton" always train sparsely. Layers with "auto" begin densely and
     change by their activity and `Calibration.training`. All others stay dense: other backends,
-    layers with adapters or hooks (`SparseFFN.readable`), and all layers where the kernels cannot be
-    used. If every layer stays dense, nothing is read from the device. If layers are compiled, call
-    `allow_recompiling`.
+    layers with adapters or hooks (`SparseFFN.readable`), and all where the kernels cannot be used.
+    If all stay dense, nothing is read from the device. If compiled, call `allow_recompiling`.
 
     Args:
         model: any module; its layers are looked up once.
@@ -155,7 +154,7 @@ class SparseTraining:
         self._running = running = object()
         try:
             self._decide()  # backends and calibrations may have changed
-            random = _RandomState(self.layers)
+            restore = _random_state(self.layers)
             counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.layers]
             for attempt in count():
                 self._prepare_layers()
@@ -165,17 +164,16 @@ class SparseTraining:
                 if overflow is None:
                     self._update(needed, forced=attempt + 1 == ATTEMPTS)
                     return
-                if self.capacity >= self.capacities[-1]:
-                    largest = self.capacity
-                    raise AssertionError(
-                        f"a layer needs a capacity of {overflow} and has the largest, {largest}"
-                    )
+                largest = self.capacities[-1]
+                if self.capacity >= largest:
+                    message = f"a layer needs a capacity of {overflow} and has the largest"
+                    raise AssertionError(f"{message}, {self.capacity}")
                 self.repeated += 1
                 last = attempt + 2 >= ATTEMPTS
-                self.capacity = self.capacities[-1] if last else self._capacity_for(overflow)
-                random.restore()
-                for ffn, (neuron_counts, histogram) in zip(self.layers, counters, strict=True):
-                    ffn.stats.neuron_counts, ffn.stats.histogram = neuron_counts, histogram
+                self.capacity = largest if last else self._capacity_for(overflow)
+                restore()
+                for ffn, before in zip(self.layers, counters, strict=True):
+                    ffn.stats.neuron_counts, ffn.stats.histogram = before
         finally:
             if self._running is running:
                 self._release()
@@ -208,14 +206,13 @@ class SparseTraining:
 
     def _prepare_layers(self) -> None:
         """Set path and capacity of each layer, and clear the capacity that it needed."""
-        none_needed: dict[torch.device, Tensor] = {}
+        # A tensor and not None, for which compiled layers would need code of their own; one for all
+        # layers of a device.
+        devices = {ffn.device for ffn in self.layers}
+        none_needed = {d: torch.full((), -1, dtype=torch.int64, device=d) for d in devices}
         for ffn, sparse in zip(self.layers, self.sparse, strict=True):
-            device = ffn.device
-            if device not in none_needed:
-                none_needed[device] = torch.full((), -1, dtype=torch.int64, device=device)
             ffn.observer.watch_capacity = self._crossover(ffn) > 0
-            # A tensor and not None, for which compiled layers would need code of their own.
-            ffn.observer.needed = none_needed[device]
+            ffn.observer.needed = none_needed[ffn.device]
             ffn.train_path = self.path if sparse else None
             ffn.capacity = self._layer_capacity(ffn)
 
@@ -252,10 +249,9 @@ class SparseTraining:
             most = self._crossover(ffn)
             if activity is None or most in (0, math.inf):
                 self.sparse[place] = most == math.inf
-            elif self.sparse[place]:
-                self.sparse[place] = activity <= most
             else:
-                self.sparse[place] = activity < BEGIN * most
+                stays = self.sparse[place]
+                self.sparse[place] = activity <= most if stays else activity < BEGIN * most
 
     def _crossover(self, ffn: SparseFFN) -> float:
         """Return up to which activity the layer trains sparsely: 0 never, inf always."""
@@ -306,19 +302,20 @@ def _largest(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
     return numbers
 
 
-class _RandomState:
-    """torch's random state on the CPU, the current GPU and the layers' GPUs; copied without
-    waiting.
+def _random_state(layers: list[SparseFFN]) -> Callable[[], None]:
+    """Copy torch's random state on the CPU, the current GPU and the layers' GPUs, without waiting.
+
+    Returns a function that restores it.
     """
+    cpu = torch.get_rng_state()
+    devices = {ffn.device for ffn in layers if ffn.device.type == "cuda"}
+    if torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
 
-    def __init__(self, layers: list[SparseFFN]):
-        self.cpu = torch.get_rng_state()
-        devices = {ffn.device for ffn in layers if ffn.device.type == "cuda"}
-        if torch.cuda.is_initialized():
-            devices.add(torch.device("cuda", torch.cuda.current_device()))
-        self.gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for device, state in self.gpus.items():
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        for device, state in gpus.items():
             torch.cuda.set_rng_state(state, device)
+
+    return restore

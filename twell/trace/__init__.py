@@ -23,11 +23,11 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".aggregates": "Aggregate BLOCKS COMPRESSIONS COUNTED OCTAVES PLACES TILE_N",
+        ".aggregates": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N",
         ".contexts": "CONTEXTS SAMPLE",
         ".silence": "silenced_loss",
         ".texts": "cut encode load_with_tokenizer token_strings",
-        ".trace": "ARRAYS Trace",
+        ".trace": "Trace",
         ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
         "trace_text trace_tokens trace_validation",
     },

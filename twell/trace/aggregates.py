@@ -5,86 +5,65 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from twell import results
 from twell.trace import files
 
 TILE_N, COMPRESSIONS = 256, (2, 4, 8, 16)  # TwELL's tiles, section 3.2
 BLOCKS = (16, 32, 64, 128, 256)  # each a multiple of the first and a divisor of the last
 OCTAVES = 12  # of |h|
-COUNTED = (
-    *("token_ids", "occurrences", "token_active", "lengths", "position_active"),
-    *("active_histogram", "value_edges", "value_histogram", "value_sum", "abs_sum", "max_abs"),
-    *("union_sum", "union_max", "union_active", "overflow_rows", "overflow_tiles"),
-)
-PLACES = ("top_at", "top_value", "quantile_at", "quantile_value", "text_at", "text")
-DESCRIBED = ("strings", "quantiles", "before", "after", "cross_entropy", "meta")
 
 
 @dataclass
-class Aggregate:
+class Aggregate(files.Record):
     """Counts of T tokens in S sequences, under a model of L layers with N neurons each.
 
-    Counts are int64 and exact.
-
-    Tokens: token_ids [V], the ids that occur, ascending; strings [V]; occurrences [V];
-    token_active [V], active neurons summed over layers; lengths [S] of the sequences;
-    position_active [L, P], active neurons at each position. cross_entropy: nats per predicted
-    token (the first of a sequence is not predicted).
-
-    Layers: active_histogram [L, N + 1], tokens by their number of active neurons. union_sum,
-    union_max and union_active [L, 5]: `unions` of BLOCKS. overflow_rows and overflow_tiles [L, 4]:
-    `overflows` of COMPRESSIONS at TILE_N.
-
-    Neurons, all [L, N]: value_sum and abs_sum, sums of h and |h|, float32; max_abs float32.
-    value_histogram [L, N, 24] counts the signed values in 12 octaves of either sign, which end at
-    the power of two above the largest |h| of the model: value_edges float32 [25] =
-    -2^e ... -2^(e-11), 0, 2^(e-11) ... 2^e. The two bins beside 0 take all smaller values; the
-    upper one takes 0 itself. A neuron's bins add up to its firings; a dead neuron has none.
-
-    Places: top_at [L, N, K] are the numbers of the tokens with the largest |h|, descending, of
-    equal ones the earliest first. quantile_at [L, N, Q] are the tokens at these `quantiles` of the
-    neuron's signed values, taken from a sample of 32 firings drawn whatever their value, or from
-    all where a neuron fires less often. -1 stands for none. top_value and quantile_value are
-    their h, float32 rounded to 12 significant bits, 0 for none.
-
-    Text: tokens are numbered over all sequences. text_at [W], ascending, and text [W] are numbers
-    and ids of the tokens at most `before` before and `after` after a place, in its sequence.
-
-    meta: where model and text came from. Raises ValueError when the sizes do not fit together.
+    Counts are int64 and exact. Tokens are numbered over all sequences. Raises ValueError when the
+    sizes do not fit together.
     """
 
-    token_ids: np.ndarray
-    strings: list[str]
-    occurrences: np.ndarray
-    token_active: np.ndarray
-    lengths: np.ndarray
-    position_active: np.ndarray
-    active_histogram: np.ndarray
+    # On counts, LZMA saves a third of the bytes that deflate leaves.
+    kind, compression = "an aggregate", zipfile.ZIP_LZMA
+
+    # Tokens
+    token_ids: np.ndarray  # [V], the ids that occur, ascending
+    strings: list[str]  # [V]
+    occurrences: np.ndarray  # [V]
+    token_active: np.ndarray  # [V], active neurons summed over layers
+    lengths: np.ndarray  # [S], tokens of each sequence
+    position_active: np.ndarray  # [L, P], active neurons at each position
+
+    # Neurons and layers
+    active_histogram: np.ndarray  # [L, N + 1], tokens by their number of active neurons
+    # float32 [25] = -2^e ... -2^(e-11), 0, 2^(e-11) ... 2^e, above the largest |h| of the model
     value_edges: np.ndarray
+    # [L, N, 24], signed values h. The two bins beside 0 take all smaller values, the upper one 0
+    # itself. A neuron's bins add up to its firings; a dead neuron has none.
     value_histogram: np.ndarray
-    value_sum: np.ndarray
-    abs_sum: np.ndarray
-    max_abs: np.ndarray
-    union_sum: np.ndarray
+    value_sum: np.ndarray  # float32 [L, N], sum of h
+    abs_sum: np.ndarray  # float32 [L, N], sum of |h|
+    max_abs: np.ndarray  # float32 [L, N]
+    union_sum: np.ndarray  # [L, 5], as `unions` of BLOCKS
     union_max: np.ndarray
     union_active: np.ndarray
-    overflow_rows: np.ndarray
+    overflow_rows: np.ndarray  # [L, 4], as `overflows` of COMPRESSIONS at TILE_N
     overflow_tiles: np.ndarray
-    top_at: np.ndarray
+
+    # Places in the text, -1 for none; their h is float32, rounded to 12 significant bits
+    top_at: np.ndarray  # [L, N, K], tokens with the largest |h|, descending, then the earliest
     top_value: np.ndarray
+    # [L, N, Q], tokens at these `quantiles` of the neuron's signed values, of a sample of 32
+    # firings drawn whatever their value, or of all where a neuron fires less often.
     quantile_at: np.ndarray
     quantile_value: np.ndarray
-    text_at: np.ndarray
-    text: np.ndarray
-    quantiles: list[float]
-    before: int
+    text_at: np.ndarray  # [W], ascending: tokens near a place, in its sequence
+    text: np.ndarray  # [W], their ids
+    quantiles: list[float]  # Q of them
+    before: int  # so many tokens before a place are in `text`, if its sequence has them
     after: int
-    cross_entropy: float
-    meta: dict = field(default_factory=dict)
+    cross_entropy: float  # nats per predicted token: all but the first of each sequence
+    meta: dict = field(default_factory=dict)  # where model and text came from
 
     def __post_init__(self):
         for name, expected in self._shapes().items():
@@ -168,36 +147,22 @@ class Aggregate:
         inside = slice(*np.searchsorted(self.text_at, [first, last + 1]))
         return sequence, int(at - starts[sequence]), self.text[inside], int(at - first)
 
-    def pack(self) -> bytes:
-        """Return the contents of the file that `save` writes."""
-        arrays = {name: getattr(self, name) for name in (*COUNTED, *PLACES)}
+    @staticmethod
+    def to_file(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         # Gaps are small, and many are 1: they compress far better than the numbers themselves.
-        arrays["text_at"] = np.diff(self.text_at, prepend=0)
+        arrays["text_at"] = np.diff(arrays["text_at"], prepend=0)
         # None becomes 0, so that unsigned types serve.
         arrays |= {name: arrays[name] + 1 for name in ("top_at", "quantile_at")}
-        arrays = {name: _narrow(array) for name, array in arrays.items()}
-        described = {name: getattr(self, name) for name in DESCRIBED}
-        # On counts, LZMA saves a third of the bytes that deflate leaves.
-        return files.pack(arrays, described, zipfile.ZIP_LZMA)
+        narrow = {name: array for name, array in arrays.items() if array.dtype.kind in "iu"}
+        least = {name: np.min_scalar_type(int(a.max(initial=0))) for name, a in narrow.items()}
+        return arrays | {name: array.astype(least[name]) for name, array in narrow.items()}
 
-    def save(self, path: str | Path) -> None:
-        """Write one compressed .npz; it appears whole or not at all."""
-        results.write_atomically(path, self.pack())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Aggregate:
-        """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
-        return files.unpack(path, cls._of_file, (*COUNTED, *PLACES), "an aggregate")
-
-    @classmethod
-    def _of_file(cls, **fields) -> Aggregate:
-        """Undo `pack`."""
-        for name, array in fields.items():
-            if isinstance(array, np.ndarray) and array.dtype.kind == "u":
-                fields[name] = array.astype(np.int64)
-        fields["text_at"] = fields["text_at"].cumsum()
-        fields |= {name: fields[name] - 1 for name in ("top_at", "quantile_at")}
-        return cls(**fields)
+    @staticmethod
+    def of_file(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        counts = {name: array for name, array in arrays.items() if array.dtype.kind == "u"}
+        arrays |= {name: array.astype(np.int64) for name, array in counts.items()}
+        arrays["text_at"] = arrays["text_at"].cumsum()
+        return arrays | {name: arrays[name] - 1 for name in ("top_at", "quantile_at")}
 
 
 def _column(value: int, counted: Sequence[int], name: str) -> int:
@@ -205,10 +170,3 @@ def _column(value: int, counted: Sequence[int], name: str) -> int:
         known = ", ".join(map(str, counted))
         raise ValueError(f"{name} {value} was not counted; the aggregate has {known}")
     return counted.index(value)
-
-
-def _narrow(array: np.ndarray) -> np.ndarray:
-    """Return counts in the narrowest unsigned type that holds them; other arrays as they are."""
-    if array.dtype.kind not in "iu":
-        return array
-    return array.astype(np.min_scalar_type(int(array.max(initial=0))))

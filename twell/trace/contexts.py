@@ -76,16 +76,14 @@ class Best:
         order, rank = order[rank < self.k], rank[rank < self.k]
         self.parts, self.waiting = [(group[order], at[order], score[order], value[order])], 0
         last = order[rank == self.k - 1]
-        full, scores = torch.from_numpy(group[last]), torch.from_numpy(score[last])
-        device = self.threshold.device
-        self.threshold[full.to(device)] = scores.to(device)
+        full, scores = (torch.from_numpy(part[last]) for part in (group, score))
+        self.threshold[full.to(self.threshold.device)] = scores.to(self.threshold.device)
         return group[order], rank, at[order], value[order]
 
     def table(self) -> Table:
         """Return `at` [groups, k], -1 for none, and `value` [groups, k], 0 for none."""
         group, rank, at, value = self.merge()
-        shape = (self.groups, self.k)
-        table = np.full(shape, -1), np.zeros(shape, np.float32)
+        table = np.full((self.groups, self.k), -1), np.zeros((self.groups, self.k), np.float32)
         table[0][group, rank], table[1][group, rank] = at, value
         return table
 
@@ -105,14 +103,15 @@ def fit(
         described = meta | {"kept": kept, "reduced": reduced}
         return Aggregate(**counts, **_places(contexts, top, sample, sequences), meta=described)
 
-    def fits(contexts: Contexts) -> bool:
-        return len(aggregate(contexts).pack()) <= meta["max_bytes"]
+    def size(contexts: Contexts) -> int:
+        return len(aggregate(contexts).pack())
 
+    most = meta["max_bytes"]
     # Packing is slow, and sizes fall from row to row: bisection needs four trials.
-    first = bisect.bisect_left(CONTEXTS, True, key=fits)
+    first = bisect.bisect_left(CONTEXTS, True, key=lambda contexts: size(contexts) <= most)
     if first == len(CONTEXTS):
-        size, most = len(aggregate(CONTEXTS[-1]).pack()), meta["max_bytes"]
-        raise ValueError(f"the counts alone need {size} bytes; max_bytes is {most}")
+        needed = size(CONTEXTS[-1])
+        raise ValueError(f"the counts alone need {needed} bytes; max_bytes is {most}")
     return aggregate(CONTEXTS[first])
 
 
@@ -144,22 +143,19 @@ def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float])
     rank = np.rint(np.array(quantiles) * (num_firings - 1).clip(0)).astype(np.int64)
     chosen = np.take_along_axis(order, rank, -1)
     at, value = np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
-    repeated = np.zeros(at.shape, bool)
-    repeated[..., 1:] = rank[..., 1:] == rank[..., :-1]
+    repeated = np.diff(rank, axis=-1, prepend=-1) == 0
     return np.where(repeated, -1, at), np.where(repeated, 0, value)
 
 
-def _around(
-    at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
+def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]) -> Table:
     """Return numbers and ids of the tokens around those numbered `at`, in their sequences."""
+    tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
     ends = np.cumsum([len(sequence) for sequence in sequences])
     starts = np.concatenate([[0], ends[:-1]])
     sequence = np.searchsorted(ends, at, side="right")
     near = at[:, None] + np.arange(-before, after + 1)
     inside = (near >= starts[sequence, None]) & (near < ends[sequence, None])
     numbers = np.unique(near[inside])
-    tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
     return numbers, tokens[numbers]
 
 

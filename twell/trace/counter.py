@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from twell.trace import contexts
-from twell.trace.aggregates import BLOCKS, COMPRESSIONS, COUNTED, OCTAVES, TILE_N, Aggregate
+from twell.trace.aggregates import BLOCKS, COMPRESSIONS, OCTAVES, TILE_N, Aggregate
 from twell.trace.contexts import CONTEXTS, SAMPLE, Best
 from twell.trace.texts import token_strings
 
@@ -45,16 +45,17 @@ class Counter:
         neurons = self.num_layers, self.intermediate_size = num_layers, intermediate_size
         self.num_tokens = self.num_predicted = 0
         self.nll = zeros(dtype=torch.float64)
-        self.occurrences, self.token_active = zeros(vocab_size), zeros(vocab_size)
+        self.occurrences, self.token_active = zeros(2, vocab_size)
         self.position_active = zeros(num_layers, context)
         self.active_histogram = zeros(num_layers, intermediate_size + 1)
         self.value_histogram = zeros(*neurons, 2 * WIDTH)
-        self.value_sum = zeros(*neurons, dtype=torch.float64)
-        self.abs_sum = zeros(*neurons, dtype=torch.float64)
+        self.value_sum, self.abs_sum = zeros(2, *neurons, dtype=torch.float64)
         self.max_abs = zeros(*neurons, dtype=torch.float32)
-        self.overflow_rows = zeros(num_layers, len(COMPRESSIONS))
-        self.overflow_tiles = zeros(num_layers, len(COMPRESSIONS))
-        self.unions = Unions(num_layers, intermediate_size, device)
+        self.overflow_rows, self.overflow_tiles = zeros(2, num_layers, len(COMPRESSIONS))
+        unions = zeros(3, num_layers, len(BLOCKS))
+        self.union_sum, self.union_max, self.union_active = unions
+        # Of each layer: token and neuron of the entries in the largest block that is not whole yet.
+        self.waiting = [zeros(2, 0)] * num_layers
         groups = num_layers * intermediate_size
         self.top = Best(groups, CONTEXTS[0].top, device)
         self.sample = Best(groups, SAMPLE, device)
@@ -76,7 +77,7 @@ class Counter:
         self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
         self._count_values(layer, neuron, value)
         self._count_tiles(layer, token, neuron)
-        self.unions.add(layer, self.num_tokens, token, neuron, active)
+        self._count_unions(layer, token, neuron)
         group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
         self.top.add(group, at, value.abs(), value)
         self.sample.add(group, at, self.keys[token], value)
@@ -100,6 +101,28 @@ class Counter:
             self.overflow_rows[layer, n] += over.any(1).sum()
             self.overflow_tiles[layer, n] += over.sum()
 
+    def _count_unions(self, layer: int, token: Tensor, neuron: Tensor) -> None:
+        start = self.num_tokens % BLOCKS[-1]
+        whole = (start + len(self.ids)) // BLOCKS[-1] * BLOCKS[-1]
+        batch = torch.stack([start + token, neuron])
+        token, neuron = torch.cat([self.waiting[layer], batch], 1)
+        done = token < whole
+        self._count_blocks(layer, token[done], neuron[done], whole)
+        self.waiting[layer] = torch.stack([token[~done] - whole, neuron[~done]])
+
+    def _count_blocks(self, layer: int, token: Tensor, neuron: Tensor, num_tokens: int) -> None:
+        """Count the whole blocks of num_tokens tokens. A larger block is a run of smallest ones."""
+        num_smallest = -(-num_tokens // BLOCKS[0])
+        active = token.new_zeros(num_smallest, self.intermediate_size, dtype=torch.bool)
+        active[token // BLOCKS[0], neuron] = True
+        for n, block in enumerate(BLOCKS):
+            if num_blocks := num_tokens // block:
+                smallest = active[: num_blocks * block // BLOCKS[0]]
+                sizes = smallest.view(num_blocks, -1, self.intermediate_size).any(1).sum(1)
+                self.union_sum[layer, n] += sizes.sum()
+                self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
+                self.union_active[layer, n] += (token < num_blocks * block).sum()
+
     def end(self, logprob: Tensor) -> None:
         self.num_predicted += logprob[:, 1:].numel()
         self.nll -= logprob[:, 1:].double().sum()
@@ -121,16 +144,20 @@ class Counter:
 
         Raises ValueError when the counts alone are larger.
         """
-        loss = float(self.nll) / self.num_predicted if self.num_predicted else float("nan")
-        counts = self._counts()
+        for layer, (token, neuron) in enumerate(self.waiting):
+            self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
+        counted = vars(self).keys() & Aggregate.arrays()
+        counts = {name: getattr(self, name).cpu().numpy() for name in counted}
+        octaves = _octaves(counts["value_histogram"], counts["max_abs"])
+        counts["value_edges"], counts["value_histogram"] = octaves
+        counts |= {name: counts[name].astype(np.float32) for name in ("value_sum", "abs_sum")}
         ids = np.flatnonzero(counts["occurrences"])
+        counts |= {name: counts[name][ids] for name in ("occurrences", "token_active")}
         counts |= {
             "token_ids": ids,
             "strings": token_strings(tokenizer, ids),
-            "occurrences": counts["occurrences"][ids],
-            "token_active": counts["token_active"][ids],
             "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
-            "cross_entropy": loss,
+            "cross_entropy": float(self.nll / self.num_predicted),  # NaN where none is predicted
         }
         shape = (self.num_layers, self.intermediate_size, -1)
         top, sample = (
@@ -138,77 +165,6 @@ class Counter:
         )
         meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
         return contexts.fit(counts, top, sample, sequences, meta)
-
-    def _counts(self) -> dict:
-        """Return the arrays of an Aggregate that need no text, with all ids of the vocabulary."""
-        self.unions.close(self.num_tokens)
-        tensors = vars(self) | vars(self.unions)
-        counts = {name: tensors[name].cpu().numpy() for name in COUNTED if name in tensors}
-        octaves = _octaves(counts["value_histogram"], counts["max_abs"])
-        counts["value_edges"], counts["value_histogram"] = octaves
-        counts |= {name: counts[name].astype(np.float32) for name in ("value_sum", "abs_sum")}
-        return counts
-
-
-class Unions:
-    """Different neurons in each whole block of tokens, for every size in BLOCKS.
-
-    A larger block is a run of smallest ones. The last largest block, not whole yet, stays open
-    between batches: neurons and active entries of each of its smallest blocks.
-    """
-
-    def __init__(self, num_layers: int, intermediate_size: int, device: torch.device | str):
-        options = {"dtype": torch.int64, "device": device}
-        self.union_sum = torch.zeros(num_layers, len(BLOCKS), **options)
-        self.union_max = torch.zeros(num_layers, len(BLOCKS), **options)
-        self.union_active = torch.zeros(num_layers, len(BLOCKS), **options)
-        open_shape = (num_layers, BLOCKS[-1] // BLOCKS[0])
-        self.open_active = torch.zeros(open_shape, **options)
-        self.open_neurons = torch.zeros(
-            *open_shape, intermediate_size, dtype=torch.bool, device=device
-        )
-
-    def add(
-        self, layer: int, num_tokens: int, token: Tensor, neuron: Tensor, active: Tensor
-    ) -> None:
-        """Add active entries of one layer in the batch after `num_tokens` tokens.
-
-        active: int64 [M], active entries of each token of the batch.
-        """
-        smallest, largest = BLOCKS[0], BLOCKS[-1]
-        start = num_tokens % largest
-        end = start + len(active)
-        # Smallest blocks of the whole largest ones, and of the one that stays open.
-        num_parts = (end // largest + 1) * largest // smallest
-        neurons = self.open_neurons.new_zeros(num_parts, self.open_neurons.shape[-1])
-        neurons[: largest // smallest] = self.open_neurons[layer]
-        neurons[(start + token) // smallest, neuron] = True
-        counts = self.open_active.new_zeros(num_parts)
-        counts[: largest // smallest] = self.open_active[layer]
-        part = (start + torch.arange(len(active), device=active.device)) // smallest
-        counts.index_add_(0, part, active)
-        whole = num_parts - largest // smallest
-        self._count(layer, neurons[:whole], counts[:whole], end // largest * largest)
-        self.open_neurons[layer], self.open_active[layer] = neurons[whole:], counts[whole:]
-
-    def close(self, num_tokens: int) -> None:
-        """Count the whole blocks in the open one, after all tokens."""
-        for layer, neurons in enumerate(self.open_neurons):
-            self._count(layer, neurons, self.open_active[layer], num_tokens % BLOCKS[-1])
-
-    def _count(self, layer: int, neurons: Tensor, active: Tensor, num_tokens: int) -> None:
-        """Count whole blocks of num_tokens tokens.
-
-        neurons [., N] bool, active [.]: the neurons and active entries of each smallest block.
-        """
-        for n, block in enumerate(BLOCKS):
-            num_blocks, width = num_tokens // block, block // BLOCKS[0]
-            if num_blocks:
-                end = num_blocks * width
-                sizes = neurons[:end].view(num_blocks, width, -1).any(1).sum(1)
-                self.union_sum[layer, n] += sizes.sum()
-                self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
-                self.union_active[layer, n] += active[:end].sum()
 
 
 def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import lzma
 import zipfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-Record = TypeVar("Record")
+from twell import results
 
 
-def pack(arrays: dict[str, np.ndarray], described: dict, compression: int) -> bytes:
-    """Return an .npz that numpy.load reads; the same contents give the same bytes.
+class Record:
+    """A dataclass of arrays, and of fields that JSON can hold."""
 
-    described: what JSON can hold; compression: one of zipfile's constants.
-    """
-    arrays = arrays | {"described": np.frombuffer(json.dumps(described).encode(), np.uint8)}
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as file:
-        for name, array in arrays.items():
-            with file.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
-    return buffer.getvalue()
+    kind: ClassVar[str]  # "a trace"
+    compression: ClassVar[int]  # one of zipfile's constants
 
+    @classmethod
+    def arrays(cls) -> list[str]:
+        """Return the names of the fields that are arrays."""
+        return [field.name for field in dataclasses.fields(cls) if field.type == "np.ndarray"]
 
-def unpack(
-    path: str | Path, make: Callable[..., Record], names: Sequence[str], kind: str
-) -> Record:
-    """Return `make` of the arrays `names` and the description in a file.
+    def pack(self) -> bytes:
+        """Return the .npz that `save` writes; the same contents give the same bytes."""
+        described = {name: value for name, value in vars(self).items() if name not in self.arrays()}
+        arrays = self.to_file({name: getattr(self, name) for name in self.arrays()})
+        arrays["described"] = np.frombuffer(json.dumps(described).encode(), np.uint8)
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", self.compression) as file:
+            for name, array in arrays.items():
+                with file.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    array = np.ascontiguousarray(array)
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+        return buffer.getvalue()
 
-    Raises ValueError naming a file that is damaged, or not of this `kind`.
-    """
-    try:
-        with np.load(path) as file:
-            described = json.loads(file["described"].tobytes())
-            return make(**{name: file[name] for name in names}, **described)
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError) as error:
-        raise ValueError(
-            f"{path} is not {kind}, or it is damaged: {error}; `twell trace` makes it again"
-        ) from None
+    def save(self, path: str | Path) -> None:
+        """Write one compressed .npz; it appears whole or not at all."""
+        results.write_atomically(path, self.pack())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
+        damages = KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError
+        try:
+            with np.load(path) as file:
+                described = json.loads(file["described"].tobytes())
+                return cls(**cls.of_file({name: file[name] for name in cls.arrays()}), **described)
+        except damages as error:
+            raise ValueError(
+                f"{path} is not {cls.kind}, or it is damaged: {error}; `twell trace` makes it again"
+            ) from None
+
+    @staticmethod
+    def to_file(arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return the arrays as the file has them."""
+        return arrays
+
+    @staticmethod
+    def of_file(arrays: dict[str, Any]) -> dict[str, Any]:
+        """Undo `to_file`."""
+        return arrays

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
-import torch
 
 from twell.models import SparseLlamaForCausalLM, silence
-from twell.trace.watch import (
-    SAY_EVERY,
-    Recorder,
-    concatenate,
-    evaluating,
-    logprob,
-    same_length,
-    watch,
-)
+from twell.trace.tracing import record
+from twell.trace.watch import Progress, score
 
-Neuron = tuple[int, int]  # layer, neuron
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
 
 
-@torch.no_grad()
 def silenced_loss(
     model: SparseLlamaForCausalLM,
     sequences: Sequence[Sequence[int]],
-    neurons: Sequence[Neuron],
+    neurons: Sequence[tuple[int, int]],
     *,
     batch: int = 32,
     say: Callable[[str], None] | None = None,
@@ -47,69 +36,29 @@ def silenced_loss(
     for pair in neurons:
         with silence(model, *pair):  # refuses a neuron that does not exist, before the work
             pass
-    losses = _Losses(model, sequences, batch)
-    with evaluating(model):
-        rows = [losses.without(*pair) for pair in _progress(neurons, say)]
+    traced = record(model, sequences, batch)
+    starts = np.flatnonzero(traced.position == 0)
+    predicted = np.diff(starts, append=traced.num_tokens) - 1  # tokens, by sequence
+    if not predicted.sum():
+        raise ValueError("no token is predicted; give a sequence of at least two tokens")
+    by_neuron = {layer: traced.layer(layer).tocsc() for layer, _ in neurons}
+    rows = []
+    for layer, neuron in Progress(len(neurons), "neurons", say).over(neurons):
+        h = by_neuron[layer]
+        fires = h.indices[h.indptr[neuron] : h.indptr[neuron + 1]]
+        change = np.where(traced.position, 0.0, np.nan)  # of each token's loss
+        again, silent = np.unique(traced.sequence[fires]), []
+        with silence(model, layer, neuron):
+            chosen = [sequences[number] for number in again]
+            score(model, chosen, batch, lambda logprob, to=silent: to.extend(logprob.cpu().numpy()))
+        tokens = np.isin(traced.sequence, again)
+        change[tokens] = traced.logprob[tokens].astype(np.float64) - np.concatenate([[], *silent])
+        total = np.add.reduceat(np.nan_to_num(change), starts)
+        mean = total.sum() / predicted.sum()
+        variance = np.square(total - mean * predicted).sum() * (many := len(starts))
+        stderr = np.sqrt(variance / (many - 1)) / predicted.sum() if many > 1 else np.nan
+        after = change[fires[fires + 1 < len(change)] + 1]
+        after = after[~np.isnan(after)]
+        after = after.mean() if len(after) else np.nan
+        rows.append((layer, neuron, len(fires), mean, stderr, after))
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _progress(neurons: Sequence[Neuron], say: Callable[[str], None] | None) -> Iterator[Neuron]:
-    start = said = time.perf_counter()
-    for done, pair in enumerate(neurons, 1):
-        yield pair
-        if say and time.perf_counter() - said > SAY_EVERY:
-            said = time.perf_counter()
-            left = int((said - start) / done * (len(neurons) - done))
-            say(f"{done} of {len(neurons)} neurons  {left // 60}:{left % 60:02d} left")
-
-
-class _Losses:
-    """Log-probabilities of sequences under the whole model, and where its neurons fire."""
-
-    def __init__(
-        self, model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int
-    ):
-        self.model, self.sequences, self.batch = model, sequences, batch
-        lengths = [len(sequence) for sequence in sequences]
-        self.starts = np.cumsum([0, *lengths])
-        self.predicted = np.array(lengths) - 1  # tokens, by sequence
-        self.recorder = Recorder(len(model.ffns))
-        watch(model, sequences, batch, self.recorder)
-        if not self.predicted.sum():
-            raise ValueError("no token is predicted; give a sequence of at least two tokens")
-        self.whole = concatenate(self.recorder.logprob, np.float64)
-
-    def without(self, layer: int, neuron: int) -> tuple:
-        """Return a row of COLUMNS."""
-        fires = self._firings(layer, neuron)
-        change = self._change(layer, neuron, fires)
-        by_sequence = np.add.reduceat(np.nan_to_num(change), self.starts[:-1])
-        total, many = self.predicted.sum(), len(self.sequences)
-        mean = by_sequence.sum() / total
-        spread = np.square(by_sequence - mean * self.predicted).sum()
-        stderr = np.sqrt(spread * many / (many - 1)) / total if many > 1 else np.nan
-        following = change[fires[fires + 1 < len(change)] + 1]
-        following = following[~np.isnan(following)]
-        after = following.mean() if len(following) else np.nan
-        return layer, neuron, len(fires), mean, stderr, after
-
-    def _firings(self, layer: int, neuron: int) -> np.ndarray:
-        """Return the numbers of the tokens that activate a neuron."""
-        batches = self.recorder.layers[layer]
-        counts, indices = (concatenate([part[n] for part in batches], np.int64) for n in range(2))
-        return np.repeat(np.arange(len(counts)), counts)[indices == neuron]
-
-    def _change(self, layer: int, neuron: int, fires: np.ndarray) -> np.ndarray:
-        """Return the change of each token's loss, NaN for the first of a sequence."""
-        change = np.zeros(self.starts[-1])
-        change[self.starts[:-1]] = np.nan
-        numbers = np.unique(np.searchsorted(self.starts, fires, side="right") - 1)
-        after = []
-        with silence(self.model, layer, neuron):
-            for group in same_length([self.sequences[n] for n in numbers], self.batch):
-                ids = torch.tensor(group, device=self.model.device)
-                after.extend(logprob(self.model, ids).cpu().numpy())
-        for n, silent in zip(numbers, after, strict=True):
-            tokens = slice(self.starts[n], self.starts[n + 1])
-            change[tokens] = self.whole[tokens] - silent
-        return change

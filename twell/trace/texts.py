@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from twell import corpus
 from twell.models import SparseLlamaForCausalLM, load
@@ -41,27 +41,13 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token; a part of a character shows its bytes, as in <0xF0>."""
+    # Byte-level BPE writes every byte as a printable character.
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     strings: dict[int, str] = {}
     for token in np.unique(np.asarray(token_ids)).tolist():
-        text = tokenizer.decode([token])
-        if "\ufffd" in text:
-            text = _bytes(tokenizer.convert_ids_to_tokens(token)) or text
-        strings[token] = text
+        strings[token] = tokenizer.decode([token])
+        if "\ufffd" in strings[token]:
+            characters = tokenizer.convert_ids_to_tokens(token)
+            if all(character in byte_of for character in characters):
+                strings[token] = "".join(f"<0x{byte_of[one]:02X}>" for one in characters)
     return [strings[int(token)] for token in token_ids]
-
-
-def _bytes(token: str) -> str | None:
-    """Return the bytes of a byte-level BPE token, None for any other."""
-    alphabet = _byte_alphabet()
-    if any(character not in alphabet for character in token):
-        return None
-    return "".join(f"<0x{alphabet[character]:02X}>" for character in token)
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes every byte as a printable character."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + n): byte for n, byte in enumerate(rest)}

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import scipy.sparse
 
-from twell import results
 from twell.trace import files
 
 PER_TOKEN = ("token_ids", "strings", "logprob", "sequence", "position")
-ARRAYS = ("token_ids", "logprob", "sequence", "position", "indptr", "indices", "values")
 
 
 @dataclass
-class Trace:
+class Trace(files.Record):
     """T tokens, traced through a model of L layers with N neurons each.
 
-    token_ids int32 [T]. strings [T]: the text of each token. sequence int32 [T]. position int32
-    [T], from 0 within the sequence. logprob float32 [T]: the natural logarithm of
-    p(token | earlier tokens of its sequence), NaN for the first of a sequence.
-
-    indptr int64 [L * T + 1], indices uint16, values float32: token t activates in layer l the
-    neurons indices[indptr[l * T + t] : indptr[l * T + t + 1]], ascending; values are their h. A
-    neuron is active where g != 0 (not gated: h != 0), so a stored value can be 0.
-
-    meta: where model and text came from. Raises ValueError when the sizes do not fit together.
+    Token t activates in layer l the neurons indices[indptr[l * T + t] : indptr[l * T + t + 1]],
+    ascending; values are their h. A neuron is active where g != 0 (not gated: h != 0), so a stored
+    value can be 0. Raises ValueError when the sizes do not fit together.
     """
 
-    token_ids: np.ndarray
-    strings: list[str]
+    kind, compression = "a trace", zipfile.ZIP_DEFLATED
+
+    token_ids: np.ndarray  # int32 [T]
+    strings: list[str]  # [T], the text of each token
+    # float32 [T]: log p(token | earlier tokens of its sequence), natural; NaN for the first.
     logprob: np.ndarray
-    sequence: np.ndarray
-    position: np.ndarray
-    indptr: np.ndarray
-    indices: np.ndarray
-    values: np.ndarray
-    intermediate_size: int
-    meta: dict = field(default_factory=dict)
+    sequence: np.ndarray  # int32 [T], number of the token's sequence
+    position: np.ndarray  # int32 [T], from 0 within the sequence
+    indptr: np.ndarray  # int64 [L * T + 1]
+    indices: np.ndarray  # uint16
+    values: np.ndarray  # float32
+    intermediate_size: int  # N
+    meta: dict = field(default_factory=dict)  # where model and text came from
 
     def __post_init__(self):
         tokens, rows, entries = self.num_tokens, len(self.indptr) - 1, len(self.indices)
@@ -72,18 +66,16 @@ class Trace:
 
         Raises ValueError unless 0 <= start <= stop <= T.
         """
-        tokens = self.num_tokens
-        if not 0 <= start <= stop <= tokens:
+        if not 0 <= start <= stop <= (tokens := self.num_tokens):
             raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
         layers = range(self.num_layers if stop > start else 0)
-        rows = [slice(layer * tokens + start, layer * tokens + stop) for layer in layers]
-        entries = [slice(self.indptr[row.start], self.indptr[row.stop]) for row in rows]
+        parts = [self.layer(layer)[start:stop] for layer in layers]
         # The empty first arrays keep the dtype where no layer is left.
         return Trace(
             **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
-            indptr=np.concatenate([[0], *(np.diff(self.indptr)[row] for row in rows)]).cumsum(),
-            indices=np.concatenate([self.indices[:0], *(self.indices[part] for part in entries)]),
-            values=np.concatenate([self.values[:0], *(self.values[part] for part in entries)]),
+            indptr=np.concatenate([[0], *(np.diff(h.indptr) for h in parts)]).cumsum(),
+            indices=np.concatenate([self.indices[:0], *(h.indices for h in parts)]).astype("u2"),
+            values=np.concatenate([self.values[:0], *(h.data for h in parts)]),
             intermediate_size=self.intermediate_size,
             meta=self.meta,
         )
@@ -128,14 +120,12 @@ class Trace:
 
         Tokens that activate it, int64; the sum of its values, float64; its largest |value|.
         """
-        size = self.intermediate_size
-        counts = np.zeros((self.num_layers, size), np.int64)
-        sums = np.zeros((self.num_layers, size))
-        largest = np.zeros((self.num_layers, size), np.float32)
+        shape = self.num_layers, self.intermediate_size
+        counts, sums, largest = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, "f4")
         for layer in range(self.num_layers):
             h = self.layer(layer)
-            counts[layer] = np.bincount(h.indices, minlength=size)
-            sums[layer] = np.bincount(h.indices, weights=h.data, minlength=size)
+            counts[layer] = np.bincount(h.indices, minlength=shape[1])
+            sums[layer] = np.bincount(h.indices, weights=h.data, minlength=shape[1])
             np.maximum.at(largest[layer], h.indices, np.abs(h.data))
         return counts, sums, largest
 
@@ -146,15 +136,12 @@ class Trace:
         entries in these blocks. Blocks start at the first token and cross the ends of sequences.
         """
         totals = np.zeros((3, self.num_layers, len(blocks)), np.int64)
-        for layer, counts in enumerate(self.counts()):
-            token = np.repeat(np.arange(self.num_tokens), counts)
-            neuron = self.layer(layer).indices
+        for layer, token, neuron in self._entries():
             for n, block in enumerate(blocks):
-                end = self.num_tokens // block * block
-                inside = token < end
+                inside = token < self.num_tokens // block * block
                 pairs = token[inside] // block * self.intermediate_size + neuron[inside]
                 sizes = np.bincount(np.unique(pairs) // self.intermediate_size, minlength=1)
-                totals[:, layer, n] = sizes.sum(), sizes.max(), counts[:end].sum()
+                totals[:, layer, n] = sizes.sum(), sizes.max(), inside.sum()
         return tuple(totals)
 
     def overflows(self, tile_n: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -166,22 +153,15 @@ class Trace:
         num_tiles = -(-self.intermediate_size // tile_n)
         shape = (self.num_tokens, num_tiles)
         totals = np.zeros((2, self.num_layers, len(compressions)), np.int64)
-        for layer, counts in enumerate(self.counts()):
-            first = np.repeat(np.arange(self.num_tokens), counts) * num_tiles
-            tile = first + self.layer(layer).indices // tile_n
+        for layer, token, neuron in self._entries():
+            tile = token * num_tiles + neuron // tile_n
             in_tile = np.bincount(tile, minlength=self.num_tokens * num_tiles).reshape(shape)
             for n, compression in enumerate(compressions):
                 over = in_tile > tile_n // compression - 1
                 totals[:, layer, n] = over.any(axis=1).sum(), over.sum()
         return tuple(totals)
 
-    def save(self, path: str | Path) -> None:
-        """Write one compressed .npz; it appears whole or not at all."""
-        described = {name: getattr(self, name) for name in ("strings", "intermediate_size", "meta")}
-        arrays = {name: getattr(self, name) for name in ARRAYS}
-        results.write_atomically(path, files.pack(arrays, described, zipfile.ZIP_DEFLATED))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
-        return files.unpack(path, cls, ARRAYS, "a trace")
+    def _entries(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield each layer, and the tokens and neurons of its active entries."""
+        for layer, counts in enumerate(self.counts()):
+            yield layer, np.repeat(np.arange(self.num_tokens), counts), self.layer(layer).indices

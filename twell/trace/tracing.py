@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from twell import results
@@ -17,7 +17,7 @@ from twell.trace.aggregates import Aggregate
 from twell.trace.counter import Counter
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
 from twell.trace.trace import Trace
-from twell.trace.watch import SAY_EVERY, Recorder, concatenate, watch
+from twell.trace.watch import Progress, concatenate, watch
 from twell.train.text import run_text
 
 BATCH_TOKENS = 8192
@@ -26,6 +26,49 @@ MAX_BYTES = 2_000_000
 # model that needs more than the limit is refused before it runs; if it turns out so, at the end.
 BYTES_A_NEURON = 32
 MOST_TOKENS = 2**20  # of a run's aggregate, if no number is given
+
+
+class Recorder:
+    """An observer that keeps everything, of the layers in the order of batches."""
+
+    def __init__(self, num_layers: int):
+        # Of each layer and batch: active neurons of each token, indices, values.
+        self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
+        self.logprob: list[np.ndarray] = []
+
+    def begin(self, ids: Tensor) -> None:
+        self.num_tokens = ids.numel()
+
+    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
+        counts = torch.bincount(token, minlength=self.num_tokens)
+        counts, neuron, value = (t.cpu().numpy() for t in (counts, neuron, value))
+        self.layers[layer].append((counts, neuron.astype(np.uint16), value))
+
+    def end(self, logprob: Tensor) -> None:
+        self.logprob.append(logprob.reshape(-1).cpu().numpy())
+
+
+def record(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
+    """Return `trace_tokens` without the strings of the tokens."""
+    recorder = Recorder(len(model.ffns))
+    watch(model, sequences, batch, recorder)
+    parts = [part for layer in recorder.layers for part in layer]
+    counts, indices, values = (
+        concatenate([part[n] for part in parts], dtype)
+        for n, dtype in enumerate((np.int64, np.uint16, np.float32))
+    )
+    token_ids, lengths = concatenate(sequences, np.int32), list(map(len, sequences))
+    return Trace(
+        token_ids=token_ids,
+        strings=[""] * len(token_ids),
+        logprob=concatenate(recorder.logprob, np.float32),
+        sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        position=concatenate(map(np.arange, lengths), np.int32),
+        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indices=indices,
+        values=values,
+        intermediate_size=model.config.intermediate_size,
+    )
 
 
 def trace_tokens(
@@ -41,27 +84,10 @@ def trace_tokens(
     Consecutive sequences of one length run together, at most `batch` at a time. Raises ValueError
     for a token that the model does not have.
     """
-    recorder = Recorder(len(model.ffns))
-    watch(model, sequences, batch, recorder)
-    parts = [part for layer in recorder.layers for part in layer]
-    counts, indices, values = (
-        concatenate([part[n] for part in parts], dtype)
-        for n, dtype in enumerate((np.int64, np.uint16, np.float32))
-    )
-    token_ids = concatenate(sequences, np.int32)
-    lengths = [len(sequence) for sequence in sequences]
-    return Trace(
-        token_ids=token_ids,
-        strings=token_strings(tokenizer, token_ids),
-        logprob=concatenate(recorder.logprob, np.float32),
-        sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        position=concatenate([np.arange(length) for length in lengths], np.int32),
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        indices=indices,
-        values=values,
-        intermediate_size=model.config.intermediate_size,
-        meta=(meta or {}) | {"special_ids": sorted(tokenizer.all_special_ids)},
-    )
+    traced = record(model, sequences, batch)
+    traced.strings = token_strings(tokenizer, traced.token_ids)
+    traced.meta = (meta or {}) | {"special_ids": sorted(tokenizer.all_special_ids)}
+    return traced
 
 
 def trace_text(
@@ -114,28 +140,10 @@ def aggregate(
     counter = Counter(
         layers, size, model.config.vocab_size, longest, seed=seed, device=model.device
     )
-    watched = progress(sequences, say) if say else sequences
-    watch(model, watched, max(BATCH_TOKENS // longest, 1), counter)
+    progress = Progress(sum(map(len, sequences)), "tokens", say)
+    watch(model, progress.over(sequences, len), max(BATCH_TOKENS // longest, 1), counter)
     meta = (meta or {}) | {"context": longest, "seed": seed}
     return counter.finish(sequences, tokenizer, max_bytes, meta)
-
-
-def progress(
-    sequences: Sequence[Sequence[int]], say: Callable[[str], None]
-) -> Iterator[Sequence[int]]:
-    """Yield the sequences, and say every five seconds how many tokens are done."""
-    total, done = sum(map(len, sequences)), 0
-    start = said = time.perf_counter()
-    for sequence in sequences:
-        now = time.perf_counter()
-        if now - said > SAY_EVERY and done:
-            speed = done / (now - start)
-            minutes, seconds = divmod(int((total - done) / speed), 60)
-            left = f"{minutes}:{seconds:02d} left"
-            say(f"{done:,} of {total:,} tokens  {speed:,.0f} tokens/s  {left}")
-            said = now
-        yield sequence
-        done += len(sequence)
 
 
 def aggregate_run(
@@ -155,17 +163,14 @@ def aggregate_run(
         row, _ = results.load_run(run)
         meta |= {"run": row["run"]}
     model, tokenizer = load_with_tokenizer(run)
-    ids = _validation_ids(run) if text is None else encode(tokenizer, text)
+    if text is None:  # of a stream, evaluations use all that is held out
+        streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
+        ids = run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens
+    else:
+        ids = encode(tokenizer, text)
     if tokens is not None and not 1 <= tokens <= len(ids):
         raise ValueError(f"{tokens} tokens were asked for; there are {len(ids)}")
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     meta |= {"l1_coefficient": model.config.l1_coefficient}
     return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)
-
-
-def _validation_ids(run: str | Path) -> np.ndarray:
-    """Return all tokens that a run holds out."""
-    # Of a stream, evaluations use all that is held out.
-    streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
-    return run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,65 +17,49 @@ from twell.models import SparseLlamaForCausalLM
 SAY_EVERY = 5  # seconds between two lines about the progress
 
 
-class Observer(Protocol):
-    """Sees the batches of a model, one after the other."""
+class Progress:
+    """Says every five seconds how much of a work is done, and when the rest will be."""
 
-    def begin(self, ids: Tensor) -> None:
-        """A batch of token ids int64 [B, S] starts."""
+    def __init__(self, total: int, unit: str, say: Callable[[str], None] | None):
+        self.total, self.unit, self.say, self.done = total, unit, say, 0
+        self.start = self.said = time.perf_counter()
 
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        """The n active entries of the batch in one layer.
+    def add(self, number: int = 1) -> None:
+        """So much more is done."""
+        self.done += number
+        now = time.perf_counter()
+        if self.say and now - self.said > SAY_EVERY:
+            speed = self.done / (now - self.start)
+            minutes, seconds = divmod(int(max(self.total - self.done, 0) / speed), 60)
+            done = f"{self.done:,} of {self.total:,} {self.unit}"
+            self.say(f"{done}  {speed:,.1f}/s  {minutes}:{seconds:02d} left")
+            self.said = now
 
-        token, neuron: int64 [n], ascending, tokens numbered from 0 in the batch; value: their h,
-        float32 [n].
-        """
-
-    def end(self, logprob: Tensor) -> None:
-        """The batch is done; logprob fp32 [B, S], NaN for the first token of each sequence."""
-
-
-class Recorder:
-    """An observer that keeps everything: for each batch, logprob and the layers' active entries."""
-
-    def __init__(self, num_layers: int):
-        # Of each layer and batch: active neurons of each token, indices, values.
-        self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
-        self.logprob: list[np.ndarray] = []
-
-    def begin(self, ids: Tensor) -> None:
-        self.num_tokens = ids.numel()
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        counts = torch.bincount(token, minlength=self.num_tokens)
-        counts, neuron, value = (t.cpu().numpy() for t in (counts, neuron, value))
-        self.layers[layer].append((counts, neuron.astype(np.uint16), value))
-
-    def end(self, logprob: Tensor) -> None:
-        self.logprob.append(logprob.reshape(-1).cpu().numpy())
+    def over(self, items: Iterable, size: Callable[[Any], int] = lambda item: 1) -> Iterator:
+        """Yield the items; each is done when the next one is asked for."""
+        for item in items:
+            yield item
+            self.add(size(item))
 
 
-@torch.no_grad()
 def watch(
-    model: SparseLlamaForCausalLM,
-    sequences: Sequence[Sequence[int]],
-    batch: int,
-    observer: Observer,
+    model: SparseLlamaForCausalLM, sequences: Iterable[Sequence[int]], batch: int, observer: Any
 ) -> None:
-    """Run sequences of token ids through the model, in batches of `same_length`.
+    """Run sequences of token ids through the model, in batches of one length.
 
-    Raises ValueError for a token that the model does not have, and for an empty sequence.
+    Of each batch the observer is told: begin(ids), int64 [B, S]; for every layer
+    layer(layer, token, neuron, value), its n active entries: token and neuron int64 [n], ascending,
+    tokens numbered from 0 in the batch, and their h, float32 [n]; end(logprob), fp32 [B, S], NaN
+    for the first token of each sequence. Raises ValueError for a token that the model does not
+    have, and for an empty sequence.
     """
-    with evaluating(model), contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as hooks:
         for layer, ffn in enumerate(model.ffns):
             hooks.callback(ffn.register_forward_hook(_hook(observer, layer)).remove)
-        for group in same_length(sequences, batch):
-            ids = torch.tensor(group, device=model.device)
-            _check_tokens(ids, model.config.vocab_size)
-            observer.begin(ids)
-            observer.end(logprob(model, ids))
+        score(model, sequences, batch, observer.end, observer.begin)
 
 
-def _hook(observer: Observer, layer: int) -> Callable:
+def _hook(observer: Any, layer: int) -> Callable:
     def hook(ffn, inputs, _):
         # Computed again, densely, so that a trace does not depend on the backend.
         g, h = (t.reshape(-1, ffn.intermediate_size) for t in ffn.activations(inputs[0]))
@@ -83,45 +69,42 @@ def _hook(observer: Observer, layer: int) -> Callable:
     return hook
 
 
-def _check_tokens(ids: Tensor, vocab_size: int) -> None:
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= vocab_size:
-        wrong, last = least if least < 0 else most, vocab_size - 1
-        raise ValueError(f"token {wrong} does not exist: the model has tokens 0 to {last}")
-
-
-@contextlib.contextmanager
-def evaluating(model: SparseLlamaForCausalLM) -> Iterator[None]:
-    """Evaluation mode while it lasts."""
-    training = model.training
+@torch.no_grad()
+def score(
+    model: SparseLlamaForCausalLM,
+    sequences: Iterable[Sequence[int]],
+    batch: int,
+    end: Callable[[Tensor], object],
+    begin: Callable[[Tensor], object] = lambda ids: None,
+) -> None:
+    """Call `begin` and `end` of an observer for every batch, in evaluation mode. As `watch`."""
+    training, size = model.training, model.config.vocab_size
     model.eval()
     try:
-        yield
+        for group in same_length(sequences, batch):
+            ids = torch.tensor(group, device=model.device)
+            for token in (int(ids.min()), int(ids.max())):
+                if not 0 <= token < size:
+                    raise ValueError(
+                        f"token {token} does not exist: the model has tokens 0 to {size - 1}"
+                    )
+            begin(ids)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            logprob = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+            end(torch.nn.functional.pad(logprob, (1, 0), value=float("nan")))
     finally:
         model.train(training)
 
 
-def logprob(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Return log p of each token [B, S] given the tokens before it, fp32; NaN for the first."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(chosen, (1, 0), value=float("nan"))
-
-
-def same_length(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[list[list[int]]]:
+def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list[list[int]]]:
     """Yield groups of at most `batch` consecutive sequences of one length."""
-    group: list[list[int]] = []
-    for sequence in sequences:
-        if len(sequence) < 1:
+    for length, run in itertools.groupby(sequences, len):
+        if not length:
             raise ValueError("an empty sequence cannot be traced; give at least one token")
-        if group and (len(group) == batch or len(group[0]) != len(sequence)):
+        while group := [[int(token) for token in one] for one in itertools.islice(run, batch)]:
             yield group
-            group = []
-        group.append([int(token) for token in sequence])
-    if group:
-        yield group
 
 
-def concatenate(arrays: Sequence, dtype) -> np.ndarray:
+def concatenate(arrays: Iterable, dtype) -> np.ndarray:
     """np.concatenate as `dtype`, of no arrays too."""
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])

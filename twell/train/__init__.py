@@ -8,7 +8,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     start           `train`: checks the folder, holds its lock, runs the loop
     loop            the run: steps, rows, validations, checkpoints
     build           model, compilation, optimiser
-    text            the tokens of a configuration and of a run
+    text            the tokens of a run, which must not change under it
     validation      loss and activity of a model on held-out text
     dead            dead neurons: windows and remedies
     log             the rows of log.csv
@@ -23,11 +23,11 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        "twell.config": "CONFIGS TrainConfig l1_schedule",
+        "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
         ".dead": "DeadWindow balance reinitialize",
         ".log": "Log activity_columns",
         ".start": "train",
-        ".text": "cache_folder run_text text_hashes",
+        ".text": "run_text text_hashes",
         ".validation": "evaluate",
     },
 )

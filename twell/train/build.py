@@ -54,16 +54,13 @@ def adamw(
     Matrices decay; vectors (the norms' gains, biases) do not, as usual for transformers.
     learning_rate: None takes the configuration's.
     """
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() >= 2]
-    vectors = [p for p in parameters if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.learning_rate if learning_rate is None else learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
         fused=device.type == "cuda" or None,  # one pass over weights and moments
     )

@@ -1,62 +1,87 @@
 """The last two checkpoints of a run. When one is damaged, the run goes on from the other.
 
-A checkpoint is the zip file that `torch.save` writes, and behind it the SHA-256 of this file.
-Reading compares it first. (The zip file's own CRC-32 do not cover its directory: one changed bit
-there gives other weights.) A checkpoint also has the run's configuration, and the size and the
-SHA-256 of its log. The checkpoint before the last stays as `checkpoint-previous.pt`.
+A checkpoint is the folder `checkpoint-STEP`. Each process writes its share of the weights and of
+the optimiser to it, by `torch.distributed.checkpoint`. The main process writes `state.pt` last: a
+folder without it is unfinished. `state.pt` is the zip file of `torch.save`, and behind it the
+SHA-256 of this zip file, since the CRC-32 in a zip file do not cover its directory. It holds the
+SHA-256 of the folder's other files, size and SHA-256 of the log, and the run's configuration.
+Older versions wrote a single file, `checkpoint.pt`: like `state.pt`, with the tensors in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from twell import results
 
-LAST, PREVIOUS = results.CHECKPOINTS
-FIELDS = "step model optimizer schedule window sparse random streams log".split()
+STATE, TENSORS = "state.pt", (".metadata", "__*_*.distcp")
+FIELDS = "step schedule window sparse random streams log".split()
+SEAL = b"\nsha256 "  # stands before the 64 digits
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder; `log` is the file whose rows they count."""
+    """The checkpoints in a run's folder. Only the main process writes `state.pt` and deletes."""
 
-    def __init__(self, folder: Path, log: Path):
-        self.last, self.previous, self.log = folder / LAST, folder / PREVIOUS, log
+    def __init__(self, folder: Path, *, main: bool = True):
+        self.folder, self.log, self.main = folder, folder / "log.csv", main
         self.good: Path | None = None  # the newest whole one
 
-    def exist(self) -> bool:
-        return self.last.is_file() or self.previous.is_file()
+    def paths(self) -> list[Path]:
+        """Return the checkpoints, newest first: folders, unfinished ones too, and older files."""
+        folders = sorted(self.folder.glob("checkpoint-" + "[0-9]" * 8), reverse=True)
+        files = [self.folder / name for name in results.CHECKPOINTS]
+        return [*filter(Path.is_dir, folders), *filter(Path.is_file, files)]
 
-    def write(self, state: dict) -> None:
-        """Write the newest checkpoint. At every moment at least one is whole."""
-        with open(self.log, "rb+") as log:
-            os.fsync(log.fileno())  # a checkpoint must not outlive the rows that it counts
-        state = state | {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
-        buffer = io.BytesIO()
-        torch.save(state | {"sealed": True}, buffer)
-        buffer.write(_seal(hashlib.sha256(buffer.getbuffer())))
-        if self.good == self.last:
-            os.replace(self.last, self.previous)
-            self.good = self.previous
-        else:
-            self.last.unlink(missing_ok=True)  # a damaged one
-        results.write_atomically(self.last, buffer.getbuffer())
-        self.good = self.last
+    def exist(self) -> bool:
+        return any(_state_file(path).is_file() for path in self.paths())
+
+    def write(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Write the newest checkpoint, all processes together. At every moment one is whole."""
+        folder = self.folder / f"checkpoint-{state['step']:08d}"
+        if self.main:
+            self.remove(but=self.good)
+        _transfer(dcp.save, _tensors(model, optimizer), folder, "written")
+        if self.main:
+            with open(self.log, "rb+") as log:
+                os.fsync(log.fileno())  # a checkpoint must not outlive the rows that it counts
+            paths = [path for pattern in TENSORS for path in folder.glob(pattern)]
+            state = state | {
+                "log": self.log.stat().st_size,
+                "log_sha256": results.file_hash(self.log),
+                "files": {path.name: results.file_hash(path) for path in paths},
+                "sealed": True,
+            }
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            buffer.write(SEAL + hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+            results.write_atomically(folder / STATE, buffer.getbuffer())
+        self.good = folder
 
     def read(self, say: Callable[[str], None]) -> dict:
-        """Return the newest whole checkpoint with a whole log. `say` reports a damaged one.
+        """Return the state of the newest whole checkpoint with a whole log.
 
-        Raises ValueError, naming the files and what is wrong with each, when none is whole.
+        `say` reports a damaged one. Raises ValueError, naming the files and what is wrong with
+        each, when none is whole.
         """
         problems = []
-        for path in (self.last, self.previous):
-            if not path.is_file():
+        for path in self.paths():
+            if not _state_file(path).is_file():
                 continue
             try:
                 state = read(path)
@@ -73,65 +98,92 @@ class Checkpoints:
             "put back a copy, or start again with --overwrite"
         )
 
-    def remove(self) -> None:
-        """Remove all checkpoints."""
-        self.last.unlink(missing_ok=True)
-        self.previous.unlink(missing_ok=True)
+    def load(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Load the weights and the optimiser of the checkpoint that `read` returned."""
+        tensors, options = state, WHOLE  # an older version's file
+        if "files" in state:
+            tensors, options = _tensors(model, optimizer), None
+            _transfer(dcp.load, tensors, self.good, "read")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+            options=options,
+        )
+
+    def remove(self, but: Path | None = None) -> None:
+        """Delete the checkpoints by the names of their files, `but` one."""
+        for path in self.paths():
+            if path != but:
+                _state_file(path).unlink(missing_ok=True)  # first: the rest is no checkpoint then
+                for pattern in (*TENSORS, ".metadata.tmp", f".{STATE}.*{results.UNFINISHED}"):
+                    for file in path.glob(pattern):
+                        file.unlink()
+                with contextlib.suppress(OSError):  # a file, or somebody's files are in it
+                    path.rmdir()
 
 
 def read(path: Path) -> dict:
-    """Read one checkpoint. Raises ValueError, naming the file, when it is damaged."""
+    """Read a checkpoint's state. Raises ValueError, naming the file, when one is damaged."""
+    file = _state_file(path)
     try:
-        sealed = _is_sealed(path)
-        part = None if sealed else _damaged_part(path)
-        state = torch.load(path, map_location="cpu", weights_only=True) if part is None else None
+        sealed = _is_sealed(file)
+        # Before there were seals, the zip file's CRC-32 had to do.
+        part = None if sealed else zipfile.ZipFile(file).testzip()
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        whole = sealed or not (part or "sealed" in state)
     except (PermissionError, MemoryError):
         raise
-    except Exception as error:  # zipfile and torch raise a dozen kinds
-        raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
-    if part is not None:
-        raise ValueError(f"{path} is damaged (the CRC-32 of {part} differs)")
-    # Checkpoints of older versions have no SHA-256.
-    if not sealed and isinstance(state, dict) and "sealed" in state:
-        raise ValueError(f"{path} is damaged (its SHA-256 differs)")
-    missing = [name for name in FIELDS if not isinstance(state, dict) or name not in state]
-    if missing:
-        raise ValueError(f"{path} is no checkpoint of a run: it has no {', '.join(missing)}")
+    except Exception:  # zipfile and torch raise a dozen kinds
+        whole = False
+    if not whole:
+        raise ValueError(f"{file} is damaged or cut short")
+    fields = [*FIELDS, "files"] if path.is_dir() else [*FIELDS, "model", "optimizer"]
+    if missing := [name for name in fields if not isinstance(state, dict) or name not in state]:
+        raise ValueError(f"{file} is no checkpoint of a run: it has no {', '.join(missing)}")
+    for name, expected in state.get("files", {}).items():
+        if not (path / name).is_file() or results.file_hash(path / name) != expected:
+            raise ValueError(f"{path / name} is damaged or missing")
     return state
-
-
-def _damaged_part(path: Path) -> str | None:
-    """Return the first part of a zip file whose CRC-32 differs, or None."""
-    with zipfile.ZipFile(path) as file:
-        return file.testzip()
-
-
-def _seal(digest: hashlib._Hash) -> bytes:
-    """Return what stands behind a checkpoint with this SHA-256."""
-    return b"\nsha256 " + digest.hexdigest().encode()
-
-
-def _is_sealed(path: Path) -> bool:
-    """Return whether a file ends with the SHA-256 of the bytes before it."""
-    size = path.stat().st_size - len(_seal(hashlib.sha256()))
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while size > 0 and (part := file.read(min(size, 2**24))):
-            digest.update(part)
-            size -= len(part)
-        return file.read() == _seal(digest)
 
 
 def check_log(path: Path, state: dict) -> None:
     """Raise ValueError, naming the log, when its rows before a checkpoint have changed."""
-    rows = path.read_bytes() if path.is_file() else b""
-    size = state["log"]
+    rows, size = path.read_bytes() if path.is_file() else b"", state["log"]
     if len(rows) < size:
-        raise ValueError(
-            f"{path} is shorter than the checkpoint says ({len(rows)} of {size} bytes)"
-        )
-    expected = state.get("log_sha256")  # checkpoints of older versions have none
-    if expected is not None and hashlib.sha256(rows[:size]).hexdigest() != expected:
+        sizes = f"{len(rows)} of {size} bytes"
+        raise ValueError(f"{path} is shorter than the checkpoint says ({sizes})")
+    digest = hashlib.sha256(rows[:size]).hexdigest()
+    if digest != state.get("log_sha256", digest):  # older versions wrote none
         raise ValueError(
             f"{path} is damaged: its first {size} bytes have changed since the checkpoint"
         )
+
+
+def _state_file(path: Path) -> Path:
+    return path / STATE if path.is_dir() else path
+
+
+def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> None:
+    """Save or load with all processes, or alone: DCP warns then."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            transfer(tensors, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:  # a BaseException
+        failure, _ = next(iter(error.failures.values()))
+        raise OSError(f"{folder} could not be {verb}: {failure}") from None
+
+
+def _is_sealed(path: Path) -> bool:
+    """Return whether a file ends with the SHA-256 of the bytes before it."""
+    size, digest = path.stat().st_size - len(SEAL) - 64, hashlib.sha256()
+    with open(path, "rb") as file:
+        while size > 0 and (part := file.read(min(size, 2**24))):
+            digest.update(part)
+            size -= len(part)
+        return file.read() == SEAL + digest.hexdigest().encode()

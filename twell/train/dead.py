@@ -24,9 +24,8 @@ class DeadWindow:
 
     def __init__(self, num_layers: int, window_tokens: int):
         self.window_tokens = window_tokens
-        self.tokens = 0
+        self.tokens, self.number = 0, 0  # of this window; windows that have ended
         self.active: list[torch.Tensor | None] = [None] * num_layers
-        self.number = 0  # windows that have ended
 
     def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
         """Count tokens; at the end of a window return each layer's dead neurons [N] bool.
@@ -34,18 +33,17 @@ class DeadWindow:
         The next call starts the next window.
         """
         self.tokens += tokens
-        for layer, counts in enumerate(neuron_counts):
-            now = counts > 0
-            self.active[layer] = now if self.active[layer] is None else self.active[layer] | now
+        now = [counts > 0 for counts in neuron_counts]
+        pairs = zip(self.active, now, strict=True)
+        self.active = [new if old is None else old | new for old, new in pairs]
         if self.tokens < self.window_tokens:
             return None
         dead = [~active for active in self.active]
-        self.tokens, self.active = 0, [None] * len(self.active)
-        self.number += 1
+        self.tokens, self.active, self.number = 0, [None] * len(dead), self.number + 1
         return dead
 
     def state(self) -> dict:
-        """Return the part of a checkpoint that `restore` reads."""
+        """Return a part of a checkpoint."""
         return {"tokens": self.tokens, "active": self.active, "number": self.number}
 
     def restore(self, state: dict, device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import types
 
 NOTICE = b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
 
@@ -25,7 +24,7 @@ class Interrupt:
         if self.before is not None:
             signal.signal(signal.SIGINT, self.before)
 
-    def _press(self, number: int, frame: types.FrameType | None) -> None:
+    def _press(self, *_) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True

@@ -38,8 +38,7 @@ def hold(folder: str | Path) -> Iterator[None]:
     folder = Path(folder)
     new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
-    lock = filelock.FileLock(path)
+    path, lock = folder / LOCK, filelock.FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
@@ -48,7 +47,9 @@ def hold(folder: str | Path) -> Iterator[None]:
     try:
         if _beats_elsewhere(path):
             raise _refusal(path)
-        _write(path)
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        holder = {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+        path.write_text(json.dumps(holder) + "\n")
         heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
         heart.start()
         try:
@@ -62,13 +63,6 @@ def hold(folder: str | Path) -> Iterator[None]:
         if new:
             with contextlib.suppress(OSError):  # not empty: it holds a run
                 folder.rmdir()
-
-
-def _write(path: Path) -> None:
-    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path.write_text(
-        json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n"
-    )
 
 
 def _read(path: Path) -> dict:
@@ -93,7 +87,8 @@ def _refusal(path: Path) -> FileExistsError:
 
 def _beats_elsewhere(path: Path) -> bool:
     """Return whether a process on another host touches the file."""
-    if _read(path).get("host", socket.gethostname()) == socket.gethostname():
+    here = socket.gethostname()
+    if _read(path).get("host", here) == here:
         return False
     first, end = _touched(path), time.monotonic() + PATIENCE
     while time.monotonic() < end:

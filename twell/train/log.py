@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 from pathlib import Path
 
@@ -36,18 +35,15 @@ class Log:
         self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
     ) -> None:
         """Write one row for each number, and one for each layer of a list."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
+        rows = []
         for metric, value in values.items():
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
-            writer.writerows(
-                [step, tokens, split, layer, metric, f"{number:.6g}"] for layer, number in numbered
-            )
+            rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
         try:
-            # "a" would write a deleted log anew, without its head.
-            with open(self.path, "r+", encoding="utf-8") as file:
+            # "a" would write a deleted log anew, without its head. The rows fit the buffer.
+            with open(self.path, "r+", encoding="utf-8", buffering=2**20) as file:
                 file.seek(0, os.SEEK_END)
-                file.write(text.getvalue())
+                csv.writer(file, lineterminator="\n").writerows(rows)
         except OSError as error:  # the system names no file when the disk is full
             message = f"{self.path} could not be written: {error.strerror}"
             raise OSError(error.errno, message) from None

@@ -15,13 +15,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, set_seed
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -31,14 +26,12 @@ from twell.models import save, silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
 from twell.train.build import adamw, build_model, prepare_layers
-from twell.train.checkpoint import Checkpoints
+from twell.train.checkpoint import WHOLE, Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.text import check_text, text_hashes
-from twell.train.validation import evaluate
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+from twell.train.validation import counters, evaluate, restore_counters
 
 
 class Run:
@@ -46,12 +39,12 @@ class Run:
 
     def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
-        self.main = accelerator.is_main_process
+        self.main, self.device = accelerator.is_main_process, accelerator.device
+        self.world, self.rank = accelerator.num_processes, accelerator.process_index
         set_seed(config.seed)
         with accelerator.main_process_first():
-            self.tokenizer, self.blocks, self.valid_blocks = config.prepare_text(
-                accelerator.process_index, accelerator.num_processes
-            )
+            text = config.prepare_text(self.rank, self.world)
+        self.tokenizer, self.blocks, self.valid_blocks = text
         self.text = text_hashes(config, self.blocks, self.valid_blocks)
 
         self.model = build_model(config, self.tokenizer)
@@ -62,16 +55,15 @@ class Run:
         if accelerator.distributed_type == DistributedType.FSDP:  # refuses unusual strides
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.contiguous()
-        optimizer = adamw(self.model, config, accelerator.device)
+        optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = get_cosine_schedule_with_warmup(
             self.optimizer.optimizer, config.warmup_steps, config.steps
         )
-
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
-        self.checkpoints = Checkpoints(folder, folder / "log.csv")
+        self.checkpoints = Checkpoints(folder, main=self.main)
         # Since the last row: sums of losses, and seconds before a resume.
-        self.sums, self.spent = torch.zeros(4, device=accelerator.device), 0.0
+        self.sums, self.spent = torch.zeros(4, device=self.device), 0.0
 
     def train(self, resume: bool) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
@@ -80,7 +72,7 @@ class Run:
         if resume and self.checkpoints.exist():
             check_text(self.folder, self.text)
             self.done, size = self.load_checkpoint()
-        elif resume and self.main:
+        elif resume:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
             self.open_folder(resume, size)
@@ -95,8 +87,7 @@ class Run:
                 self.sums += self.step(step)
                 last = step == config.steps
                 if last or step % config.log_every == 0:
-                    self.record(step, self.sums / self.steps_in_row(step))
-                    self.sums.zero_()
+                    self.record(step)
                 if last or step % config.valid_every == 0:
                     self.validate(step)
                 if not last:
@@ -117,6 +108,7 @@ class Run:
             results.remove_unfinished(self.folder)
         else:
             results.remove_run(self.folder)  # not before all else has been checked
+            self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
         self.log = Log(self.folder / "log.csv", log_size)
         where = f"from step {self.done} " if self.done else ""
@@ -127,10 +119,6 @@ class Run:
         for line in self.config.remarks():
             self.say(f"{self.folder.name}  {line}")
 
-    def steps_in_row(self, step: int) -> int:
-        """Return the steps since the last row of the log, this one included."""
-        return (step - 1) % self.config.log_every + 1
-
     # --- a step
 
     def step(self, step: int) -> torch.Tensor:
@@ -138,7 +126,7 @@ class Run:
 
         They are of the whole step, over all processes.
         """
-        config, world = self.config, self.accelerator.num_processes
+        config = self.config
         sequences = config.batch_tokens // config.context
         totals = {
             "num_items_in_batch": sequences * (config.context - 1),
@@ -146,12 +134,11 @@ class Run:
             "l1_scale": l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps),
         }
         first = (step - 1) * sequences
-        share = range(first + self.accelerator.process_index, first + sequences, world)
-        batches = self.draw(share)  # once: a repeated step has the same text
+        batches = self.draw(range(first + self.rank, first + sequences, self.world))
         self.wrapped.train()
-        for _ in self.sparse.attempts():
+        for _ in self.sparse.attempts():  # all have the same text
             self.optimizer.zero_grad()
-            parts = self.accumulate(batches, totals)
+            losses = self.accumulate(batches, totals)
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
         self.learning_rate = self.optimizer.param_groups[0]["lr"]  # before the schedule goes on
         self.optimizer.step()
@@ -159,55 +146,54 @@ class Run:
             balance(self.model)
         self.schedule.step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return torch.cat([self.accelerator.reduce(parts), norm.detach().float().reshape(1)])
+        return torch.cat([self.accelerator.reduce(losses), norm.detach().float().reshape(1)])
 
     def draw(self, share: range) -> list[torch.Tensor]:
         """Return the blocks of these numbers as micro-batches on the device.
 
         All are drawn before the first pass, and copied from pinned memory: no pass waits for text.
         """
-        device, micro = self.accelerator.device, self.config.micro_batch or len(share)
-        parts = [share[start : start + micro] for start in range(0, len(share), micro)]
-        drawn = [self.blocks.draw(part) for part in parts]
-        if device.type == "cuda":
+        micro = self.config.micro_batch or len(share)
+        starts = range(0, len(share), micro)
+        drawn = [self.blocks.draw(share[start : start + micro]) for start in starts]
+        if self.device.type == "cuda":
             drawn = [tokens.pin_memory() for tokens in drawn]
-        return [tokens.to(device, non_blocking=True) for tokens in drawn]
+        return [tokens.to(self.device, non_blocking=True) for tokens in drawn]
 
     def accumulate(self, batches: list[torch.Tensor], totals: dict) -> torch.Tensor:
         """Accumulate the gradients of all micro-batches; return their [loss, cross-entropy, L1]."""
-        world = self.accelerator.num_processes
-        parts = torch.zeros(3, device=self.accelerator.device)
+        sums = torch.zeros(3, device=self.device)
         for number, tokens in enumerate(batches, 1):
-            with contextlib.ExitStack() as stack:
-                if number < len(batches):
-                    stack.enter_context(self.accelerator.no_sync(self.wrapped))
+            last = number == len(batches)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 with self.autocast():
                     output = self.wrapped(
                         input_ids=tokens, labels=tokens, use_cache=False, **totals
                     )
-                self.accelerator.backward(output.loss * world)  # processes average gradients
+                self.accelerator.backward(output.loss * self.world)  # gradients are averaged
             losses = output.loss, output.cross_entropy, output.l1
-            parts += torch.stack([loss.detach() for loss in losses])
-        return parts
+            sums += torch.stack([loss.detach() for loss in losses])
+        return sums
 
     def autocast(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=bf16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
 
     # --- records
 
-    def record(self, step: int, means: torch.Tensor) -> None:
+    def record(self, step: int) -> None:
         """Write the losses and the activity since the last row.
 
         Where a window of dead neurons ends: also their share, and re-initialise them.
         """
-        config, tokens = self.config, self.steps_in_row(step) * self.config.batch_tokens
-        counters = [ffn.stats.take() for ffn in self.model.ffns]
-        counters = [tuple(self.accelerator.reduce(t) for t in pair) for pair in counters]
-        dead = self.window.add([counts for counts, _ in counters], tokens)
-        loss, cross_entropy, l1, norm = means.tolist()
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {step}; {self.remedy()}")
+        config = self.config
+        steps = (step - 1) % config.log_every + 1  # since the last row
+        tokens = steps * config.batch_tokens
+        counts = self.accelerator.reduce([ffn.stats.take() for ffn in self.model.ffns])
+        dead = self.window.add([neurons for neurons, _ in counts], tokens)
+        loss, cross_entropy, l1, norm = (self.sums / steps).tolist()
+        self.sums.zero_()
+        self.check_finite("loss", loss, step)
         values = {
             "loss": loss,
             "cross_entropy": cross_entropy,
@@ -215,156 +201,134 @@ class Run:
             "lr": self.learning_rate,
             "grad_norm": norm,
             "tokens_per_second": tokens / (time.perf_counter() - self.since),
-        } | activity_columns([summarize_activity(*pair) for pair in counters])
+        } | activity_columns([summarize_activity(*pair) for pair in counts])
         del values["dead_fraction"]  # of these steps alone; the log has that of a whole window
         if self.sparse.active:
             summary = self.sparse.summary()
             values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
-        if self.accelerator.device.type == "cuda":  # bytes, of one device, in these steps
+        if self.device.type == "cuda":  # bytes, of one device, in these steps
             values["peak_memory"] = torch.cuda.max_memory_allocated()
         if dead is not None:
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
             if config.reinit:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
-        if self.main:
-            self.log.write(step, step * config.batch_tokens, "train", values)
-            self.say_progress(step, values)
-        self.restart_meters()
 
-    def say_progress(self, step: int, values: dict) -> None:
-        """Print a line with the main numbers of a row, and the time left."""
-        config = self.config
         active = sum(values["active_mean"]) / config.num_layers
-        seconds = (time.perf_counter() - self.start) / (step - self.done) * (config.steps - step)
-        self.say(
-            f"{self.folder.name}  step {step}/{config.steps}  "
-            f"cross-entropy {values['cross_entropy']:.3f}  "
+        pace = (time.perf_counter() - self.start) / (step - self.done)
+        minutes, seconds = divmod(int(pace * (config.steps - step)), 60)
+        self.write(
+            step,
+            "train",
+            values,
+            f"cross-entropy {cross_entropy:.3f}  "
             f"active {active:.1f} of {config.intermediate_size}  "
-            f"{values['tokens_per_second']:,.0f} tokens/s  {_clock(seconds)} left"
+            f"{values['tokens_per_second']:,.0f} tokens/s  "
+            f"{minutes}:{seconds:02d} left",
         )
 
     def validate(self, step: int) -> None:
-        """Write the validation loss and activity.
-
-        After the last step also the loss without feed-forward layers.
-        """
+        """Write the validation loss and activity, after the last step also the silenced loss."""
         # All processes evaluate the same: with sharded weights every forward pass needs all.
         with self.autocast():
             result = evaluate(self.model, self.valid_blocks)
         loss = result["cross_entropy"]
-        if not math.isfinite(loss):  # the last step may be the one that diverges
-            raise FloatingPointError(
-                f"the validation loss is {loss} at step {step}; {self.remedy()}"
-            )
+        self.check_finite("validation loss", loss, step)  # the last step may be the one
         values = {"cross_entropy": loss} | activity_columns(result["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
                 silenced = evaluate(self.model, self.valid_blocks)
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
+        self.write(step, "valid", values, f"validation {loss:.3f}")
+
+    def write(self, step: int, split: str, values: dict, line: str) -> None:
+        """Write rows of the log and print a line; speed is then measured from now."""
         if self.main:
-            self.log.write(step, step * self.config.batch_tokens, "valid", values)
-            self.say(f"{self.folder.name}  step {step}/{self.config.steps}  validation {loss:.3f}")
+            self.log.write(step, step * self.config.batch_tokens, split, values)
+        self.say(f"{self.folder.name}  step {step}/{self.config.steps}  {line}")
         self.restart_meters()
 
-    def remedy(self) -> str:
-        """Name the fields that can make a run diverge."""
+    def check_finite(self, name: str, loss: float, step: int) -> None:
+        """Raise FloatingPointError, with the fields that can make a run diverge."""
+        if math.isfinite(loss):
+            return
         names = "learning_rate", "l1_coefficient", "weight_decay"
         values = {name: getattr(self.config, name) for name in names}
         fields = [f"{name} (now {value})" for name, value in values.items() if value]
-        return f"lower {' or '.join(fields)}"
+        raise FloatingPointError(
+            f"the {name} is {loss} at step {step}; lower {' or '.join(fields)}"
+        )
 
     def restart_meters(self) -> None:
         """Measure speed and memory from now: logged ones are of training alone."""
         self.since = time.perf_counter()
-        if self.accelerator.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def say(self, line: str) -> None:
-        if not self.quiet:
+        if self.main and not self.quiet:
             print(line, flush=True)
 
     # --- stopping and going on
 
     def keep(self, step: int, pressed: bool) -> None:
         """Write a checkpoint where one is due. Raises KeyboardInterrupt after Ctrl-C."""
-        config = self.config
-        stop = self.stops(step, pressed)
+        config, stop = self.config, pressed
+        if self.world > 1:  # processes agree at steps that write a row
+            stop = False
+            if step % config.log_every == 0:
+                stop = bool(
+                    self.accelerator.reduce(torch.tensor(float(pressed), device=self.device))
+                )
         if stop or (config.checkpoint_every and step % config.checkpoint_every == 0):
             self.save_checkpoint(step)
             self.restart_meters()
         if stop:
             raise KeyboardInterrupt(
-                f"interrupted; {self.checkpoints.last} has step {step} of {config.steps}. "
+                f"interrupted; {self.checkpoints.good} has step {step} of {config.steps}. "
                 "To go on, give the same command with --resume, and without --overwrite"
             )
 
-    def stops(self, step: int, pressed: bool) -> bool:
-        """Return whether Ctrl-C stops the run after this step.
-
-        Several processes agree at steps that write a row.
-        """
-        if self.accelerator.num_processes == 1:
-            return pressed
-        if step % self.config.log_every:
-            return False
-        pressed = torch.tensor(float(pressed), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(pressed))
-
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint: all that the later steps and rows depend on."""
-        weights, optimizer = get_state_dict(self.wrapped, self.optimizer.optimizer, options=WHOLE)
-        streams = gather_object([self.blocks.state()])
-        if not self.main:
-            return
         state = {
             "step": step,  # and so the place in the text
             "config": dataclasses.asdict(self.config),
-            "model": weights,
-            "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
             "sparse": self.sparse.state(),
             "random": torch.get_rng_state(),
-            "streams": streams,
+            "streams": gather_object([self.blocks.state()]),
         }
         if step % self.config.log_every:  # one process alone stops between two rows
-            counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.model.ffns]
             seconds = time.perf_counter() - self.since
-            state["row"] = {"sums": self.sums, "counters": counters, "seconds": seconds}
-        self.checkpoints.write(state)
+            row = {"sums": self.sums, "counters": counters(self.model), "seconds": seconds}
+            state["row"] = row
+        self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
-        state = self.checkpoints.read(self.say if self.main else lambda _: None)
-        good, device = self.checkpoints.good, self.accelerator.device
+        state = self.checkpoints.read(self.say)
+        good = self.checkpoints.good
         # Older versions wrote no configuration.
         if changes := self.config.changes(state.get("config", {})):
             raise ValueError(
                 f"{good} was written with another configuration: {changes}; "
                 "set it back in config.yaml, or train a new run"
             )
-        set_state_dict(
-            self.wrapped,
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=WHOLE,
-        )
-        self.schedule.load_state_dict(state["schedule"])
-        self.window.restore(state["window"], device)
-        self.sparse.restore(state["sparse"])
-        if len(state["streams"]) != self.accelerator.num_processes:
+        if (processes := len(state["streams"])) != self.world:
             raise ValueError(
-                f"{good} was written by {len(state['streams'])} processes; "
-                f"resume with as many, not {self.accelerator.num_processes}"
+                f"{good} was written by {processes} processes; "
+                f"resume with as many, not {self.world}"
             )
-        self.blocks.restore(state["streams"][self.accelerator.process_index])
+        self.checkpoints.load(state, self.wrapped, self.optimizer.optimizer)
+        self.schedule.load_state_dict(state["schedule"])
+        self.window.restore(state["window"], self.device)
+        self.sparse.restore(state["sparse"])
+        self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
         if row := state.get("row"):
-            self.sums, self.spent = row["sums"].to(device), row["seconds"]
-            for ffn, counters in zip(self.model.ffns, row["counters"], strict=True):
-                counts, histogram = (part.to(device) for part in counters)
-                ffn.stats.neuron_counts, ffn.stats.histogram = counts, histogram
+            self.sums, self.spent = row["sums"].to(self.device), row["seconds"]
+            restore_counters(self.model, send_to_device(row["counters"], self.device))
         return state["step"], state["log"]
 
     def finish(self) -> Path:
@@ -379,8 +343,3 @@ class Run:
             self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
         return self.folder
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes}:{seconds:02d}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -49,22 +48,6 @@ def train(
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
-    with _alone(folder, accelerator):
-        state = results.run_state(folder)
-        accelerator.wait_for_everyone()  # every process looks before the first one writes
-        _check_state(folder, state, resume, overwrite)
-        if resume and (folder / "config.yaml").is_file():
-            _check_same(config, folder)
-        if resume and results.load_provenance(folder).get("complete"):
-            return folder
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        check_shares(config, accelerator.num_processes, sharded)
-        return Run(config, folder, accelerator, quiet).train(resume)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let the main process hold the folder's lock. Every process raises the errors of `hold`."""
     with contextlib.ExitStack() as stack:
         refusal = None
         if accelerator.is_main_process:
@@ -72,10 +55,21 @@ def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
                 stack.enter_context(lock.hold(folder))
             except OSError as error:
                 refusal = error
-        (refusal,) = broadcast_object_list([refusal])
+        (refusal,) = broadcast_object_list([refusal])  # every process raises it
         if refusal is not None:
             raise refusal
-        yield
+        state = results.run_state(folder)
+        accelerator.wait_for_everyone()  # every process looks before the first one writes
+        _check_state(folder, state, resume, overwrite)
+        if resume and (folder / "config.yaml").is_file():
+            before = vars(TrainConfig.load(folder / "config.yaml"))
+            if changes := config.changes(before):
+                raise ValueError(f"{folder} holds a run of another configuration: {changes}")
+        if resume and results.load_provenance(folder).get("complete"):
+            return folder
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        check_shares(config, accelerator.num_processes, sharded)
+        return Run(config, folder, accelerator, quiet).train(resume)
 
 
 def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
@@ -92,12 +86,6 @@ def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> Non
         raise FileExistsError(
             f"{folder} already holds a run; choose another folder, --resume or --overwrite it"
         )
-
-
-def _check_same(config: TrainConfig, folder: Path) -> None:
-    before = vars(TrainConfig.load(folder / "config.yaml"))
-    if changes := config.changes(before):
-        raise ValueError(f"{folder} holds a run of another configuration: {changes}")
 
 
 def _check_memory(config: TrainConfig) -> None:

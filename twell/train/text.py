@@ -1,10 +1,9 @@
-"""The text of a configuration and of a run, as tokens. A run's text must not change under it."""
+"""The text of a run, as tokens. It must not change under the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,47 +13,6 @@ from twell import corpus, results
 from twell.config import TrainConfig
 
 Text = tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]
-
-
-def prepare(config: TrainConfig, process: int = 0, num_processes: int = 1) -> Text:
-    """Return the tokenizer, training blocks and validation blocks of `TrainConfig.prepare_text`."""
-    if config.source.startswith("hf:"):
-        return _stream(config, process, num_processes)
-    text = corpus.prepare(
-        config.source,
-        vocab_size=config.vocab_size,
-        cache=cache_folder(),
-        valid_source=config.valid_source,
-        tokenizer=config.tokenizer,
-    )
-    valid = corpus.Blocks(text.valid[: config.valid_tokens], config.context)
-    return text.tokenizer, corpus.Blocks(text.train, config.context, config.seed), valid
-
-
-def _stream(config: TrainConfig, process: int, num_processes: int) -> Text:
-    if config.tokenizer is None:
-        raise ValueError(
-            f"source {config.source} is streamed, so no tokenizer is trained on it; set tokenizer"
-        )
-    if config.valid_source is not None:
-        raise ValueError(
-            f"valid_source {config.valid_source}: of a stream the first documents are held out"
-        )
-    tokenizer = corpus.load_tokenizer(config.tokenizer, config.vocab_size)
-    stream = corpus.Stream(
-        config.source,
-        tokenizer,
-        config.context,
-        valid_tokens=config.valid_tokens,
-        process=process,
-        num_processes=num_processes,
-    )
-    return tokenizer, stream, corpus.Blocks(stream.valid, config.context)
-
-
-def cache_folder() -> Path:
-    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
-    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
 
 
 def text_hashes(
@@ -77,10 +35,8 @@ def run_text(run: str | Path, valid_tokens: int | None = None) -> Text:
     when the text has changed since the run started.
     """
     config = TrainConfig.load(Path(run) / "config.yaml")
-    longer = config
-    if valid_tokens is not None:
-        longer = dataclasses.replace(config, valid_tokens=valid_tokens)
-    tokenizer, blocks, valid = longer.prepare_text()
+    number = config.valid_tokens if valid_tokens is None else valid_tokens
+    tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
     check_text(run, text_hashes(config, blocks, valid))
     return tokenizer, blocks, valid
 

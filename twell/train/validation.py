@@ -16,9 +16,9 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: Blocks, batch: int = 32) -> 
     Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
     blocks. The layers' own counters keep their values.
     """
-    training, model.recording = model.training, True
+    training, before = model.training, counters(model)
     model.eval()
-    before = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+    model.recording = True
     for ffn in model.ffns:
         ffn.stats.take()
 
@@ -31,6 +31,16 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: Blocks, batch: int = 32) -> 
     model.train(training)
     model.recording = False
     layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
-    for ffn, counters in zip(model.ffns, before, strict=True):
-        ffn.stats.neuron_counts, ffn.stats.histogram = counters
+    restore_counters(model, before)
     return {"cross_entropy": total / len(blocks), "layers": layers}
+
+
+def counters(model: SparseLlamaForCausalLM) -> list[tuple]:
+    """Return each layer's (neuron_counts, histogram), as they are."""
+    return [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+
+
+def restore_counters(model: SparseLlamaForCausalLM, counters: list[tuple]) -> None:
+    """Put back what `counters` returned."""
+    for ffn, (counts, histogram) in zip(model.ffns, counters, strict=True):
+        ffn.stats.neuron_counts, ffn.stats.histogram = counts, histogram

@@ -1,0 +1,95 @@
+"""Log-likelihoods are those of the model, for requests of any length."""
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+import twell
+from tests.factories.evaluate import brute_force
+from twell.evaluate import adapter
+from twell.kernels import ops
+
+CPU = torch.device("cpu")
+
+
+def requests_of(pairs, names=("some",)):
+    made = [(names[min(n // 5, len(names) - 1)], n, 1) for n in range(len(pairs))]
+    pairs = zip(pairs, made, strict=True)
+    return [Instance("loglikelihood", {}, pair, 0, name) for pair, name in pairs]
+
+
+@pytest.mark.parametrize(
+    ("backend", "batch_size", "dtype"),
+    [
+        ("dense", 1, None),
+        ("dense", 1, "bfloat16"),
+        ("reference", 7, None),
+        ("dense", "auto", "float32"),
+    ],
+)
+def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch_size, dtype):
+    lm = adapter.LM(tiny_run, batch_size, device=CPU, backend=backend, dtype=dtype)
+    model, tokenizer = twell.load(tiny_run, dtype=dtype and getattr(torch, dtype))
+    assert lm.model.dtype == model.dtype
+
+    def some(number):
+        return " ".join(random.choice("ba dun fain ge ho kun".split(), number))
+
+    asked = [("", some(3)), ("ba", " " + some(1)), ("ba de", " ba"), ("ba de", " dun")]
+    asked += [(some(4), " " + some(2)), (some(60), " " + some(2)), (some(3), " " + some(90))]
+    asked += [(some(50), " " + some(50)), ("", some(70))]
+    answers = lm.loglikelihood(requests_of(asked, ("short", "long")))
+    for (context, continuation), (logprob, greedy) in zip(asked, answers, strict=True):
+        before = tokenizer(context).input_ids or [tokenizer.bos_token_id]
+        after = tokenizer(context + continuation).input_ids[len(before) if context else 0 :]
+        expected = pytest.approx(brute_force(model, before, after), rel=1e-5)
+        assert logprob == expected, (context, continuation)
+        assert isinstance(greedy, bool)
+    assert lm.truncated == {"long": 4}
+    with pytest.raises(ValueError, match="'' after 'ba de' has no token of its own"):
+        lm.loglikelihood(requests_of([("ba de", "")]))
+
+
+def test_greedy_means_every_token_of_every_part(tiny_run):
+    lm = adapter.LM(tiny_run, 4, device=CPU)
+    model, tokenizer = twell.load(tiny_run)
+
+    @torch.no_grad()
+    def likely(ids, number, window):
+        for _ in range(number):
+            ids = [*ids, int(model(input_ids=torch.tensor([ids[window:]])).logits[0, -1].argmax())]
+        return ids
+
+    first = tokenizer("ba de").input_ids
+    short, size = likely(first, 5, 0)[len(first) :], len(first)
+    other = [(short[0] + 1) % 320, *short[1:]], [*short[:-1], (short[-1] + 1) % 320]
+    # A part of 32 tokens, and one of 8 that is likely after as much as fits.
+    parts = likely([*first, *range(100, 132)], 8, size + 40 - 33)
+    requests = [(None, first, continuation) for continuation in (short, *other, parts[size:])]
+    requests.append((None, parts[:-8], parts[-8:]))
+    answers = lm._loglikelihood_tokens(requests, override_bs=1)
+    assert [greedy for _, greedy in answers] == [True, False, False, False, True]
+
+
+@pytest.mark.slow
+def test_log_likelihoods_by_the_kernels_are_the_dense_ones(tiny_run, monkeypatch):
+    device, sizes, compute = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        [],
+        ops.run,
+    )
+
+    def counted(path, x, *others, **options):
+        sizes.append(len(x))
+        return compute(path, x, *others, **options)
+
+    monkeypatch.setattr(ops, "run", counted)
+    pairs = [("ba de", " dun fain"), ("", "ge ho"), ("kun " * 9, "ba"), ("kun " * 20, "ba de")]
+    logprobs = {}
+    for backend in ("dense", "triton"):
+        lm = adapter.LM(tiny_run, 2, device=device, backend=backend, dtype="bfloat16")
+        assert not sizes
+        logprobs[backend] = [logprob for logprob, _ in lm.loglikelihood(requests_of(pairs))]
+    assert len(sizes) == 2 * lm.model.config.num_hidden_layers  # two batches of two requests
+    np.testing.assert_allclose(logprobs["triton"], logprobs["dense"], rtol=0.01)

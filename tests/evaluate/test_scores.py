@@ -1,0 +1,276 @@
+"""A record has lm-eval's results and says where they came from; a mistake is one clear line."""
+
+import importlib.metadata
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import twell
+from tests.factories.evaluate import brute_force
+from twell import analysis, corpus, evaluate, results, trace
+from twell.__main__ import main
+from twell.evaluate import adapter
+from twell.train import cache_folder
+from twell.train import evaluate as validate
+
+SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
+EIGHT = [*SEVEN, "commonsense_qa_cloze"]
+
+
+def choose(model, tokenizer, prompt, choices):
+    first = tokenizer(prompt).input_ids
+    whole = [tokenizer(f"{prompt} {choice}").input_ids for choice in choices]
+    return int(np.argmax([brute_force(model, first, ids[len(first) :]) for ids in whole]))
+
+
+def sources(record):
+    configs = record["lm_eval"]["configs"]
+    return {task: config["metadata"]["config_source"] for task, config in configs.items()}
+
+
+def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("twell.trace.watch.SAY_EVERY", -1)
+    streams, said = (sys.stdout, sys.stderr), []
+    folder = both_sources(np.random.default_rng(7))  # others may have equally likely choices
+    record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
+    scores, facts = record["lm_eval"]["results"], record["tasks"]
+    assert set(scores) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
+    assert streams == (sys.stdout, sys.stderr)
+    assert any(re.match(r"\d+ of \d+ requests, longest first ", line) for line in said)
+
+    # accuracies, from the model alone
+    model, tokenizer = twell.load(tiny_run)
+    for task, prompt in {"arc_easy": "Question: {}\nAnswer:", "openbookqa": "{}"}.items():
+        lines = (folder / f"{task}_test.jsonl").read_text().splitlines()
+        items = [json.loads(line) for line in lines]
+        chosen = [choose(model, tokenizer, prompt.format(i["query"]), i["choices"]) for i in items]
+        right = [one == item["gold"] for one, item in zip(chosen, items, strict=True)]
+        assert scores[task]["acc,none"] == np.mean(right)
+        chance = np.mean([1 / len(item["choices"]) for item in items])
+        assert facts[task]["chance"] == pytest.approx(chance) and facts[task]["items"] == 6
+
+    # the mean of the seven, without the cloze variant beside them
+    seven = [scores[task]["acc,none"] for task in SEVEN]
+    error = math.sqrt(sum(scores[task]["acc_stderr,none"] ** 2 for task in SEVEN)) / 7
+    assert scores["paper7"]["acc,none"] == pytest.approx(np.mean(seven))
+    assert scores["paper7"]["acc_stderr,none"] == pytest.approx(error)
+    chance = np.mean([facts[task]["chance"] for task in SEVEN])
+    assert facts["paper7"] == {"chance": pytest.approx(chance)}
+
+    # where it came from
+    weights = tiny_run / "model" / "model.safetensors"
+    assert record["model"]["sha256"] == {weights.name: results.file_hash(weights)}
+    expected = {"name": tiny_run.name, "context": 32, "l1_coefficient": 1e-2}
+    expected |= {"training_tokens": 8192, "parameters": sum(p.numel() for p in model.parameters())}
+    assert expected.items() <= record["model"].items()
+    assert (record["backend"], record["dtype"]) == ("dense", "float32")
+    assert record["device"] == results.device_name("cpu")
+    assert record["versions"]["lm_eval"] == importlib.metadata.version("lm_eval")
+    digest = results.file_hash(folder / "piqa_test.jsonl")[:16]
+    assert facts["piqa"]["data"] == f"piqa_test.jsonl, sha256 {digest}"
+    assert sources(record)["piqa"] == "twell/tasks/local/piqa.yaml"
+    cut = {task: fact["truncated"] for task, fact in facts.items() if fact.get("truncated")}
+    for task, number in cut.items():
+        assert any(line.startswith(f"{task}: {number} requests were longer") for line in said)
+    assert cut
+
+    results.write_evaluation(tmp_path / "eval" / "one.json", record)
+    assert results.load_evaluations(tmp_path / "eval") == [json.loads(json.dumps(record))]
+
+    # the same from the hub, and computed sparsely
+    hub = evaluate.run(tiny_run, "paper7", backend="reference")
+    assert hub["lm_eval"]["results"] == scores and hub["backend"] == "reference"
+    assert hub["tasks"]["arc_easy"]["data"] == "hub: allenai/ai2_arc ARC-Easy"
+    assert sources(hub)["piqa"] == "lm_eval/tasks/piqa/piqa.yaml"
+    assert sources(hub)["commonsense_qa_cloze"] == "twell/tasks/hub/commonsense_qa_cloze.yaml"
+
+
+def test_examples_come_before_items_and_samples_are_written_beside(
+    both_sources, tiny_run, tmp_path, random
+):
+    folder, out = both_sources(random), tmp_path / "eval" / "one.json"
+    options = {"data": folder, "limit": 2, "log_samples": True}
+    plain = evaluate.run(tiny_run, "arc_easy", **options)
+    shots = evaluate.run(tiny_run, "arc_easy", num_fewshot=2, **options)
+    assert plain["lm_eval"]["n-shot"] == {"arc_easy": 0}
+    assert shots["lm_eval"]["n-shot"] == {"arc_easy": 2}
+    results.write_evaluation(out, shots)
+    beside = out.with_name("samples_arc_easy_one.jsonl")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["one.json", beside.name]
+    (written,) = results.load_evaluations(out.parent)
+    assert "samples" not in written["lm_eval"] and "samples" in shots["lm_eval"]
+    with_shots = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
+    assert with_shots == shots["lm_eval"]["samples"]["arc_easy"] and len(with_shots) == 2
+    lines = (folder / "arc_easy_test.jsonl").read_text().splitlines()
+    without = plain["lm_eval"]["samples"]["arc_easy"]
+    for line, one, many in zip(lines[:2], without, with_shots, strict=True):
+        item = json.loads(line)
+        assert one["doc"] == many["doc"] == item and one["target"] == str(item["gold"])
+        assert len(one["arguments"]) == len(one["resps"]) == len(item["choices"])
+        prompt = f"Question: {item['query']}\nAnswer:"
+        assert one["arguments"]["gen_args_0"] == {
+            "arg_0": prompt,
+            "arg_1": " " + item["choices"][0],
+        }
+        context = many["arguments"]["gen_args_0"]["arg_0"]
+        assert context.endswith("\n\n" + prompt) and context.count("Question: ") >= 3
+        assert math.isfinite(float(many["resps"][0][0][0]))
+        assert many["acc"] in (0, 1) and one["doc_hash"] == many["doc_hash"]
+    results.write_evaluation(out, evaluate.run(tiny_run, "arc_easy", data=folder, limit=1))
+    assert not beside.exists()  # of an evaluation that is no more
+
+
+def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
+    table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
+    assert "held out" in description
+    nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
+    model, tokenizer = twell.load(tiny_run)
+    split = corpus.split(tiny_config.source)
+    encoded = [tokenizer(document).input_ids for part, document in split if part == "valid"]
+    assert min(map(len, encoded)) > 64
+
+    # lm-eval, and our log-probabilities of the same windows
+    windows, lengths = [], []
+    for ids in encoded:
+        for at in range(0, len(ids), 32):
+            part = ids[at : at + 32]
+            before = ([tokenizer.bos_token_id] if at == 0 else ids[:at])[-(33 - len(part)) :]
+            windows.append(before + part)
+            lengths.append(len(part))
+    traced = trace.trace_tokens(model, tokenizer, windows)
+    rolled = [traced.logprob[traced.sequence == n][-length:] for n, length in enumerate(lengths)]
+    rolled = np.concatenate(rolled)
+    assert tokens[:2] == [len(rolled)] * 2
+    np.testing.assert_allclose(nats[:2], -rolled.mean(), atol=1e-5)
+
+    # the validation loss of training, on the run's own validation tokens
+    prepared = corpus.prepare(tiny_config.source, vocab_size=320, cache=cache_folder())
+    blocks = corpus.Blocks(prepared.valid, 32)
+    assert nats[4] == pytest.approx(validate(model, blocks)["cross_entropy"], abs=1e-6)
+    assert tokens[4] == 31 * len(blocks)
+
+    # between them: the same tokens, in windows and in blocks
+    packed = trace.trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist())
+    counted = ~np.isnan(packed.logprob) & (packed.token_ids != tokenizer.eos_token_id)
+    assert nats[3] == pytest.approx(-packed.logprob[counted].mean(), abs=1e-5)
+    places = np.concatenate([np.arange(len(ids) + 1) < len(ids) for ids in encoded]).nonzero()[0]
+    predicted = (places % 32 != 0) & (places < 32 * len(blocks))
+    assert nats[2] == pytest.approx(-rolled[predicted].mean(), abs=1e-5)
+    assert tokens[2] == tokens[3] == counted.sum() == predicted.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard': with local data.* paper7, piqa"),
+        ({"tasks": "arc_hard"}, "unknown task 'arc_hard': lm-eval has no such task"),
+        ({"tasks": ["piqa", "piqa"]}, "the task 'piqa' is given twice"),
+        ({"tasks": ""}, "unknown task ''"),
+        ({"tasks": "piqa"}, r"the data of piqa cannot be had \(\w+: .*local files"),
+        ({"tasks": "piqa", "data": "nothing"}, "nothing is no folder; --data is the folder"),
+        ({"tasks": "paper7", "data": "."}, r"has to hold one file arc_easy\*\.jsonl; it .* none"),
+        ({"tasks": "piqa", "data": "two"}, r"one file piqa\*\.jsonl; .* several: piqa_1\.jsonl, p"),
+        ({"limit": 0}, "limit is 0; it is a number of items, 1 or more"),
+        ({"num_fewshot": -1}, "num_fewshot is -1; it is a number of examples, 0 or more"),
+        ({"batch_size": 0}, "batch_size is 0; it is a number of requests, 1 or more, or 'auto'"),
+        ({"batch_size": "many"}, "batch_size is 'many'; it is a number of requests"),
+        ({"dtype": "int8"}, "dtype is 'int8'; use one of float32, bfloat16, float16"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here; cpu"),
+        ({"backend": "cuda"}, "backend 'cuda' is unknown; use one of dense"),
+        ({"backend": "triton"}, "in bfloat16 or float16, and the model is float32; give a dtype"),
+        ({"text": "short.txt"}, "short.txt: too short .* four passages of 32 words"),
+    ],
+)
+def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("one two three")
+    Path("two").mkdir()
+    for number in (1, 2):
+        Path(f"two/piqa_{number}.jsonl").write_text("{}")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        evaluate.run(tiny_run, **options)
+
+
+def no_ends(model):
+    path = model / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    ends = ("bos_token", "eos_token")
+    path.write_text(json.dumps({name: value for name, value in fields.items() if name not in ends}))
+
+
+def other_source(model):
+    path = model.parent / "config.yaml"
+    path.write_text(re.sub(r"source: .*tiny.jsonl", "source: nowhere.jsonl", path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda model: [file.unlink() for file in model.glob("tokenizer*")],
+            "has no tokenizer; put",
+        ),
+        (no_ends, "run has neither bos_token nor eos_token"),
+        (shutil.rmtree, r"holds no model: it has no config\.json"),
+        (other_source, r"no text at nowhere\.jsonl.*; .*run held out a part of it.*--source"),
+    ],
+)
+def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, change, words):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    change(run / "model")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        evaluate.run(run)
+
+
+def test_without_lm_eval_one_line_says_so(tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "twell.evaluate")
+    monkeypatch.delattr(twell, "evaluate")
+    assert main(["evaluate", str(tiny_run), "--out", str(tmp_path / "out.json")]) == 2
+    error = capsys.readouterr().err
+    words = "evaluation needs the package lm-eval: pip install 'twell[evaluate]'"
+    assert error.startswith(f"twell evaluate: {words}") and error.count("\n") == 1
+
+
+def test_an_interruption_is_one_line_and_leaves_no_file(tiny_run, tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapter.HFLM, "_model_call", interrupted)
+    out = tmp_path / "out.json"
+    assert main(["evaluate", str(tiny_run), "--limit", "2", "--out", str(out)]) == 130
+    assert capsys.readouterr().err == "twell evaluate: interrupted\n" and not out.exists()
+
+
+def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["twell", "evaluate", "run"])
+    words = " ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200))
+    Path("text.txt").write_text(words)
+    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
+    command += ["--dtype", "bfloat16", "--source", "text.txt"]
+    capfd.readouterr()
+    assert main(command) == 0
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert err == "" and len(lines) == 7
+    task = "held_out_continuation"
+    assert lines[0] == f"{task}: 3 items, passages of 1 documents: the texts of text.txt"
+    words = rf"{task}: \d+ requests were longer than the context of 32 tokens .*"
+    assert re.fullmatch(words, lines[1])
+    assert lines[2].split() == ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
+    assert [row.split()[1] for row in lines[3:6]] == ["acc", "acc_norm", "acc_mutual_info"]
+    path = f"build/eval/tiny-{task}-reference-bfloat16-limit-3.json"
+    words = re.escape(path) + r": \d+ s, backend reference, bfloat16, on .*CPU.*"
+    assert re.fullmatch(words, lines[6])
+    (record,) = results.load_evaluations("build/eval")
+    assert record["backend"] == "reference" and record["command"] == "python -m twell evaluate run"
+    assert record["lm_eval"]["n-samples"][task]["effective"] == 3
+    assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
+    assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err

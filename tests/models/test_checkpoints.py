@@ -1,0 +1,398 @@
+"""Checkpoints of every layout load bit for bit; errors name the file and the reason."""
+
+import math
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from tests.factories.models import (
+    DOWN,
+    INDEX,
+    VOCAB,
+    assert_same,
+    calibration,
+    change_config,
+    change_tensors,
+    make,
+    published,
+    stock,
+    tokens,
+    transpose_down,
+    write,
+    write_shards,
+)
+from twell.models import SparseLlamaForCausalLM, load, save
+from twell.sparse.layer import SparseFFN
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+# --- layouts
+
+
+@pytest.mark.parametrize("layout", ["llama", "own"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("shards", "kind"), [(1, "llama"), (3, "llama_sparse_relu")])
+def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, shards, kind):
+    expected = published(tmp_path, layout, gated, kind, tied, shards)
+    model, tokenizer = load(tmp_path)
+    assert tokenizer is None and not model.training
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {BF16}
+    assert_same(model.state_dict(), expected.state_dict())
+    assert model.config.rope_parameters["rope_theta"] == 100000
+    assert model.config.l1_coefficient == 2e-5 and model.config.hidden_act == "relu"
+    x = tokens(1, 9)
+    assert torch.equal(model(input_ids=x).logits, expected(input_ids=x).logits)
+
+
+@pytest.mark.parametrize("neurons", [84, 32])
+@pytest.mark.parametrize(
+    ("field", "layout", "gated", "shards"),
+    [
+        *((True, "llama", gated, shards) for gated in (True, False) for shards in (1, 3)),
+        *((field, "own", True, 1) for field in (True, False)),
+        *((field, "llama", False, 1) for field in (False, None)),
+    ],
+)
+def test_down_is_read_transposed_by_the_hybrid_field_alone(
+    tmp_path, field, layout, gated, shards, neurons
+):
+    fields = {"shards": shards, "neurons": neurons, "sparsity_use_hybrid_kernel": field}
+    model = published(tmp_path, layout, gated, **fields)
+    if field and layout == "llama":  # in the paper's names nothing is transposed by the field
+        change_tensors(transpose_down)(tmp_path)
+    again, _ = load(tmp_path)
+    assert_same(again.state_dict(), model.state_dict())
+    again.save_pretrained(tmp_path / "again")  # in our layout
+    assert_same(load(tmp_path / "again")[0].state_dict(), model.state_dict())
+
+
+HYBRID = "sparsity_use_hybrid_kernel in config.json is"
+TRUE = rf"expected \(84, 32\), since {HYBRID} true"
+FALSE = rf"expected \(32, 84\), since {HYBRID} not true; if the file is right, set it to true"
+
+
+@pytest.mark.parametrize(
+    ("field", "shape", "message"),
+    [
+        (True, (32, 84), rf"{TRUE}; if the file is right, set it to false"),
+        (True, (83, 32), rf"{TRUE}$"),
+        (False, (84, 32), FALSE),
+        (None, (84, 32), FALSE),
+        (False, (83, 32), r"expected \(32, 84\)$"),
+    ],
+)
+def test_a_down_projection_that_contradicts_the_field_is_refused(tmp_path, field, shape, message):
+    published(tmp_path, "llama", **({} if field is None else {HYBRID.split()[0]: field}))
+    if field:
+        change_tensors(transpose_down)(tmp_path)
+    change_tensors({f"model.layers.1{DOWN}": torch.ones(shape, dtype=BF16)})(tmp_path)
+    place = rf"layers\.1\.mlp\.down_proj\.weight has shape \({shape[0]}, {shape[1]}\)"
+    with pytest.raises(ValueError, match=f"{place}; {message}"):
+        load(tmp_path)
+
+
+def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
+    expected = stock("llama", rms_norm_eps=3e-6)
+    expected.save_pretrained(tmp_path)
+    x = tokens(2, 8)
+    model = load(tmp_path, backend="reference", dtype=FP64)[0]
+    torch.testing.assert_close(model(input_ids=x).logits, expected.double()(input_ids=x).logits)
+    stock("llama", "silu").save_pretrained(tmp_path)
+    message = r"activation 'silu'; load it with transformers and use twell\.sparsify"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    published(tmp_path, "llama", tied=False)
+    change_config(tie_word_embeddings=..., rms_norm_eps=...)(tmp_path)
+    config = load(tmp_path)[0].config  # Llama's own defaults
+    assert config.tie_word_embeddings is False and config.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize("how", [lambda path: load(path)[0], AutoModelForCausalLM.from_pretrained])
+def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(tmp_path, how):
+    model, x = make(gated_mlp=False).eval(), tokens(2, 8)
+    model.save_pretrained(tmp_path)
+    change_config(l1_coefficient=[0.1, 0.0, 0.3])(tmp_path)
+    again = how(tmp_path)
+    assert torch.equal(again.eval()(input_ids=x, labels=x).logits, model(input_ids=x).logits)
+    message = r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number"
+    with pytest.raises(ValueError, match=message):
+        again.train()(input_ids=x, labels=x)
+    again.config.l1_coefficient = 0.1
+    output = again(input_ids=x, labels=x)
+    torch.testing.assert_close(output.loss, output.cross_entropy + 0.1 * output.l1)
+    for number in (0.1, None):
+        again.config.l1_coefficient = number
+        again.save_pretrained(tmp_path)
+        config = how(tmp_path).config
+        assert config.l1_coefficient == number and not config.gated_mlp
+
+
+def test_loading_draws_no_bar_and_restores_the_setting(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    make().save_pretrained(tmp_path)
+    capfd.readouterr()
+    switches = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    before = logging.is_progress_bar_enabled()
+    try:
+        for enabled in (True, False):
+            switches[enabled]()
+            load(tmp_path)
+            assert logging.is_progress_bar_enabled() == enabled
+            assert capfd.readouterr() == ("", "")
+    finally:
+        switches[before]()
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
+    model, tokenizer = load(tiny_run)
+    # The errors of the two libraries on a full disk.
+    kind, target = {"model": (SafetensorError, model), "tokenizer": (Exception, tokenizer)}[part]
+
+    def full(*_, **__):
+        raise kind("No space left on device")
+
+    monkeypatch.setattr(target, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"out could not be written: No space left on device"):
+        save(model, tokenizer, tmp_path / "out")
+
+
+# --- the type of the weights
+
+
+def mixed(folder, types, named=None, field="dtype"):
+    """Write a checkpoint with one type a shard, and return the stored tensors.
+
+    named: type in config.json, under `field`; None: none.
+    """
+    published(folder, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    change_config(**{"torch_dtype": ...} | ({field: named} if named else {}))(folder)
+    shards = [{} for _ in types]
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        place = number % len(types)
+        shards[place][name] = torch.randn(tensor.shape, dtype=FP64).to(types[place])
+    write_shards(folder, shards)
+    return {name: tensor for shard in shards for name, tensor in shard.items()}
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "field", "expected"),
+    [
+        ((BF16, FP32), None, "dtype", FP32),
+        ((FP16, BF16), None, "dtype", FP32),  # neither holds the other
+        ((FP64, BF16, FP32), None, "dtype", FP64),
+        ((FP16, FP16), None, "dtype", FP16),
+        ((BF16, FP32), "float32", "torch_dtype", FP32),
+        ((BF16, BF16), "float32", "dtype", FP32),
+        ((FP32, BF16), "torch.float64", "torch_dtype", FP64),
+        ((FP16, BF16), "auto", "torch_dtype", FP32),
+    ],
+)
+def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, field, expected):
+    stored = mixed(tmp_path, types, named, field)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = load(tmp_path)
+    weights = model.state_dict()
+    assert model.config.dtype == expected
+    assert_same({n: weights[n] for n in stored}, {n: t.to(expected) for n, t in stored.items()})
+    model.save_pretrained(tmp_path / "again")
+    for again in (
+        load(tmp_path / "again")[0],
+        SparseLlamaForCausalLM.from_pretrained(tmp_path / "again"),
+    ):
+        assert_same(again.state_dict(), weights)
+        assert again.config.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "message"),
+    [
+        ((BF16, FP32), BF16, r"float32 and .*bfloat16; dtype=torch\.float32"),
+        ((FP16, BF16), BF16, r"float16 and .*bfloat16; dtype=torch\.float32"),
+        ((BF16, FP32), FP16, r".*, torch\.float16; dtype=torch\.float32"),
+        ((FP32, FP64), FP32, r"float64 and .*float32; dtype=torch\.float64"),
+    ],
+)
+def test_a_configured_type_that_rounds_warns(tmp_path, types, named, message):
+    stored = mixed(tmp_path, types, str(named).removeprefix("torch."))
+    message = rf"the tensor model\.\S+ is stored as torch\.{message} keeps"
+    with pytest.warns(UserWarning, match=message) as caught:
+        model, _ = load(tmp_path)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(p.dtype == named for p in model.parameters())
+    widest = torch.promote_types(*types)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a type that the caller names rounds without a warning
+        load(tmp_path, dtype=BF16)
+        weights = load(tmp_path, dtype=widest)[0].state_dict()
+    assert_same({n: weights[n] for n in stored}, {n: t.to(widest) for n, t in stored.items()})
+
+
+# --- calibrations
+
+
+def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monkeypatch):
+    make().save_pretrained(tmp_path / "model")
+    path, default = tmp_path / "model" / "calibration.json", SparseFFN(32, 84).plan
+    calibration().save(path)
+    model = load(tmp_path, backend="auto")[0]
+    assert model.config.ffn_backend == "auto"
+    for ffn in model.ffns:
+        assert ffn.backend == "auto" and ffn.calibration.times == calibration().times
+        assert ffn.plan == ((2**20, "decode"),) != default
+    assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
+    model.save_pretrained(tmp_path / "again")  # the configuration names the backend
+    calibration().save(tmp_path / "again" / "calibration.json")
+    assert load(tmp_path / "again")[0].ffns[0].calibration is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_name", lambda: "another")
+        with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
+            load(tmp_path, backend="auto")
+    calibration(gated=False).save(path)
+    with pytest.raises(ValueError, match=r"gated=False; this layer has .*gated=True"):
+        load(tmp_path, backend="auto")
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"calibration\.json is no calibration: it is not JSON"):
+        load(tmp_path, backend="auto")
+    load(tmp_path)
+    path.unlink()
+    assert all(ffn.plan == default for ffn in load(tmp_path, backend="auto")[0].ffns)
+
+
+# --- damage: of our own checkpoint with its tokenizer, of the paper's with its names
+
+CONFIG, NO_MODEL = r"config\.json", r"config\.json describes no model: "
+NO_MAP, ONE_OF = r"index\.json has no weight_map with a file", "expected one of bfloat16"
+NORM, GATE = "model.norm.weight", "model.layers.0.mlp.gate_weight"
+
+
+def twice(tensors):
+    weight = tensors["model.layers.0.mlp.gate_proj.weight"]
+    tensors[GATE] = weight.t().contiguous()
+
+
+def rope(kind, theta):
+    return change_config(rope_parameters={"rope_type": kind, "rope_theta": theta})
+
+
+def norm(tensor):
+    return change_tensors({NORM: tensor})
+
+
+OURS = [
+    (write("config.json", "[1]"), rf"{CONFIG} holds a list, expected a JSON object"),
+    (change_config(hidden_size=...), rf"{CONFIG} has no hidden_size; put back the file"),
+    (change_config(hidden_size="wide"), rf"{NO_MODEL}.*'hidden_size'.*wide"),
+    (change_config(num_attention_heads=0), rf"{NO_MODEL}ZeroDivisionError"),
+    (change_config(hidden_act="gelu2"), rf"{NO_MODEL}KeyError: 'gelu2'"),
+    (change_config(model_type="gpt2"), "a model of type 'gpt2'; expected a Llama with ReLU"),
+    (rope("spiral", 1e4), rf"{NO_MODEL}rope_type is 'spiral'; use one of default, .*linear"),
+    (rope("default", -1.0), rf"{NO_MODEL}rope_theta is -1\.0; .* a finite number above 0"),
+    (write(INDEX, "{"), r"model\.safetensors\.index\.json is not JSON: .*; put back the file"),
+    (write(INDEX, "[]"), r"index\.json holds a list, expected a JSON object"),
+    (write(INDEX, "{}"), NO_MAP),
+    (write(INDEX, '{"weight_map": ["a"]}'), NO_MAP),
+    (write(INDEX, '{"weight_map": {"a": 3}}'), NO_MAP),
+    (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short: .*; put back"),
+    (write("tokenizer.json", '{"version'), r"tokenizer\.json is not JSON: .*; put back"),
+    (write("tokenizer.json", "{}"), r"tokenizer\.json and tokenizer_config\.json make no tok"),
+    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
+    (
+        change_tensors(twice),
+        r"safetensors: \S*gate_proj\.weight and \S*gate_weight would be one weight twice; take one",
+    ),
+    (norm(torch.full((32,), torch.nan)), r"the tensor model\.norm\.weight has NaN or infinite va"),
+    (norm(torch.full((32,), torch.inf)), r"model\.norm\.weight has NaN or infinite"),
+]
+PAPER = [
+    *(
+        (change_config(torch_dtype=dtype), rf"{CONFIG}: dtype is .*; {ONE_OF}, float16, float32")
+        for dtype in ("int8", "float8_e4m3fn", "nonsense", {"text": "bfloat16"})
+    ),
+    *(
+        (change_config(sparsity_use_hybrid_kernel=value), "_kernel is .*; expected true or false")
+        for value in ("false", 1, [True])
+    ),
+    (change_config(sparsity_gated_mlp="false"), rf"{NO_MODEL}gated_mlp is 'false'; expected true"),
+    (change_config(sparsity_gated_mlp=None), rf"{NO_MODEL}gated_mlp is None; expected true"),
+    (change_config(sparsity_l1_coeff="much"), rf"{NO_MODEL}l1_coefficient is 'much'; .* number, 0"),
+    (change_config(sparsity_l1_coeff=math.inf), rf"{NO_MODEL}l1_coefficient is inf; .* finite"),
+    (
+        change_config(sparsity_new_intermediate_size=None, intermediate_size=None),
+        f"{NO_MODEL}.*intermediate_size",
+    ),
+    (change_config(hidden_size="32"), f"{NO_MODEL}.*'hidden_size' expected int, got str"),
+    (change_config(tie_word_embeddings="yes"), f"{NO_MODEL}.*'tie_word_embeddings' expected bool"),
+    (change_config(rope_theta="abc"), f"{NO_MODEL}.*TypeError"),
+    (change_config(rope_scaling={"type": "foo", "factor": 2.0}), f"{NO_MODEL}.*foo"),
+    (
+        change_config(quantization_config={"load_in_8bit": True}),
+        f"{CONFIG} has a quantization_config; quantised weights cannot be read",
+    ),
+    (
+        change_tensors(lambda tensors: tensors.pop("model.layers.1.mlp.up_weight")),
+        r"model\.layers\.1\.mlp\.up_proj\.weight is missing, expected with shape \(84, 32\)",
+    ),
+    (norm(torch.ones(33)), r"model\.norm\.weight has shape \(33,\); expected \(32,\)"),
+    (
+        change_tensors({GATE: torch.ones(84, 32)}),
+        r"gate_proj\.weight has shape \(32, 84\); expected \(84, 32\)",
+    ),
+    (change_tensors({GATE: torch.ones(84)}), r"gate_weight has shape \(84,\); expected a matrix"),
+    (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
+    (
+        change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}),
+        r"lm_head\.weight differs from model\.embed_tokens\.weight",
+    ),
+    (norm(torch.ones(32).to(torch.int8)), rf"model\.norm\.weight has type torch\.int8; {ONE_OF}"),
+    (norm(torch.ones(32).to(torch.float8_e4m3fn)), rf"torch\.float8_e4m3fn; {ONE_OF}"),
+    (write("tokenizer.json", "{"), r"tokenizer\.json"),
+    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("ours", "change", "message"),
+    [*((True, *damage) for damage in OURS), *((False, *damage) for damage in PAPER)],
+)
+def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, message):
+    folder = tmp_path / "model"
+    if ours:
+        shutil.copytree(tiny_run / "model", folder)
+    else:
+        folder.mkdir()
+        published(folder, "own")
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_missing_files_and_a_tensor_in_two_shards_are_refused(tmp_path):
+    published(tmp_path, "llama", shards=3)
+    file = tmp_path / "model-2.safetensors"
+    save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
+    message = r"model-2\.safetensors: model\.embed_tokens\.weight would be one weight twice"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="is a file; a model is a folder with config.json"):
+        load(file)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no model-2\.safetensors, which holds"):
+        load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no model: it has no config\.json"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="it is no folder"):
+        load(tmp_path / "no/such/folder")

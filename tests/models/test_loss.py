@@ -1,0 +1,289 @@
+"""The loss and its L1 term, over micro-batches, with padding in every kind of mask."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+
+from tests.factories.models import MASKS, VOCAB, counted, make, square, step, stock, tokens
+from twell.models import l1_by_layer, sparse_ffns, sparsify
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+FP32 = {"rtol": 1e-6, "atol": 0}  # cross-entropy is summed in fp32
+
+
+def assert_close(result, expected, **options):
+    torch.testing.assert_close(result, expected, **options)
+
+
+def test_loss_is_cross_entropy_plus_l1_in_training_alone():
+    model, x, hidden = make(l1_coefficient=0.3), tokens(4, 16), []
+    for ffn in model.ffns:
+        ffn.register_forward_hook(lambda f, i, _: hidden.append(f.activations(i[0])[1]))
+    output = model(input_ids=x, labels=x, l1_scale=0.5)
+    l1 = torch.stack([h.abs().sum(-1) for h in hidden]).mean()
+    logits, targets = output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1)
+    expected = torch.nn.functional.cross_entropy(logits, targets)
+    assert_close(output.l1, l1)
+    assert_close(output.l1, l1_by_layer(model).mean())
+    assert_close(output.cross_entropy, expected)
+    assert_close(output.loss, expected + 0.5 * 0.3 * l1)
+    output = model.eval()(input_ids=x, labels=x)
+    assert_close(output.loss, expected)
+    assert_close(output.l1, l1)
+    without = model(input_ids=x)
+    assert without.loss is None and without.cross_entropy is None and without.l1 is None
+
+
+@pytest.mark.parametrize("value", [-1.0, [0.1, 0.0, 0.3]])
+def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(value):
+    message = re.escape(f"l1_coefficient is {value}; it has to be a finite number, 0 or more")
+    with pytest.raises(ValueError, match=message):
+        make(l1_coefficient=value)
+
+
+def test_shifted_labels_count_where_they_are_given():
+    model, x = make().double(), tokens(2, 8)
+    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
+    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
+    plain = model(input_ids=x, labels=x)
+    for totals in ({}, {"num_items_in_batch": 14}):
+        assert_close(model(input_ids=x, **given, **totals).loss, plain.loss)
+
+
+# --- micro-batches
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ((12, 5, 9, 1, 12, 7), ((0, 1, 12), (1, 4, 9), (4, 6, 12))),
+        ((9, 9, 0, 0), ((0, 2, 9), (2, 4, 9))),  # a micro-batch of padding adds nothing
+        ((10,) * 6, ((0, 2, 10), (2, 6, 10))),
+    ],
+)
+def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
+    model, x = make().double(), tokens(len(lengths), max(lengths))
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    labels = x.masked_fill(mask == 0, -100)
+    whole, expected = step(model, input_ids=x, attention_mask=mask, labels=labels)
+    items = (labels[:, 1:] != -100).sum()
+    settings = [{"num_items_in_batch": items, "num_tokens_in_batch": mask.sum()}]
+    if len(set(lengths) - {0}) == 1:  # of equal length, the share of items says the same
+        settings.append({"num_items_in_batch": int(items)})
+    for totals in settings:
+        loss = l1 = gradients = 0
+        for start, end, width in parts:
+            batch = {"input_ids": x, "attention_mask": mask, "labels": labels}
+            cut = {name: tensor[start:end, :width] for name, tensor in batch.items()}
+            part, gradient = step(model, **cut, **totals)
+            loss, l1 = loss + part.loss.detach(), l1 + part.l1.detach()
+            gradients = gradients + gradient
+        assert_close(loss, whole.loss.detach(), **FP32)
+        assert_close(l1, whole.l1.detach())
+        assert_close(gradients, expected, **EXACT)
+
+
+# --- nothing to average
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "totals",
+    [
+        {},
+        {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
+        {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
+        {"num_items_in_batch": 30},
+        {"num_items_in_batch": torch.tensor(30), "num_tokens_in_batch": 40},
+    ],
+)
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals):
+    model = make(attn_implementation=attention).train(training)
+    x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
+    embeds = model.get_input_embeddings()(x).detach()
+    for content in (None, 1e30, torch.nan, -torch.inf):
+        inputs = {"input_ids": x}
+        if content is not None:
+            inputs = {"inputs_embeds": embeds.clone()}
+            inputs["inputs_embeds"][1, 3:] = content
+        labels = torch.full_like(x, -100)
+        output, gradients = step(model, **inputs, attention_mask=mask, labels=labels, **totals)
+        assert output.loss == output.cross_entropy == output.l1 == 0
+        assert not gradients.any()  # NaN counts as another value
+    assert not l1_by_layer(model, mask).any()
+
+
+@pytest.mark.parametrize("kind", ["labels", "mask", "one token"])
+def test_each_part_of_the_loss_is_zero_where_only_it_has_nothing_to_average(kind):
+    model, x = make().double(), tokens(2, 1 if kind == "one token" else 8)
+    mask = torch.full_like(x, kind != "mask")
+    labels = torch.full_like(x, -100) if kind == "labels" else x
+    output, gradients = step(model, input_ids=x, attention_mask=mask, labels=labels)
+    assert (output.cross_entropy == 0) == (kind != "mask") and (output.l1 == 0) == (kind == "mask")
+    assert_close(output.loss, output.cross_entropy + 0.03 * output.l1)
+    assert torch.isfinite(gradients).all() and gradients.any()
+
+
+# --- any model
+
+
+def test_a_sparsified_model_trains_with_the_l1_term():
+    model, x = sparsify(stock("qwen2")).train(), tokens(2, 12)
+    with pytest.raises(RuntimeError, match="run the model in training mode first"):
+        l1_by_layer(model)
+    loss = model(input_ids=x, labels=x).loss
+    for num_tokens in (None, 0, torch.tensor(0), 24):
+        term = l1_by_layer(model, torch.zeros(2, 12), num_tokens)
+        assert term.shape == (3,) and not term.any()
+        term.mean().backward(retain_graph=True)
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    mask = torch.ones(2, 12)
+    mask[1, 7:] = 0
+    term = l1_by_layer(model, mask)
+    assert_close(term, torch.stack([(ffn.l1 * mask).sum() / 19 for ffn in sparse_ffns(model)]))
+    (loss + 0.1 * term.mean()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    message = r"token_mask has shape \(.*\); expected \(2, 12\), one entry a token"
+    for shape in ((2, 1, 12, 12), (1, 12), (2, 13)):
+        with pytest.raises(ValueError, match=message):
+            l1_by_layer(model, torch.ones(shape))
+
+
+def test_activation_checkpointing_repeats_but_does_not_recount():
+    model, x = make().double(), tokens(3, 10)
+    _, expected = step(model, input_ids=x, labels=x)
+    stats = [ffn.stats.take() for ffn in model.ffns]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for early_stop in (True, False):  # by default it stops before the layer's counters
+        with set_checkpoint_early_stop(early_stop):
+            assert_close(step(model, input_ids=x, labels=x)[1], expected, rtol=1e-10, atol=1e-14)
+        for before, ffn in zip(stats, model.ffns, strict=True):
+            assert all(map(torch.equal, before, ffn.stats.take()))
+    # This kind would silently train without the L1 term.
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
+        model(input_ids=x, labels=x)
+
+
+# --- padding
+
+
+def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
+    model, x = make().double(), tokens(2, 8)
+    plain, expected = step(model, input_ids=x, labels=x)
+    stats = [ffn.stats.take() for ffn in model.ffns]
+    padded, mask = torch.cat([x, tokens(2, 5)], 1), torch.ones(2, 13).long()
+    mask[:, 8:] = 0
+    labels = padded.masked_fill(mask == 0, -100)
+    other, gradients = step(model, input_ids=padded, attention_mask=mask, labels=labels)
+    assert_close(other.loss, plain.loss, **FP32)
+    assert_close(other.l1, plain.l1)
+    assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
+    for before, ffn in zip(stats, model.ffns, strict=True):
+        assert all(map(torch.equal, before, ffn.stats.take()))
+
+    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0, 1]), 0)
+    embeds, results = model.get_input_embeddings()(x).detach(), []
+    labels = x.clone()
+    labels[:, :3] = -100  # the first token after padding is predicted from padding
+    for content in (0.0, 7.0, torch.nan, torch.inf):
+        inputs = torch.where(mask[..., None] == 0, content, embeds)
+        output, gradients = step(model, inputs_embeds=inputs, attention_mask=mask, labels=labels)
+        results.append(torch.cat([output.loss.detach().reshape(1), gradients]))
+    for other in results[1:]:
+        assert_close(other, results[0], **EXACT)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("training", [True, False])
+def test_every_kind_of_mask_marks_the_padding(kind, training, monkeypatch):
+    model, x, forward = make().double().train(training), tokens(3, 8), LlamaForCausalLM.forward
+
+    def without_mask(self, attention_mask, **kwargs):  # attention does not take integers
+        return forward(self, **kwargs)
+
+    left = torch.arange(8) >= torch.tensor([[3], [0], [5]])
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", without_mask)
+        model(input_ids=x, labels=x)
+        per_token = torch.stack([ffn.l1 for ffn in model.ffns])
+        model.recording = not training
+        counted(model)
+        for mask in (left, left.flip(1), left & False, left | True):
+            expected = per_token[:, mask].sum(1) / max(int(mask.sum()), 1)
+            output = model(input_ids=x, attention_mask=MASKS[kind](mask.long()), labels=x)
+            assert counted(model) == [int(mask.sum())] * 3
+            assert_close(output.l1, expected.mean())
+    if kind in ("bool", "heads", "min", "inf", "-1e4") and training:
+        mask, results = left.flip(1).long(), []  # attention reads the 4-D mask as the 2-D one
+        for given in (mask, MASKS[kind](mask)):
+            labels = x.masked_fill(mask == 0, -100)
+            output, gradients = step(model, input_ids=x, attention_mask=given, labels=labels)
+            results.append((output.loss.detach(), output.l1.detach(), gradients))
+        for one, other in zip(*results, strict=True):
+            assert_close(other, one, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
+    model = make(eos_token_id=None).eval()
+    model.recording = True
+    x, mask = tokens(2, 8), torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
+    mask[1, 6] = 0
+    for dimensions in (2, 4):
+        cache, later = DynamicCache(config=model.config), 0
+        if kind == "static":
+            cache, later = StaticCache(model.config, max_cache_len=12), 4
+        counts = []
+        for start, end in ((0, 3), (3, 4), (4, 8)):
+            given = mask[:, :end]
+            if dimensions == 4:
+                padded = torch.nn.functional.pad(mask, (0, later)) if later else given
+                given = square(padded)[:, :, start:end]
+            model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
+            counts.append(counted(model))
+        assert counts == [[4] * 3, [2] * 3, [7] * 3]
+    mask = torch.ones(2, 6).long()
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": kind, "disable_compile": True}
+    model.generate(x[:, :6], attention_mask=mask, **options)
+    assert counted(model) == [8 + 2 * 4] * 3  # the last token that is written is not read
+
+
+KINDS = r"expected None, \(2, 8 or more\) or \(2 or 1, heads or 1, 8 or 1, 8 or more\): the loss "
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *(torch.ones(shape) for shape in ((2, 8, 8), (8,), (2, 7), (1, 8))),
+        *(torch.ones(shape) for shape in ((3, 1, 8, 8), (2, 1, 7, 8), (2, 1, 8, 7))),
+        {"full_attention": None},
+    ],
+)
+def test_an_unreadable_mask_is_refused_where_padding_counts(mask, monkeypatch):
+    model, seen, forward, x = make().eval(), [], LlamaForCausalLM.forward, tokens(2, 8)
+
+    def spy(self, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return forward(self, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", spy)
+    given = "is a dict" if isinstance(mask, dict) else f"has shape {tuple(mask.shape)}"
+    message = f"attention_mask {re.escape(given)}; {KINDS}or the statistics have to know which tok"
+    for training, recording, labels in (
+        (False, False, x),
+        (False, True, None),
+        (True, False, None),
+    ):
+        model.train(training).recording = recording
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=x, attention_mask=mask, labels=labels)
+    assert not seen
+    model.eval()(input_ids=x, attention_mask=mask)
+    assert len(seen) == 1 and seen[0] is mask

@@ -1,0 +1,92 @@
+"""Figures draw the numbers they are given, and refuse tables that they cannot show."""
+
+import pandas as pd
+import pytest
+import yaml
+
+from tests.factories import plots as made
+from tests.plots.drawn import RECORDED, draw, drawn
+from twell import plots
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return yaml.safe_load(RECORDED.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", made.CASES)
+def test_figures_draw_what_is_recorded(case, recorded):
+    assert drawn(draw(case)) == recorded[case]
+
+
+def test_every_figure_has_a_case(recorded):
+    names = {name for name, _ in made.CASES.values()}
+    functions = {name for name in plots.__all__ if callable(getattr(plots, name))}
+    assert functions - names == {"save", "style", "visible"}
+    assert set(recorded) == set(made.CASES)
+
+
+def test_labels_stay_within_the_figure():
+    figure = draw("tokens")
+    # The notes take what the bars leave, and no more is left.
+    last = max(note.get_window_extent().x1 for note in figure.axes[0].texts)
+    assert 0.9 < last / figure.bbox.x1 <= 1
+    (ax,) = draw("two budgets").axes
+    low, high = ax.get_window_extent().intervaly
+    places = [label.get_window_extent().intervaly for label in ax.texts]
+    assert all(low + 5 < bottom and top < high for bottom, top in places), places  # pixels
+
+
+def test_the_lighter_a_token_the_more_active_it_is():
+    """Viridis grows lighter all the way."""
+    ax, table = draw("passage").axes[0], made.passage()
+    colours = [patch.get_facecolor()[:3] for patch in ax.patches]
+    light = pd.Series([0.3 * r + 0.59 * g + 0.11 * b for r, g, b in colours])
+    order = table["active"].clip(lower=1).sort_values(kind="stable").index
+    assert light[order].is_monotonic_increasing and light[5] - light[4] > 0.4
+
+
+@pytest.mark.parametrize("number", [1, 6, 7, 11])
+def test_no_token_is_in_both_groups(number):
+    strings = [f"t{n}" for n in range(number)]
+    (ax,) = plots.fig07a_tokens(made.tokens(strings)).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == strings
+
+
+def several(case, **columns):
+    """The first table of a case once for each value of a column, and its other arguments."""
+    ((column, values),) = columns.items()
+    table, *others = made.CASES[case][1]()
+    return [pd.concat([table[:0], *(table.assign(**{column: value}) for value in values)]), *others]
+
+
+@pytest.mark.parametrize(
+    ("case", "columns", "message"),
+    [
+        ("tokens", {"count": []}, "no token is left to draw; lower min_count"),
+        ("specific", {"fires": []}, "no neuron fires often enough; lower min_fires"),
+        ("silenced", {"layer": []}, "no neuron was silenced"),
+        ("remedies", {"l1_coefficient": [0, 1]}, "shows one level of L1; this table has 2"),
+        ("ways", {"run": "xyz"}, "shows up to 5 runs; this table has 9"),
+        ("by activity", {"gated": []}, "shows one layer on one device; this table has 0"),
+        ("by activity", {"gated": [True, False]}, "one layer on one device; this table has 2"),
+        ("by activity", {"tokens": range(4)}, "4 batch sizes cannot be told apart .* at most 3"),
+        ("training", {"device": "ab"}, "shows one layer on one device; this table has 2"),
+        ("devices", {"tokens": [1, 2]}, "one layer, pattern and batch size; this table has 2"),
+        ("devices", {"provider": ["x"]}, "one layer, pattern and batch size; this table has 0"),
+        ("devices", {"device": "abcde"}, "5 devices cannot be told apart .* at most 4"),
+        ("batches", {"pattern": ["even", "skewed"]}, "shows one pattern; this table has 2"),
+        ("batches", {"weight_sets": range(4)}, "ways of calling cannot be told apart"),
+        ("roofline", {"tokens": [64, 65]}, "shows one case; this table has 2"),
+        ("forward", {"model": "ab"}, "shows one model on one device; this table has 2"),
+        ("contributions", {"level": [1, 2]}, "shows one level of activity; this table has 2"),
+        ("parts", {"tokens": [1, 64]}, "shows batches of one kind, each once"),
+        ("parts", {"total": [1, 2]}, "shows batches of one kind, each once"),
+        ("decoding", {"context": [1, 2]}, "shows one length of context; this table has 2"),
+        ("table 1", {"dense": [float("nan")]}, "none of the quantities of Table 1 was measured"),
+    ],
+)
+def test_tables_that_cannot_be_shown_are_refused(case, columns, message):
+    name, _ = made.CASES[case]
+    with pytest.raises(ValueError, match=message):
+        getattr(plots, name)(*several(case, **columns))

@@ -1,0 +1,96 @@
+"""Saving is exact, complete and repeatable."""
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from tests.factories import SEED
+from tests.factories.plots import layers
+from twell import plots, results
+
+SAVE = """
+import sys
+import pandas as pd
+from twell import plots
+table = pd.DataFrame({"token": ["a", "b$", "\u00e9"], "count": 20, "mean_active": [1.0, 2.0, 3.0]})
+plots.save(plots.fig07a_tokens(table), sys.argv[1], [], {}, "live")
+"""
+
+
+def test_another_process_writes_the_same_bytes(tmp_path, monkeypatch):
+    environment = {"PYTHONHASHSEED": "1", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "1" / "fig")]
+    subprocess.run(command, env=environment, cwd=results.root(), check=True)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "2" / "fig")])
+    exec(SAVE, {})
+    for suffix in ("png", "pdf", "json"):
+        first, second = (tmp_path / seed / f"fig.{suffix}" for seed in "12")
+        assert first.read_bytes() == second.read_bytes(), suffix
+    pdf = (tmp_path / "1" / "fig.pdf").read_bytes()
+    assert b"CreationDate" not in pdf and b"/CIDFontType2" in pdf and b"/Type3" not in pdf
+
+
+def test_a_figure_says_where_its_numbers_came_from(tmp_path):
+    data = tmp_path / "log.csv"
+    data.write_text("numbers")
+    figure, to = plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "new" / "fig.v2"
+    path = plots.save(figure, to, [data], {"n": [1, 2]}, "recorded", "a GPU")
+    names = ["fig.v2.json", "fig.v2.pdf", "fig.v2.png"]
+    assert path.name == names[2] and sorted(file.name for file in to.parent.iterdir()) == names
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+    origin = json.loads(path.with_suffix(".json").read_text())
+    ((name, digest),) = origin.pop("inputs").items()
+    assert (results.root() / name).resolve() == data
+    assert digest == hashlib.sha256(b"numbers").hexdigest()
+    assert origin == {
+        **{"source": "recorded", "device": "a GPU", "parameters": {"n": [1, 2]}},
+        "commit": results.source_commit(plots.MODULES),
+        "versions": {name: results.versions()[name] for name in plots.DRAWN_WITH},
+    }
+
+
+def test_few_colours_look_like_all(tmp_path):
+    figure = plots.fig06_layers(*layers([1.0, 2.0, 30.0]))
+    path = plots.save(figure, tmp_path / "fig", [], {}, "live")
+    whole = io.BytesIO()
+    figure.savefig(whole, format="png", dpi=200)
+    with Image.open(path) as few, Image.open(whole) as every:
+        assert few.mode == "P" and few.size == every.size
+        assert few.info["dpi"] == pytest.approx((200, 200), abs=0.1)
+        apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(every.convert("RGB"), int))
+    assert apart.mean() < 0.1 and (apart > 64).mean() < 1e-4
+    assert path.stat().st_size < 0.6 * len(whole.getvalue())
+    shades = Figure(figsize=(1, 1))
+    shades.figimage(np.random.default_rng(SEED).random((200, 200, 3)))
+    with Image.open(plots.save(shades, tmp_path / "shades", [], {}, "live")) as every:
+        assert every.mode != "P" and every.getcolors(8192) is None
+
+
+def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):
+    path = plots.save(plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "fig", [], {}, "live")
+    before = path.read_bytes()
+
+    class Broken(Figure):
+        def savefig(self, buffer, **options):
+            buffer.write(b"half a fig")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        plots.save(Broken(), tmp_path / "fig", [], {}, "live")
+    assert path.read_bytes() == before
+    plots.save(plots.fig06_layers(*layers([7.0])), tmp_path / "fig", [], {}, "live")
+    assert path.read_bytes() != before and len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_unknown_source_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="source is 'measured'; use 'live', 'recorded' or 'paper'"):
+        plots.save(Figure(), tmp_path / "fig", [], {}, "measured")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,150 @@
+"""Traces and aggregates: what they count, their files, and sizes that do not fit."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.factories import SEED
+from tests.factories.trace import aggregate_of, dense, random_activity
+from twell import results
+from twell.trace import BLOCKS, COMPRESSIONS, TILE_N, Aggregate, Trace
+
+
+@pytest.fixture(scope="module")
+def records():
+    trace = random_activity(SEED)
+    return {"trace": trace, "aggregate": aggregate_of(trace)}
+
+
+@pytest.mark.parametrize("kind", ["trace", "aggregate"])
+def test_counts_are_those_of_the_dense_layers(records, kind):
+    trace, record = records["trace"], records[kind]
+    active, h = dense(trace)
+    layers, tokens, neurons = active.shape
+    assert (record.num_layers, record.num_tokens) == (layers, tokens)
+    histogram = [np.bincount(of_layer.sum(1), minlength=neurons + 1) for of_layer in active]
+    assert np.array_equal(record.histogram(), histogram)
+
+    ids, strings, occurrences, token_active = record.by_token()
+    assert ids.tolist() == sorted(set(trace.token_ids))
+    assert strings == [f"<{token}>" for token in ids]
+    assert occurrences.tolist() == [(trace.token_ids == token).sum() for token in ids]
+    assert token_active.tolist() == [active[:, trace.token_ids == token].sum() for token in ids]
+
+    places = [trace.position == place for place in range(trace.position.max() + 1)]
+    at_position, position_active = record.by_position()
+    assert at_position.tolist() == [place.sum() for place in places]
+    expected = np.stack([active[:, place].sum((1, 2)) for place in places], 1)
+    assert np.array_equal(position_active, expected)
+
+    fires, sums, largest = record.neurons()
+    assert np.array_equal(fires, active.sum(1))
+    np.testing.assert_allclose(sums, h.sum(1), rtol=1e-6, atol=1e-3)
+    assert np.array_equal(largest, np.abs(h).max(1))
+
+    unions = record.unions(BLOCKS)
+    for n, block in enumerate(BLOCKS):
+        whole = active[:, : tokens // block * block].reshape(layers, -1, block, neurons)
+        sizes = whole.any(2).sum(2)
+        expected = sizes.sum(1), sizes.max(1), whole.sum((1, 2, 3))
+        assert np.array_equal([part[:, n] for part in unions], expected), block
+
+    overflows = record.overflows(TILE_N, COMPRESSIONS)
+    for n, compression in enumerate(COMPRESSIONS):
+        edges = np.arange(0, neurons, TILE_N)
+        over = np.add.reduceat(active, edges, 2, int) > TILE_N // compression - 1
+        expected = over.any(2).sum(1), over.sum((1, 2))
+        assert np.array_equal([part[:, n] for part in overflows], expected), compression
+
+
+def test_layers_and_parts_of_a_trace(records):
+    trace = records["trace"]
+    active, h = dense(trace)
+    assert np.array_equal(trace.counts(), active.sum(2))
+    for start, stop in ((0, trace.num_tokens), (4, 117), (9, 9), (22, 23), (0, 0)):
+        part = trace.part(start, stop)
+        assert part.strings == trace.strings[start:stop] and part.num_tokens == stop - start
+        assert np.array_equal(part.position, trace.position[start:stop])
+        assert part.num_layers == (2 if stop > start else 0)
+        assert (part.indices.dtype, part.values.dtype) == (np.uint16, np.float32)
+        for layer in range(part.num_layers):
+            stored = part.layer(layer)  # values of 0 too
+            assert np.array_equal(stored.toarray(), h[layer, start:stop])
+            assert np.array_equal(np.diff(stored.indptr), active[layer, start:stop].sum(1))
+    with pytest.raises(ValueError, match="tokens 4 to 593 are no part of a trace of 592"):
+        trace.part(4, 593)
+    with pytest.raises(IndexError, match="layer 2 does not exist"):
+        trace.layer(2)
+
+
+@pytest.mark.parametrize("kind", ["trace", "aggregate"])
+def test_saved_and_loaded_and_damaged(tmp_path, records, kind):
+    record, other = copy.copy(records[kind]), records["trace" if kind == "aggregate" else kind]
+    record.strings = ["👩‍👧<b>\n", *record.strings[1:]]
+    record.meta = {"l1_coefficient": 0.5}
+    path = tmp_path / "a.npz"
+    record.save(path)
+    again = type(record).load(path)
+    for name, value in vars(record).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(again, name), value)
+            assert getattr(again, name).dtype == value.dtype, name
+        else:
+            assert getattr(again, name) == value or name == "cross_entropy"
+    whole = path.read_bytes()
+    assert again.pack() == whole
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for damaged in (b"", b"PK", whole[:300], whole[:-40], b"not a zip at all", flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.npz is not an? \w+, or it is damaged"):
+            type(record).load(path)
+    other.save(path)
+    with pytest.raises(ValueError, match=r"a\.npz is not an aggregate"):
+        Aggregate.load(path)
+
+
+def test_recorded_files_load_and_give_the_same_bytes():
+    folder = results.root() / "data"
+    assert Trace.load(folder / "traces" / "flagship-passage.npz").num_tokens > 1000
+    for path in (folder / "traces").glob("*-aggregate.npz"):
+        assert Aggregate.load(path).num_tokens > 2**16
+    path = folder / "checkpoints" / "twell-6m" / "aggregate.npz"
+    assert Aggregate.load(path).pack() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("trace", {"strings": ["a"]}, "strings has 1 entries; the trace has 592 tokens"),
+        ("trace", {"indptr": np.zeros(9, np.int64)}, "indptr has 9 entries"),
+        ("trace", {"values": np.zeros(3, np.float32)}, "3 values; indptr ends at"),
+        ("trace", {"intermediate_size": 2}, "in a layer of 2"),
+        ("aggregate", {"max_abs": np.zeros((2, 3))}, r"has the shape \(2, 3\); expected \(2, 600"),
+        ("aggregate", {"occurrences": np.zeros(50)}, "occurrences counts 0.* have 592"),
+        ("aggregate", {"active_histogram": np.zeros((2, 601))}, "active_histogram counts 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
+    record = records[kind]
+    with pytest.raises(ValueError, match=words):
+        type(record)(**vars(record) | change)
+
+
+def test_sizes_that_were_not_counted_are_refused(records):
+    with pytest.raises(ValueError, match="block 24 was not counted; the aggregate has 16, 32"):
+        records["aggregate"].unions((16, 24))
+    with pytest.raises(ValueError, match="tile_n 128 was not counted; the aggregate has 256"):
+        records["aggregate"].overflows(128, (2,))
+
+
+def test_reading_a_file_loads_no_torch():
+    path = results.root() / "data" / "checkpoints" / "twell-6m" / "aggregate.npz"
+    code = "import sys; from twell.trace import Aggregate, Trace; Aggregate.load(sys.argv[1])"
+    code += "; print({'torch', 'transformers'} & {*sys.modules})"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

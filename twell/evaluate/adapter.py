@@ -1,0 +1,137 @@
+"""lm-eval's loader around one of our models.
+
+Whichever backend computes the layers, lm-eval's `hf` loader runs the model. Batches are padded on
+the right and have no mask, which a causal model does not notice. A request that is longer than the
+context loses its beginning, and is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from twell.trace import load_with_tokenizer
+from twell.trace.watch import Progress
+
+# Where "auto" starts on a GPU; lm-eval halves it until it fits. Its trial is five batches of the
+# longest request: with 1024, as many tokens as the paper's seven tasks have.
+MAX_BATCH_SIZE = 256
+# For 7 M parameters on two cores, 16 is as fast and 32 several times slower.
+CPU_BATCH_SIZE = 8
+
+
+def find_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):  # torch without CUDA asserts
+        usable = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"device {name!r} cannot be used here; {usable} can") from None
+
+
+@contextlib.contextmanager
+def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """Hold back what lm-eval prints, and give a `say` that is heard all the same."""
+    stdout, stderr, logger = sys.stdout, sys.stderr, logging.getLogger("lm_eval")
+
+    def aloud(line: str) -> None:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            if say is not None:
+                say(line)
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield aloud
+    finally:
+        logger.setLevel(level)
+
+
+class _Told(Progress):
+    """Stands where lm-eval may keep a cache of answers, which is told of each one."""
+
+    def add_partial(self, kind: str, request: tuple, answer: Any) -> None:
+        self.add()
+
+
+class LM(HFLM):
+    """lm-eval's loader around one of our models: fp32 log-likelihoods, requests of any length."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        batch_size: int | str,
+        *,
+        device: torch.device,
+        backend: str | None = None,
+        dtype: str | None = None,
+        add_bos_token: bool | None = None,
+        say: Callable[[str], None] | None = None,
+    ):
+        if batch_size == "auto" and device.type == "cpu":
+            batch_size = CPU_BATCH_SIZE
+        kind = None if dtype is None else getattr(torch, dtype)
+        loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
+        super().__init__(
+            loaded.to(device),
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_batch_size=MAX_BATCH_SIZE,
+            max_length=loaded.config.max_position_embeddings,
+            softmax_dtype=torch.float32,
+            add_bos_token=add_bos_token,
+        )
+        if loaded.config.ffn_backend == "triton" and loaded.dtype == torch.float32:
+            raise ValueError(
+                "backend 'triton' computes in bfloat16 or float16, and the model is float32; "
+                "give a dtype"
+            )
+        if self.prefix_token_id is None:
+            raise ValueError(
+                f"the tokenizer of {model} has neither bos_token nor eos_token, "
+                "which texts begin with"
+            )
+        loaded.config.use_cache = False  # nothing is generated from these passes
+        self.say, self.truncated = say, Counter()
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        self.asked_by = [request.task_name for request in requests]
+        self.set_cache_hook(_Told(len(requests), "requests, longest first", self.say))
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """As lm-eval's, which stops at a continuation longer than the context.
+
+        That one is scored in parts, each with as much as fits of the tokens before it.
+        """
+        size, parts, whose = self.max_length, [], []
+        for number, (words, context, continuation) in enumerate(requests):
+            if not continuation:
+                raise ValueError(f"{words[1]!r} after {words[0][-40:]!r} has no token of its own")
+            # The windows of a long text, which come with override_bs, are not cut.
+            if override_bs is None and len(context) + len(continuation) > size + 1:
+                self.truncated[self.asked_by[number]] += 1
+            for at in range(0, len(continuation), size):
+                parts.append((words, context + continuation[:at], continuation[at : at + size]))
+                whose.append(number)
+        answers = [(0.0, True)] * len(requests)
+        scored = super()._loglikelihood_tokens(parts, disable_tqdm=True, override_bs=override_bs)
+        for number, (logprob, greedy) in zip(whose, scored, strict=True):
+            answers[number] = answers[number][0] + logprob, answers[number][1] and greedy
+        return answers

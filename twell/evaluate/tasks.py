@@ -1,0 +1,234 @@
+"""Tasks of lm-eval and ours, and the items of ours: from local files, and from held-out text."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from twell import corpus, results
+from twell.config import TrainConfig
+
+TASKS = Path(__file__).parents[1] / "tasks"
+OF_OURS = {"held_out_continuation"}  # no task of lm-eval's is needed for these
+HELD_OUT = "held_out.jsonl"  # {"text": ...} a line: text that a model's folder may bring
+BESIDE = {"paper7": ["commonsense_qa_cloze"]}  # evaluated with it, and no part of its mean
+
+
+def task_names(tasks: str | Sequence[str]) -> list[str]:
+    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
+    names += [name for given in names for name in BESIDE.get(given, []) if name not in names]
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"the task {name!r} is given twice")
+    return names
+
+
+def load_tasks(
+    names: list[str], model: str | Path, data: str | Path | None, text: str | None
+) -> tuple[TaskManager, list, dict[str, Task]]:
+    """Return what simple_evaluate takes, and every task by its name."""
+    if data is not None and not Path(data).is_dir():
+        raise FileNotFoundError(
+            f"{data} is no folder; --data is the folder with a file for each task"
+        )
+    manager = TaskManager(
+        include_path=[TASKS / "both", TASKS / ("hub" if data is None else "local")],
+        include_defaults=data is None and not set(names) <= OF_OURS,  # 14,000 definitions: seconds
+        # So lm-eval hands arguments to custom data sets.
+        metadata={"model": str(model), "data": data and str(data), "text": text},
+    )
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        known = "lm-eval has no such task or group"
+        if data is not None:
+            known = f"with local data there are {', '.join(manager.all_tasks)}"
+        raise ValueError(f"unknown task {unknown[0]!r}: {known}")
+    chosen, tasks = [], {}
+    for name in names:
+        try:
+            loaded = manager.load(name)
+        except Exception as error:
+            if data is not None or name in OF_OURS:
+                raise
+            reason = " ".join(str(error).split())  # offline, gone, moved: the hub has a dozen kinds
+            raise FileNotFoundError(
+                f"the data of {name} cannot be had ({type(error).__name__}: {reason}); "
+                "--data gives local files"
+            ) from None
+        tasks |= loaded["tasks"]
+        group = loaded.get("groups", {}).get(name)
+        chosen += [group] if group else loaded["tasks"].values()
+    return manager, chosen, tasks
+
+
+def task_facts(task: Task, limit: int | None) -> dict:
+    docs = task.eval_docs
+    items = min(limit or len(docs), len(docs))
+    chance = None
+    if task.OUTPUT_TYPE == "multiple_choice":
+        chance = float(np.mean([1 / len(task.doc_to_choice(docs[at])) for at in range(items)]))
+    data = f"hub: {task.DATASET_PATH} {task.DATASET_NAME or ''}".strip()
+    if task.config.custom_dataset:
+        data = docs.info.description
+    return {"items": items, "chance": chance, "data": data, "truncated": 0}
+
+
+def local_docs(
+    data: str, file: str, num_choices: int | None = None, blank: str | None = None, **_: Any
+) -> dict[str, datasets.Dataset]:
+    """Read a task's items from the one file in the folder `data` that fits `file`; for lm-eval.
+
+    Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}. Raises
+    FileNotFoundError or ValueError, by file and line, for a line that is not such an item, has not
+    `num_choices` choices, or has no `blank` in its query.
+    """
+    paths = sorted(Path(data).glob(file))
+    if len(paths) != 1:
+        seen = f"several: {', '.join(path.name for path in paths)}" if paths else "none"
+        raise FileNotFoundError(f"{data} has to hold one file {file}; it holds {seen}")
+    items, lines = [], paths[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    for number, line in enumerate(lines, 1):
+        where = f"{paths[0]}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError:  # UnicodeDecodeError is one
+            expected = '{"query": ..., "choices": [...], "gold": 0}'
+            raise ValueError(f"{where} is not JSON: write {expected} a line") from None
+        if problem := _problem(item, num_choices, blank):
+            raise ValueError(f"{where}: {problem}")
+        for text in (item["query"], *item["choices"]):
+            corpus.checked_text(text, where)
+        items.append({name: item[name] for name in ("query", "choices", "gold")})
+    if not items:
+        raise ValueError(f"{paths[0]} is empty; expected an item a line")
+    return _dataset(items, f"{paths[0].name}, sha256 {results.file_hash(paths[0])[:16]}")
+
+
+def _problem(item: Any, num_choices: int | None, blank: str | None) -> str | None:
+    """Return what is wrong with an item of a local file, if anything is."""
+
+    def is_text(value: Any) -> bool:
+        return isinstance(value, str) and bool(value.strip())
+
+    if not isinstance(item, dict) or not {"query", "choices", "gold"} <= set(item):
+        return 'expected an object with "query", "choices" and "gold"'
+    query, choices, gold = item["query"], item["choices"], item["gold"]
+    if not is_text(query):
+        return f'"query" is {query!r}; expected a text'
+    if not (isinstance(choices, list) and len(choices) > 1 and all(map(is_text, choices))):
+        return f'"choices" is {choices!r}; expected a list of two or more texts'
+    if num_choices not in (None, many := len(choices)):
+        return f"{many} choices; this task has {num_choices}"
+    if type(gold) is not int or not 0 <= gold < many:
+        return f'"gold" is {gold!r}; expected the index of the right choice, 0 to {many - 1}'
+    if blank is not None and blank not in query:
+        return f'"query" has no {blank!r} for the blank'
+    return None
+
+
+def _dataset(items: list[dict], description: str) -> dict[str, datasets.Dataset]:
+    info = datasets.DatasetInfo(description=description)
+    return {"test": datasets.Dataset.from_list(items, info=info)}
+
+
+def before_blank(doc: dict) -> list[str]:
+    """WinoGrande: the text up to the blank, with each choice in the blank's place; for lm-eval."""
+    before, _, _ = doc["query"].partition("_")
+    return [before + choice for choice in doc["choices"]]
+
+
+def after_blank(doc: dict) -> str:
+    """WinoGrande: the text behind the blank; for lm-eval."""
+    return doc["query"].partition("_")[2].strip()
+
+
+def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str], str]:
+    """Return documents that a model was not trained on, and what they are, in words.
+
+    The first of these that is there: the source `text`, as corpus/sources.py describes it; the file
+    held_out.jsonl of the model's folder; what the run in this folder held out for validation. Of
+    any other model, the documents of the embedded corpus "sotu" that training on it holds out; the
+    model may have seen them. Raises FileNotFoundError where a source is gone.
+    """
+    folder = Path(model)
+    if text is None and (folder / HELD_OUT).is_file():
+        text = str(folder / HELD_OUT)
+    if text is not None:
+        return list(corpus.documents(text)), f"the texts of {text}"
+    if not (folder / "config.yaml").is_file():
+        which = f"every {corpus.HOLD_OUT_EVERY}th address of sotu"
+        return _valid("sotu"), f"{which} (whether it is unseen text, the model's card says)"
+    config = TrainConfig.load(folder / "config.yaml")
+    source = f"of {config.source}" if config.valid_source is None else f"in {config.valid_source}"
+    try:
+        if config.source.startswith("hf:"):
+            tokenizer, _, blocks = config.prepare_text()
+            ends = np.flatnonzero(blocks.tokens == tokenizer.eos_token_id)
+            parts = np.split(blocks.tokens, ends)
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in parts]
+        elif config.valid_source is not None:
+            texts = list(corpus.documents(config.valid_source))
+        else:
+            texts = _valid(config.source)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; {folder} held out a part of it; --source gives another"
+        ) from None
+    return texts, f"what the run {folder.name} held out {source}"
+
+
+def _valid(source: str) -> list[str]:
+    return [document for part, document in corpus.split(source) if part == "valid"]
+
+
+def held_out_docs(
+    model: str,
+    text: str | None,
+    num_items: int,
+    context_words: int,
+    continuation_words: int,
+    **_: Any,
+) -> dict[str, datasets.Dataset]:
+    """Make the items of held_out_continuation from `held_out_texts`; for lm-eval.
+
+    Documents are cut into passages of context_words + continuation_words words that do not overlap,
+    and num_items of them are drawn (all, where there are fewer). Each is asked once, with the
+    continuations of three others beside its own. The same texts give the same items. Raises
+    ValueError when there are fewer than four continuations.
+    """
+    texts, description = held_out_texts(model, text)
+    length, passages = context_words + continuation_words, []
+    for document in texts:
+        spans = [match.span() for match in re.finditer(r"\S+", document)]
+        for at in range(0, len(spans) - length + 1, length):
+            words = spans[at : at + length]
+            query = document[words[0][0] : words[context_words - 1][1]]
+            passages.append((query, document[words[context_words][0] : words[-1][1]]))
+    if len({continuation for _, continuation in passages}) < 4:
+        raise ValueError(
+            f"{description}: too short for held_out_continuation, which needs four passages of "
+            f"{context_words} words and {continuation_words} that follow them"
+        )
+    random, items = np.random.default_rng(0), []
+    for at in random.permutation(len(passages))[:num_items]:
+        query, right = passages[at]
+        choices = [right]
+        while len(choices) < 4:
+            other = passages[random.integers(len(passages))][1]
+            if other not in choices:
+                choices.append(other)
+        gold = int(random.integers(4))
+        choices[0], choices[gold] = choices[gold], choices[0]
+        items.append({"query": query, "choices": choices, "gold": gold})
+    return _dataset(items, f"passages of {len(texts)} documents: {description}")

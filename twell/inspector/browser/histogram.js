@@ -1,0 +1,72 @@
+// How often h fell between powers of two, on a logarithmic axis of counts.
+
+import { strongestOf } from "./data.js";
+import { element } from "./elements.js";
+import { integer, plural, powerOfTwo, superscript } from "./words.js";
+
+const WIDE = 340;
+const TALL = 112;
+const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
+const OCTAVES = 12;
+
+// Where there is no aggregate: the values of the passage, in the same kind of bins.
+export function histogramOf(values) {
+  const top = Math.floor(Math.log2(Math.abs(strongestOf(values)) || 1)) + 1;
+  const sizes = Array.from({ length: OCTAVES }, (_, n) => 2 ** (top - OCTAVES + 1 + n));
+  const histogram = new Array(2 * OCTAVES).fill(0);
+  for (const value of values) {
+    const octave = Math.floor(Math.log2(Math.abs(value))) - top + OCTAVES;
+    const bin = Math.max(0, Math.min(OCTAVES - 1, octave));
+    histogram[value < 0 ? OCTAVES - 1 - bin : OCTAVES + bin]++;
+  }
+  const edges = [...sizes.map((v) => -v).reverse(), 0, ...sizes];
+  return { edges, histogram, fires: values.length, own: true };
+}
+
+const line = (name, x1, x2, y1, y2 = y1) => element(`svg:line.${name}`, { x1, x2, y1, y2 });
+const text = (x, y, anchor, words, more = {}) =>
+  element("svg:text", { x, y, "text-anchor": anchor, ...more }, words);
+
+export function drawHistogram({ edges, histogram, fires, tokens, own }) {
+  const { left, right, top, bottom } = INNER;
+  const present = (count) => count > 0;
+  const low = Math.max(0, Math.min(histogram.findIndex(present), edges.length - 6));
+  const last = Math.min(histogram.length - 1, Math.max(histogram.findLastIndex(present), low + 4));
+  const step = (right - left) / (last - low + 1);
+  const x = (edge) => left + (edge - low) * step;
+  const reach = Math.max(1, Math.log10(Math.max(...histogram)) * 1.02);
+  const y = (count) => top + (bottom - top) * (1 - Math.log10(Math.max(count, 0.8)) / reach);
+  const parts = [];
+  for (let decade = 0; decade <= reach; decade += reach > 4 ? 2 : 1) {
+    const at = y(10 ** decade);
+    const tick = decade > 3 ? `10${superscript(decade)}` : integer(10 ** decade);
+    parts.push(line("tw-grid", left, right, at), text(left - 4, at + 3, "end", tick));
+  }
+  for (let bin = low; bin <= last; bin++) {
+    if (!histogram[bin]) continue;
+    const at = y(histogram[bin]);
+    const size = { width: Math.max(step - 1.5, 1), height: bottom - at };
+    const ends = `${powerOfTwo(edges[bin])} to ${powerOfTwo(edges[bin + 1])}`;
+    const title = element("svg:title", `${ends}: ${plural(histogram[bin], "token")}`);
+    const sign = edges[bin] < 0 ? "tw-minus" : "tw-plus";
+    parts.push(element(`svg:rect.${sign}`, { x: x(bin) + 0.75, y: at, ...size }, title));
+  }
+  parts.push(line("tw-axis", left, right, bottom));
+  const every = Math.ceil(36 / step);
+  const zero = edges.indexOf(0);
+  for (let edge = low; edge <= last + 1; edge++) {
+    if ((edge - zero) % every) continue;
+    parts.push(line("tw-axis", x(edge), x(edge), bottom, bottom + 3));
+    parts.push(text(x(edge), bottom + 12, "middle", powerOfTwo(edges[edge])));
+  }
+  const name = { class: "tw-axis-name" };
+  const among = own ? "in this passage" : `over ${integer(tokens)} tokens`;
+  const label = `h, ${among} (n = ${integer(fires)})`;
+  const middle = (top + bottom) / 2;
+  parts.push(text((left + right) / 2, TALL - 3, "middle", label, name));
+  const turned = { ...name, transform: `rotate(-90 8 ${middle})` };
+  parts.push(text(8, middle, "middle", "tokens", turned));
+  const size = { viewBox: `0 0 ${WIDE} ${TALL}` };
+  const about = { role: "img", "aria-label": `histogram of h, ${fires} firings` };
+  return element("svg:svg.tw-histogram", size, about, parts);
+}

@@ -1,0 +1,21 @@
+// Small parts that several cards share.
+
+import { button, element } from "./elements.js";
+import { pieces } from "./words.js";
+
+export function pill(text, special = false) {
+  const classes = special ? "tw-pill.tw-special" : "tw-pill";
+  return element(`span.${classes}`, { dir: "auto" }, pieces(text));
+}
+
+export function tokenPill(side, token) {
+  return pill(side.text(token), side.isSpecial(token));
+}
+
+export function fact(name, value) {
+  return element("div.tw-fact", element("span", name), element("b", value));
+}
+
+export function closer(label, act) {
+  return button(".tw-close", act, { "aria-label": label, title: label }, "\u00d7");
+}

@@ -1,0 +1,127 @@
+// The selection: the model's traits, which Python shares, and the place under the pointer.
+
+export const TRAITS = [
+  ...["side", "token", "layer", "neuron", "colour", "scale", "limit", "layers"],
+  ...["skip_first", "compression", "difference"],
+];
+const BEGIN = { side: 0, token: null, layer: null, neuron: null, colour: "count", scale: "all" };
+
+export class State {
+  constructor(model) {
+    this.model = model;
+    this.header = null; // until the passage is unpacked
+    this.sides = [];
+    this.peek = null; // { side, token, layer } or { side, layer, neuron } under the pointer
+  }
+
+  get(name) {
+    return this.model.get(name);
+  }
+
+  // Without a neuron nothing can be coloured by one.
+  put(changes) {
+    if (changes.neuron === null && this.get("colour") === "neuron")
+      changes = { colour: "count", scale: "all", ...changes };
+    for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
+    this.model.save_changes();
+  }
+
+  // The first and last of the layers that are shown.
+  range(side) {
+    const [first, last] = this.get("layers") ?? [0, side.L - 1];
+    return [Math.min(first, side.L - 1), Math.min(last, side.L - 1)];
+  }
+
+  // A page's address may ask for what does not exist: that is not selected.
+  selected() {
+    const side = this.sides[this.get("side")] ?? this.sides[0];
+    const known = (name, number) => {
+      const value = this.get(name);
+      return value >= 0 && value < number ? value : null;
+    };
+    return {
+      side,
+      token: known("token", side.T),
+      layer: known("layer", side.L),
+      neuron: known("neuron", side.N),
+    };
+  }
+
+  // Whether neurons of one side are those of the other: two texts under one model.
+  shares(one, other) {
+    return one === other || this.header.same;
+  }
+
+  // Whether a token of one side stands for the token with its number on the other.
+  standsFor(one, other) {
+    return one === other || this.header.aligned;
+  }
+
+  // The neuron whose values colour a side: the one under the pointer, else the selected one.
+  shownNeuron(side) {
+    const { side: own, layer, neuron } = this.peeksAtNeuron() ? this.peek : this.selected();
+    const exists = layer !== null && neuron !== null;
+    return exists && this.shares(own, side) ? { layer, neuron } : null;
+  }
+
+  peeksAtNeuron() {
+    return this.peek?.neuron !== undefined;
+  }
+
+  colouring(side) {
+    if (this.peeksAtNeuron() && this.shares(this.peek.side, side)) return "neuron";
+    const colour = this.get("colour");
+    return colour === "neuron" && !this.shownNeuron(side) ? "count" : colour;
+  }
+
+  // The tokens whose colours share a scale; a neuron that is only peeked at has a scale of its own.
+  scaling(how) {
+    if (how !== "neuron") return this.get("scale") === "layer" ? "layer" : "all";
+    return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
+  }
+
+  // The selected token, or the one of this side that stands for it.
+  pinned(side) {
+    const { side: own, token } = this.selected();
+    return token !== null && this.standsFor(own, side) && token < side.T ? token : null;
+  }
+
+  // The token under the pointer, or the one of this side that stands for it.
+  peeked(side) {
+    const token = this.peek?.token;
+    if (token === undefined || !this.standsFor(this.peek.side, side)) return null;
+    return token < side.T ? token : null;
+  }
+
+  // The active neurons that a tile can hold.
+  capacity() {
+    const compression = this.get("compression");
+    return compression ? Math.floor(this.header.tile / compression) - 1 : Infinity;
+  }
+
+  choose(side, changes) {
+    this.put({ side: side.number, ...changes });
+  }
+
+  // The neuron stays selected where it exists.
+  chooseToken(side, token, changes = {}) {
+    const lost = this.shares(this.selected().side, side) ? {} : { neuron: null };
+    this.choose(side, { token, ...changes, ...lost });
+  }
+
+  chooseNeuron(side, layer, neuron, changes = {}) {
+    const scale = this.get("colour") === "neuron" ? {} : { scale: "neuron" };
+    this.choose(side, { layer, neuron, colour: "neuron", ...scale, ...changes });
+  }
+
+  goTo(preset) {
+    this.put({ ...BEGIN, layers: null, ...preset.view });
+  }
+
+  // The neuron, then the token, then the layer.
+  letGo() {
+    const selected = this.selected();
+    const name = ["neuron", "token", "layer"].find((name) => selected[name] !== null);
+    if (name) this.put({ [name]: null });
+  }
+}

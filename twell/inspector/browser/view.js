@@ -1,0 +1,276 @@
+// The whole view: it builds the parts, and draws again what a change of the state concerns.
+
+import { isDark, Ramp } from "./colours.js";
+import { Bar } from "./bar.js";
+import { Cards } from "./cards.js";
+import { unpack } from "./data.js";
+import { element } from "./elements.js";
+import { KEYS } from "./keyboard.js";
+import { ActivityMap } from "./map.js";
+import { Passage } from "./passage.js";
+import { State, TRAITS } from "./state.js";
+import { fillTip, placeTip } from "./tip.js";
+import { Typing } from "./typing.js";
+import { integer, number, percent, plural } from "./words.js";
+
+let views = 0;
+
+export class View {
+  constructor(model, parent) {
+    this.state = new State(model);
+    this.prefix = `tw${++views}-`;
+    this.parts = []; // of each side with tokens: { passage, map }
+    this.zoom = 0;
+    // JupyterLab leaves keys alone below this attribute.
+    this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true" });
+    parent.append(this.root);
+    this.tip = element("div.tw-tip", { hidden: true });
+    this.cards = new Cards(this);
+    this.stops = [];
+    this.listen(model);
+    this.load();
+  }
+
+  listen(model) {
+    const on = (name, react) => {
+      model.on(name, react);
+      this.stops.push(() => model.off(name, react));
+    };
+    for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
+    for (const trait of ["busy", "error"])
+      on(`change:${trait}`, () => this.typing?.showMessages());
+    on("change:texts", () => this.typing?.showTexts());
+    on("change:data", () => this.load());
+    on("msg:custom", (answer) => {
+      this.cards.neuron.answered(answer);
+      this.schedule();
+    });
+    const themed = () => this.themed();
+    const page = new MutationObserver(themed);
+    for (const node of [document.documentElement, document.body])
+      page.observe(node, { attributes: true });
+    const system = matchMedia("(prefers-color-scheme: dark)");
+    system.addEventListener("change", themed);
+    this.sizes = new ResizeObserver((entries) => {
+      for (const { target, contentRect } of entries) target.wide = contentRect.width;
+      this.drawMaps();
+    });
+    this.stops.push(
+      () => page.disconnect(),
+      () => system.removeEventListener("change", themed),
+      () => this.sizes.disconnect(),
+    );
+  }
+
+  close() {
+    for (const stop of this.stops) stop();
+    this.closed = true;
+    cancelAnimationFrame(this.drawing);
+    this.typing?.stop();
+    this.root.remove();
+  }
+
+  async load() {
+    const bytes = this.state.get("data");
+    try {
+      const { header, sides } = await unpack(bytes);
+      if (this.closed || bytes !== this.state.get("data")) return;
+      Object.assign(this.state, { header, sides });
+    } catch (error) {
+      const old = typeof DecompressionStream === "undefined";
+      const why = old ? "it needs a browser of 2023 or later" : error.message;
+      this.root.replaceChildren(element("p.tw-empty", `The passage cannot be shown: ${why}.`));
+      this.frame = null;
+      return;
+    }
+    this.build();
+  }
+
+  // The frame stays when another text is shown, so that whoever types keeps the cursor.
+  build() {
+    const { state } = this;
+    const { sides, header } = state;
+    this.theme();
+    if (!this.frame) this.buildFrame();
+    state.peek = null;
+    this.tip.hidden = true;
+    this.sizes.disconnect();
+    this.root.classList.toggle("tw-aligned", header.aligned);
+    this.root.classList.toggle("tw-nothing", !sides.some((side) => side.T));
+    this.parts = sides.map((side) => this.buildSide(side));
+    this.bar = new Bar(state);
+    this.frame.head.replaceChildren(...this.buildHead());
+    this.frame.bar.replaceChildren(this.bar.node);
+    this.frame.sides.forEach(({ facts, passage }, n) => {
+      facts.replaceChildren(...(sides.length === 2 ? [this.facts(sides[n])] : []));
+      passage.replaceChildren(...this.nodesOf(this.parts[n]));
+    });
+    this.reveal = true;
+    this.typing.showTexts();
+    this.typing.showMessages();
+    this.update();
+    performance.mark("twell-painted");
+  }
+
+  buildFrame() {
+    const { sides } = this.state;
+    this.typing = new Typing(this);
+    const typed = this.typing.nodes;
+    const own = typed.length === sides.length; // one text for each side
+    const boxes = () => ({ facts: element("div"), passage: element("div") });
+    this.frame = { head: element("div.tw-head"), bar: element("div"), sides: sides.map(boxes) };
+    const sections = this.frame.sides.map(({ facts, passage }, n) =>
+      element("section.tw-side", facts, own && typed[n], passage),
+    );
+    const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
+    this.root.classList.toggle("tw-two", sides.length === 2);
+    this.root.replaceChildren(
+      this.frame.head,
+      this.frame.bar,
+      ...(own ? [] : typed),
+      element("div.tw-main", element("div.tw-sides", sections), this.cards.box),
+      element("div.tw-keys", keys),
+      this.tip,
+      this.cards.spoken,
+    );
+  }
+
+  buildSide(side) {
+    if (!side.T) return null;
+    const map = new ActivityMap(this, side);
+    this.sizes.observe(map.scroll);
+    return { passage: new Passage(this, side), map };
+  }
+
+  nodesOf(part) {
+    if (part) return [...part.passage.nodes, ...part.map.nodes];
+    const empty = this.state.get("runs")
+      ? "There is no text yet: type one above."
+      : "The text is empty: there is no token to show.";
+    return [element("p.tw-empty", empty)];
+  }
+
+  // Name and size of a side: above all, or above each of two.
+  facts(side) {
+    const { name, of, start } = side.about;
+    const shown = `tokens ${integer(start)}\u2013${integer(start + side.T - 1)} of ${integer(of)}`;
+    const facts = [
+      of > side.T ? shown : plural(side.T, "token"),
+      `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
+    ];
+    if (side.T) {
+      const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
+      facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
+    }
+    const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
+    return element("div.tw-name", element("b", name), quiet);
+  }
+
+  buildHead() {
+    const { sides } = this.state;
+    const most = Math.min(...sides.map((side) => side.about.strongest ?? Infinity));
+    const notes = [];
+    if (most < Infinity)
+      notes.push(
+        `Of each token and layer the ${most} strongest neurons are kept here; ` +
+          "counts, shares and marks are of all.",
+      );
+    if (!sides.every((side) => side.about.precise))
+      notes.push("Values are rounded to bf16, within 0.4%.");
+    const nodes = sides.length === 1 ? [this.facts(sides[0])] : [];
+    const strong = most < Infinity ? ".tw-strong" : "";
+    if (notes.length) nodes.push(element(`div.tw-note${strong}`, notes.join(" ")));
+    return nodes;
+  }
+
+  theme() {
+    const dark = isDark(this.root.parentElement);
+    this.root.classList.toggle("tw-dark", dark);
+    const palette = this.state.header.palettes[dark ? "dark" : "light"];
+    this.state.ramps = {
+      sequential: new Ramp(palette.sequential, 0),
+      diverging: new Ramp(palette.diverging, 128),
+    };
+  }
+
+  themed() {
+    const before = this.root.classList.contains("tw-dark");
+    if (!this.state.header || isDark(this.root.parentElement) === before) return;
+    this.theme();
+    for (const part of this.parts) part?.passage.painted.fill(-1);
+    this.update();
+  }
+
+  changed(trait) {
+    if (!this.state.header) return;
+    if (["token", "side"].includes(trait)) this.reveal = true;
+    this.cards.changed(trait);
+    this.schedule();
+  }
+
+  schedule() {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = requestAnimationFrame(() => this.update());
+  }
+
+  update() {
+    if (this.closed || !this.bar) return;
+    this.bar.show();
+    this.paint();
+    this.drawMaps();
+    this.cards.show();
+    this.reveal = false; // the selected token comes into sight when it has changed,
+    this.keepPlace = false; // unless it was selected there
+  }
+
+  paint() {
+    for (const part of this.parts) part?.passage.paint();
+  }
+
+  drawMaps() {
+    for (const part of this.parts) part?.map.draw();
+  }
+
+  passageOf(side) {
+    return this.parts[side.number].passage;
+  }
+
+  active() {
+    return this.root.getRootNode().activeElement;
+  }
+
+  zoomBy(steps) {
+    this.zoom = Math.max(0, Math.min(5, this.zoom + steps));
+    this.reveal = true;
+    this.update();
+  }
+
+  // The pointer is on a token, and in the map in a layer; or it left.
+  hover(side, token, event, layer) {
+    const before = this.state.peek;
+    const peek = token === undefined ? null : { side, token, layer };
+    this.state.peek = peek;
+    if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
+    this.tip.hidden = !peek;
+    if (peek) {
+      fillTip(this.tip, this.state);
+      placeTip(this.tip, event, this.root);
+    }
+    cancelAnimationFrame(this.peeking);
+    this.peeking = requestAnimationFrame(() => {
+      for (const part of this.parts) part?.passage.showPeek();
+      this.drawMaps();
+      if (this.state.selected().token === null) this.cards.show();
+    });
+  }
+
+  // The pointer is on a neuron of a card, or left it.
+  peekNeuron(peek) {
+    this.state.peek = peek;
+    cancelAnimationFrame(this.peeking);
+    this.peeking = requestAnimationFrame(() => {
+      this.paint();
+      this.drawMaps();
+    });
+  }
+}

@@ -1,0 +1,158 @@
+"""A passage as bytes: one compressed block that twell/inspector/browser/data.js unpacks.
+
+Of many values only 16 bits travel (bf16). Of more than MAX_ENTRIES active neurons only the
+strongest of each token and layer do; counts, sums and overflow are of all.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from twell import plots
+from twell.inspector.shown import fullest_tile, presets
+from twell.inspector.side import Side
+from twell.trace import COMPRESSIONS, TILE_N, Trace
+
+# Active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280.
+MAX_ENTRIES = 800_000
+PRECISE_ENTRIES = 200_000  # up to which values keep 24 bits, more of them 16
+
+
+def leading(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return float32 rounded to its leading bits (nearest, ties to even) as uint32. NaN stays NaN.
+
+    16 bits are bfloat16.
+    """
+    values = np.asarray(values, np.float32)
+    whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
+    rest = 32 - bits
+    return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
+
+
+def pack(
+    shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict | None = None
+) -> bytes:
+    """Return sides as the browser reads them, compressed (zlib).
+
+    Inside: the length of a JSON header (uint32), the header, and arrays, little endian, each at a
+    multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset). Arrays of
+    side i begin with "i."; see `_arrays`. max_entries: active neurons of all tokens and sides that
+    are kept; where there are more, each token and layer keeps its header["sides"][i]["strongest"]
+    strongest. chosen: cards that a page takes along, by "side:layer:neuron".
+    """
+    strongest = _strongest([side.trace for side in shown], max_entries)
+    precise = strongest is None and sum(len(side.trace.values) for side in shown) <= PRECISE_ENTRIES
+    arrays = {
+        f"{number}.{name}": array
+        for number, side in enumerate(shown)
+        for name, array in _arrays(side, strongest, precise).items()
+    }
+    if chosen is not None:
+        arrays["cards"] = np.frombuffer(json.dumps(chosen).encode(), np.uint8)
+    ids = [side.trace.token_ids for side in shown]
+    header = {
+        "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
+        "aligned": len(ids) == 2 and np.array_equal(*ids),
+        "same": len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model,
+        "compressions": [0, *COMPRESSIONS],
+        "tile": TILE_N,
+        "palettes": plots.PALETTES,
+        "arrays": [],
+    }
+    offset = 0
+    for name, array in arrays.items():
+        header["arrays"].append([name, array.dtype.str.lstrip("<|"), len(array), offset])
+        offset += -(-array.nbytes // 8) * 8
+    text = json.dumps(header).encode()
+    text += b" " * (-(4 + len(text)) % 8)
+    parts = [len(text).to_bytes(4, "little"), text]
+    for array in arrays.values():
+        parts += [array.tobytes(), bytes(-array.nbytes % 8)]
+    return zlib.compress(b"".join(parts), 9 if chosen is not None else 6)
+
+
+def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
+    """The most entries that each token and layer can keep within max_entries; None: all."""
+    counts = np.concatenate([np.diff(t.indptr) for t in traces])
+    if counts.sum() <= max_entries:
+        return None
+    # As the limit k rises by one, as many entries come in as rows have more than k.
+    more = len(counts) - np.bincount(counts).cumsum()
+    return int(np.searchsorted(more.cumsum(), max_entries, side="right"))
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    return leading(values, 16).astype(np.uint16)
+
+
+def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.ndarray]:
+    """The arrays of one side, rows (layer, token) in the order of the trace.
+
+    token: which of the header's strings and ids; starts: the first token of each sequence, and the
+    end; position; logprob float32; of each row: counts of active neurons, the largest count in a
+    tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses
+    better: gap, the distance to the neuron before it in the row (the first: to 0), low byte and
+    high byte, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
+    fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
+    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do.
+    """
+    passage = side.trace
+    counts = np.diff(passage.indptr)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    kept = np.ones(len(rows), bool)
+    if strongest is not None:
+        order = np.lexsort((-np.abs(np.nan_to_num(passage.values, nan=np.inf)), rows))
+        rank = np.arange(len(rows)) - np.repeat(passage.indptr[:-1], counts)
+        kept[order] = rank < strongest
+    neuron = passage.indices.astype(np.int64)[kept]
+    first = np.diff(rows[kept], prepend=-1) > 0
+    gap = np.where(first, neuron, np.diff(neuron, prepend=0)).astype(np.uint16)
+    num_bytes = 3 if precise else 2
+    value = leading(passage.values[kept], 8 * num_bytes)
+    starts = np.flatnonzero(np.diff(passage.sequence, prepend=-1))
+    total = np.bincount(rows, weights=np.abs(passage.values), minlength=len(counts))
+    arrays = {
+        "token": np.unique(passage.token_ids, return_inverse=True)[1].astype(np.uint32),
+        "starts": np.append(starts, passage.num_tokens).astype(np.uint32),
+        "position": passage.position.astype(np.uint32),
+        "logprob": passage.logprob.astype(np.float32),
+        "counts": counts.astype(np.uint16),
+        "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
+        "total": _bfloat16(total),
+        "gap_low": (gap & 255).astype(np.uint8),
+        "gap_high": (gap >> 8).astype(np.uint8),
+    }
+    for byte in range(num_bytes):
+        arrays[f"value_{byte}"] = (value >> 8 * (num_bytes - 1 - byte)).astype(np.uint8)
+    if strongest is not None:
+        arrays["fires"] = passage.neurons()[0].reshape(-1).astype(np.uint32)
+    if side.aggregate is not None:
+        fires = side.aggregate.neurons()[0].reshape(-1)
+        arrays["rate"] = _bfloat16(fires / max(side.aggregate.num_tokens, 1))
+    return arrays
+
+
+def _about(side: Side, strongest: int | None) -> dict:
+    """The header's entry of one side."""
+    passage = side.trace
+    ids, first = np.unique(passage.token_ids, return_index=True)
+    special = np.isin(ids, passage.meta.get("special_ids", []))
+    return {
+        "name": side.name,
+        "tokens": passage.num_tokens,
+        "start": side.of[0],
+        "of": side.of[1],
+        "layers": side.shape[0],
+        "neurons": side.shape[1],
+        "strings": [passage.strings[token] for token in first],
+        "ids": ids.tolist(),
+        "special": np.flatnonzero(special).tolist(),
+        "strongest": strongest,
+        "aggregate": None if side.aggregate is None else side.aggregate.num_tokens,
+        "words": side.model is not None,
+        "starts_with": presets(side),
+    }

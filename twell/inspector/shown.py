@@ -1,0 +1,252 @@
+"""What a view shows: its state, presets, the selected entries, cards of neurons, the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+from twell import analysis, plots, trace
+from twell.inspector.side import Side
+from twell.trace import TILE_N, Aggregate, Trace
+
+# The state of a view with its defaults. The widget has a trait for each: the number of the selected
+# side, token of the passage, layer and neuron, and the colours.
+VIEW = {
+    "side": 0,
+    "token": None,
+    "layer": None,
+    "neuron": None,
+    "colour": "count",
+    "scale": "all",
+    "limit": None,
+    "layers": None,
+    "skip_first": True,
+    "compression": 8,
+    "difference": False,
+}
+COLOURS = ("count", "neuron", "surprise")
+SCALES = ("all", "layer", "neuron")
+WORDS = 10  # that a neuron promotes, and suppresses
+BATCH = 256  # neurons whose logits are computed at once
+
+
+def presets(side: Side) -> list[dict]:
+    """Return places to begin in a passage: name, note, and the view (see VIEW) that shows it."""
+    passage = side.trace
+    places = [{"name": "Overview", "note": "active neurons of every token", "view": {}}]
+    later = np.flatnonzero(passage.position > 0)
+    if not len(later) or not passage.num_layers:
+        return places
+
+    def add(name: str, note: str, **view) -> None:
+        places.append({"name": name, "note": note, "view": view})
+
+    def quoted(token: int) -> str:
+        return plots.visible(passage.strings[token])
+
+    def add_neuron(name: str, note: str, layer: int, neuron: int, **view) -> None:
+        note = f"layer {layer}, {neuron}: {note}"
+        add(name, note, layer=layer, neuron=neuron, **view, colour="neuron", scale="neuron")
+
+    counts = passage.counts()
+    mean = counts[:, later].mean(axis=0)
+    token = int(later[mean.argmax()])
+    add("Busiest token", f"{quoted(token)}: {mean.max():.3g} active a layer", token=token)
+    surprise = np.nan_to_num(-passage.logprob[later])
+    token = int(later[surprise.argmax()])
+    note = f"{quoted(token)}: {surprise.max():.3g} nats"
+    add("Most surprising token", note, token=token, colour="surprise")
+    row = np.repeat(np.arange(len(passage.indptr) - 1), np.diff(passage.indptr))
+    inside = np.flatnonzero(passage.position[row % passage.num_tokens] > 0)
+    if len(inside):
+        entry = inside[np.nan_to_num(np.abs(passage.values[inside])).argmax()]
+        layer, token = divmod(int(row[entry]), passage.num_tokens)
+        note = f"{passage.values[entry]:+.3g} at {quoted(token)}"
+        add_neuron("Strongest neuron", note, layer, int(passage.indices[entry]), token=token)
+    for one in analysis.specific(passage, min_fires=3, min_count=3).head(1).itertuples():
+        note = f"{one.both} of {one.fires} times at {plots.visible(one.token)}"
+        add_neuron("Most specific neuron", note, one.layer, one.neuron)
+    mean = counts[:, later].mean(axis=1)
+    busy = int(mean.argmax())
+    add("Busiest layer", f"layer {busy}: {mean[busy]:.3g} active", layers=[busy, busy])
+    return places
+
+
+def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
+    """Return the active neurons that match the selection, one a row.
+
+    A token, layer or neuron that is not selected restricts nothing; without a layer, `layers` are
+    taken. Columns: model (the side's name); token, its number in the passage; text; sequence,
+    position; layer, neuron; value (h, signed); share, |value| over the sum of all in this token and
+    layer; with an aggregate rate, the fraction of its tokens that activate the neuron. By token,
+    layer and falling |value|.
+    """
+    side = shown[view["side"]]
+    passage = side.trace
+    first, last = view["layers"] or (0, passage.num_layers - 1)
+    if view["layer"] is not None:
+        first = last = view["layer"]
+    row = np.repeat(np.arange(len(passage.indptr) - 1), np.diff(passage.indptr))
+    layer, token = np.divmod(row, max(passage.num_tokens, 1))
+    size = np.abs(passage.values)
+    total = np.bincount(row, size, minlength=1)[row]
+    share = np.divide(size, total, out=np.zeros(len(row)), where=total > 0)
+    table = pd.DataFrame(
+        {
+            "model": side.name,
+            "token": token,
+            "layer": layer,
+            "neuron": passage.indices.astype(np.int64),
+            "value": passage.values,
+            "share": share,
+        }
+    )
+    chosen = (layer >= first) & (layer <= last)
+    for name in ("token", "neuron"):
+        if view[name] is not None:
+            chosen &= (table[name] == view[name]).to_numpy()
+    order = np.lexsort((-size[chosen], layer[chosen], token[chosen]))
+    table = table[chosen].iloc[order].reset_index(drop=True)
+    token = table["token"].to_numpy()
+    table.insert(2, "text", [passage.strings[n] for n in token])
+    table.insert(3, "sequence", passage.sequence[token])
+    table.insert(4, "position", passage.position[token])
+    if side.aggregate is not None:
+        rate = side.aggregate.neurons()[0] / max(side.aggregate.num_tokens, 1)
+        table["rate"] = rate[table["layer"], table["neuron"]]
+    return table
+
+
+def fullest_tile(passage: Trace) -> np.ndarray:
+    """Return the active neurons of each token in the tile that holds the most of them, [L, T]."""
+    num_tiles, counts = -(-passage.intermediate_size // TILE_N), np.diff(passage.indptr)
+    row = np.repeat(np.arange(len(counts)), counts)
+    tile = row * num_tiles + passage.indices.astype(np.int64) // TILE_N
+    in_tile = np.bincount(tile, minlength=len(counts) * num_tiles)
+    shape = (passage.num_layers, passage.num_tokens, num_tiles)
+    return in_tile.reshape(shape).max(axis=-1, initial=0)
+
+
+def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
+    """Return the arguments of `plots.fig_inspector` for a view.
+
+    tokens: at most so many are drawn, the selected one among them; scales are of the whole passage,
+    as in the browser. Raises ValueError for a passage without tokens.
+    """
+    passage = shown[view["side"]].trace
+    if not passage.num_tokens:
+        raise ValueError("the text is empty: there is no token to draw")
+    first, last = view["layers"] or (0, passage.num_layers - 1)
+    layers = slice(first, last + 1)
+    left_out = view["skip_first"] & (passage.position == 0)
+    counts = passage.counts()[layers].astype(np.float64)
+    counts[:, left_out] = np.nan
+    values, label, ends = _coloured(passage, view, counts, (first, last))
+    values[left_out] = np.nan
+    compression = view["compression"]
+    capacity = TILE_N // compression - 1 if compression else np.inf
+    over = (fullest_tile(passage)[layers] > capacity) & ~left_out
+    middle = 0 if view["token"] is None else view["token"]
+    start = max(0, min(middle - tokens // 2, passage.num_tokens - tokens))
+    cut = slice(start, start + tokens)
+    names = {"index": range(first, last + 1), "columns": range(passage.num_tokens)}
+    return {
+        "passage": pd.DataFrame({"token": passage.strings, "value": values})[cut],
+        "counts": pd.DataFrame(counts, **names).iloc[:, cut],
+        "over": pd.DataFrame(over, **names).iloc[:, cut],
+        "label": label,
+        "ends": ends,
+    }
+
+
+def _coloured(passage, view, counts, layers) -> tuple[np.ndarray, str, tuple[float, float]]:
+    """A value for each token, its label, and the ends of its scale. counts: NaN where left out."""
+    layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
+    if view["colour"] == "neuron" and layer is not None and neuron is not None:
+        column = passage.layer(layer)[:, [neuron]]
+        sharing = {"neuron": column.data, "layer": passage.layer(layer).data}
+        largest = np.abs(sharing.get(view["scale"], passage.values)).max(initial=0)
+        top = limit or float(largest) or 1.0
+        values = column.toarray()[:, 0].astype(np.float64)
+        return values, f"h of layer {layer}, neuron {neuron}", (-top, top)
+    if view["colour"] == "surprise":
+        values = -passage.logprob.astype(np.float64)
+        top = limit or float(np.nanmax(values, initial=1))
+        return values, "surprise, $-$log p in nats", (0.0, top)
+    values = counts.mean(axis=0)
+    known = values[values > 0]  # NaN is not
+    top = limit or float(known.max(initial=1))
+    low = min(float(known.min(initial=1e9)), top / 2)
+    first, last = layers
+    which = f"layer {first}" if first == last else f"mean over layers {first} to {last}"
+    label = f"active neurons per token, {which}"
+    return np.where(values == 0, low, values), label, (low, top)
+
+
+def cards(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
+    """Return a card for each neuron (layer, neuron): what is known of it beyond the passage.
+
+    With an aggregate: tokens (of the aggregate), fires, mean and largest h, edges and histogram of
+    h, and the places top and quantiles, each [h, quantile, before, token, after, sequence,
+    position]. With a model: promotes and suppresses, the words whose logits an h of 1 raises and
+    lowers most, relative to the mean over the vocabulary, without the effect of later layers:
+    [word, change]. Raises IndexError for a neuron that does not exist.
+    """
+    layers, size = side.shape
+    for layer, neuron in neurons:
+        if not (0 <= layer < layers and 0 <= neuron < size):
+            raise IndexError(
+                f"layer {layer}, neuron {neuron} does not exist: "
+                f"there are {layers} layers of {size}"
+            )
+    found: list[dict] = [{} for _ in neurons]
+    if side.aggregate is not None:
+        for card, (layer, neuron) in zip(found, neurons, strict=True):
+            card |= _statistics(side.aggregate, layer, neuron)
+    if side.model is not None:
+        for start in range(0, len(neurons), BATCH):
+            part = slice(start, start + BATCH)
+            for card, words in zip(found[part], _words(side, neurons[part]), strict=True):
+                card |= words
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _statistics(aggregate: Aggregate, layer: int, neuron: int) -> dict:
+    histogram = aggregate.value_histogram[layer, neuron]
+    fires = int(histogram.sum())
+    card = {
+        "tokens": aggregate.num_tokens,
+        "fires": fires,
+        "mean": float(aggregate.value_sum[layer, neuron]) / max(fires, 1),
+        "largest": float(aggregate.max_abs[layer, neuron]),
+        "edges": [float(edge) for edge in aggregate.value_edges],
+        "histogram": histogram.tolist(),
+    }
+    for kind, name in (("top", "top"), ("quantile", "quantiles")):
+        card[name] = [
+            [_short(value), None if kind == "top" else quantile, *around]
+            for value, quantile, *around in analysis.places(aggregate, layer, neuron, kind)
+        ]
+    return card
+
+
+@torch.no_grad()
+def _words(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
+    model = side.model
+    unembedding, norm = model.get_output_embeddings().weight, model.base_model.norm.weight
+    directions = torch.stack([model.ffns[layer].direction(n) for layer, n in neurons], 1)
+    logits = (unembedding @ (directions * norm[:, None])).float()  # [V, n]
+    logits = (logits - logits.mean(0)).t()
+    lists = []
+    for largest in (True, False):
+        values, ids = logits.topk(min(WORDS, logits.shape[1]), largest=largest)
+        strings = iter(trace.token_strings(side.tokenizer, ids.reshape(-1).tolist()))
+        lists.append([[[next(strings), _short(v)] for v in row] for row in values.tolist()])
+    return [{"promotes": up, "suppresses": down} for up, down in zip(*lists, strict=True)]

@@ -1,0 +1,210 @@
+"""The neuron inspector as a widget (anywidget): Python and browser share its state as traits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+try:
+    import anywidget
+    import traitlets
+    from traitlets import Bool, Enum, Float, Int, Unicode
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    raise ModuleNotFoundError(
+        f"twell.inspect needs the package {package}: pip install 'twell[notebooks]'"
+    ) from None
+
+from twell import plots, results
+from twell.inspector.packing import pack
+from twell.inspector.pages import page, script, style
+from twell.inspector.shown import COLOURS, SCALES, VIEW, cards, drawn, entries, presets
+from twell.inspector.side import Side, Source, sides
+from twell.trace import COMPRESSIONS, Aggregate, Trace
+
+
+class Inspector(anywidget.AnyWidget):
+    """A passage whose tokens, layers and neurons can be looked at; made by `twell.inspect`.
+
+    The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
+    in the passage), `layer` and `neuron`, each None for none; `colour` ("count", "neuron",
+    "surprise") and its `scale` ("all", "layer", "neuron"), whose end `limit` fixes; `layers`
+    (first, last) or None for all; `skip_first`, which leaves out the first token of each sequence;
+    `compression`, at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
+    side to the first. `texts` has the typed texts, one or one for each side; setting it runs the
+    model. A value that does not exist raises a traitlets.TraitError that says what does.
+    """
+
+    _esm = script("widget.js")
+    _css = style()
+
+    data = traitlets.Bytes().tag(sync=True)
+    side = Int(0).tag(sync=True)
+    token = Int(None, allow_none=True).tag(sync=True)
+    layer = Int(None, allow_none=True).tag(sync=True)
+    neuron = Int(None, allow_none=True).tag(sync=True)
+    colour = Enum(COLOURS, "count").tag(sync=True)
+    scale = Enum(SCALES, "all").tag(sync=True)
+    limit = Float(None, allow_none=True).tag(sync=True)
+    layers = traitlets.List(Int(), None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
+    skip_first = Bool(True).tag(sync=True)
+    compression = Enum((0, *COMPRESSIONS), 8).tag(sync=True)
+    difference = Bool(False).tag(sync=True)
+    texts = traitlets.List(Unicode()).tag(sync=True)
+    runs = Bool(False).tag(sync=True)
+    busy = Bool(False).tag(sync=True)
+    error = Unicode("").tag(sync=True)
+
+    def __init__(self, sides: Sequence[Side], texts: Sequence[str], view: dict):
+        self.sides = list(sides)
+        runs = all(side.model is not None for side in sides)
+        super().__init__(data=pack(sides), texts=list(texts), runs=runs)
+        self.on_msg(self._asked)
+        self.observe(self._run, "texts")
+        for name, value in view.items():
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        lengths = (f"{side.name}: {side.trace.num_tokens} tokens" for side in self.sides)
+        return f"Inspector({'; '.join(lengths)})"
+
+    @property
+    def trace(self) -> Trace:
+        """The passage of the selected side."""
+        return self.sides[self.side].trace
+
+    @property
+    def view(self) -> dict:
+        """The traits of the selection and the colours, by name."""
+        return {name: getattr(self, name) for name in VIEW}
+
+    @traitlets.validate("side", "token", "layer", "neuron")
+    def _check_number(self, proposal: dict) -> int | None:
+        value, name = proposal["value"], proposal["trait"].name
+        if name == "side":
+            number, has = len(self.sides), "the view has sides"
+        elif name == "token":
+            number, has = self.trace.num_tokens, "the passage has tokens"
+        else:
+            has = {"layer": "the model has layers", "neuron": "a layer has neurons"}[name]
+            number = self.sides[self.side].shape[name == "neuron"]
+        if value is not None and not 0 <= value < number:
+            has = f"{has} 0 to {number - 1}" if number else "the passage is empty"
+            raise traitlets.TraitError(f"{name} {value} does not exist: {has}")
+        return value
+
+    @traitlets.validate("layers")
+    def _check_layers(self, proposal: dict) -> list[int] | None:
+        value, most = proposal["value"], max(side.shape[0] for side in self.sides) - 1
+        if value is not None and not 0 <= value[0] <= value[1] <= most:
+            raise traitlets.TraitError(
+                f"layers is {value}; use [first, last] of layers 0 to {most}, or None for all"
+            )
+        return value
+
+    @traitlets.validate("limit")
+    def _check_limit(self, proposal: dict) -> float | None:
+        value = proposal["value"]
+        if value is not None and not value > 0:
+            raise traitlets.TraitError(f"limit is {value}; it has to be above 0, or None")
+        return value
+
+    def _asked(self, _: Inspector, message: dict, __: list) -> None:
+        """Answer the browser's question for a card, "side:layer:neuron"."""
+        key = message.get("ask", "")
+        try:
+            side, layer, neuron = map(int, key.split(":"))
+            card = cards(self.sides[side], [(layer, neuron)])[0]
+        except (ValueError, LookupError, RuntimeError) as error:
+            card = {"error": str(error)}
+        self.send({"key": key, "card": card})
+
+    def _run(self, _: dict) -> None:
+        """Run the texts; a mistake is one line beneath the text, and the view stays as it was."""
+        try:
+            if not self.runs:
+                raise ValueError(
+                    "there is no model to run a text; give inspect a model instead of a trace"
+                )
+            if not self.texts:
+                raise ValueError("texts is empty; give one text, or one for each side")
+            self.busy = True
+            one = len(self.texts) != len(self.sides)
+            texts = self.texts[:1] * len(self.sides) if one else self.texts
+            sides = [side.run(text) for side, text in zip(self.sides, texts, strict=True)]
+            if self.token is not None and self.token >= sides[self.side].trace.num_tokens:
+                self.token = None
+            self.sides, self.data, self.error = sides, pack(sides), ""
+        except (ValueError, IndexError, RuntimeError) as error:
+            self.error = " ".join(str(error).split())
+        finally:
+            self.busy = False
+
+    def preset(self, name: str) -> None:
+        """Go to one of `presets`. Raises ValueError for another name."""
+        known = self.presets
+        if name not in known:
+            raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(known)}")
+        begin = ("side", "token", "layer", "neuron", "colour", "scale", "layers")
+        for trait, value in ({trait: VIEW[trait] for trait in begin} | known[name]).items():
+            setattr(self, trait, value)
+
+    @property
+    def presets(self) -> dict[str, dict]:
+        """Views to begin with, found in the passage: the traits that each sets, by name."""
+        return {preset["name"]: preset["view"] for preset in presets(self.sides[0])}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the exact active neurons of the selection; see `inspector.entries`."""
+        return entries(self.sides, self.view)
+
+    def figure(self) -> Figure:
+        """Return the present view as a figure: the passage, and its layers by tokens."""
+        return plots.fig_inspector(**drawn(self.sides, self.view))
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the present view as one HTML file (see `inspector.page`) and return its path."""
+        results.write_atomically(path, page(self.sides, self.view))
+        return Path(path)
+
+
+def inspect(
+    what: Source,
+    text: str | tuple[str, str] | None = None,
+    *,
+    compare: Source | None = None,
+    aggregate: Aggregate | str | Path | None = None,
+    compare_aggregate: Aggregate | str | Path | None = None,
+    model: Source | None = None,
+    start: int = 0,
+    **view,
+) -> Inspector:
+    """Return a widget that shows which neurons fire for which token.
+
+    what: a model, by its folder or name or as the pair that `twell.load` returns, which runs `text`
+    and whatever is typed into the widget; or a trace, or its file, and `model`, if given, that it
+    came from. compare: the same once more, shown beside it, with the same text; two texts are
+    compared by a model and a pair of texts. aggregate, compare_aggregate: statistics over many
+    tokens, or their file; by default `aggregate.npz` in the model's folder, where there is one.
+    start: the first token shown of a trace, of which 4,096 are. view: traits of Inspector, such as
+    token=5 or colour="surprise". Raises ValueError for what does not fit together and
+    FileNotFoundError for what is missing.
+    """
+    unknown = [name for name in view if name not in VIEW]
+    if unknown:
+        raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(VIEW)}")
+    shown = sides(
+        what,
+        text,
+        compare=compare,
+        aggregate=aggregate,
+        compare_aggregate=compare_aggregate,
+        model=model,
+        start=start,
+    )
+    if view.get("neuron") is not None:
+        view = {"colour": "neuron", "scale": "neuron"} | view
+    return Inspector(shown, list(text) if isinstance(text, tuple | list) else [text or ""], view)
