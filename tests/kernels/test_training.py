@@ -148,7 +148,7 @@ def test_lists_and_backup_give_the_same(dense_from, gated, rounds):
     assert rounds == [needed] and (0 < needed <= 70 or dense_from == 1)
 
 
-@both
+@pytest.mark.parametrize("gated", [pytest.param(True, marks=slow), False])
 def test_a_backup_that_needs_two_rounds(gated, monkeypatch, rounds):
     monkeypatch.setattr(training, "DENSE_FROM", 10**6)
     case = case_of("union", 33, 200, 16, pattern="full", gated=gated)
@@ -204,7 +204,8 @@ def busy_step(path, **changes):
     return step
 
 
-@quick_union
+@slow
+@paths
 @both
 def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     """The least capacity and a large one. Every frequent neuron gets a row of the backup."""
@@ -218,7 +219,8 @@ def test_results_do_not_depend_on_the_capacity(path, gated, monkeypatch):
     assert_same(results, expected)
 
 
-@quick_union
+@slow
+@paths
 def test_overflow_is_reported_and_stays_inside(path, monkeypatch):
     """Counts stay right, and no buffer is written past its end."""
     step = busy_step(path)
@@ -341,7 +343,8 @@ def test_a_nan_in_a_backup_row_reaches_its_own_row():
     assert trained.token_counts[4] == 140
 
 
-@quick_union
+@slow
+@paths
 def test_weights_of_inactive_neurons_do_not_matter(path):
     """In lists; and of w_up also in backup rows of hybrid, which a full pattern fills."""
     step = step_of(path, 9, 140, 16, pattern="edges")
@@ -364,7 +367,7 @@ def test_weights_of_inactive_neurons_do_not_matter(path):
 # The operators
 
 
-@paths
+@quick_union
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES[:4]), ("b_gate", "b_up")], ids=str)
 @both
 def test_only_the_gradients_that_are_needed(path, names, gated, monkeypatch):
@@ -387,7 +390,7 @@ def test_only_the_gradients_that_are_needed(path, names, gated, monkeypatch):
         assert torch.equal(gradient, expected[name]), name
 
 
-@paths
+@quick_union
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
 def test_operators_keep_the_rules_of_pytorch(path, gated):
     tensors = step_of(path, 5, 20, 48, gated=gated, values="normal").tensors

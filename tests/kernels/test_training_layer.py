@@ -58,7 +58,7 @@ def assert_close(results, expected, rtol=2**-7, atol=1e-3):
     [
         ("union", torch.float32, True, True),
         ("union", torch.bfloat16, False, False),
-        ("hybrid", torch.float32, True, False),
+        pytest.param("hybrid", torch.float32, True, False, marks=pytest.mark.slow),
         ("hybrid", torch.bfloat16, False, True),
     ],
 )
@@ -103,6 +103,7 @@ def test_else_gradients_are_dense(reason, monkeypatch):
     assert_close(*pair, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_and_weights_that_lost_their_strides():
     _, sparse, x = layers()
     expected = step(sparse, x)[1:]
@@ -130,7 +131,8 @@ def test_a_row_with_nan_leaves_the_other_rows_alone():
 @torch._dynamo.config.patch(
     allow_unspec_int_on_nn_module=False, recompile_limit=8, accumulated_recompile_limit=256
 )
-@pytest.mark.parametrize("path", [pytest.param("hybrid", marks=pytest.mark.slow), "union"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 def test_compiled_code_serves_every_capacity(path):
     _, sparse, x = layers()
     SparseTraining(sparse).allow_recompiling()
@@ -145,6 +147,7 @@ def test_compiled_code_serves_every_capacity(path):
     assert counter.frame_count == 2  # for the first, and for all others
 
 
+@pytest.mark.slow
 def test_steps_follow_those_of_the_dense_layer():
     """On the same data, with L1, losses differ by rounding to bf16 alone."""
     dense, sparse, x = layers(bias=True)

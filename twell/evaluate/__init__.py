@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 
 from twell.evaluate.scores import _describe, rolling, run
 from twell.evaluate.tasks import (
+    TASKS,
     after_blank,
     before_blank,
     held_out_docs,
