@@ -21,7 +21,7 @@ from twell.plots.base import (
     COLUMN,
     PAGE,
     RED,
-    _about,
+    _caption,
     _figure,
     _legend,
     _level_colours,
@@ -54,10 +54,10 @@ PALETTES = {
 # --- layers (Figs 6, 10, 11) --------------------------------------------------------------------
 
 
-def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
+def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`).
 
-    title: the model and the number of tokens.
+    about: the model and the number of tokens.
     """
     figure, ax = _panel(COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
@@ -75,7 +75,7 @@ def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
     ax.set_xticks(layer[:: max(1, len(layer) // 10)])
     ax.grid(False, axis="x")
     _legend(figure, "lower center", entries, ncols=2, labelspacing=0.3)
-    _about(figure, *title.split("\n"))
+    _caption(figure, about and f"{about}.", "Grey lines reach from the mean to the busiest token.")
     return figure
 
 
@@ -118,7 +118,7 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
     # Notes stand beyond the axes: the layout leaves them as much as they need.
     ax.set_xlim(0, 1.02 * both["mean_active"].max())
     ax.set_xlabel("active neurons per token\n(mean over its n occurrences and all layers)")
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
@@ -143,7 +143,7 @@ def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     _plain(ax.xaxis, ax.yaxis)
     if len(colours) > 2:  # of L1 = 0 and more than one other level
         ax.legend(title="L1 coefficient")
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
@@ -212,7 +212,7 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     _write(ax, places, lines, [colours(norm(value)) for value in active], columns)
     label = "active neurons per token, mean over layers (⏎: end of a line)"
     _text_scale(figure, ax, norm, colours, "bottom", label, "both")
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
@@ -303,7 +303,7 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
         xlabel="%", ylabel="layer · neuron, its token", xlim=(max(10 * (least // 10) - 5, 0), 102)
     )
     _legend(figure, "lower center", ncols=1, labelspacing=0.2)
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
@@ -339,7 +339,7 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame, about: str = ""
     right.set(xlabel="layer", ylabel=f"rank correlation with\nactive neurons{known}")
     right.margins(y=0.15)
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2)
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
@@ -363,5 +363,5 @@ def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure
     ax.set_xlabel(f"rise of the loss without the neuron\n(0.001 nats a token{known})")
     ax.set_ylabel("layer · neuron")
     ax.grid(False, axis="y")
-    _about(figure, about)
+    _caption(figure, about and f"{about}.")
     return figure

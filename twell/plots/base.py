@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +30,13 @@ from twell import results
 _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
-BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
+# One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
+# have a scale of their own, `_level_colours`.
+OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
+PAPER, DENSE, AUTO = "black", "0.45", ORANGE
+ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
+GATE, UP, DOWN = BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
@@ -100,16 +105,6 @@ def _note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Ann
     return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 6.5} | look)
 
 
-def _about(figure: Figure, *lines: str) -> None:
-    """Say above the panels which model, L1, tokens and number of runs a figure is of."""
-    letters = int(17 * figure.get_figwidth())  # of 7.5 pt
-    # Lines break after commas and semicolons alone.
-    whole = [re.sub("(?<![,;]) ", "\N{NO-BREAK SPACE}", line) for line in lines if line]
-    text = "\n".join(textwrap.fill(line, letters) for line in whole)
-    if text:
-        figure.suptitle(text.replace("\N{NO-BREAK SPACE}", " "), fontsize=7.5)
-
-
 def _instead(ax: Axes, text: str) -> None:
     """Say why a panel is empty."""
     ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
@@ -124,6 +119,32 @@ def _named(ax: Axes) -> dict[str, Artist]:
     """What is labelled in a panel, by its label."""
     handles, names = ax.get_legend_handles_labels()
     return dict(zip(names, handles, strict=True))
+
+
+def _change(percent: float, digits: int = 0) -> str:
+    """A signed change in %, with a minus as long as the plus, and no minus before 0."""
+    return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
+
+
+def _caption(figure: Figure, *sentences: str) -> None:
+    """Write below a finished figure what it needs to be read alone; the figure grows by that.
+
+    That is: model, L1 and tokens where no title has them, how often each point was run or measured
+    ("one run", "one call"), what bars and bands span, and terms. Empty sentences are left out.
+    """
+    width, height = figure.get_size_inches()
+    size, margin = 6.5, 4  # points
+    text = " ".join(sentence for sentence in sentences if sentence)
+    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.56 * size)))
+    room = (1.3 * size * len(lines) + 2 * margin) / 72
+    share = room / (height + room)
+    figure.set_size_inches(width, height + room)
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    for legend in figure.legends:
+        legend.set_bbox_to_anchor((0, share, 1, 1 - share))
+    place = margin / 72 / width, margin / 72 / (height + room)
+    look = {"fontsize": size, "color": "0.25", "va": "bottom", "linespacing": 1.3}
+    figure.text(*place, "\n".join(lines), parse_math=False, **look)
 
 
 def _legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):

@@ -9,21 +9,22 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from twell import analysis
 from twell.plots.base import (
     ACTIVE_FLOOR,
-    BLUE,
+    AUTO,
     COLUMN,
+    DENSE,
     GREEN,
-    ORANGE,
+    OURS,
     PAGE,
+    PAPER,
     PURPLE,
     RED,
-    _about,
+    SPARSE,
+    _caption,
     _end_labels,
     _figure,
     _instead,
@@ -78,6 +79,19 @@ def _over_lowest(curves: pd.DataFrame) -> tuple[float, pd.DataFrame]:
     return lowest, curves.assign(value=curves["value"] - there)
 
 
+def _sentence(about: str) -> str:
+    return about and f"{about}."
+
+
+def _number(runs: pd.Series) -> str:
+    low, high = runs.min(), runs.max()
+    return f"{low if low == high else f'{low} to {high}'} run{'s' if high > 1 else ''}"
+
+
+def _runs_a_level(table: pd.DataFrame) -> str:
+    return f"{_number(table.groupby('l1_coefficient')['run'].nunique())} a level.".capitalize()
+
+
 def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy over training for each L1, and its difference from the lowest L1.
 
@@ -92,7 +106,7 @@ def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
     _name_levels(right, over, window)  # at the left they end too near to each other
     left.set_ylabel("training cross-entropy (nats)")
     right.set_ylabel(f"cross-entropy minus L1 = {analysis.level_name(lowest)} (nats)")
-    _about(figure, about)
+    _caption(figure, _sentence(about), _runs_a_level(curves), "Running means over 5% of a run.")
     return figure
 
 
@@ -121,7 +135,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     table = table.assign(level=table["l1_coefficient"].map(levels.index))
     means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
     for ax, column in ((top, "cross_entropy"), (bottom, "active")):
-        (line,) = ax.plot(means[column].clip(lower=ACTIVE_FLOOR), color="0.7", linewidth=1)
+        ax.plot(means[column].clip(lower=ACTIVE_FLOOR), color="0.7", linewidth=1)
         for status, rows in table.groupby("status"):
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
             look = {"marker": STATUS_MARKERS[status], "linewidth": 0.4, "edgecolor": "white"}
@@ -137,29 +151,19 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     for level, active in means["active"].items():
         place = level, max(active, ACTIVE_FLOOR)
         _note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
-    top.set_ylabel("cross-entropy (nats),\nand its change from L1 = 0")
+    top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], fontsize=6.5)
     _plain(bottom.yaxis)
-    dot = _key("0.4", marker="o", linestyle="", markersize=4.5)
-    number = _number(table.groupby("level").size())
-    entries = {f"one of {number} a level": dot, "mean of a level": line}
-    _legend(figure, "lower center", entries | _status_keys(table["status"]), ncols=2)
-    _about(figure, about)
+    if entries := _status_keys(table["status"]):
+        _legend(figure, "upper center", entries, ncols=3, columnspacing=1, handletextpad=0)
+    runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
+    change = "The percentages are changes of cross-entropy from L1 = 0."
+    _caption(figure, _sentence(about), f"{runs}; the line joins means of a level.", change)
     return figure
 
 
-# Of the legend. A deviation is of the sample, n - 1 in its denominator.
-_SEED_BAR = "± std. dev. of seeds (no bar: one run)"
-
-
-def _number(runs: pd.Series) -> str:
-    low, high = runs.min(), runs.max()
-    return f"{low if low == high else f'{low} to {high}'} run{'s' if high > 1 else ''}"
-
-
-def _bar_key(colour: str = "0.4") -> Line2D:
-    return _key(colour, marker="|", linestyle="", markersize=8)
+_SEED_BARS = "Bars are ± one standard deviation of seeds; a mark without bars is one run."
 
 
 def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, xerr, yerr, **look) -> None:
@@ -180,7 +184,7 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
     inactive neurons. Levels at which a layer is dead or the feed-forward layers are
     unused have a mark of their own and are not joined. about: the model.
     """
-    figure, ax = _panel(COLUMN, 3.3)
+    figure, ax = _panel(COLUMN, 3.1)
     colours = _level_colours(table["l1_coefficient"])
     budgets = sorted(table["tokens"].unique())
     entries = {}
@@ -218,13 +222,12 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
         )
     }
     entries |= {"95% inactive": few}
-    entries |= {_SEED_BAR.replace(" (", "\n("): _bar_key()} if (table["runs"] > 1).any() else {}
     _legend(figure, "lower center", entries | _status_keys(table["status"]), ncols=2)
-    _about(figure, about)
+    _caption(figure, _sentence(about), _SEED_BARS)
     return figure
 
 
-def _over_training(figure: Figure, axes: np.ndarray, dead: pd.DataFrame, window_tokens: int):
+def _over_training(axes: np.ndarray, dead: pd.DataFrame):
     """Finish two panels over training: active neurons, and dead ones, if a window was filled."""
     left, right = axes[0]
     left.set(yscale="log", ylabel="active neurons per token")
@@ -233,10 +236,13 @@ def _over_training(figure: Figure, axes: np.ndarray, dead: pd.DataFrame, window_
     if high < 200 * low:
         left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
     right.set_ylabel("dead neurons (%)")
-    right.set_title(f"dead: silent for {window_tokens:,} tokens", fontsize=7, loc="left")
     right.set_xlim(left.get_xlim())
     if dead.empty:
         _instead(right, "no window was filled")
+
+
+def _dead_sentence(window_tokens: int) -> str:
+    return f"A dead neuron was silent for {window_tokens:,} tokens."
 
 
 def fig09_activity_over_training(
@@ -253,18 +259,19 @@ def fig09_activity_over_training(
     _level_lines(axes[0, 0], active)
     if len(dead):
         _level_lines(axes[0, 1], dead)
-    _over_training(figure, axes, dead, window_tokens)
+    _over_training(axes, dead)
     _name_levels(axes[0, 0], active)
     if len(dead):
         _name_levels(axes[0, 1], dead)
-    _about(figure, about)
+    _caption(figure, _sentence(about), _runs_a_level(active), _dead_sentence(window_tokens))
     return figure
 
 
 # --- choices of training and sizes (Fig. 8, section 4.2), ways to compute -----------------------
 
-CHOICES = {  # of `analysis.choice`: colour, mark and dash
-    "recipe": (BLUE, "o", "-"),
+# Of `analysis.choice`: colour, mark and dash. No path of the layer stands beside them.
+CHOICES = {
+    "recipe": (OURS, "o", "-"),
     "re-initialisation": (GREEN, "s", "--"),
     "L1 warm-up": (PURPLE, "^", "-."),
     "balanced columns": (RED, "D", ":"),
@@ -301,11 +308,11 @@ def fig08_remedies(
                 look = {"color": colour, "alpha": 0.25, "linewidth": 0}
                 ax.fill_between(tokens, values["min"], values["max"], **look)
         ax.set_xlabel("training tokens (millions)")
-    _over_training(figure, axes, dead, window_tokens)
-    entries = _named(axes[0, 0])
-    entries["lowest to highest seed"] = Patch(color="0.5", alpha=0.4, linewidth=0)
-    _legend(figure, "lower center", entries, ncols=len(entries))
-    _about(figure, f"{about or 'training'}, L1 = {analysis.level_name(level)}")
+    _over_training(axes, dead)
+    _legend(figure, "lower center", ncols=len(_named(axes[0, 0])))
+    about = ", ".join(part for part in (about, f"L1 = {analysis.level_name(level)}") if part)
+    bands = "Lines are means, bands reach from the lowest to the highest seed."
+    _caption(figure, _sentence(about), bands, _dead_sentence(window_tokens))
     return figure
 
 
@@ -346,23 +353,25 @@ def choices_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     left.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylabel("dead neurons (%)")
     entries = _named(left) | {f"{analysis.MAX_PRICE:g}% above L1 = 0": price}
-    entries |= {_SEED_BAR: _bar_key()} if (table["runs"] > 1).any() else {}
     _legend(figure, "lower center", entries, ncols=3)
-    _about(figure, about)
+    names = "Numbers at the right are the recipe's levels of L1."
+    _caption(figure, _sentence(about), _SEED_BARS, names)
     return figure
 
 
-def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float]) -> Figure:
+def scale_activity(
+    table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float], about: str = ""
+) -> Figure:
     """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
     `analysis.seed_noise` for active_fraction and cross_entropy_change, drawn as bars where it is
-    known. Numbers beside the points of the left are their heights.
+    known. about: a further sentence of the caption.
     """
     figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True)
     left, right = axes[0]
-    entries = {}
-    for whose, rows, colour, marker in (("ours", table, BLUE, "o"), ("paper", paper, "0.2", "s")):
+    entries, bars_of = {}, ""
+    for whose, rows, colour, marker in (("ours", table, OURS, "o"), ("paper", paper, PAPER, "s")):
         level = analysis.level_name(rows["l1_coefficient"].iloc[0])
         rows = rows.sort_values("parameters").assign(share=100 * rows["active_fraction"])
         # Noise of a logarithm, and of the difference of two models.
@@ -376,7 +385,7 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
             entries.setdefault(f"{whose}, L1 = {level}{_sizes_name(rows)}", line)
             if whose == "ours" and np.isfinite(bar).all():
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
-                entries["± standard deviation between seeds of one size"] = _bar_key(colour)
+                bars_of = "Bars are ± one standard deviation of seeds, measured at one size."
             if ax is left:
                 for x, y in zip(size, height, strict=True):
                     _note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
@@ -392,6 +401,7 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
     right.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylim(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE))
     _legend(figure, "lower center", entries, ncols=2)
+    _caption(figure, "The percentages at the left are shares of active neurons.", bars_of, about)
     return figure
 
 
@@ -404,7 +414,7 @@ def _sizes_name(rows: pd.DataFrame) -> str:
 
 
 # How a training was computed: colour by backend, dashes of further runs by the same.
-BACKENDS = {"dense": "0.45", "triton": BLUE, "auto": ORANGE}
+BACKENDS = {"dense": DENSE, "triton": SPARSE, "auto": AUTO}
 _AGAIN = ["-", (0, (3, 1.5)), (0, (1, 1)), "-.", (0, (5, 1, 1, 1, 1, 1))]
 
 
@@ -444,7 +454,8 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
     for ax in axes[0, 1:]:
         ax.set_xlim(axes[0, 0].get_xlim())
     _legend(figure, "lower center", ncols=min(len(table), 3))
-    _about(figure, about)
+    means = "Left, thin lines are logged steps, strong ones running means over 5% of them."
+    _caption(figure, _sentence(about), "One run each.", means)
     return figure
 
 
