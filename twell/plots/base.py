@@ -38,6 +38,7 @@ PAPER, DENSE, AUTO = "black", "0.45", ORANGE
 ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
 GATE, UP, DOWN = BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
 # What a figure depends on beside its inputs: its JSON has the last commit that changed these.
 MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "sparse/formats.py", "plots")]
@@ -82,10 +83,12 @@ def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
 
 
 def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
-    """A colour for each level of L1: black for 0, then from dark to light."""
-    levels = sorted(set(levels) - {0})
-    scale = mpl.colormaps["viridis"](np.linspace(0.12, 0.88, len(levels)))
-    return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
+    """A colour for each level of L1, the same in all figures: black for 0, then dark to light."""
+    colours = {0: "black"}
+    for level in sorted(set(levels) - {0}):
+        place = np.log(level / _LOWEST_LEVEL) / np.log(_HIGHEST_LEVEL / _LOWEST_LEVEL)
+        colours[level] = tuple(mpl.colormaps["plasma"](float(0.92 * np.clip(place, 0, 1))))
+    return colours
 
 
 def _plain(*axes: mpl.axis.Axis) -> None:
@@ -175,6 +178,53 @@ def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
         ends = np.clip([y - low, high - y], 0, None)
         look = {"fmt": "none", "elinewidth": 0.9, "capsize": 1.5, "capthick": 0.9} | look
         ax.errorbar(x, y, ends, ecolor=color, **look)
+
+
+def _apart(places: np.ndarray, gap: float) -> np.ndarray:
+    """The places, in their order, moved as little as keeps them `gap` apart within 0 and 1."""
+    order = np.argsort(places, kind="stable")
+    steps = gap * np.arange(len(places))
+    # Without the gaps, rising values are wanted: the mean of each group that would overlap.
+    groups: list[list[float]] = []
+    for place in places[order] - steps:
+        groups.append([place])
+        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    rising = np.concatenate([[np.mean(group)] * len(group) for group in groups])
+    moved = np.empty(len(places))
+    moved[order] = np.clip(rising, 0, max(1 - steps[-1], 0)) + steps
+    return moved
+
+
+def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tuple]]) -> None:
+    """Name lines at the right end of a panel whose limits are set: height, text and colour."""
+    size = 6.5
+    height = ax.get_position().height * ax.figure.get_figheight()  # inches
+    to_axes = ax.transData + ax.transAxes.inverted()
+    x = ax.get_xlim()[1]
+    true = np.array([to_axes.transform((x, y))[1] for y, _, _ in ends])
+    for at, moved, (_, text, colour) in zip(
+        true, _apart(true, 1.3 * size / 72 / height), ends, strict=True
+    ):
+        line = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.6,
+            "shrinkB": 0,
+            "relpos": (0, 0.5),
+        }
+        ax.annotate(
+            text,
+            (1, at),
+            (1.06, moved),
+            "axes fraction",
+            "axes fraction",
+            arrowprops=line,
+            annotation_clip=False,
+            fontsize=size,
+            va="center",
+        )
+    _note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
 
 
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
