@@ -135,13 +135,14 @@ def _caption(figure: Figure, *sentences: str) -> None:
     width, height = figure.get_size_inches()
     size, margin = 6.5, 4  # points
     text = " ".join(sentence for sentence in sentences if sentence)
-    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.56 * size)))
+    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.51 * size)))
     room = (1.3 * size * len(lines) + 2 * margin) / 72
     share = room / (height + room)
     figure.set_size_inches(width, height + room)
     figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
     for legend in figure.legends:
-        legend.set_bbox_to_anchor((0, share, 1, 1 - share))
+        if legend._outside_loc == "lower":  # between panels and caption
+            legend.borderaxespad += 72 * room / legend.get_texts()[0].get_fontsize()
     place = margin / 72 / width, margin / 72 / (height + room)
     look = {"fontsize": size, "color": "0.25", "va": "bottom", "linespacing": 1.3}
     figure.text(*place, "\n".join(lines), parse_math=False, **look)
@@ -163,17 +164,20 @@ def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def _bars_by_level(ax: Axes, levels: list, groups: list[tuple], label_rotation: float) -> None:
-    """Bars side by side at each level of activity; groups: levels, heights and look of each."""
-    width = 0.8 / len(groups)
-    for place, (at, heights, look) in enumerate(groups):
-        x = [levels.index(level) + (place - (len(groups) - 1) / 2) * width for level in at]
-        texts = [f"{round(height) + 0:+d}" for height in heights]
-        bars = ax.bar(x, heights, width, **look)
-        ax.bar_label(bars, texts, fontsize=6.5, padding=2, rotation=label_rotation)
-    ax.axhline(0, color="black", linewidth=0.8)
-    ax.grid(False, axis="x")
-    ax.set_xlabel("active neurons per token")
+def _measured(low: pd.Series, calls: str = "calls") -> str:
+    """The sentence of a caption on repeats; low: the lower ends of bars, NaN where unknown."""
+    bars = f"; bars span p20 to p80 of the {calls} of both sides" if low.notna().any() else ""
+    return f"Each point is one measurement, the median of its timed {calls}{bars}."
+
+
+def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
+    """Error bars to known ends, where there are any."""
+    known = np.isfinite(low) & np.isfinite(high)
+    if known.any():
+        x, y, low, high = (np.asarray(values)[known] for values in (x, y, low, high))
+        ends = np.clip([y - low, high - y], 0, None)
+        look = {"fmt": "none", "elinewidth": 0.9, "capsize": 1.5, "capthick": 0.9} | look
+        ax.errorbar(x, y, ends, ecolor=color, **look)
 
 
 def _apart(places: np.ndarray, gap: float) -> np.ndarray:
