@@ -62,13 +62,13 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     figure, ax = _panel(COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
-    line = {"color": BLUE, "linestyle": ":", "linewidth": 1}
+    line, dots = {"color": BLUE, "linestyle": ":", "linewidth": 1}, {"edgecolors": BLUE}
     ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
     entries = {
-        "mean of its tokens": ax.scatter(layer, shown["mean"], 16, color=BLUE),
+        "mean": ax.scatter(layer, shown["mean"], 18, color=BLUE),
         f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color="0.3"),
-        "busiest token": ax.scatter(layer, shown["max"], 14, marker="v", color="0.3"),
+        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=BLUE),
+        "busiest token": ax.scatter(layer, shown["max"], 18, "white", "^", **dots),
     }
     _decades(ax, shown["mean"].min(), shown["max"].max())
     ax.set(xlabel="layer", ylabel="active neurons per token")

@@ -199,7 +199,7 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
         _seed_bars(ax, rows, share, loss, aside, rows["cross_entropy_std"], ecolor="0.2")
         for status, some in rows.groupby("status"):
             shades = [colours[l1] for l1 in some["l1_coefficient"]]
-            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 14, "zorder": 3}
+            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 10, "zorder": 3}
             ax.scatter(share[some.index], some["cross_entropy"], **look)
         dense = loss[rows["l1_coefficient"] == 0]
         if len(dense):
