@@ -68,7 +68,7 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
         "mean": ax.scatter(layer, shown["mean"], 18, color=BLUE),
         f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
         "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=BLUE),
-        "busiest token": ax.scatter(layer, shown["max"], 18, "white", "^", **dots),
+        "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
     }
     _decades(ax, shown["mean"].min(), shown["max"].max())
     ax.set(xlabel="layer", ylabel="active neurons per token")
@@ -299,11 +299,9 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
     for place, fires in enumerate(shown["fires"]):
         _note(ax, f"n = {fires}", (102, place), (2, 0), va="center", annotation_clip=False)
     least = min(share.min(), coverage.min())
-    ax.set(
-        xlabel="%", ylabel="layer · neuron, its token", xlim=(max(10 * (least // 10) - 5, 0), 102)
-    )
+    ax.set(xlabel="%", xlim=(max(10 * (least // 10) - 5, 0), 102))
     _legend(figure, "lower center", ncols=1, labelspacing=0.2)
-    _caption(figure, about and f"{about}.")
+    _caption(figure, about and f"{about}.", "A row is a neuron: layer, number, and its token.")
     return figure
 
 

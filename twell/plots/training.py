@@ -453,7 +453,7 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
         ax.set_ylim(bottom=0)
     for ax in axes[0, 1:]:
         ax.set_xlim(axes[0, 0].get_xlim())
-    _legend(figure, "lower center", ncols=min(len(table), 3))
+    _legend(figure, "lower center", ncols=2)
     means = "Left, thin lines are logged steps, strong ones running means over 5% of them."
     _caption(figure, _sentence(about), "One run each.", means)
     return figure
