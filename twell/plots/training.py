@@ -184,7 +184,7 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
     inactive neurons. Levels at which a layer is dead or the feed-forward layers are
     unused have a mark of their own and are not joined. about: the model.
     """
-    figure, ax = _panel(COLUMN, 3.1)
+    figure, ax = _panel(0.66 * PAGE, 2.9)
     colours = _level_colours(table["l1_coefficient"])
     budgets = sorted(table["tokens"].unique())
     entries = {}
@@ -205,17 +205,14 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
         if len(dense):
             price = (1 + analysis.MAX_PRICE / 100) * dense.item()
             ax.axhline(price, **_PRICE | {"linestyle": dash, "color": "0.75"})
-        if tokens == budgets[0]:
-            # Below the points, where the line does not go, and upright, since levels may be close.
-            lowest = loss - rows["cross_entropy_std"].fillna(0)
-            look = {"rotation": 90, "ha": "center", "va": "top"} | _ON_WHITE
-            for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
-                _note(ax, analysis.level_name(l1), (x, y), (0, -6), **look)
     few = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)")
     ax.set_ylabel("cross-entropy (nats)")
-    ax.margins(0.1, 0.4)
+    ax.margins(0.1, 0.15)
     _plain(ax.xaxis)
+    dots = {"marker": "o", "markersize": 4, "linestyle": ""}
+    levels = {analysis.level_name(l1): _key(colour, **dots) for l1, colour in colours.items()}
+    _legend(figure, "right center", levels, title="L1", handletextpad=0.1)
     entries |= {
         f"{analysis.MAX_PRICE:g}% above L1 = 0": _key(
             **_PRICE | {"linestyle": "-", "color": "0.75"}
