@@ -135,7 +135,7 @@ def _caption(figure: Figure, *sentences: str) -> None:
     width, height = figure.get_size_inches()
     size, margin = 6.5, 4  # points
     text = " ".join(sentence for sentence in sentences if sentence)
-    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.51 * size)))
+    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.53 * size)))
     room = (1.3 * size * len(lines) + 2 * margin) / 72
     share = room / (height + room)
     figure.set_size_inches(width, height + room)
