@@ -143,7 +143,8 @@ def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     _plain(ax.xaxis, ax.yaxis)
     if len(colours) > 2:  # of L1 = 0 and more than one other level
         ax.legend(title="L1 coefficient")
-    _caption(figure, about and f"{about}.")
+    means = "Points are means over ranges of positions, thin lines single positions."
+    _caption(figure, about and f"{about}.", means)
     return figure
 
 
@@ -212,7 +213,8 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     _write(ax, places, lines, [colours(norm(value)) for value in active], columns)
     label = "active neurons per token, mean over layers (⏎: end of a line)"
     _text_scale(figure, ax, norm, colours, "bottom", label, "both")
-    _caption(figure, about and f"{about}.")
+    scale = "The scale spans the middle 96% of the tokens."
+    _caption(figure, about and f"{about}.", scale)
     return figure
 
 
