@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,8 +19,10 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
 
@@ -126,6 +127,16 @@ def _change(percent: float, digits: int = 0) -> str:
     return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
 
 
+def _wrapped(text: str, size: float, width: float) -> list[str]:
+    """Lines of a text, each at most so many points wide."""
+    font, lines = FontProperties(size=size), []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        fits = text_to_path.get_text_width_height_descent(longer, font, False)[0] <= width
+        lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
+    return lines
+
+
 def _caption(figure: Figure, *sentences: str) -> None:
     """Write below a finished figure what it needs to be read alone; the figure grows by that.
 
@@ -135,7 +146,7 @@ def _caption(figure: Figure, *sentences: str) -> None:
     width, height = figure.get_size_inches()
     size, margin = 6.5, 4  # points
     text = " ".join(sentence for sentence in sentences if sentence)
-    lines = textwrap.wrap(text, int((72 * width - 2 * margin) / (0.53 * size)))
+    lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
     room = (1.3 * size * len(lines) + 2 * margin) / 72
     share = room / (height + room)
     figure.set_size_inches(width, height + room)
