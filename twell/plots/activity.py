@@ -62,13 +62,13 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     figure, ax = _panel(COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
-    line = {"color": BLUE, "linestyle": ":", "linewidth": 1}
+    line, dots = {"color": BLUE, "linestyle": ":", "linewidth": 1}, {"edgecolors": BLUE}
     ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
     entries = {
-        "mean of its tokens": ax.scatter(layer, shown["mean"], 16, color=BLUE),
+        "mean": ax.scatter(layer, shown["mean"], 18, color=BLUE),
         f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color="0.3"),
-        "busiest token": ax.scatter(layer, shown["max"], 14, marker="v", color="0.3"),
+        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=BLUE),
+        "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
     }
     _decades(ax, shown["mean"].min(), shown["max"].max())
     ax.set(xlabel="layer", ylabel="active neurons per token")
@@ -143,7 +143,8 @@ def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     _plain(ax.xaxis, ax.yaxis)
     if len(colours) > 2:  # of L1 = 0 and more than one other level
         ax.legend(title="L1 coefficient")
-    _caption(figure, about and f"{about}.")
+    means = "Points are means over ranges of positions, thin lines single positions."
+    _caption(figure, about and f"{about}.", means)
     return figure
 
 
@@ -212,7 +213,8 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     _write(ax, places, lines, [colours(norm(value)) for value in active], columns)
     label = "active neurons per token, mean over layers (⏎: end of a line)"
     _text_scale(figure, ax, norm, colours, "bottom", label, "both")
-    _caption(figure, about and f"{about}.")
+    scale = "The scale spans the middle 96% of the tokens."
+    _caption(figure, about and f"{about}.", scale)
     return figure
 
 
@@ -299,11 +301,9 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
     for place, fires in enumerate(shown["fires"]):
         _note(ax, f"n = {fires}", (102, place), (2, 0), va="center", annotation_clip=False)
     least = min(share.min(), coverage.min())
-    ax.set(
-        xlabel="%", ylabel="layer · neuron, its token", xlim=(max(10 * (least // 10) - 5, 0), 102)
-    )
+    ax.set(xlabel="%", xlim=(max(10 * (least // 10) - 5, 0), 102))
     _legend(figure, "lower center", ncols=1, labelspacing=0.2)
-    _caption(figure, about and f"{about}.")
+    _caption(figure, about and f"{about}.", "A row is a neuron: layer, number, and its token.")
     return figure
 
 

@@ -39,6 +39,9 @@ _DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 0.8}  # chance
 # --- downstream tasks (Table 6, Fig. 3) ---------------------------------------------------------
 
 
+_TWO_ERRORS = "Bars of ours are ± two standard errors over the items of a task"
+
+
 def _by_level(rows: pd.DataFrame, levels: list) -> Iterator[tuple[float, pd.DataFrame]]:
     """Rows of each level by size, with x and y: levels stand a little beside each other."""
     for place, level in enumerate(levels):
@@ -50,24 +53,21 @@ def _by_level(rows: pd.DataFrame, levels: list) -> Iterator[tuple[float, pd.Data
 def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw accuracy of each task and their mean against model size, by L1, ours and the paper's.
 
-    table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are one standard error,
-    dashed lines chance, and open circles accuracies that are not more than two standard errors
-    above it. The paper's levels are of another model and do not compare with ours.
+    table: `analysis.across_sizes`; paper: `analysis.paper_tasks`. Bars are two standard errors: an
+    accuracy is above chance, the dashed line, where its bar is. Sizes are not joined, since their
+    numbers of training tokens differ. The paper's levels are of another model and do not compare
+    with ours.
     """
-    figure, axes = _figure(PAGE, 4.0, 2, 4, sharex=True)
+    figure, axes = _figure(PAGE, 4.2, 2, 4, sharex=True)
     ours, theirs = (sorted(rows["l1_coefficient"].unique()) for rows in (table, paper))
     colours = _level_colours([*ours, *theirs])
     for ax, (task, (title, _)) in zip(axes.flat, analysis.TASKS.items(), strict=True):
         rows, printed = (every[every["task"] == task] for every in (table, paper))
         for level, line in _by_level(printed, theirs):
-            look = {"color": colours[level], "markersize": 3, "linewidth": 0.6}
-            ax.plot(line["x"], line["y"], "s-", **look)
+            ax.plot(line["x"], line["y"], "s", color=colours[level], markersize=3)
         for level, line in _by_level(rows, ours):
-            look = {"fmt": "-", "color": colours[level], "linewidth": 0.6}
-            ax.errorbar(line["x"], line["y"], 100 * line["stderr"], **look)
-            above = line["verdict"] == "above chance"
-            for dots, fill in ((line[~above], "white"), (line[above], colours[level])):
-                ax.plot(dots["x"], dots["y"], "o", color=colours[level], mfc=fill, markersize=4)
+            look = {"fmt": "o", "color": colours[level], "markersize": 3, "elinewidth": 0.8}
+            ax.errorbar(line["x"], line["y"], 200 * line["stderr"], **look)
         ax.axhline(100 * rows["chance"].iloc[0], zorder=1, **_DASHED)
         ax.set(xscale="log", title=title)
         ax.margins(0.08, 0.12)
@@ -82,44 +82,58 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for whose, marker, levels in (("ours", "o", ours), ("paper", "s", theirs))
         for level in levels
     }
-    entries["not above chance"] = _key("0.4", marker="o", mfc="white", **mark)
     entries["chance"] = _key(**_DASHED)
-    _legend(figure, "lower center", entries, ncols=4, columnspacing=1.2)
+    _legend(figure, "lower center", entries, ncols=3, columnspacing=1.2)
+    above = f"{_TWO_ERRORS}: an accuracy is above chance where its whole bar is."
+    runs = f"{_models(table).capitalize()} a point; the paper prints no errors."
+    beside = "Levels of a size stand beside each other; sizes differ in their training tokens."
+    _caption(figure, above, runs, beside)
     return figure
+
+
+def _models(table: pd.DataFrame) -> str:
+    """How many models a point is the mean of."""
+    low, high = table["models"].min(), table["models"].max()
+    return (
+        "one model" if high == 1 else f"{low} to {high} models" if low < high else f"{low} models"
+    )
 
 
 def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw the mean accuracy of the tasks at each L1, a panel a model size, ours and the paper's.
 
-    table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are one standard error,
-    the dashed line is chance.
+    table: `analysis.several_levels`; paper: `analysis.paper_levels`. Bars are two standard errors,
+    the dashed line is chance. All panels have the same axis.
     """
     means = table[table["task"] == analysis.MEAN]
     sizes = [rows for _, rows in means.groupby(analysis.SIZE, dropna=False)]
     panels = [rows.sort_values("l1_coefficient") for rows in [*sizes, paper]]
+    colours = _level_colours([*means["l1_coefficient"], *paper["l1_coefficient"]])
     ratios = [1 + len(rows) for rows in panels]
     shape = {"sharey": True, "width_ratios": ratios}
-    figure, (row,) = _figure(min(PAGE, 0.5 * sum(ratios)), 2.3, 1, len(panels), **shape)
+    figure, (row,) = _figure(min(PAGE, 0.5 * sum(ratios)), 2.4, 1, len(panels), **shape)
     chance = 100 * sizes[0]["chance"].iloc[0]
     for ax, rows in zip(row, panels, strict=True):
         x, y = range(len(rows)), 100 * rows["accuracy"]
-        colours = list(_level_colours(rows["l1_coefficient"]).values())[-len(rows) :]
-        ax.plot(x, y, color="0.7", linewidth=1, zorder=1)
-        ax.scatter(x, y, 22, colours, marker="s" if rows is panels[-1] else "o", zorder=3)
-        name = f"{rows['parameters'].iloc[0] / 1e6:,.3g} M parameters"
+        shades = [colours[level] for level in rows["l1_coefficient"]]
+        ax.scatter(x, y, 20, shades, marker="s" if rows is panels[-1] else "o", zorder=3)
+        name = f"ours, {rows['parameters'].iloc[0] / 1e6:,.3g} M parameters"
         if "stderr" in rows:
-            look = {"fmt": "none", "ecolor": "0.4", "elinewidth": 1, "zorder": 2}
-            ax.errorbar(x, y, 100 * rows["stderr"], **look)
+            ax.errorbar(x, y, 200 * rows["stderr"], fmt="none", ecolor=shades, elinewidth=1.2)
             if not np.isnan(tokens := rows["training_tokens"].iloc[0]):
-                name += f",\n{tokens / 1e6:,.3g} M tokens"
+                name += f",\n{tokens / 1e6:,.3g} M training tokens"
         ax.axhline(chance, zorder=1, **_DASHED)
         ax.set_xticks(x, [analysis.level_name(level) for level in rows["l1_coefficient"]])
-        ax.set(xlabel="L1 coefficient", title=name)
+        if rows is panels[-1]:
+            name = f"paper, {rows['parameters'].iloc[0] / 1e9:g} B parameters"
+        ax.set(xlabel="L1 coefficient")
+        ax.set_title(name, fontsize=7.5)
         ax.margins(0.15, 0.12)
     look = {"xycoords": ("axes fraction", "data"), "fontsize": 7, "color": "0.3", "ha": "center"}
     _note(row[-1], f"chance {chance:.1f}", (0.5, chance), (0, 3), **look)
-    row[-1].set_title(f"the paper, {paper['parameters'].iloc[0] / 1e9:g} B")
-    row[0].set_ylabel("mean accuracy (%)")
+    row[0].set_ylabel("mean accuracy\nof seven tasks (%)")
+    runs = f"{_models(means).capitalize()} a level; the paper prints no errors."
+    _caption(figure, f"{_TWO_ERRORS}.", runs)
     return figure
 
 

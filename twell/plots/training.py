@@ -89,7 +89,8 @@ def _number(runs: pd.Series) -> str:
 
 
 def _runs_a_level(table: pd.DataFrame) -> str:
-    return f"{_number(table.groupby('l1_coefficient')['run'].nunique())} a level.".capitalize()
+    number = _number(table.groupby("l1_coefficient")["run"].nunique())
+    return f"{number} a level.".replace("1 run ", "One run ")
 
 
 def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
@@ -199,7 +200,7 @@ def frontier(table: pd.DataFrame, about: str = "") -> Figure:
         _seed_bars(ax, rows, share, loss, aside, rows["cross_entropy_std"], ecolor="0.2")
         for status, some in rows.groupby("status"):
             shades = [colours[l1] for l1 in some["l1_coefficient"]]
-            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 14, "zorder": 3}
+            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 10, "zorder": 3}
             ax.scatter(share[some.index], some["cross_entropy"], **look)
         dense = loss[rows["l1_coefficient"] == 0]
         if len(dense):
@@ -437,7 +438,7 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
         "tokens_per_second": ("speed (thousand tokens/s)", 1e-3),
         "peak_memory": ("peak memory of a GPU (GB)", 1e-9),
     }
-    _differences(axes[0, 0], table, curves, looks)
+    window = _differences(axes[0, 0], table, curves, looks)
     for ax, (metric, (label, factor)) in zip(axes[0, 1:], panels.items(), strict=True):
         ax.set(xlabel="training tokens (millions)", ylabel=label)
         some = curves[curves["metric"] == metric].sort_values("step")
@@ -450,9 +451,9 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
         ax.set_ylim(bottom=0)
     for ax in axes[0, 1:]:
         ax.set_xlim(axes[0, 0].get_xlim())
-    _legend(figure, "lower center", ncols=min(len(table), 3))
+    _legend(figure, "lower center", ncols=2)
     means = "Left, thin lines are logged steps, strong ones running means over 5% of them."
-    _caption(figure, _sentence(about), "One run each.", means)
+    _caption(figure, _sentence(about), "One run each.", means if window > 1 else "")
     return figure
 
 
@@ -463,19 +464,22 @@ def _ways(table: pd.DataFrame) -> list[str]:
     return [way + end * ok for way, end, ok in zip(table["way"], ends, known, strict=True)]
 
 
-def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dict) -> None:
-    """Training cross-entropy of each run minus that of the first, at the steps that both logged."""
-    losses = curves[curves["metric"] == "cross_entropy"]
-    losses = losses.pivot(index="tokens", columns="run", values="value")
-    first = losses[table["run"].iloc[0]]
+def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dict) -> int:
+    """Training cross-entropy of each run minus that of the first, and its running mean.
+
+    A row is a mean over the steps since the last one: only rows of the same steps are compared.
+    Returns over how many rows the running mean is.
+    """
+    losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "tokens"])
+    losses = losses.assign(since=losses.groupby("run")["tokens"].shift(fill_value=0))
+    losses = losses.pivot(index=["since", "tokens"], columns="run", values="value")
+    window = max(1, len(losses) // 20)
     for run, look in looks.items():
-        over = (losses[run] - first).dropna()
-        tokens, window = over.index / 1e6, max(1, len(over) // 20)
-        smooth = over.rolling(window, min_periods=1).mean()
+        over = (losses[run] - losses[table["run"].iloc[0]]).dropna()
+        tokens = over.index.get_level_values("tokens") / 1e6
         if window > 1:
             ax.plot(tokens, over, color=look["color"], alpha=0.25, linewidth=0.6)
-        ax.plot(tokens, smooth, **look | {"linewidth": 1.2})
-    name = table["way"].iloc[0]
-    ax.set(
-        xlabel="training tokens (millions)", ylabel=f"cross-entropy minus that of\n{name} (nats)"
-    )
+        ax.plot(tokens, over.rolling(window, min_periods=1).mean(), **look | {"linewidth": 1.2})
+    ax.set_xlabel("training tokens (millions)")
+    ax.set_ylabel(f"cross-entropy minus that of\n{table['way'].iloc[0]} (nats)")
+    return window
