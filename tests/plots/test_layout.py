@@ -12,21 +12,22 @@ DPI = 200  # as figures are saved: letters are a little wider at 100
 SLACK = 3  # pixels by which boxes, which are larger than their letters, may overlap
 
 
-def tick_labels(ax):
-    """Those of a panel that are drawn, and all others that it has."""
-    shown, hidden = [], []
+def not_drawn(ax):
+    """Labels of ticks beyond the limits of a panel, and all labels of one without axes."""
     for axis in (ax.xaxis, ax.yaxis):
         low, high = sorted(axis.get_view_interval())
-        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
-            inside = ax.axison and low <= tick.get_loc() <= high
-            (shown if inside else hidden).extend([tick.label1, tick.label2])
-        hidden += [] if ax.axison else [axis.label, axis.offsetText]
-    return shown, hidden
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        drawn = [tick for tick in ticks if ax.axison and low <= tick.get_loc() <= high]
+        # An axis keeps ticks that it no longer places.
+        for tick in {*axis.majorTicks, *axis.minorTicks} - {*drawn}:
+            yield from (tick.label1, tick.label2)
+        if not ax.axison:
+            yield from (axis.label, axis.offsetText)
 
 
 def written(figure):
     """Texts of a drawn figure, with the box of each in pixels."""
-    hidden = {id(text) for ax in figure.axes for text in tick_labels(ax)[1]}
+    hidden = {id(text) for ax in figure.axes for text in not_drawn(ax)}
     texts = [text for text in figure.findobj(Text) if id(text) not in hidden]
     texts = [text for text in texts if text.get_visible() and text.get_text().strip()]
     return [(" ".join(text.get_text().split()), text.get_window_extent()) for text in texts]

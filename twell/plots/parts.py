@@ -75,14 +75,14 @@ def model_parts(table: pd.DataFrame) -> Figure:
     _legend(figure, "lower center", drawn, ncols=4, handlelength=1.4, columnspacing=1.2)
     layers = f"{table['num_layers'].iloc[0]:.0f}"
     whole = (
-        f"A whole step has {layers} such layers, the embedding and the output layer, so its gain"
+        f"A whole step has {layers} such layers, the embedding and the output layer, so its speed"
     )
     _caption(
         figure,
         "Percentages are changes of speed of this layer over dense.",
-        f"{whole} is a little smaller." if decoding else "",
-        "For several documents, one sparse kernel computes the gate and the active part of up."
-        if decoding and table["batch"].max() > 1
+        f"{whole} changes a little less." if decoding else "",
+        "On the decode path, one kernel computes gate and active up; it counts as gate."
+        if decoding
         else "",
         _imposed(table),
         "One measurement: the median time of the layer, split by a profile of its kernels.",

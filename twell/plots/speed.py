@@ -298,7 +298,7 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
         "A share above 100% means faster than the copy, which is a yardstick and no bound."
         if (table["share"] > 1).any()
         else "",
-        "One profiled measurement, means of its calls.",
+        "One profiled measurement.",
     )
     return figure
 
