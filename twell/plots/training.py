@@ -60,10 +60,10 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
     _of_training(ax)
 
 
-def _of_training(ax: Axes) -> None:
+def _of_training(ax: Axes, steps: int = 6) -> None:
     """Name the horizontal axis, with few numbers, which are long for a small run."""
     ax.set_xlabel("training tokens (millions)")
-    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_locator(MaxNLocator(steps))
 
 
 def _name_levels(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
@@ -446,7 +446,7 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
     }
     window = _differences(axes[0, 0], table, curves, looks)
     for ax, (metric, (label, factor)) in zip(axes[0, 1:], panels.items(), strict=True):
-        _of_training(ax)
+        _of_training(ax, 3)
         ax.set_ylabel(label)
         some = curves[curves["metric"] == metric].sort_values("step")
         if some.empty:
@@ -487,6 +487,6 @@ def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dic
         if window > 1:
             ax.plot(tokens, over, color=look["color"], alpha=0.25, linewidth=0.6)
         ax.plot(tokens, over.rolling(window, min_periods=1).mean(), **look | {"linewidth": 1.2})
-    _of_training(ax)
+    _of_training(ax, 3)
     ax.set_ylabel(f"cross-entropy minus that of\n{table['way'].iloc[0]} (nats)")
     return window
