@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.colors import to_rgba
 
 from tests.factories import plots as made
 from tests.plots.drawn import RECORDED, draw, drawn
@@ -35,6 +36,16 @@ def test_labels_stay_within_the_figure():
     low, high = ax.get_window_extent().intervaly
     places = [label.get_window_extent().intervaly for label in ax.texts]
     assert all(low + 5 < bottom and top < high for bottom, top in places), places  # pixels
+
+
+def test_names_of_lines_stand_in_the_order_of_their_ends():
+    for ax in draw("over training").axes:
+        *names, title = ax.texts
+        ends = {line.get_color(): line.get_ydata()[-1] for line in ax.get_lines()}
+        colours = sorted(ends, key=ends.get)
+        ordered = sorted(names, key=lambda name: name.get_position()[1])
+        assert title.get_text() == "L1" and len(names) == len(colours)
+        assert [name.arrow_patch.get_edgecolor() for name in ordered] == list(map(to_rgba, colours))
 
 
 def test_the_darker_a_token_the_more_active_it_is():

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from twell import analysis
 from twell.plots.base import (
@@ -57,7 +57,13 @@ def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
     for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
         smooth = curve["value"].rolling(window, min_periods=1).mean()
         ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1])
+    _of_training(ax)
+
+
+def _of_training(ax: Axes, steps: int = 6) -> None:
+    """Name the horizontal axis, with few numbers, which are long for a small run."""
     ax.set_xlabel("training tokens (millions)")
+    ax.xaxis.set_major_locator(MaxNLocator(steps))
 
 
 def _name_levels(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
@@ -305,7 +311,7 @@ def fig08_remedies(
             if seeds > 1:
                 look = {"color": colour, "alpha": 0.25, "linewidth": 0}
                 ax.fill_between(tokens, values["min"], values["max"], **look)
-        ax.set_xlabel("training tokens (millions)")
+        _of_training(ax)
     _over_training(axes, dead)
     _legend(figure, "lower center", ncols=len(_named(axes[0, 0])))
     about = ", ".join(part for part in (about, f"L1 = {analysis.level_name(level)}") if part)
@@ -440,7 +446,8 @@ def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "
     }
     window = _differences(axes[0, 0], table, curves, looks)
     for ax, (metric, (label, factor)) in zip(axes[0, 1:], panels.items(), strict=True):
-        ax.set(xlabel="training tokens (millions)", ylabel=label)
+        _of_training(ax, 3)
+        ax.set_ylabel(label)
         some = curves[curves["metric"] == metric].sort_values("step")
         if some.empty:
             _instead(ax, "not logged")
@@ -480,6 +487,6 @@ def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dic
         if window > 1:
             ax.plot(tokens, over, color=look["color"], alpha=0.25, linewidth=0.6)
         ax.plot(tokens, over.rolling(window, min_periods=1).mean(), **look | {"linewidth": 1.2})
-    ax.set_xlabel("training tokens (millions)")
+    _of_training(ax, 3)
     ax.set_ylabel(f"cross-entropy minus that of\n{table['way'].iloc[0]} (nats)")
     return window
