@@ -31,7 +31,7 @@ FIGURES = {
     " fig08_remedies",
     "03_layerwise": "fig06_layers fig10_layers_dense fig11_layers_sparsest",
     "04_tokens": "fig07a_tokens fig07b_positions fig07_passage",
-    "05_speedup": "ffn_activity ffn_tokens ffn_roofline ffn_training ffn_training_devices",
+    "05_speedup": "ffn_activity ffn_tokens ffn_roofline ffn_training",
     "06_downstream": "table6_tasks fig03_accuracy",
     "07_inspect": "inspect_passage inspect_specific inspect_surprise inspect_silenced",
     "08_models": "overview table1_scale fig04_levels fig05_levels fig06_contributions"

@@ -17,6 +17,7 @@ from tests.factories.analysis import (
     family,
     made,
     make_run,
+    make_trace,
     scaled,
     tables,
     trained,
@@ -32,6 +33,28 @@ LIMIT = (
 
 def numbers(values):
     return pytest.approx(values, nan_ok=True)
+
+
+# --- what is common to runs -----------------------------------------------------------------------
+
+
+def test_what_runs_share_is_described():
+    run = {"parameters": 99_306_240, "num_layers": 12, "intermediate_size": 2112, "tokens": 5e7}
+    both = pd.DataFrame([run | {"l1_coefficient": l1} for l1 in (0.0, 6e-4)])
+    shape = "99.3 M parameters, 12 layers, 2,112 neurons a layer"
+    assert analysis.described(both) == f"{shape}, 50 M training tokens"
+    assert analysis.described(both[1:]) == f"{shape}, 50 M training tokens, L1 = 6e-4"
+    assert analysis.described(both.assign(tokens=[1e6, 2e6], parameters=None)) == shape[19:]
+    assert analysis.described(both[:0]) == analysis.described(pd.DataFrame()) == ""
+
+
+def test_model_of_a_trace():
+    trace, other = make_trace(0)[0], make_trace(1)[0]
+    wider = make_trace(1, intermediate_size=301)[0]
+    other.meta = wider.meta = {"run": "a", "l1_coefficient": 0.0}
+    assert analysis.traced_model(trace) == "3 layers of 300 neurons"
+    assert analysis.traced_model(trace, wider) == "3 layers of 300 neurons"
+    assert analysis.traced_model(trace, other) == "a, 3 layers of 300 neurons, L1 = 0"
 
 
 # --- a sweep --------------------------------------------------------------------------------------

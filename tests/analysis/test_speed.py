@@ -47,7 +47,13 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     assert sorted(table.loc[table["provider"] == UNION, "speedup"]) == [1.5 + n for n in range(8)]
     assert (table.loc[table["provider"] == BASE, "speedup"] == 1).all() and len(table) == 16
     added = {"p50_dense", "speedup", "energy_per_token", "energy_change"}
+    added |= {"p20", "p80", "speedup_low", "speedup_high"}
     assert set(table.columns) == set(parts[0].columns) | added
+    assert table["speedup_low"].isna().all()
+    spread = {"p20": [9.0, 4.0], "p80": [12.0, 6.0]}
+    one = analysis.speedups(speed_rows(64, 29.0, {BASE: 10.0, UNION: 5.0}, **spread))
+    union = one.set_index("provider").loc[UNION]
+    assert union[["speedup_low", "speedup", "speedup_high"]].tolist() == near(1.5, 2, 3)
     times = {BASE: 2.0, UNION: 1.0, "auto": 1.0}
     table = analysis.speedups(speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan]))
     assert table["energy_per_token"].tolist() == near(2, 1.2, np.nan)
@@ -337,7 +343,9 @@ def test_roofline():
 def test_gains_by_level():
     times = dict(zip(["dense eager", "triton", *COMPILED], [12.0, 4, 10, 8, 5], strict=True))
     parts = [model_rows(times, energy=[9.0, 9, 8, 6, 4]), model_rows([10.0, 20, 10], active=911.0)]
-    table = analysis.level_gains(analysis.model_speedups(together(*parts))).drop(columns="device")
+    table = analysis.level_gains(analysis.model_speedups(together(*parts)))
+    assert table[["faster_low", "faster_high"]].isna().all(axis=None)
+    table = table[["active", "provider", "faster", "saved"]]
     assert table.fillna(-1).to_numpy().tolist() == [
         [911.0, "auto torch.compile", 0.0, -1],
         [911.0, "triton torch.compile", -50.0, -1],
@@ -405,6 +413,8 @@ def test_the_scale_of_the_paper_beside_ours():
     columns = ["paper_dense", "paper_sparse", "paper_change", "dense", "sparse", "change"]
     speed = row["forward speed", "2B"]
     assert speed[columns].tolist() == near(87.8, 106, 20.5, 10, 12.5, 25)
+    assert speed[["paper_active", "active", "paper_note"]].tolist() == [24, 24.3, ""]
+    assert "larger micro-batch" in row["training memory", "2B"]["paper_note"]
     assert (speed["paper_device"], speed["device"]) == ("H100 PCIe", "NVIDIA H200")
     memory = row["training memory", "2B"]
     assert memory[["paper_change", "dense", "sparse"]].tolist() == [22.3, 100, 70]

@@ -144,7 +144,9 @@ def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
     layer = {"hidden_size": 2048, "intermediate_size": 5632, "gated": True, "dtype": "bfloat16"}
     number = 1 + table.index.to_numpy() * 7 % 11
     table = table.assign(speedup=number / 4, held_share=9 * number, **layer, device="a GPU")
-    return table.assign(**columns).sample(frac=1, random_state=1)
+    low, high = table["speedup"] * 0.95, table["speedup"] * 1.1
+    spread = {"speedup_low": low, "speedup_high": high}
+    return table.assign(**spread | columns).sample(frac=1, random_state=1)
 
 
 def by_activity(*providers):
@@ -155,12 +157,6 @@ def by_activity(*providers):
     falls += [("even", 16384, UNION, 77.0), ("even", 16384, "triton decode", 50.0)]
     columns = ["pattern", "tokens", "provider", "crossover"]
     return speeds(cases, providers), pd.DataFrame(falls, columns=columns)
-
-
-def devices():
-    here = speeds([(64, active, "skewed") for active in (3.1, 28.9, 302.0)], [UNION, HYBRID])
-    other = speeds([(64, active, "skewed") for active in (3.1, 29.1)], [UNION], device="B")
-    return pd.concat([here, other])
 
 
 def batches():
@@ -247,8 +243,11 @@ def at_a_glance():
     rows += [(UNION, "union_gate_bits_kernel", 3.0), (UNION, "lists_kernel", 0.5)]
     rows += [(UNION, "up_kernel", 1.5), (UNION, "down_kernel", 1.0)]
     kernels = pd.DataFrame(rows, columns=["provider", "kernel", "ms"])
+    case = {"hidden_size": 4, "intermediate_size": 10, "tokens": 2, "active": 1.5}
+    kernels = kernels.assign(**case, device="a GPU")
     gains = {"quantity": ["forward speed"] * 2 + ["training speed"] * 2, "model": [*"abab"]}
     gains |= {"change": [10.0, 11.0, 12.0, 13.0], "paper_change": 5.0}
+    gains |= {"low": [9.0, 10.0, np.nan, np.nan], "high": [12.0, 11.5, np.nan, np.nan]}
     models = pd.DataFrame(gains).assign(device="NVIDIA B1", paper_device="H1")
     return activity, 10, kernels, models
 
@@ -294,8 +293,6 @@ CASES = {
     "silenced without intervals": ("fig_silenced", lambda: [silenced(np.nan)]),
     "by activity": ("ffn_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
     "training": ("training_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
-    "devices": ("training_devices", lambda: [devices()]),
-    "devices, hybrid": ("training_devices", lambda: [devices(), HYBRID]),
     "batches": ("ffn_tokens", lambda: [batches(), 29]),
     "a batch": ("ffn_tokens", lambda: [batches().query("tokens == 1024"), 29]),
     "roofline": ("ffn_roofline", lambda: [roofline()]),

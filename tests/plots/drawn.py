@@ -101,6 +101,7 @@ def drawn(figure):
     return {
         "title": figure.get_suptitle(),
         "size": numbers(figure.get_size_inches()),
+        "caption": texts(figure.texts),
         "legends": [legend(shown) for part in parts for shown in part.legends],
         "panels": [panel(ax) for ax in figure.axes],
     }

@@ -6,9 +6,13 @@ A run is a row of the configurations and many rows of the log, both from `result
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+
+if TYPE_CHECKING:
+    import twell
 
 # Below 1 token in 100 that activates even one neuron, a layer passes nothing on: it is dead.
 MIN_LAYER_ACTIVE = 0.01
@@ -54,6 +58,39 @@ def level_name(l1: float) -> str:
         return f"{l1:g}"
     mantissa, exponent = f"{l1:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def described(runs: pd.DataFrame) -> str:
+    """Return the model that runs share, in words: parameters, layers, training tokens, L1.
+
+    Left out is a field that a run lacks, or in which runs differ.
+    """
+    words = {
+        "parameters": lambda n: f"{n / 1e6:,.3g} M parameters",
+        "num_layers": lambda n: f"{n:.0f} layers",
+        "intermediate_size": lambda n: f"{n:,.0f} neurons a layer",
+        "tokens": lambda n: f"{n / 1e6:,.3g} M training tokens",
+        "l1_coefficient": lambda l1: f"L1 = {level_name(l1)}",
+    }
+    alike = [name for name in words if name in runs and runs[name].nunique(dropna=False) == 1]
+    values = {name: runs[name].iloc[0] for name in alike}
+    return ", ".join(words[name](value) for name, value in values.items() if pd.notna(value))
+
+
+def traced_model(
+    trace: twell.Trace | twell.Aggregate, other: twell.Trace | twell.Aggregate | None = None
+) -> str:
+    """Return the model of a trace in words: its run, layers and L1.
+
+    A run or level that the trace lacks is taken from `other`, if its layers are as many and as
+    wide.
+    """
+    shapes = [(one.num_layers, one.intermediate_size) for one in (trace, other or trace)]
+    meta = (other.meta if other is not None and shapes[0] == shapes[1] else {}) | trace.meta
+    layers = f"{trace.num_layers} layers of {trace.intermediate_size:,} neurons"
+    l1 = meta.get("l1_coefficient")
+    parts = [meta.get("run"), layers, None if l1 is None else f"L1 = {level_name(l1)}"]
+    return ", ".join(part for part in parts if part)
 
 
 def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], rule: str) -> None:

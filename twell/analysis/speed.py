@@ -24,6 +24,7 @@ STEP_CASE = [*_MODEL, "context", "micro_batch", "tokens", "precision", "checkpoi
 STEP_CASE += ["profile", "device"]
 MODEL_CASE = [*_MODEL, *"dtype profile sdpa batch context tokens device".split()]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
+SPREAD = ["p20", "p80"]  # of the timed calls; the oldest rows have none
 WRITTEN_BY = {"training.csv": "ffn --backward", "train_step.csv": "train-step"}
 WRITTEN_BY |= dict.fromkeys(("model.csv", "model_layers.csv", "model_parts.csv"), "model")
 WRITTEN_BY |= {"decode.csv": "model"}
@@ -66,7 +67,8 @@ def _beside_dense(
 ) -> pd.DataFrame:
     """Rows of the newest call of each case, each with its speed-up over dense torch.compile.
 
-    p50 and `compared` of dense torch.compile are beside each row as NAME_dense.
+    p50 and `compared` of dense torch.compile are beside each row as NAME_dense. speedup_low and
+    speedup_high are the least and the most that the p20 and p80 of both sides allow.
     """
     columns = [*case, *CALL, "active", "provider", "p50"]
     _check_rows(rows, file, columns, ["energy", *compared])
@@ -77,7 +79,8 @@ def _beside_dense(
         raise ValueError(f"p50 of {first['provider']} is {time}; a time is above 0")
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
-    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", "energy", *compared]]
+    rows = rows.assign(**{name: np.nan for name in SPREAD if name not in rows})
+    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", *SPREAD, "energy", *compared]]
     table = rows.merge(dense, on=call, how="left", suffixes=("", "_dense"))
     alone = table["p50_dense"].isna()
     if alone.any():
@@ -90,6 +93,8 @@ def _beside_dense(
         warnings.warn(f"left out: {message}", stacklevel=3)
     table = _newest(table[~alone], case)
     table["speedup"] = table["p50_dense"] / table["p50"]
+    table["speedup_low"] = table.pop("p20_dense") / table["p80"]
+    table["speedup_high"] = table.pop("p80_dense") / table["p20"]
     table["energy_per_token"] = table["energy"] / table["tokens"]
     table["energy_change"] = _change(table, "energy")
     return table.reset_index(drop=True)
@@ -102,7 +107,8 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/ffn.csv beside dense torch.compile in the same case and call.
 
     A case measured by several calls is that of the newest. Added columns: p50_dense (ms), speedup
-    (p50_dense / p50), energy_per_token (mJ) and energy_change (% of dense), NaN where no energy was
+    (p50_dense / p50), speedup_low and speedup_high (of p20 and p80 of both sides; NaN where rows
+    have none), energy_per_token (mJ) and energy_change (% of dense), NaN where no energy was
     measured. Rows without dense torch.compile beside them are left out with a warning that counts
     them. Raises ValueError for rows that lack columns or their values, for a time that is not
     positive, and when no row is left. Ours.
@@ -306,8 +312,8 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     """Return the gain of compiled providers over dense by level, most active first (Figs 4, 5).
 
     table: `model_speedups` of one model and batch, or `step_speedups`. Columns: active, provider,
-    faster (% of dense), saved (the fall of `by`, in % of dense; NaN where it was not measured),
-    device. Raises ValueError for several models or batches, and for steps with and without
+    faster, faster_low and faster_high (% of dense), saved (the fall of `by`, in % of dense; NaN
+    where it was not measured), device. Raises ValueError for several models or batches, and for steps with and without
     checkpointed activations.
     """
     _check_checkpointed(table)
@@ -317,9 +323,12 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     parsed = table["provider"].map(providers.Provider.parse)
     compiled = parsed.map(lambda provider: provider.compilation == providers.COMPILED).astype(bool)
     gains = table[compiled & (table["provider"] != BASELINE)]
-    gains = gains.assign(faster=100 * (gains["speedup"] - 1), saved=-gains[by])
+    for end in ("", "_low", "_high"):
+        gains[f"faster{end}"] = 100 * (gains[f"speedup{end}"] - 1)
+    gains = gains.assign(saved=-gains[by])
     gains = gains.sort_values(["active", "provider"], ascending=[False, True], ignore_index=True)
-    return gains[["active", "provider", "faster", "saved", "device"]]
+    columns = ["active", "provider", "faster", "faster_low", "faster_high", "saved", "device"]
+    return gains[columns]
 
 
 def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
@@ -394,8 +403,9 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
 
     paper: `results.paper()`; models: `model_speedups` of one batch, or empty; steps:
     `step_speedups` of one micro-batch, or empty. Columns: quantity, unit, model; paper_dense,
-    paper_sparse, paper_change (%), paper_device; dense, sparse, change, device and profile of ours,
-    NaN and empty where not measured. Ours is with compiled layers, in forward passes by "auto", at
+    paper_sparse, paper_change (%), paper_active, paper_device, paper_note; dense, sparse, change,
+    active, device and profile of ours, and low and high, the change that p20 and p80 of both sides
+    allow (of speeds); NaN and empty where not measured. Ours is with compiled layers, in forward passes by "auto", at
     the level of activity nearest to the paper's. Raises ValueError for steps with and without
     checkpointed activations.
     """
@@ -416,7 +426,9 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
             row = {"quantity": quantity, "unit": unit, "model": model}
             row |= {"paper_dense": value[False], "paper_sparse": value[True]}
             row |= {"paper_change": float(changes[f"{metric}_change", model])}
+            row |= {"paper_active": active.get(model, np.nan)}
             row |= {"paper_device": printed["hardware"].iloc[0]}
+            row |= {"paper_note": "; ".join(dict.fromkeys(printed["note"].dropna()))}
             measured = steps if metric.startswith("training") else models
             rows.append(row | _ours(measured, model, metric, active.get(model, np.nan)))
     return pd.DataFrame(rows)
@@ -424,7 +436,8 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
 
 def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     """Numbers of one model's `column`, at the level of activity nearest to `active`."""
-    nothing = {"dense": np.nan, "sparse": np.nan, "change": np.nan, "device": "", "profile": ""}
+    numbers = ["dense", "sparse", "change", "active", "low", "high"]
+    nothing = dict.fromkeys(numbers, np.nan) | {"device": "", "profile": ""}
     if table.empty:
         return nothing
     rows = table[table["model"].str.upper() == model.upper()]
@@ -436,5 +449,8 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
         return nothing
     first, second = dense.iloc[-1], sparse.iloc[-1]
     change = 100 * (second[column] / first[column] - 1)
-    about = {"device": second["device"], "profile": second["profile"]}
-    return {"dense": first[column], "sparse": second[column], "change": change} | about
+    about = {"device": second["device"], "profile": second["profile"], "active": second["active"]}
+    if column.endswith("throughput"):
+        about |= {end: 100 * (second[f"speedup_{end}"] - 1) for end in ("low", "high")}
+    measured = {"dense": first[column], "sparse": second[column], "change": change}
+    return nothing | measured | about

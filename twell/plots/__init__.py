@@ -9,6 +9,7 @@ Each module stands on `base` alone:
     activity  layers, tokens and neurons (Figs 6, 7, 10, 11)
     speed     a layer's speed
     models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
+    parts     a decoder layer's parts, and decoding; stands on `models`, too
     glance    the picture at the top of README
 
 The package hands on their public names: `from twell import plots`, then `plots.frontier`.
@@ -25,10 +26,12 @@ __getattr__, __dir__, __all__ = hand_on(
         "style",
         ".formats": "fig01_bytes fig01_formats",
         ".glance": "overview",
+        ".keep": "Keep",
         ".models": "ACTIVITY SIDES fig03_accuracy fig04_levels fig05_levels fig06_contributions "
-        "model_decode model_parts table1_scale table6_tasks",
-        ".speed": "NEAR PROVIDERS STYLES ffn_activity ffn_roofline ffn_tokens training_activity "
-        "training_devices",
+        "table1_scale table6_tasks",
+        ".parts": "model_decode model_parts",
+        ".speed": "NAMES NEAR PROVIDERS STYLES ffn_activity ffn_roofline ffn_tokens "
+        "training_activity",
         ".training": "CHOICES STATUS_MARKERS choices_frontier computed_otherwise fig03_frontier "
         "fig02_training_curves fig08_remedies fig09_activity_over_training frontier scale_activity",
     },

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,9 +19,9 @@ from twell.plots.base import (
     ACTIVE_FLOOR,
     BLUE,
     COLUMN,
-    ORANGE,
     PAGE,
     RED,
+    _caption,
     _figure,
     _legend,
     _level_colours,
@@ -55,26 +54,35 @@ PALETTES = {
 # --- layers (Figs 6, 10, 11) --------------------------------------------------------------------
 
 
-def fig06_layers(table: pd.DataFrame, title: str) -> Figure:
-    """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`)."""
-    figure, ax = _panel(COLUMN, 2.5)
+def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
+    """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`).
+
+    about: the model and the number of tokens.
+    """
+    figure, ax = _panel(COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=ACTIVE_FLOOR)
-    line = {"color": BLUE, "linestyle": ":", "linewidth": 1}
-    dash = {"marker": "_", "color": "black", "linewidth": 1.2}
+    line, dots = {"color": BLUE, "linestyle": ":", "linewidth": 1}, {"edgecolors": BLUE}
+    ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
     entries = {
-        "mean": ax.bar(layer, shown["mean"], 0.7, color=BLUE),
-        f"mean of all: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(layer, shown["p99"], 30, **dash),
-        "maximum": ax.scatter(layer, shown["max"], 16, marker="v", color=ORANGE),
+        "mean": ax.scatter(layer, shown["mean"], 18, color=BLUE),
+        f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, ACTIVE_FLOOR), **line),
+        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=BLUE),
+        "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
     }
-    ax.set(yscale="log", xlabel="layer", ylabel="active neurons per token")
-    ax.set_ylim(0.5 * shown["mean"].min(), 1.6 * shown["max"].max())
+    _decades(ax, shown["mean"].min(), shown["max"].max())
+    ax.set(xlabel="layer", ylabel="active neurons per token")
     ax.set_xticks(layer[:: max(1, len(layer) // 10)])
     ax.grid(False, axis="x")
-    _plain(ax.yaxis)
-    _legend(figure, "upper center", entries, title=title, ncols=2, labelspacing=0.3)
+    _legend(figure, "lower center", entries, ncols=2, labelspacing=0.3)
+    _caption(figure, about and f"{about}.", "Grey lines reach from the mean to the busiest token.")
     return figure
+
+
+def _decades(ax: Axes, low: float, high: float) -> None:
+    """A logarithmic axis of active neurons with some room around its values."""
+    ax.set(yscale="log", ylim=(0.6 * low, 1.6 * high))
+    _plain(ax.yaxis)
 
 
 # --- tokens (Fig. 7) ----------------------------------------------------------------------------
@@ -86,46 +94,61 @@ def visible(token: str) -> str:
     return "".join(seen.get(c, c if c.isprintable() else repr(c)[1:-1]) for c in token)
 
 
-def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6) -> Figure:
+def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> Figure:
     """Draw the tokens of lowest and of highest mean activity, `num_tokens` each.
 
-    table: `analysis.per_token`. Raises ValueError when there is no token.
+    table: `analysis.per_token`; about: the model. Raises ValueError when there is no token.
     """
     if table.empty:
         raise ValueError("no token is left to draw; lower min_count or trace a longer text")
     lowest, highest = table.head(num_tokens), table.iloc[num_tokens:].tail(num_tokens)
     both = pd.concat([lowest, highest])
-    figure, ax = _panel(COLUMN, 0.55 + 0.19 * len(both))
+    figure, ax = _panel(COLUMN, 1.0 + 0.19 * len(both))
     y = np.arange(len(both))
-    y = y + 0.6 * (y >= len(lowest))  # a gap between the two groups
-    ax.barh(y, both["mean_active"], 0.75, color=[BLUE] * len(lowest) + [ORANGE] * len(highest))
+    y = y + 1.2 * (y >= len(lowest))  # a gap between the two groups
+    ax.barh(y, both["mean_active"], 0.75, color=BLUE)
     _row_names(ax, y, [visible(token)[:16] for token in both["token"]])
     for place, value, count in zip(y, both["mean_active"], both["count"], strict=True):
-        _note(ax, f"{value:.3g} (n = {count})", (value, place), (3, 0), va="center")
+        _note(ax, f"{value:.3g} (n = {count:,})", (value, place), (3, 0), va="center")
+    for name, group in (("lowest", y[: len(lowest)]), ("highest", y[len(lowest) :])):
+        if len(group):
+            look = {"xycoords": ("axes fraction", "data"), "va": "center", "style": "italic"}
+            _note(ax, f"the {len(group)} {name}", (0, group[0] - 0.95), (3, 0), **look)
+    ax.set_ylim(y[-1] + 0.6, -1.5)
     # Notes stand beyond the axes: the layout leaves them as much as they need.
     ax.set_xlim(0, 1.02 * both["mean_active"].max())
-    ax.set_xlabel("active neurons per token")
+    ax.set_xlabel("active neurons per token\n(mean over its n occurrences and all layers)")
+    _caption(figure, about and f"{about}.")
     return figure
 
 
-def fig07b_positions(table: pd.DataFrame) -> Figure:
+def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw mean activity against position in the sequence, log-log.
 
     table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them
-    apart.
+    apart. Thin lines are single positions, strong ones means over ranges of positions that grow
+    by a factor of _RANGE. about: the model.
     """
-    figure, ax = _panel(COLUMN, 2.3)
+    figure, ax = _panel(COLUMN, 2.7)
     colours = _level_colours(table["l1_coefficient"])
     for l1, line in table.groupby("l1_coefficient"):
-        active = line["mean_active"].clip(lower=ACTIVE_FLOOR)
-        ax.plot(line["position"] + 1, active, color=colours[l1], label=analysis.level_name(l1))
+        position, active = line["position"] + 1, line["mean_active"].clip(lower=ACTIVE_FLOOR)
+        ax.plot(position, active, color=colours[l1], alpha=0.3, linewidth=0.8)
+        ranges = (np.log(position) / np.log(_RANGE)).astype(int)
+        means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
+        look = {"color": colours[l1], "marker": "o", "markersize": 2.5, "linewidth": 1}
+        ax.plot(np.exp(means["x"]), means["y"], label=analysis.level_name(l1), **look)
     ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="position in the sequence", ylabel="active neurons per token")
+    ax.set(xlabel="position in the sequence (the first is 1)", ylabel="active neurons per token")
     _plain(ax.xaxis, ax.yaxis)
-    ax.legend(title="L1 coefficient")
+    if len(colours) > 2:  # of L1 = 0 and more than one other level
+        ax.legend(title="L1 coefficient")
+    means = "Points are means over ranges of positions, thin lines single positions."
+    _caption(figure, about and f"{about}.", means)
     return figure
 
 
+_RANGE = 1.25
 LINE = 0.17  # height of a line of text, inches
 FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that the first lacks
 
@@ -154,31 +177,44 @@ def _write(ax: Axes, places: list, lines: int, colours: Sequence[tuple], columns
     ax.axis("off")
 
 
-def _text_scale(figure, ax: Axes, norm: Normalize, colours, location: str, label: str) -> Colorbar:
-    """The colour bar of a text, above or below it."""
-    look = {"location": location, "aspect": 60, "shrink": 0.6, "pad": 0.02}
+def _text_scale(
+    figure, ax: Axes, norm: Normalize, colours, location: str, label: str, extend: str = "neither"
+) -> Colorbar:
+    """The colour bar of a text, above or below it; extend: at which ends values go on."""
+    look = {"location": location, "aspect": 60, "shrink": 0.6, "pad": 0.02, "extend": extend}
     bar = figure.colorbar(ScalarMappable(norm, colours), ax=ax, **look)
     bar.set_label(label)
-    bar.outline.set_visible(False)
+    bar.outline.set_linewidth(0.4)
     if isinstance(norm, LogNorm):
         _plain(bar.ax.xaxis)
     return bar
 
 
-def fig_passage(table: pd.DataFrame, columns: int = 96) -> Figure:
+def _inspector_colours(diverging: bool = False) -> LinearSegmentedColormap:
+    """The inspector's colours, so that a text looks alike there and here."""
+    palette = PALETTES["light"]["diverging" if diverging else "sequential"]
+    return LinearSegmentedColormap.from_list("twell", palette)
+
+
+def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figure:
     """Draw a passage, each token coloured by its active neurons, from `analysis.passage`.
 
-    columns: characters a line.
+    columns: characters a line; about: the model. The scale of colours spans the middle 96% of the
+    tokens; the others have its ends.
     """
-    colours = mpl.colormaps["viridis"]
+    colours = _inspector_colours()
     # A log scale has no zero: silent tokens get the colour of the least active ones.
     positive = table.loc[table["active"] > 0, "active"]
     active = table["active"].clip(lower=ACTIVE_FLOOR if positive.empty else positive.min())
-    norm = LogNorm(active.min(), max(active.max(), 1.001 * active.min()))
+    low, high = active.quantile([0.02, 0.98])
+    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
     places, lines = _typeset(table["token"], columns)
-    figure, ax = _panel(PAGE, LINE * lines + 0.5)
+    figure, ax = _panel(PAGE, LINE * lines + 0.75)
     _write(ax, places, lines, [colours(norm(value)) for value in active], columns)
-    _text_scale(figure, ax, norm, colours, "bottom", "active neurons per token, mean over layers")
+    label = "active neurons per token, mean over layers (⏎: end of a line)"
+    _text_scale(figure, ax, norm, colours, "bottom", label, "both")
+    scale = "The scale spans the middle 96% of the tokens."
+    _caption(figure, about and f"{about}.", scale)
     return figure
 
 
@@ -202,12 +238,12 @@ def fig_inspector(
     """
     style()
     low, high = ends
-    palette = PALETTES["light"]["diverging" if low < 0 else "sequential"]
-    colours = LinearSegmentedColormap.from_list("twell", palette)
+    colours = _inspector_colours(low < 0)
     norm = LogNorm(low, high) if low > 0 else Normalize(low, high)
     places, lines = _typeset(passage["token"], columns)
     # Two figures in one: the text needs the whole width, for which its letters are set.
-    heights = [LINE * lines + 0.55, max(0.09 * len(counts), 0.5) + 0.5]
+    layers = len(counts)
+    heights = [LINE * lines + 0.55, max(0.09 * layers, min(0.13 * layers, 1), 0.5) + 0.5]
     figure = Figure(figsize=(PAGE, sum(heights)), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=heights)
     text, heat = above.subplots(), below.subplots()
@@ -236,7 +272,8 @@ def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame):
     image = ax.imshow(shown, cells, LogNorm(1, most), **look)
     for row, column in np.argwhere(over.to_numpy()):
         ax.add_patch(Rectangle((left + column, row - 0.5), 1, 0.2, facecolor=RED, linewidth=0))
-    ax.set(xlabel="token", ylabel="layer")
+    marked = " (red: a tile of TwELL overflows)" if over.to_numpy().any() else ""
+    ax.set(xlabel=f"token{marked}", ylabel="layer")
     ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     every = max(1, -(-len(counts) // 8))
     ax.set_yticks(range(0, len(counts), every), counts.index[::every])
@@ -244,80 +281,87 @@ def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame):
     return image
 
 
-def fig_specific(table: pd.DataFrame, rows: int = 12) -> Figure:
+def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure:
     """Draw share and coverage of the neurons that are most specific to a token.
 
-    table: `analysis.specific`. Raises ValueError for an empty table.
+    table: `analysis.specific`; about: the model and its text. Raises ValueError for an empty table.
     """
     if table.empty:
         advice = "lower min_fires or min_count, or trace a longer text"
         raise ValueError(f"no neuron fires often enough; {advice}")
     shown = table.head(rows)
-    figure, ax = _panel(COLUMN, 0.75 + 0.2 * len(shown))
+    figure, ax = _panel(COLUMN, 1.0 + 0.2 * len(shown))
     y, share, coverage = np.arange(len(shown)), 100 * shown["share"], 100 * shown["coverage"]
     ax.hlines(y, share, coverage, color="0.8", linewidth=1.5, zorder=1)
-    ax.scatter(share, y, 18, color=BLUE, label="its firings that are at this token")
-    ax.scatter(coverage, y, 18, color=ORANGE, marker="D", label="occurrences at which it fires")
+    ax.scatter(share, y, 18, color=BLUE, label="share of its n firings that are at the token")
+    look = {"color": "0.3", "marker": "D", "label": "share of the token's places at which it fires"}
+    ax.scatter(coverage, y, 14, **look)
     names = [f"{row.layer} · {row.neuron}  {visible(row.token)[:14]}" for row in shown.itertuples()]
     _row_names(ax, y, names)
     for place, fires in enumerate(shown["fires"]):
-        _note(ax, f"n = {fires}", (104, place), va="center", annotation_clip=False)
-    ax.set(xlabel="%", xlim=(0, 102))
-    _legend(figure, "upper center", ncols=1, labelspacing=0.2)
+        _note(ax, f"n = {fires}", (102, place), (2, 0), va="center", annotation_clip=False)
+    least = min(share.min(), coverage.min())
+    ax.set(xlabel="%", xlim=(max(10 * (least // 10) - 5, 0), 102))
+    _legend(figure, "lower center", ncols=1, labelspacing=0.2)
+    _caption(figure, about and f"{about}.", "A row is a neuron: layer, number, and its token.")
     return figure
 
 
-def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
+def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame, about: str = "") -> Figure:
     """Draw activity against surprise, and how they correlate in each layer.
 
-    bins: `analysis.by_surprise`; correlations: `analysis.surprise_correlation`.
+    bins: `analysis.by_surprise`; correlations: `analysis.surprise_correlation`; about: the model
+    and its text.
     """
-    figure, ((left, right),) = _figure(PAGE, 2.4, 1, 2)
+    figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
     surprise, look = bins["surprise"], {"color": BLUE, "alpha": 0.18, "linewidth": 0}
-    left.fill_between(surprise, bins["q25"], bins["q75"], label="middle half", **look)
-    left.plot(surprise, bins["active"], "o-", color=BLUE, markersize=3.5, label="mean")
+    left.fill_between(surprise, bins["q25"], bins["q75"], label="middle half of its tokens", **look)
+    name = "mean of a bin"
+    left.plot(surprise, bins["active"], "o-", color=BLUE, markersize=3.5, label=name)
     left.set(xlabel="surprise of the token, $-$log p (nats)", ylabel="active neurons per token")
     left.set_ylim(0, None)
-    _legend(figure, "upper left", ncols=2)
+    _legend(figure, "lower left", ncols=2)
     looks = {
-        "surprise": ("this token", BLUE, "o", -0.12),
-        "next_surprise": ("the next token", ORANGE, "D", 0.12),
+        "surprise": ("this token's", BLUE, "o", -0.12),
+        "next_surprise": ("the next token's", "0.3", "D", 0.12),
     }
     layers = correlations["layer"].max() + 1
     for of, rows in correlations.groupby("of", sort=False):
         name, colour, marker, aside = looks[of]
         x = rows["layer"].where(rows["layer"] >= 0, layers + 0.5) + aside
         spread = np.abs(rows[["low", "high"]].to_numpy().T - rows["spearman"].to_numpy())
-        look = {"fmt": marker, "color": colour, "markersize": 3.5, "elinewidth": 1}
-        right.errorbar(x, rows["spearman"], spread, label=f"surprise of {name}", **look)
+        look = {"fmt": marker, "color": colour, "markersize": 3, "elinewidth": 1}
+        right.errorbar(x, rows["spearman"], spread, label=f"{name} surprise", **look)
     right.axhline(0, color="0.4", linewidth=0.6)
     ticks = range(0, layers, max(1, -(-layers // 10)))
     right.set_xticks([*ticks, layers + 0.5], [*map(str, ticks), "mean"])
-    right.set(xlabel="layer", ylabel="rank correlation\nwith active neurons")
+    known = " (95% interval)" if correlations["low"].notna().any() else ""
+    right.set(xlabel="layer", ylabel=f"rank correlation with\nactive neurons{known}")
     right.margins(y=0.15)
-    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2)
+    _caption(figure, about and f"{about}.")
     return figure
 
 
-def fig_silenced(table: pd.DataFrame, rows: int = 16) -> Figure:
+def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure:
     """Draw the largest changes of the loss by silencing a neuron, from `trace.silenced_loss`.
 
-    Raises ValueError for an empty table.
+    about: the model and its text. Raises ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("no neuron was silenced")
     order = table["loss_change"].abs().sort_values(ascending=False, kind="stable").index[:rows]
     shown = table.loc[order].sort_values("loss_change", ascending=False, kind="stable")
-    figure, ax = _panel(COLUMN, 0.7 + 0.17 * len(shown))
-    change, y = 1e3 * shown["loss_change"], np.arange(len(shown))
-    for chosen, colour in ((change > 0, BLUE), (change <= 0, ORANGE)):
-        spread = 1.96e3 * shown["stderr"][chosen]
-        look = {"fmt": "o", "color": colour, "markersize": 3.5, "elinewidth": 1}
-        ax.errorbar(change[chosen], y[chosen], xerr=spread, **look)
+    figure, ax = _panel(COLUMN, 0.9 + 0.17 * len(shown))
+    y, spread = np.arange(len(shown)), 1.96e3 * shown["stderr"]
+    look = {"fmt": "o", "color": BLUE, "markersize": 3.5, "elinewidth": 1}
+    ax.errorbar(1e3 * shown["loss_change"], y, xerr=spread, **look)
     ax.axvline(0, color="0.4", linewidth=0.6)
     ax.set_yticks(y, [f"{row.layer} · {row.neuron}" for row in shown.itertuples()])
     ax.invert_yaxis()
-    ax.set_xlabel("loss without the neuron, less loss with it\n(0.001 nats a token; 95% intervals)")
+    known = "; 95% interval" if spread.notna().any() else ""
+    ax.set_xlabel(f"rise of the loss without the neuron\n(0.001 nats a token{known})")
     ax.set_ylabel("layer · neuron")
     ax.grid(False, axis="y")
+    _caption(figure, about and f"{about}.")
     return figure

@@ -19,8 +19,10 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
 
@@ -29,8 +31,15 @@ from twell import results
 _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
-BLUE, ORANGE, GREEN, RED, PURPLE = sns.color_palette("colorblind", 5)
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
+# One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
+# have a scale of their own, `_level_colours`.
+OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
+PAPER, DENSE, AUTO = "black", "0.45", ORANGE
+ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
+GATE, UP, DOWN = BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
 # What a figure depends on beside its inputs: its JSON has the last commit that changed these.
 MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "sparse/formats.py", "plots")]
@@ -75,10 +84,12 @@ def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
 
 
 def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
-    """A colour for each level of L1: black for 0, then from dark to light."""
-    levels = sorted(set(levels) - {0})
-    scale = mpl.colormaps["viridis"](np.linspace(0.12, 0.88, len(levels)))
-    return {0: "black"} | dict(zip(levels, map(tuple, scale), strict=True))
+    """A colour for each level of L1, the same in all figures: black for 0, then dark to light."""
+    colours = {0: "black"}
+    for level in sorted(set(levels) - {0}):
+        place = np.log(level / _LOWEST_LEVEL) / np.log(_HIGHEST_LEVEL / _LOWEST_LEVEL)
+        colours[level] = tuple(mpl.colormaps["plasma"](float(0.92 * np.clip(place, 0, 1))))
+    return colours
 
 
 def _plain(*axes: mpl.axis.Axis) -> None:
@@ -111,6 +122,43 @@ def _named(ax: Axes) -> dict[str, Artist]:
     return dict(zip(names, handles, strict=True))
 
 
+def _change(percent: float, digits: int = 0) -> str:
+    """A signed change in %, with a minus as long as the plus, and no minus before 0."""
+    return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
+
+
+def _wrapped(text: str, size: float, width: float) -> list[str]:
+    """Lines of a text, each at most so many points wide."""
+    font, lines = FontProperties(size=size), []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        fits = text_to_path.get_text_width_height_descent(longer, font, False)[0] <= width
+        lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
+    return lines
+
+
+def _caption(figure: Figure, *sentences: str) -> None:
+    """Write below a finished figure what it needs to be read alone; the figure grows by that.
+
+    That is: model, L1 and tokens where no title has them, how often each point was run or measured
+    ("one run", "one call"), what bars and bands span, and terms. Empty sentences are left out.
+    """
+    width, height = figure.get_size_inches()
+    size, margin = 6.5, 4  # points
+    text = " ".join(sentence for sentence in sentences if sentence)
+    lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
+    room = (1.3 * size * len(lines) + 2 * margin) / 72
+    share = room / (height + room)
+    figure.set_size_inches(width, height + room)
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    for legend in figure.legends:
+        if legend._outside_loc == "lower":  # between panels and caption
+            legend.borderaxespad += 72 * room / legend.get_texts()[0].get_fontsize()
+    place = margin / 72 / width, margin / 72 / (height + room)
+    look = {"fontsize": size, "color": "0.25", "va": "bottom", "linespacing": 1.3}
+    figure.text(*place, "\n".join(lines), parse_math=False, **look)
+
+
 def _legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):
     """A legend beside the panels, of the first one unless entries are given."""
     entries = _named(figure.axes[0]) if entries is None else entries
@@ -127,17 +175,67 @@ def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def _bars_by_level(ax: Axes, levels: list, groups: list[tuple], label_rotation: float) -> None:
-    """Bars side by side at each level of activity; groups: levels, heights and look of each."""
-    width = 0.8 / len(groups)
-    for place, (at, heights, look) in enumerate(groups):
-        x = [levels.index(level) + (place - (len(groups) - 1) / 2) * width for level in at]
-        texts = [f"{round(height) + 0:+d}" for height in heights]
-        bars = ax.bar(x, heights, width, **look)
-        ax.bar_label(bars, texts, fontsize=6.5, padding=2, rotation=label_rotation)
-    ax.axhline(0, color="black", linewidth=0.8)
-    ax.grid(False, axis="x")
-    ax.set_xlabel("active neurons per token")
+def _measured(low: pd.Series, calls: str = "calls") -> str:
+    """The sentence of a caption on repeats; low: the lower ends of bars, NaN where unknown."""
+    bars = f"; bars span p20 to p80 of the {calls} of both sides" if low.notna().any() else ""
+    return f"Each point is one measurement, the median of its timed {calls}{bars}."
+
+
+def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
+    """Error bars to known ends, where there are any."""
+    known = np.isfinite(low) & np.isfinite(high)
+    if known.any():
+        x, y, low, high = (np.asarray(values)[known] for values in (x, y, low, high))
+        ends = np.clip([y - low, high - y], 0, None)
+        look = {"fmt": "none", "elinewidth": 0.9, "capsize": 1.5, "capthick": 0.9} | look
+        ax.errorbar(x, y, ends, ecolor=color, **look)
+
+
+def _apart(places: np.ndarray, gap: float) -> np.ndarray:
+    """The places, in their order, moved as little as keeps them `gap` apart within 0 and 1."""
+    order = np.argsort(places, kind="stable")
+    steps = gap * np.arange(len(places))
+    # Without the gaps, rising values are wanted: the mean of each group that would overlap.
+    groups: list[list[float]] = []
+    for place in places[order] - steps:
+        groups.append([place])
+        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    rising = np.concatenate([[np.mean(group)] * len(group) for group in groups])
+    moved = np.empty(len(places))
+    moved[order] = np.clip(rising, 0, max(1 - steps[-1], 0)) + steps
+    return moved
+
+
+def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tuple]]) -> None:
+    """Name lines at the right end of a panel whose limits are set: height, text and colour."""
+    size = 6.5
+    height = ax.get_position().height * ax.figure.get_figheight()  # inches
+    to_axes = ax.transData + ax.transAxes.inverted()
+    x = ax.get_xlim()[1]
+    true = np.array([to_axes.transform((x, y))[1] for y, _, _ in ends])
+    for at, moved, (_, text, colour) in zip(
+        true, _apart(true, 1.3 * size / 72 / height), ends, strict=True
+    ):
+        line = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.6,
+            "shrinkB": 0,
+            "relpos": (0, 0.5),
+        }
+        ax.annotate(
+            text,
+            (1, at),
+            (1.06, moved),
+            "axes fraction",
+            "axes fraction",
+            arrowprops=line,
+            annotation_clip=False,
+            fontsize=size,
+            va="center",
+        )
+    _note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
 
 
 def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:

@@ -12,17 +12,18 @@ from matplotlib.patches import Rectangle
 from twell.plots.base import (
     BLUE,
     COLUMN,
-    GREEN,
-    ORANGE,
+    CYAN,
+    HYBRID,
     PAGE,
-    PURPLE,
+    ROWWISE,
+    _caption,
     _figure,
     _legend,
     _panel,
     _plain,
 )
 
-_TILES = BLUE, ORANGE, GREEN, PURPLE
+_TILES = (BLUE, "white"), (CYAN, "black")  # and text
 # Face, edge and text of the cells that are no values.
 _KINDS = {
     "count": ("0.25", "white", "white"),
@@ -44,10 +45,16 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
         ax.set(xlim=(-1.3, width - 2.4), ylim=(height - 0.7, -0.1), aspect="equal", anchor="NW")
         ax.set_title(name, loc="left", weight="bold")
         ax.axis("off")
-    kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile] for tile in range(2)}
+    kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile][0] for tile in range(2)}
     kinds |= {"count": "0.25", "unused slot": "0.93"}
     entries = {name: Rectangle((0, 0), 1, 1, facecolor=colour) for name, colour in kinds.items()}
     _legend(figure, "lower center", entries, ncols=4, handlelength=1)
+    _caption(
+        figure,
+        f"One matrix in four formats. Rows are tokens, and tiles have {tile_n} columns. Every cell",
+        "with a column also stores the value. A row that does not fit keeps its true counts, and is",
+        "stored densely as an overflow row or backup row.",
+    )
     return figure
 
 
@@ -64,8 +71,8 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
             ax.text(0, top - 0.15, part, fontsize=6.5, style="italic", va="bottom")
         for cell in table.itertuples():
             x, y = cell.slot, top + cell.row
-            value = _TILES[cell.label // tile_n % len(_TILES)], "white", "white"
-            face, edge, ink = _KINDS.get(cell.kind, value)
+            colour, ink = _TILES[cell.label // tile_n % len(_TILES)]
+            face, edge, ink = _KINDS.get(cell.kind, (colour, "white", ink))
             ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
             if ink:
                 look = {"color": ink, "fontsize": 6, "ha": "center", "va": "center"}
@@ -78,16 +85,26 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
 
 def fig01_bytes(table: pd.DataFrame) -> Figure:
     """Draw bytes against dense by active share, from `analysis.format_bytes`."""
-    figure, ax = _panel(COLUMN, 2.5)
-    shades = iter(sns.light_palette(BLUE, 5)[::-1])
-    looks = {"Dense": ("black", "--"), "ELL": (ORANGE, "-"), "Hybrid": (GREEN, "-")}
+    figure, ax = _panel(COLUMN, 3.0)
+    shades = iter(sns.light_palette(BLUE, 4)[:0:-1])
+    looks = {"ELL": (ROWWISE, "D"), "Hybrid": (HYBRID, "X")}
     for name, line in table.groupby("format", sort=False):
-        colour, dash = looks.get(name.split(",")[0]) or (next(shades), "-")
-        # Dashes of dense lie on TwELL's line at C = 2, which is as large.
-        look = {"color": colour, "label": name, "zorder": 3 if name == "Dense" else 2}
-        ax.plot(100 * line["active_share"], line["relative"], dash, **look)
+        if name == "Dense":  # thin, above TwELL at C = 2, which is as large
+            look = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 3}
+        else:
+            colour, marker = looks.get(name.split(",")[0]) or (next(shades), "o")
+            look = {"color": colour, "marker": marker, "markersize": 4, "mec": "white", "mew": 0.5}
+        ax.plot(100 * line["active_share"], line["relative"], label=name, **look)
     ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="active neurons (%)", ylabel="bytes / bytes of dense bf16")
+    ax.set(xlabel="active neurons (% of all)", ylabel="bytes (ratio to dense bf16)")
     _plain(ax.xaxis, ax.yaxis)
-    ax.legend(loc="lower right", labelspacing=0.25)
+    _legend(figure, "lower center", ncols=2)
+    dense = table[table["format"] == "Dense"].iloc[0]
+    neurons = round(dense["active"] / dense["active_share"])
+    shape = f"{dense['nbytes'] / 2 / neurons:,.0f} x {neurons:,}"
+    _caption(
+        figure,
+        f"Each point packs one random matrix of {shape} with uneven rows: counted, not measured.",
+        "C: compression of TwELL; at C = 2 it is as large as dense until tiles overflow.",
+    )
     return figure

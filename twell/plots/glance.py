@@ -7,14 +7,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from twell.measure import providers
-from twell.plots.base import BLUE, ORANGE, PAGE, _figure, _key
+from twell.plots.base import (
+    DENSE,
+    DOWN,
+    GATE,
+    OURS,
+    PAGE,
+    PAPER,
+    SPARSE,
+    UP,
+    _bars,
+    _caption,
+    _figure,
+    _key,
+    _note,
+)
 
 # Kernels of the union path, without "union_", -> label and colour. The lists of active neurons take
 # 0.1 ms: part of "up".
 _KERNELS = {
-    ("gate_bits_kernel",): ("every neuron", "0.55"),
-    ("lists_kernel", "up_kernel"): ("up, active neurons", BLUE),
-    ("down_kernel",): ("down, active neurons", ORANGE),
+    ("gate_bits_kernel",): ("gate (all)", GATE),
+    ("lists_kernel", "up_kernel"): ("up (active)", UP),
+    ("down_kernel",): ("down (active)", DOWN),
 }
 
 
@@ -25,20 +39,31 @@ def overview(
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
     layer; neurons: the neurons of that layer. kernels: rows of kernels.csv of one case, with
-    provider "dense" and "triton union", ms. scale: `analysis.scale_table`, of one device of ours.
+    provider "dense" and "triton union", ms and the case. scale: `analysis.scale_table`, of one device of ours.
     """
-    figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 1, 1.05))
+    figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 0.95, 1.1))
     _tokens(row[0], activity, neurons)
     _layer(row[1], kernels)
     _models(row[2], scale)
     for ax in row:
         ax.grid(axis="x", visible=False)
+    case = kernels.iloc[0]
+    size = f"{case['hidden_size']} x {case['intermediate_size']}"
+    _caption(
+        figure,
+        "Left: each mark is an active neuron of one layer of a trained model.",
+        f"Middle: kernels of one gated layer, {size}, bf16, {case['tokens']:,} tokens,",
+        f"{case['active']:.0f} active neurons per token, {case['device']}; one profiled measurement.",
+        "All: computed for all neurons; active: for active neurons only.",
+        "Right: models with random weights whose gate fires as often as the paper reports; one",
+        "measurement each, with bars from p20 to p80 of the timed calls of both sides.",
+    )
     return figure
 
 
 def _tokens(ax: Axes, activity: pd.DataFrame, neurons: int) -> None:
     words = activity.drop_duplicates("place").set_index("place")["token"]
-    mark = {"color": BLUE, "markersize": 4, "markeredgewidth": 0.8}
+    mark = {"color": SPARSE, "markersize": 4, "markeredgewidth": 0.8}
     ax.plot(activity["neuron"], activity["place"], "|", **mark)
     ax.set_yticks(words.index, [word.strip() for word in words], fontsize=6.5)
     ax.invert_yaxis()
@@ -52,41 +77,48 @@ def _layer(ax: Axes, kernels: pd.DataFrame) -> None:
     dense = kernels.loc[kernels["provider"] == providers.DENSE_KERNELS.name, "ms"].sum()
     sparse = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
     sparse.index = sparse.index.str.removeprefix("union_")  # older rows have none
-    ax.bar(0, dense, 0.6, color="0.55")
+    ax.bar(0, dense, 0.55, color=DENSE)
     bottom = 0.0
     for names, (label, colour) in _KERNELS.items():
         height = sparse[list(names)].sum()
-        ax.bar(1, height, 0.6, bottom=bottom, color=colour, label=label)
+        ax.bar(0.8, height, 0.55, bottom=bottom, color=colour)
+        ax.text(1.12, bottom + height / 2, label, va="center", fontsize=6)
         bottom += height
-    for place, total in enumerate((dense, bottom)):
-        ax.annotate(f"{total:.1f} ms", (place, total), ha="center", va="bottom", fontsize=7)
-    ax.set_xticks([0, 1], ["dense", "sparse (ours)"])
-    ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.4 * dense))
+    for place, total in ((0, dense), (0.8, bottom)):
+        _note(ax, f"{total:.1f} ms", (place, total), (0, 2), ha="center", fontsize=7)
+    ax.set_xticks([0, 0.8], ["dense", "sparse\n(ours)"])
+    ax.set_xlim(-0.45, 2.1)
+    ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.15 * dense))
     ax.set_title("Our kernels skip the rest", fontsize=8)
-    ax.legend(reverse=True, loc="upper right", fontsize=6, borderaxespad=0.1)
 
 
 def _models(ax: Axes, scale: pd.DataFrame) -> None:
-    kinds = {"forward speed": (BLUE, "o"), "training speed": (ORANGE, "s")}
+    """Colours say who measured, marks say what."""
+    kinds = {
+        "forward speed": ("forward pass", "-", True),
+        "training speed": ("training step", "--", False),
+    }
     models = list(dict.fromkeys(scale["model"]))
     devices = [scale[column].iloc[0] for column in ("device", "paper_device")]
     ours, paper = (device.removeprefix("NVIDIA ").split()[0] for device in devices)
-    open_mark = {"linestyle": ":", "mfc": "white", "markersize": 4}
-    for quantity, (colour, marker) in kinds.items():
-        rows = scale[scale["quantity"] == quantity].set_index("model").loc[models]
-        look = {"color": colour, "marker": marker, "markersize": 4}
-        ax.plot(range(len(models)), rows["change"], **look)
-        ax.plot(range(len(models)), rows["paper_change"], linewidth=0.8, **look | open_mark)
-    ax.axhline(0, color="0.4", linewidth=0.8)
+    sides = {
+        "change": (f"ours, {ours}", OURS, "o"),
+        "paper_change": (f"paper, {paper}", PAPER, "s"),
+    }
+    handles = []
+    for column, (whose, colour, marker) in sides.items():
+        for quantity, (kind, dashes, filled) in kinds.items():
+            rows = scale[scale["quantity"] == quantity].set_index("model").loc[models]
+            look = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
+            look |= {"linewidth": 1, "mfc": colour if filled else "white"}
+            ax.plot(range(len(models)), rows[column], **look)
+            if column == "change":
+                _bars(ax, range(len(models)), rows[column], rows["low"], rows["high"], colour)
+            handles.append(_key(label=f"{whose}: {kind}", **look))
+    ax.axhline(0, color="black", linewidth=0.8)
     ax.set_xticks(range(len(models)), models)
-    ax.set(xlabel="model", ylabel="tokens/s over dense (%)")
-    ax.set_ylim(top=1.6 * scale[["change", "paper_change"]].max(axis=None))  # room for the legend
+    ax.set(xlabel="model", ylabel="tokens/s (% over dense)")
+    top = scale[["change", "paper_change"]].max(axis=None)
+    ax.set_ylim(top=2 * top)  # room for the legend
     ax.set_title("Whole models are faster", fontsize=8)
-    handles = [
-        _key(BLUE, marker="o", markersize=4, label="forward pass"),
-        _key(ORANGE, marker="s", markersize=4, label="training step"),
-        _key("0.3", label=f"ours, {ours}"),
-        _key("0.3", marker="o", label=f"paper, {paper}", **open_mark),
-    ]
-    look = {"fontsize": 6, "columnspacing": 0.8, "borderaxespad": 0.1}
-    ax.legend(handles=handles, loc="upper left", ncols=2, **look)
+    ax.legend(handles=handles, loc="upper left", fontsize=6, borderaxespad=0.1, handlelength=2.6)

@@ -8,51 +8,70 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from twell import analysis
 from twell.measure import providers
 from twell.plots.base import (
-    BLUE,
-    GREEN,
-    ORANGE,
+    AUTO,
+    DECODE,
+    DENSE,
+    HYBRID,
     PAGE,
-    PURPLE,
-    RED,
-    _bars_by_level,
+    ROWWISE,
+    SPARSE,
+    _bars,
+    _caption,
     _figure,
     _key,
     _legend,
+    _measured,
     _note,
     _one,
-    _panel,
     _plain,
     _row_names,
 )
 
 # Colour and marker of each provider; auto, which takes one of the others, lies broad beneath them.
 PROVIDERS = {
-    providers.AUTO.name: ("0.8", ""),
-    providers.UNION.name: (BLUE, "o"),
-    providers.ROWWISE.name: (ORANGE, "s"),
-    providers.DECODE.name: (GREEN, "^"),
-    providers.HYBRID.name: (RED, "X"),
-    providers.DENSE_KERNELS.name: (PURPLE, "D"),
-    providers.DENSE_EAGER.name: ("0.45", "v"),
+    providers.AUTO.name: (AUTO, ""),
+    providers.UNION.name: (SPARSE, "o"),
+    providers.ROWWISE.name: (ROWWISE, "D"),
+    providers.DECODE.name: (DECODE, "^"),
+    providers.HYBRID.name: (HYBRID, "X"),
+    providers.DENSE_KERNELS.name: (DENSE, "v"),
+    providers.DENSE_EAGER.name: (DENSE, "P"),
     analysis.BASELINE: ("black", ""),
 }
+NAMES = {
+    providers.AUTO.name: "auto: the path that it picks",
+    providers.UNION.name: "union path",
+    providers.ROWWISE.name: "row-wise path",
+    providers.DECODE.name: "decode path",
+    providers.HYBRID.name: "the paper's hybrid format",
+    providers.DENSE_KERNELS.name: "dense",
+    providers.DENSE_EAGER.name: "dense, eager",
+    analysis.BASELINE: "dense, torch.compile",
+}
+_PATHS = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DECODE, providers.HYBRID
 # Dashes, and whether markers are filled.
 STYLES = [("-", True), ((0, (3.5, 1.5)), False), ((0, (1, 1)), False)]
 NEAR = 1.25  # a case within this factor of the wanted activity is drawn without a word
+_BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}
+_BASELINE = {"color": "black", "linewidth": 0.8}
+_PATTERNS = {
+    "skewed": "Skewed: a few neurons fire often, as in trained models.",
+    "even": "Even: all neurons fire equally often.",
+}
 _HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 _LAYER = "hidden_size", "intermediate_size", "gated", "dtype"
 
 
 def _name(hidden_size: int, intermediate_size: int, gated: bool, dtype: str) -> str:
     kind = "gated" if gated else "non-gated"
-    return f"{kind} layer, {hidden_size} x {intermediate_size}, {dtype}"
+    return f"{kind} layer, {hidden_size} x {intermediate_size}, {dtype.replace('float', 'f')}"
 
 
 def _layer(table: pd.DataFrame) -> str:
@@ -66,30 +85,34 @@ def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dic
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
         (colour, marker), (dashes, filled) = PROVIDERS[name], styles[value]
         look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
-        look = {"linewidth": 5, "solid_capstyle": "round"} if name == providers.AUTO.name else look
+        look = _BROAD if name == providers.AUTO.name else look
         face = colour if filled else "white"
-        ax.plot(line[x], line[y], color=colour, markerfacecolor=face, label=name, **look)
+        ax.plot(line[x], line[y], color=colour, markerfacecolor=face, **look)
 
 
 def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, kind: str, styles: dict) -> None:
-    """Speed-up against x, and a line at 1."""
+    """Speed-up against x with its spread, and a line at 1."""
     _lines(ax, table, x, "speedup", kind, styles)
-    ax.axhline(1, color=PROVIDERS[analysis.BASELINE][0], linewidth=0.8)
+    for name, rows in table[table["provider"] != providers.AUTO.name].groupby("provider"):
+        ends = rows["speedup_low"], rows["speedup_high"]
+        _bars(ax, rows[x], rows["speedup"], *ends, PROVIDERS[name][0], zorder=3)
+    ax.axhline(1, **_BASELINE)
     ax.set_yscale("log")
     _plain(ax.yaxis)
 
 
 def _speed_legend(figure: Figure, names: Iterable[str], styles: dict) -> None:
     """Below the figure: providers by colour and marker, then what each line style means."""
-    widths = {providers.AUTO.name: 5, analysis.BASELINE: 0.8}
     entries = {}
-    for name in (*names, analysis.BASELINE):
+    for name in names:
         colour, marker = PROVIDERS[name]
-        entries[name] = _key(colour, marker=marker, markersize=4, linewidth=widths.get(name))
+        look = {"marker": marker, "markersize": 4}
+        entries[NAMES[name]] = _key(colour, **_BROAD if name == providers.AUTO.name else look)
+    entries[NAMES[analysis.BASELINE]] = Line2D([], [], **_BASELINE)
     for text, (dashes, filled) in styles.items():
         look = {"marker": "o", "markersize": 4, "markerfacecolor": "0.6" if filled else "white"}
         entries[text] = _key("0.6", linestyle=dashes, **look)
-    _legend(figure, "lower center", entries, ncols=4, handlelength=2.6)
+    _legend(figure, "lower center", entries, ncols=4 if len(entries) == 4 else 3, handlelength=2.6)
 
 
 def _told_apart(values: Iterable, looks: list, what: str) -> dict:
@@ -101,64 +124,61 @@ def _told_apart(values: Iterable, looks: list, what: str) -> dict:
     return dict(zip(values, looks, strict=False))
 
 
-def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame, styles: dict) -> None:
-    """Mark at how many active neurons lines fall below 1; the styles are of batch sizes."""
-    falls = crossovers[crossovers["tokens"].isin(list(styles)) & crossovers["crossover"].notna()]
-    last = {}  # the last number of a side, and its height
-    for row in falls.sort_values("crossover").itertuples():
-        above = row.tokens == next(iter(styles))  # the largest batch above the line, others below
+def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
+    """Mark at how many active neurons lines fall below 1; numbers stand where no line goes."""
+    falls = crossovers[crossovers["crossover"].notna()].sort_values("crossover")
+    for place, row in enumerate(falls.itertuples()):
         colour = PROVIDERS[row.provider][0]
-        look = {"marker": "|", "markersize": 9, "markeredgewidth": 1.4, "zorder": 4}
+        look = {"marker": "|", "markersize": 8, "markeredgewidth": 1.2, "zorder": 4}
         ax.plot(row.crossover, 1, color=colour, **look)
-        before, height = last.get(above, (0, 6))
-        height = height + 8 if row.crossover < 1.5 * before else 6
-        last[above] = row.crossover, height
-        offset, va, ha = (
-            ((1, height), "bottom", "left") if above else ((-1, -height), "top", "right")
-        )
+        where = ((-2, -4), "top", "right") if place % 2 == 0 else ((2, 4), "bottom", "left")
+        offset, va, ha = where
         look = {"color": colour, "fontsize": 7, "va": va, "ha": ha} | _HALO
         _note(ax, f"{row.crossover:.0f}", (row.crossover, 1), offset, **look)
 
 
-def _of_batches(table: pd.DataFrame, crossovers: pd.DataFrame, wanted: Iterable) -> tuple:
-    """Of the wanted providers names, styles by batch size, and rows and crossovers by pattern."""
-    names = [provider.name for provider in wanted if provider.name in set(table["provider"])]
-    table, falls = (rows[rows["provider"].isin(names)] for rows in (table, crossovers))
-    sizes = sorted(table["tokens"].unique(), reverse=True)
-    styles = _told_apart(sizes, STYLES, "batch sizes")
-    # Skewed, as trained models are, before even.
-    patterns = sorted(table["pattern"].unique(), reverse=True)
-    panels = {
-        pattern: (table[table["pattern"] == pattern], falls[falls["pattern"] == pattern])
-        for pattern in patterns
-    }
-    return names, styles, panels
+def _of_paths(table: pd.DataFrame, crossovers: pd.DataFrame) -> tuple:
+    """Of the sparse paths and auto: names, rows and crossovers; and the patterns, skewed first."""
+    names = [path.name for path in _PATHS if path.name in set(table["provider"])]
+    rows, falls = (some[some["provider"].isin(names)] for some in (table, crossovers))
+    return names, rows, falls, sorted(table["pattern"].unique(), reverse=True)
 
 
-def _batches_legend(figure: Figure, names: list[str], styles: dict) -> None:
-    _speed_legend(figure, names, {f"{size:,} tokens": style for size, style in styles.items()})
+def _of_pattern(patterns: Iterable[str]) -> str:
+    return " ".join(_PATTERNS[pattern] for pattern in patterns if pattern in _PATTERNS)
 
 
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
-    """Draw speed-up over dense torch.compile by active neurons, a panel a pattern.
+    """Draw speed-up over dense torch.compile by active neurons, a panel a batch size and pattern.
 
     table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it,
-    marked where the lines fall below 1. Raises ValueError for several layers or none, and for more
-    than three batch sizes. Ours.
+    marked where the lines fall below 1. Sparse paths and auto are drawn. Raises ValueError for
+    several layers or none. Ours.
     """
     title = _layer(table)
-    wanted = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DENSE_EAGER
-    names, styles, panels = _of_batches(table, crossovers, wanted)
-    figure, axes = _figure(PAGE, 3.0, 1, len(panels), sharey=True)
-    for ax, (pattern, (rows, falls)) in zip(axes.flat, panels.items(), strict=True):
-        _speed_lines(ax, rows, "active", "tokens", styles)
-        _mark_crossovers(ax, falls, styles)
-        ax.set(xscale="log", xlabel="active neurons per token")
-        ax.set_title(pattern, loc="left")
-        _plain(ax.xaxis)
-    axes[0, 0].set_ylabel("speed-up over dense torch.compile")
-    figure.suptitle(title, fontsize=8)
-    _batches_legend(figure, names, styles)
+    names, rows, falls, patterns = _of_paths(table, crossovers)
+    sizes = sorted(rows["tokens"].unique(), reverse=True)
+    size = PAGE, 0.9 + 1.6 * len(sizes)
+    figure, axes = _figure(*size, len(sizes), len(patterns), sharex=True, sharey=True)
+    for tokens, line in zip(sizes, axes, strict=True):
+        for pattern, ax in zip(patterns, line, strict=True):
+            some, marked = (
+                every[(every["tokens"] == tokens) & (every["pattern"] == pattern)]
+                for every in (rows, falls)
+            )
+            _speed_lines(ax, some, "active", "tokens", {tokens: STYLES[0]})
+            _mark_crossovers(ax, marked)
+            ax.set_xscale("log")
+            ax.set_title(f"{pattern} activity, {tokens:,} tokens", loc="left", fontsize=8)
+    _plain(axes[0, 0].xaxis)
+    for ax in axes[-1]:
+        ax.set_xlabel("active neurons per token")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("speed-up over dense\n(log scale)")
+    figure.suptitle(f"{title}, forward", fontsize=8)
+    _speed_legend(figure, names, {})
+    crossed = "Numbers: active neurons at which a path falls behind dense."
+    _caption(figure, _of_pattern(patterns), crossed, _measured(rows["speedup_low"]))
     return figure
 
 
@@ -171,98 +191,82 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     layers or none, and for more than three batch sizes.
     """
     title = _layer(table)
-    wanted = providers.UNION, providers.HYBRID, providers.DENSE_EAGER
-    names, styles, panels = _of_batches(table, crossovers, wanted)
-    figure, axes = _figure(PAGE, 0.9 + 2.1 * len(panels), len(panels), 2, sharex=True)
-    for (pattern, (rows, falls)), (left, right) in zip(panels.items(), axes, strict=True):
-        _speed_lines(left, rows, "active", "tokens", styles)
-        _mark_crossovers(left, falls, styles)
-        _lines(right, rows, "active", "held_share", "tokens", styles)
-        right.axhline(100, color=PROVIDERS[analysis.BASELINE][0], linewidth=0.8)
-        left.set(xscale="log", ylabel="speed-up over dense torch.compile")
-        right.set(xscale="log", ylim=(0, None), ylabel="held for backward, % of dense")
-        left.set_title(pattern, loc="left")
-        _plain(left.xaxis, left.yaxis, right.xaxis)
+    names, rows, falls, patterns = _of_paths(table, crossovers)
+    sizes = sorted(rows["tokens"].unique(), reverse=True)
+    styles = _told_apart(sizes, STYLES, "batch sizes")
+    size = PAGE, 0.9 + 1.75 * len(patterns)
+    figure, axes = _figure(*size, len(patterns), 2, sharex=True, sharey="col")
+    for pattern, (left, right) in zip(patterns, axes, strict=True):
+        some, marked = (every[every["pattern"] == pattern] for every in (rows, falls))
+        _speed_lines(left, some, "active", "tokens", styles)
+        _mark_crossovers(left, marked)
+        _lines(right, some, "active", "held_share", "tokens", styles)
+        right.axhline(100, **_BASELINE)
+        left.set(xscale="log", ylabel="speed-up over dense\n(log scale)")
+        right.set(xscale="log", ylim=(0, 110), ylabel="memory held for\nbackward (% of dense)")
+        for ax in (left, right):
+            ax.set_title(f"{pattern} activity", loc="left", fontsize=8)
+            _plain(ax.xaxis)
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
     figure.suptitle(f"{title}; forward and backward", fontsize=8)
-    _batches_legend(figure, names, styles)
-    return figure
-
-
-def training_devices(table: pd.DataFrame, provider: str = providers.UNION.name) -> Figure:
-    """Draw a training step's change of speed and held memory, a bar a device (Fig. 12, one layer).
-
-    table: `analysis.training_speedups` of one layer, one pattern and one batch size, on any
-    devices. Levels of activity are the same where their first two digits are. Raises ValueError for
-    several layers, patterns or batch sizes, for none, and for more than four devices.
-    """
-    table = table[table["provider"] == provider]
-    columns = (*_LAYER, "pattern", "tokens")
-    *layer, pattern, tokens = _one(table, columns, "layer, pattern and batch size")
-    fills = [(BLUE, ""), (ORANGE, "////"), (GREEN, "...."), (PURPLE, "xxxx")]
-    devices = _told_apart(sorted(table["device"].unique()), fills, "devices")
-    table = table.assign(
-        level=table["active"].map(lambda active: float(f"{active:.2g}")),
-        faster=100 * (table["speedup"] - 1),
-        smaller=table["held_share"] - 100,
-    )
-    levels = sorted(table["level"].unique())
-    figure, axes = _figure(PAGE, 2.7, 1, 2)
-    labels = {
-        "faster": "training speed, % over dense",
-        "smaller": "held for backward, % over dense",
-    }
-    for ax, (column, label) in zip(axes.flat, labels.items(), strict=True):
-        groups = []
-        for device, (colour, hatch) in devices.items():
-            rows = table[table["device"] == device].drop_duplicates("level", keep="last")
-            look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            groups.append((rows["level"], rows[column], look | {"label": device}))
-        _bars_by_level(ax, levels, groups, 90 if len(devices) > 1 else 0)
-        ax.set_xticks(range(len(levels)), [f"{level:g}" for level in levels])
-        ax.margins(y=0.15)
-        ax.set_ylabel(label)
-    sides = f"{provider} against {analysis.BASELINE}"
-    figure.suptitle(f"{_name(*layer)}; {tokens:,} tokens, {pattern}; {sides}", fontsize=8)
-    _legend(figure, "lower center", ncols=2, handlelength=1.6)
+    _speed_legend(figure, names, {f"{tokens:,} tokens": styles[tokens] for tokens in sizes})
+    terms = "Held: bytes that forward keeps for backward."
+    crossed = "Numbers: active neurons at which a path falls behind dense."
+    _caption(figure, _of_pattern(patterns), terms, crossed, _measured(rows["speedup_low"]))
     return figure
 
 
 def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
-    """Draw speed-up over dense torch.compile against batch size, a line a path and way of calling.
+    """Draw speed-up over dense torch.compile against batch size, a panel a way of calling.
 
     table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the
     level wanted. A batch whose activity is farther from it than a factor of 1.25 has it in
-    brackets. Raises ValueError for several layers or none, several patterns, and more than three
-    ways of calling. Ours.
+    brackets. Sparse paths and auto are drawn. Raises ValueError for several layers or none, and for
+    several patterns. Ours.
     """
     title = _layer(table)
     (pattern,) = _one(table, ["pattern"], "pattern")
-    words = {"stream": "one call after the other", "graph": "CUDA graph"}
-    sets = table["weight_sets"].map(lambda n: f", {n} sets of weights in turn" if n > 1 else "")
+    words = {"stream": "separate calls", "graph": "in a CUDA graph"}
+    sets = table["weight_sets"].map(lambda n: f", {n} sets of weights" if n > 1 else "")
     table = table.assign(way=table["mode"].map(words) + sets)
-    ways = table.sort_values(["mode", "weight_sets"], ascending=[False, True])["way"].unique()
-    styles = _told_apart(ways, STYLES, "ways of calling")
-    table = table[table["provider"].isin(PROVIDERS)]
-    names = [name for name in PROVIDERS if name in set(table["provider"]) - {analysis.BASELINE}]
-    figure, ax = _panel(PAGE, 3.3)
-    _speed_lines(ax, table[table["provider"].isin(names)], "tokens", "way", styles)
-    batches = {
+    ways = table.sort_values(["mode", "weight_sets"], ascending=[True, False])["way"].unique()
+    names, rows, _, _ = _of_paths(table, table[:0])
+    batches = [sorted(rows.loc[rows["way"] == way, "tokens"].unique()) for way in ways]
+    shape = {"sharey": True, "width_ratios": [1 + len(tokens) for tokens in batches]}
+    figure, (line,) = _figure(PAGE, 3.0, 1, len(ways), **shape)
+    far = False
+    for way, tokens, ax in zip(ways, batches, line, strict=True):
+        some = rows[rows["way"] == way]
+        _speed_lines(ax, some, "tokens", "way", {way: STYLES[0]})
+        ax.set_xscale("log", base=2)
+        named = _batch_names(some, active)
+        far |= any("\n" in name for name in named.values())
+        ax.set_xticks(list(named), named.values(), fontsize=7)
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlim(min(tokens) / 1.5, max(tokens) * 1.5)
+        ax.set_title(way, loc="left", fontsize=8)
+        ax.set_xlabel("tokens in the call")
+    line[0].set_ylabel("speed-up over dense (log scale)")
+    figure.suptitle(f"{title}, forward; {pattern} activity, {active:g} active", fontsize=8)
+    _speed_legend(figure, names, {})
+    graph = "A CUDA graph leaves out the launches from Python; sets of weights take turns, so that"
+    graph = f"{graph} they come from memory." if table["weight_sets"].max() > 1 else ""
+    brackets = f"In brackets: active neurons, where they are far from {active:g}." if far else ""
+    _caption(figure, _of_pattern([pattern]), graph, brackets, _measured(rows["speedup_low"]))
+    return figure
+
+
+def _batch_names(table: pd.DataFrame, active: float) -> dict[int, str]:
+    """Numbers of tokens as words, with the activity where it is far from `active`."""
+    names = {
         n: f"{n // 1024:,}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}"
         for n in sorted(table["tokens"].unique())
     }
     far = table[~table["active"].between(active / NEAR, active * NEAR)]
     for tokens, measured in far.groupby("tokens")["active"].first().items():
-        batches[tokens] += f"\n({measured:.0f})"
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(list(batches), batches.values())
-    ax.xaxis.set_minor_locator(NullLocator())
-    brackets = f" (in brackets: active, where it is far from {active:g})" if len(far) else ""
-    ax.set(xlabel="tokens in the batch" + brackets, ylabel="speed-up over dense torch.compile")
-    ax.set_title(f"{title}; {pattern}, {active:g} active", loc="left", fontsize=8)
-    _speed_legend(figure, names, styles)
-    return figure
+        names[tokens] += f"\n({measured:.0f})"
+    return names
 
 
 def ffn_roofline(table: pd.DataFrame) -> Figure:
@@ -276,15 +280,26 @@ def ffn_roofline(table: pd.DataFrame) -> Figure:
     tokens, pattern, active = _one(table, ["tokens", "pattern", "active"], "case")
     order = table["provider"].map(list(PROVIDERS).index)
     table = table.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
-    figure, ((left, right),) = _figure(PAGE, max(2.8, 0.6 + 0.2 * len(table)), 1, 2)
+    height = max(2.8, 0.6 + 0.2 * len(table))
+    figure, ((left, right),) = _figure(PAGE, height, 1, 2, width_ratios=(1, 1.2))
     _roof(left, table)
     _against_floor(right, table)
-    figure.suptitle(f"{title}; {tokens:,} tokens, {pattern}, {active:.0f} active", fontsize=8)
-    entries = {
-        name: Rectangle((0, 0), 1, 1, facecolor=PROVIDERS[name][0])
-        for name in table["provider"].unique()
-    }
+    case = f"{tokens:,} tokens, {pattern} activity, {active:.0f} active"
+    figure.suptitle(f"{title}, forward; {case}", fontsize=8)
+    entries = {}
+    for name in table["provider"].unique():
+        colour, marker = PROVIDERS[name]
+        entries[NAMES[name]] = _key(colour, marker=marker or "o", markersize=5, linestyle="")
     _legend(figure, "lower center", entries, ncols=4, handlelength=1)
+    _caption(
+        figure,
+        "Roof: the measured speed of a large matrix product and of a copy.",
+        "Least time: operations or unavoidable bytes at that speed; % is its share of the time.",
+        "A share above 100% means faster than the copy, which is a yardstick and no bound."
+        if (table["share"] > 1).any()
+        else "",
+        "One profiled measurement.",
+    )
     return figure
 
 
@@ -293,25 +308,26 @@ def _roof(ax: Axes, table: pd.DataFrame) -> None:
     peak, bandwidth = table["peak"].iloc[0], table["bandwidth"].iloc[0]
     drawn = table[(table["intensity"] > 0) & (table["tflops"] > 0)]
     ridge = 1000 * peak / bandwidth
-    low, high = min([ridge, *drawn["intensity"]]) / 3, max([ridge, *drawn["intensity"]]) * 3
+    low, high = min([ridge, *drawn["intensity"]]) / 4, max([ridge, *drawn["intensity"]]) * 12
     start = low * bandwidth / 1000
     ax.plot([low, ridge, high], [start, peak, peak], color="black", linewidth=1)
-    _note(ax, f"matmul {peak:.0f} TFLOP/s", (high, peak), (0, 3), ha="right", fontsize=7)
-    _note(ax, f"copy {bandwidth:.0f} GB/s", (low, start), (8, -3), fontsize=7)
+    _note(ax, f"matrix product, {peak:.0f} TFLOP/s", (high, peak), (0, 6), ha="right", fontsize=7)
+    middle = np.sqrt(low * ridge)
+    look = {"ha": "right", "va": "bottom", "fontsize": 7}
+    _note(ax, f"copy,\n{bandwidth:,.0f} GB/s", (middle, middle * bandwidth / 1000), (-3, 3), **look)
     labels: dict[tuple[float, float], list[str]] = {}
     for row in drawn.itertuples():
         place = row.intensity, row.tflops
-        near = (at for at in labels if np.abs(np.log(np.divide(at, place))).max() < 0.35)
-        numbers = labels.setdefault(next(near, place), [])
-        numbers.append(str(row.Index + 1))
-        # Each one of a label lies larger beneath the one before, so that none is hidden.
-        look = {"markersize": 2 + 3 * len(numbers), "zorder": 4 - row.Index / 99}
-        look |= {"markeredgecolor": "white", "markeredgewidth": 0.5}
-        ax.plot(*place, "o", color=PROVIDERS[row.provider][0], **look)
+        near = (at for at in labels if np.abs(np.log(np.divide(at, place))).max() < 0.7)
+        labels.setdefault(next(near, place), []).append(str(row.Index + 1))
+        colour, marker = PROVIDERS[row.provider]
+        look = {"markersize": 5, "markeredgewidth": 1.2, "markerfacecolor": "none", "zorder": 4}
+        ax.plot(*place, marker or "o", color=colour, **look)
     for at, numbers in labels.items():
-        _note(ax, ", ".join(numbers), at, (0, -5), ha="center", va="top", fontsize=7, **_HALO)
+        _note(ax, ", ".join(numbers), at, (6, -4), va="center", fontsize=7, **_HALO)
     ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="operations / least bytes (flop / byte)", ylabel="achieved TFLOP/s")
+    ax.set_ylim(top=4 * peak)
+    ax.set(xlabel="intensity (flop / least byte)", ylabel="achieved (TFLOP/s)")
     _plain(ax.xaxis, ax.yaxis)
 
 
@@ -323,7 +339,10 @@ def _against_floor(ax: Axes, table: pd.DataFrame) -> None:
     ax.barh(y, table["floor"].clip(upper=table["ms"]).fillna(0), 0.75, color=colours)
     _row_names(ax, y, [f"{row.kernel}  {row.Index + 1}" for row in table.itertuples()])
     for place, row in zip(y, table.itertuples(), strict=True):
-        share = "floor not known" if np.isnan(row.share) else f"{100 * row.share:.0f}%"
-        _note(ax, f"{row.ms:.3g} ms, {share}", (row.ms, place), (3, 0), va="center")
+        share = "least not known" if np.isnan(row.share) else f"{100 * row.share:.0f}%"
+        _note(
+            ax, f"{row.ms:.{2 + (row.ms > 1)}g} ms, {share}", (row.ms, place), (3, 0), va="center"
+        )
     ax.set_xlim(0, 1.5 * table["ms"].max())
-    ax.set_xlabel("ms a call (dark: the least; its share in %)")
+    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    ax.set_xlabel("time of a call (ms; dark: the least time)")

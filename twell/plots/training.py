@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from twell import analysis
 from twell.plots.base import (
     ACTIVE_FLOOR,
-    BLUE,
+    AUTO,
     COLUMN,
+    DENSE,
     GREEN,
-    ORANGE,
+    OURS,
     PAGE,
+    PAPER,
     PURPLE,
+    RED,
+    SPARSE,
+    _caption,
+    _end_labels,
     _figure,
     _instead,
     _key,
@@ -43,57 +51,103 @@ def _signed(percent: float) -> str:
     return f"{percent:+.1f}%".replace("-", "−")
 
 
-def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1, **options) -> None:
+def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
     """One line a run, coloured by its L1 coefficient; the running mean over `window` points."""
     colours = _level_colours(curves["l1_coefficient"])
-    labelled = set()
     for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
         smooth = curve["value"].rolling(window, min_periods=1).mean()
-        label = None if l1 in labelled else analysis.level_name(l1)
-        ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1], label=label, **options)
-        labelled.add(l1)
+        ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1])
+    _of_training(ax)
+
+
+def _of_training(ax: Axes, steps: int = 6) -> None:
+    """Name the horizontal axis, with few numbers, which are long for a small run."""
     ax.set_xlabel("training tokens (millions)")
+    ax.xaxis.set_major_locator(MaxNLocator(steps))
 
 
-def fig02_training_curves(curves: pd.DataFrame) -> Figure:
-    """Draw cross-entropy over training for each L1, whole and its last half.
+def _name_levels(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
+    """Write the level of L1 at the end of each line; of a level with several runs at the first."""
+    colours, ends = _level_colours(curves["l1_coefficient"]), []
+    for l1, some in curves.groupby("l1_coefficient"):
+        first = some[some["run"] == some["run"].iloc[0]]
+        ends.append((first["value"].tail(window).mean(), analysis.level_name(l1), colours[l1]))
+    ax.set_xlim(right=curves["tokens"].max() / 1e6)
+    _end_labels(ax, "L1", ends)
 
-    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points.
+
+def _over_lowest(curves: pd.DataFrame) -> tuple[float, pd.DataFrame]:
+    """The lowest level, and curves less the first run at it, interpolated between its steps."""
+    lowest = curves["l1_coefficient"].min()
+    at_lowest = curves[curves["l1_coefficient"] == lowest]
+    base = at_lowest[at_lowest["run"] == at_lowest["run"].iloc[0]].sort_values("tokens")
+    there = np.interp(curves["tokens"], base["tokens"], base["value"])
+    return lowest, curves.assign(value=curves["value"] - there)
+
+
+def _sentence(about: str) -> str:
+    return about and f"{about}."
+
+
+def _number(runs: pd.Series) -> str:
+    low, high = runs.min(), runs.max()
+    return f"{low if low == high else f'{low} to {high}'} run{'s' if high > 1 else ''}"
+
+
+def _runs_a_level(table: pd.DataFrame) -> str:
+    number = _number(table.groupby("l1_coefficient")["run"].nunique())
+    return f"{number} a level.".replace("1 run ", "One run ")
+
+
+def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
+    """Draw cross-entropy over training for each L1, and its difference from the lowest L1.
+
+    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points. about: the
+    model, above the panels.
     """
-    figure, ((whole, last),) = _figure(PAGE, 2.4, 1, 2)
+    figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
     window = max(1, curves.groupby("run").size().max() // 20)
-    # The running mean is that of the whole curve, so both panels show the same lines.
-    for ax, title in ((whole, "whole run"), (last, "last half")):
-        _level_lines(ax, curves, window)
-        ax.set_title(title, loc="left")
-    half = curves[curves["tokens"] >= curves["tokens"].max() / 2]
-    low, high = half["value"].min(), half["value"].max()
-    margin = 0.1 * (high - low)
-    last.set_xlim(half["tokens"].min() / 1e6, half["tokens"].max() / 1e6)
-    last.set_ylim(low - margin, high + margin)
-    whole.set_ylabel("training cross-entropy (nats)")
-    _legend(figure, "right center", title="L1 coefficient")
+    lowest, over = _over_lowest(curves)
+    for ax, lines in ((left, curves), (right, over)):
+        _level_lines(ax, lines, window)
+    _name_levels(right, over, window)  # at the left they end too near to each other
+    left.set_ylabel("training cross-entropy (nats)")
+    right.set_ylabel(f"cross-entropy minus L1 = {analysis.level_name(lowest)} (nats)")
+    _caption(figure, _sentence(about), _runs_a_level(curves), "Running means over 5% of a run.")
     return figure
 
 
-def fig03_frontier(table: pd.DataFrame) -> Figure:
+_STATUS_NAMES = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
+
+
+def _status_keys(statuses: Iterable[str]) -> dict[str, Artist]:
+    """Marks of the legend, unless all levels are alive."""
+    shown = [status for status in _STATUS_NAMES if status in set(statuses)]
+    if shown == ["alive"]:
+        return {}
+    look = {"linestyle": "", "markersize": 5}
+    return {_STATUS_NAMES[one]: _key("0.55", marker=STATUS_MARKERS[one], **look) for one in shown}
+
+
+def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1.
 
-    table: `analysis.sweep`. Levels at which a layer is dead or the feed-forward layers are unused
-    have a mark of their own.
+    table: `analysis.sweep`. Each mark is a run, lines join the means of a level. Levels at which a
+    layer is dead or the feed-forward layers are unused have a mark of their own. about: the model.
     """
-    figure, axes = _figure(COLUMN, 3.6, 2, 1, sharex=True)
+    figure, axes = _figure(COLUMN, 4.0, 2, 1, sharex=True)
     top, bottom = axes[:, 0]
     levels = sorted(table["l1_coefficient"].unique())
     colours = _level_colours(levels)
     table = table.assign(level=table["l1_coefficient"].map(levels.index))
     means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
     for ax, column in ((top, "cross_entropy"), (bottom, "active")):
-        ax.plot(means[column].clip(lower=ACTIVE_FLOOR), color="0.7", linewidth=1, zorder=1)
+        ax.plot(means[column].clip(lower=ACTIVE_FLOOR), color="0.7", linewidth=1)
         for status, rows in table.groupby("status"):
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
+            look = {"marker": STATUS_MARKERS[status], "linewidth": 0.4, "edgecolor": "white"}
             heights = rows[column].clip(lower=ACTIVE_FLOOR)
-            ax.scatter(rows["level"], heights, 28, colour, marker=STATUS_MARKERS[status])
+            ax.scatter(rows["level"], heights, 26, colour, zorder=3, **look)
         ax.margins(0.09, 0.2)
     # Notes stand where the line does not go.
     lowest, losses = table.groupby("level")["cross_entropy"].min(), means["cross_entropy"]
@@ -106,102 +160,125 @@ def fig03_frontier(table: pd.DataFrame) -> Figure:
         _note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
     top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
-    bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels])
+    bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], fontsize=6.5)
     _plain(bottom.yaxis)
-    names = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
-    shown = [status for status in names if status in set(table["status"])]
-    if shown != ["alive"]:
-        entries = {
-            names[status]: _key("0.55", marker=STATUS_MARKERS[status], linestyle="", markersize=5)
-            for status in shown
-        }
+    if entries := _status_keys(table["status"]):
         _legend(figure, "upper center", entries, ncols=3, columnspacing=1, handletextpad=0)
+    runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
+    change = "The percentages are changes of cross-entropy from L1 = 0."
+    _caption(figure, _sentence(about), f"{runs}; the line joins means of a level.", change)
     return figure
 
 
-def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, colour, xerr, yerr, **look) -> None:
+_SEED_BARS = "Bars are ± one standard deviation of seeds; a mark without bars is one run."
+
+
+def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, xerr, yerr, **look) -> None:
     """Bars of the deviation over seeds, where there are several."""
     seeds = rows["runs"] > 1
-    look = {"fmt": "none", "ecolor": colour, "capsize": 2} | look
+    look = {"fmt": "none", "elinewidth": 1} | look
     ax.errorbar(x[seeds], y[seeds], xerr=xerr[seeds], yerr=yerr[seeds], **look)
 
 
-def frontier(table: pd.DataFrame) -> Figure:
+_BUDGETS = ["-", "--", ":", "-."]  # of the lines of `frontier`
+
+
+def frontier(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy by share of active neurons, a line for each number of training tokens.
 
-    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds,
-    dashed lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one
-    95% inactive neurons. Levels at which a layer is dead or the feed-forward layers are unused have
-    a mark of their own and are not joined.
+    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds, light
+    lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95%
+    inactive neurons. Levels at which a layer is dead or the feed-forward layers are
+    unused have a mark of their own and are not joined. about: the model.
     """
-    figure, ax = _panel(COLUMN, 2.9)
+    figure, ax = _panel(0.66 * PAGE, 2.9)
+    colours = _level_colours(table["l1_coefficient"])
     budgets = sorted(table["tokens"].unique())
-    for tokens, colour in zip(budgets, [BLUE, ORANGE, GREEN, PURPLE], strict=False):
+    entries = {}
+    for tokens, dash in zip(budgets, _BUDGETS, strict=False):
         rows = table[table["tokens"] == tokens].sort_values("active")
         share, loss = 100 * rows["active_fraction"].clip(lower=1e-6), rows["cross_entropy"]
         alive = rows["status"] == "alive"
-        ax.plot(share[alive], loss[alive], color=colour, label=f"{tokens / 1e6:.3g} M tokens")
+        (line,) = ax.plot(share[alive], loss[alive], color="0.45", linestyle=dash, linewidth=1)
+        entries[f"{tokens / 1e6:.3g} M training tokens"] = line
         neurons = (rows["active"] / rows["active_fraction"]).max()
         aside = 100 * rows["active_std"] / neurons
-        _seed_bars(ax, rows, share, loss, colour, aside, rows["cross_entropy_std"])
+        _seed_bars(ax, rows, share, loss, aside, rows["cross_entropy_std"], ecolor="0.2")
         for status, some in rows.groupby("status"):
-            look = {"color": colour, "marker": STATUS_MARKERS[status], "s": 22, "zorder": 3}
+            shades = [colours[l1] for l1 in some["l1_coefficient"]]
+            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 10, "zorder": 3}
             ax.scatter(share[some.index], some["cross_entropy"], **look)
         dense = loss[rows["l1_coefficient"] == 0]
         if len(dense):
             price = (1 + analysis.MAX_PRICE / 100) * dense.item()
-            ax.axhline(price, **_PRICE | {"color": colour})
-        if tokens == budgets[0]:
-            # Below the points, where the line does not go, and upright, since levels may be close.
-            lowest = loss - rows["cross_entropy_std"].fillna(0)
-            look = {"rotation": 90, "ha": "center", "va": "top"} | _ON_WHITE
-            for x, y, l1 in zip(share, lowest, rows["l1_coefficient"], strict=True):
-                _note(ax, analysis.level_name(l1), (x, y), (0, -6), **look)
-    inactive = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
+            ax.axhline(price, **_PRICE | {"linestyle": dash, "color": "0.75"})
+    few = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
     ax.set(xscale="log", xlabel="active neurons per token (% of all)")
     ax.set_ylabel("cross-entropy (nats)")
-    ax.margins(0.1, 0.4)
+    ax.margins(0.1, 0.15)
     _plain(ax.xaxis)
-    entries = _named(ax) | {f"{analysis.MAX_PRICE:g}% above L1 = 0": _key(**_PRICE)}
-    _legend(figure, "upper center", entries | {"95% inactive": inactive}, ncols=2)
+    dots = {"marker": "o", "markersize": 4, "linestyle": ""}
+    levels = {analysis.level_name(l1): _key(colour, **dots) for l1, colour in colours.items()}
+    _legend(figure, "right center", levels, title="L1", handletextpad=0.1)
+    entries |= {
+        f"{analysis.MAX_PRICE:g}% above L1 = 0": _key(
+            **_PRICE | {"linestyle": "-", "color": "0.75"}
+        )
+    }
+    entries |= {"95% inactive": few}
+    _legend(figure, "lower center", entries | _status_keys(table["status"]), ncols=2)
+    _caption(figure, _sentence(about), _SEED_BARS)
     return figure
 
 
-def _over_training(figure: Figure, axes: np.ndarray, dead: pd.DataFrame, window_tokens: int):
+def _over_training(axes: np.ndarray, dead: pd.DataFrame):
     """Finish two panels over training: active neurons, and dead ones, if a window was filled."""
     left, right = axes[0]
     left.set(yscale="log", ylabel="active neurons per token")
     _plain(left.yaxis)
-    right.set_ylabel(f"dead neurons (%)\n(silent for {window_tokens:,} tokens)")
+    low, high = left.get_ylim()
+    if high < 200 * low:
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+    right.set_ylabel("dead neurons (%)")
     right.set_xlim(left.get_xlim())
     if dead.empty:
         _instead(right, "no window was filled")
 
 
+def _dead_sentence(window_tokens: int) -> str:
+    return f"A dead neuron was silent for {window_tokens:,} tokens."
+
+
 def fig09_activity_over_training(
-    active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int
+    active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int, about: str = ""
 ) -> Figure:
     """Draw active neurons and the dead fraction over training for each L1 level.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for
-    how many tokens a neuron that counts as dead was silent.
+    how many tokens a neuron that counts as dead was silent; about: the model.
     """
-    figure, axes = _figure(PAGE, 2.4, 1, 2)
-    _level_lines(axes[0, 0], active.assign(value=active["value"].clip(lower=ACTIVE_FLOOR)))
+    figure, axes = _figure(PAGE, 2.7, 1, 2)
+    active = active.assign(value=active["value"].clip(lower=ACTIVE_FLOOR))
+    dead = dead.assign(value=100 * dead["value"])
+    _level_lines(axes[0, 0], active)
     if len(dead):
-        _level_lines(axes[0, 1], dead.assign(value=100 * dead["value"]), marker=".", markersize=4)
-    _over_training(figure, axes, dead, window_tokens)
-    _legend(figure, "right center", title="L1 coefficient")
+        _level_lines(axes[0, 1], dead)
+    _over_training(axes, dead)
+    _name_levels(axes[0, 0], active)
+    if len(dead):
+        _name_levels(axes[0, 1], dead)
+    _caption(figure, _sentence(about), _runs_a_level(active), _dead_sentence(window_tokens))
     return figure
 
 
 # --- choices of training and sizes (Fig. 8, section 4.2), ways to compute -----------------------
 
-CHOICES = {  # of `analysis.choice`: colour, mark and dash
-    "recipe": (BLUE, "o", "-"),
-    "re-initialisation": (ORANGE, "s", "--"),
-    "L1 warm-up": (GREEN, "^", "-."),
-    "balanced columns": (PURPLE, "D", ":"),
+# Of `analysis.choice`: colour, mark and dash. No path of the layer stands beside them.
+CHOICES = {
+    "recipe": (OURS, "o", "-"),
+    "re-initialisation": (GREEN, "s", "--"),
+    "L1 warm-up": (PURPLE, "^", "-."),
+    "balanced columns": (RED, "D", ":"),
 }
 
 
@@ -213,51 +290,66 @@ def _by_choice(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, tuple]]
             yield name, rows, look
 
 
-def fig08_remedies(active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int) -> Figure:
+def fig08_remedies(
+    active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int, about: str = ""
+) -> Figure:
     """Draw active and dead neurons over training for each remedy: means, and bands of all seeds.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1;
-    window_tokens: for how many tokens a neuron that counts as dead was silent. Raises ValueError
-    for several levels.
+    window_tokens: for how many tokens a neuron that counts as dead was silent; about: the model.
+    Raises ValueError for several levels.
     """
     (level,) = _one(active, ["l1_coefficient"], "level of L1")
-    figure, axes = _figure(PAGE, 2.4, 1, 2)
+    figure, axes = _figure(PAGE, 2.8, 1, 2)
     for ax, curves, unit in zip(axes.flat, (active, dead), (1, 100), strict=True):
         for name, rows, (colour, _, dash) in _by_choice(curves):
             values = (unit * rows["value"]).groupby(rows["tokens"]).agg(["mean", "min", "max"])
             values = values.clip(lower=ACTIVE_FLOOR) if unit == 1 else values
             seeds, tokens = rows["run"].nunique(), values.index / 1e6
-            label = f"{name}, {seeds} seed{'s' if seeds > 1 else ''}"
-            ax.plot(tokens, values["mean"], dash, color=colour, label=label)
+            number = f"{seeds} seeds" if seeds > 1 else "one run"
+            ax.plot(tokens, values["mean"], dash, color=colour, label=f"{name}, {number}")
             if seeds > 1:
                 look = {"color": colour, "alpha": 0.25, "linewidth": 0}
                 ax.fill_between(tokens, values["min"], values["max"], **look)
-        ax.set_xlabel("training tokens (millions)")
-    _over_training(figure, axes, dead, window_tokens)
-    title, columns = f"L1 = {analysis.level_name(level)}", len(_named(axes[0, 0]))
-    _legend(figure, "lower center", title=title, ncols=columns)
+        _of_training(ax)
+    _over_training(axes, dead)
+    _legend(figure, "lower center", ncols=len(_named(axes[0, 0])))
+    about = ", ".join(part for part in (about, f"L1 = {analysis.level_name(level)}") if part)
+    bands = "Lines are means, bands reach from the lowest to the highest seed."
+    _caption(figure, _sentence(about), bands, _dead_sentence(window_tokens))
     return figure
 
 
-def choices_frontier(table: pd.DataFrame) -> Figure:
+def choices_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw the price and the dead neurons of each choice against its share of active neurons.
 
     table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive,
     joined where there are several. Bars are the standard deviation over seeds. The dashed line is
-    the price that the paper accepts.
+    the price that the paper accepts. about: the model.
     """
-    figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
+    figure, ((left, right),) = _figure(PAGE, 3.1, 1, 2)
     table = table[table["status"] == "alive"].sort_values("active_fraction")
     panels = (left, "cross_entropy_change", 1), (right, "dead_fraction_train", 100)
     for ax, column, unit in panels:
         for name, rows, (colour, marker, dash) in _by_choice(table):
             share, height = 100 * rows["active_fraction"], unit * rows[column]
-            ax.plot(share, height, dash, color=colour, marker=marker, markersize=3.5, label=name)
+            look = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1}
+            label = f"{name} ({_number(rows['runs'])})"
+            ax.plot(share, height, dash, label=label, **look)
             errors = 100 * rows["active_fraction_std"], unit * rows[f"{column}_std"]
-            _seed_bars(ax, rows, share, height, colour, *errors, linewidth=0.8)
+            _seed_bars(ax, rows, share, height, *errors, ecolor=colour)
             if name == "recipe" and ax is right:  # where the line falls, and nothing is above it
-                for x, y, l1 in zip(share, height, rows["l1_coefficient"], strict=True):
-                    _note(ax, analysis.level_name(l1), (x, y), (3, 3))
+                names = [analysis.level_name(l1) for l1 in rows["l1_coefficient"]]
+                for x, y, text in zip(share, height, names, strict=True):
+                    last = x == share.max() and len(share) > 1
+                    place = {"ha": "right", "va": "top"} if last else {}
+                    _note(
+                        ax,
+                        f"L1 = {text}" if last else text,
+                        (x, y),
+                        (3, -5 if last else 3),
+                        **place,
+                    )
         ax.set(xscale="log", xlabel="active neurons per token (% of all)")
         ax.margins(0.1, 0.12)
         _plain(ax.xaxis)
@@ -265,21 +357,25 @@ def choices_frontier(table: pd.DataFrame) -> Figure:
     left.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylabel("dead neurons (%)")
     entries = _named(left) | {f"{analysis.MAX_PRICE:g}% above L1 = 0": price}
-    _legend(figure, "lower center", entries, ncols=len(entries))
+    _legend(figure, "lower center", entries, ncols=3)
+    names = "Numbers at the right are the recipe's levels of L1."
+    _caption(figure, _sentence(about), _SEED_BARS, names)
     return figure
 
 
-def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float]) -> Figure:
+def scale_activity(
+    table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, float], about: str = ""
+) -> Figure:
     """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
     `analysis.seed_noise` for active_fraction and cross_entropy_change, drawn as bars where it is
-    known. Numbers beside the points of the left are active neurons.
+    known. about: a further sentence of the caption.
     """
-    figure, axes = _figure(PAGE, 2.6, 1, 2, sharex=True)
+    figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True)
     left, right = axes[0]
-    entries = {}
-    for whose, rows, colour, marker in (("ours", table, BLUE, "o"), ("paper", paper, "black", "s")):
+    entries, bars_of = {}, ""
+    for whose, rows, colour, marker in (("ours", table, OURS, "o"), ("paper", paper, PAPER, "s")):
         level = analysis.level_name(rows["l1_coefficient"].iloc[0])
         rows = rows.sort_values("parameters").assign(share=100 * rows["active_fraction"])
         # Noise of a logarithm, and of the difference of two models.
@@ -289,56 +385,108 @@ def scale_activity(table: pd.DataFrame, paper: pd.DataFrame, noise: dict[str, fl
             known = rows.dropna(subset=column)
             size, height, bar = known["parameters"] / 1e6, known[column], bars[known.index]
             look = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1}
-            (line,) = ax.plot(size, height, label=whose, **look)
-            entries.setdefault(f"{whose}, L1 = {level}", line)
+            (line,) = ax.plot(size, height, linestyle=":", **look)
+            entries.setdefault(f"{whose}, L1 = {level}{_sizes_name(rows)}", line)
             if whose == "ours" and np.isfinite(bar).all():
-                ax.errorbar(size, height, bar, fmt="none", ecolor=colour, capsize=2, linewidth=0.8)
+                ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
+                bars_of = "Bars are ± one standard deviation of seeds, measured at one size."
             if ax is left:
-                for x, y, active in zip(size, height, known["active"], strict=True):
-                    _note(ax, f"{active:.3g}", (x, y), (4, 4), color=colour)
+                for x, y in zip(size, height, strict=True):
+                    _note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
     for ax in (left, right):
         ax.set(xscale="log", xlabel="parameters (millions)")
         ax.margins(0.12)
         _plain(ax.xaxis)
     left.set(yscale="log", ylabel="active neurons per token (% of all)")
     _plain(left.yaxis)
-    entries[f"{analysis.MAX_PRICE:g}%"] = right.axhline(analysis.MAX_PRICE, **_PRICE)
+    name = f"{analysis.MAX_PRICE:g}%, the rise that the paper accepts"
+    entries[name] = right.axhline(analysis.MAX_PRICE, **_PRICE)
     low, high = right.get_ylim()
-    right.set_ylabel("cross-entropy (% over dense)")
+    right.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylim(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE))
-    _legend(figure, "lower center", entries, ncols=3)
+    _legend(figure, "lower center", entries, ncols=2)
+    _caption(figure, "The percentages at the left are shares of active neurons.", bars_of, about)
     return figure
 
 
-def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame) -> Figure:
+def _sizes_name(rows: pd.DataFrame) -> str:
+    """The neurons of a layer if all sizes have as many, and the runs if each size has one."""
+    widths = rows["intermediate_size"].unique()
+    single = "runs" in rows and (rows["runs"] == 1).all()
+    width = f", {widths[0]:,} neurons a layer" if len(widths) == 1 else ""
+    return width + (", one run a size" if single else "")
+
+
+# How a training was computed: colour by backend, dashes of further runs by the same.
+BACKENDS = {"dense": DENSE, "triton": SPARSE, "auto": AUTO}
+_AGAIN = ["-", (0, (3, 1.5)), (0, (1, 1)), "-.", (0, (5, 1, 1, 1, 1, 1))]
+
+
+def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "") -> Figure:
     """Draw a training that was computed in several ways: cross-entropy, speed and peak memory.
 
     table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs.
-    The first run has a wide line, so that one above it is seen. Where no memory was logged, the
-    third panel says so. Raises ValueError for more runs than it has colours.
+    Cross-entropy is drawn as the difference from the first run, at each logged step and as running
+    mean over 5% of the steps. Where no memory was logged, the third panel says so. about: the
+    model. Raises ValueError for more runs than there are dashes.
     """
-    colours = ("0.65", BLUE, ORANGE, GREEN, PURPLE)
-    if len(table) > len(colours):
-        number = f"up to {len(colours)} runs; this table has {len(table)}"
-        raise ValueError(f"this figure shows {number}")
-    figure, axes = _figure(PAGE, 2.3, 1, 3)
-    panels = {
-        "cross_entropy": ("cross-entropy (nats)", 1),
-        "tokens_per_second": ("thousand tokens a second", 1e-3),
-        "peak_memory": ("peak memory of a device (GB)", 1e-9),
+    if len(table) > len(_AGAIN):
+        raise ValueError(f"this figure shows up to {len(_AGAIN)} runs; this table has {len(table)}")
+    figure, axes = _figure(PAGE, 2.7, 1, 3)
+    again = table.groupby("backend").cumcount()
+    looks = {
+        run: {"color": BACKENDS.get(backend, GREEN), "linestyle": _AGAIN[number], "label": label}
+        for run, backend, number, label in zip(
+            table["run"], table["backend"], again, _ways(table), strict=True
+        )
     }
-    for ax, (metric, (label, factor)) in zip(axes.flat, panels.items(), strict=True):
-        ax.set(xlabel="training tokens (millions)", ylabel=label)
+    panels = {
+        "tokens_per_second": ("speed (thousand tokens/s)", 1e-3),
+        "peak_memory": ("peak memory of a GPU (GB)", 1e-9),
+    }
+    window = _differences(axes[0, 0], table, curves, looks)
+    for ax, (metric, (label, factor)) in zip(axes[0, 1:], panels.items(), strict=True):
+        _of_training(ax, 3)
+        ax.set_ylabel(label)
         some = curves[curves["metric"] == metric].sort_values("step")
         if some.empty:
             _instead(ax, "not logged")
             continue
-        for number, (run, way) in enumerate(zip(table["run"], table["way"], strict=True)):
+        for run, look in looks.items():
             curve = some[some["run"] == run]
-            look = {"color": colours[number], "linewidth": 1 if number else 3.2}
-            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], label=way, **look)
-        if metric != "cross_entropy":
-            ax.set_ylim(bottom=0)
-    axes[0, 2].set_xlim(axes[0, 0].get_xlim())
-    _legend(figure, "upper center", ncols=len(table))
+            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], **look | {"linewidth": 1})
+        ax.set_ylim(bottom=0)
+    for ax in axes[0, 1:]:
+        ax.set_xlim(axes[0, 0].get_xlim())
+    _legend(figure, "lower center", ncols=2)
+    means = "Left, thin lines are logged steps, strong ones running means over 5% of them."
+    _caption(figure, _sentence(about), "One run each.", means if window > 1 else "")
     return figure
+
+
+def _ways(table: pd.DataFrame) -> list[str]:
+    """Names of the runs, with their cross-entropy at the end."""
+    ends = [f": {loss:.3f} nats at the end" for loss in table["cross_entropy"]]
+    known = table["cross_entropy"].notna()
+    return [way + end * ok for way, end, ok in zip(table["way"], ends, known, strict=True)]
+
+
+def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dict) -> int:
+    """Training cross-entropy of each run minus that of the first, and its running mean.
+
+    A row is a mean over the steps since the last one: only rows of the same steps are compared.
+    Returns over how many rows the running mean is.
+    """
+    losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "tokens"])
+    losses = losses.assign(since=losses.groupby("run")["tokens"].shift(fill_value=0))
+    losses = losses.pivot(index=["since", "tokens"], columns="run", values="value")
+    window = max(1, len(losses) // 20)
+    for run, look in looks.items():
+        over = (losses[run] - losses[table["run"].iloc[0]]).dropna()
+        tokens = over.index.get_level_values("tokens") / 1e6
+        if window > 1:
+            ax.plot(tokens, over, color=look["color"], alpha=0.25, linewidth=0.6)
+        ax.plot(tokens, over.rolling(window, min_periods=1).mean(), **look | {"linewidth": 1.2})
+    _of_training(ax, 3)
+    ax.set_ylabel(f"cross-entropy minus that of\n{table['way'].iloc[0]} (nats)")
+    return window

@@ -1,0 +1,45 @@
+"""Measured rows of a folder, as notebooks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+
+class Bench:
+    """The CSV files of `twell measure` in a folder, of the device that measured last.
+
+    device: its name, "" where the folder has no rows.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        files = [pd.read_csv(path) for path in sorted(self.folder.glob("*.csv"))]
+        dated = [rows[["date", "device"]] for rows in files if {"date", "device"} <= {*rows}]
+        newest = pd.concat(dated).sort_values("date") if dated else pd.DataFrame()
+        self.device = newest["device"].iloc[-1] if len(newest) else ""
+
+    def paths(self, *files: str) -> list[Path]:
+        """Return the files that exist."""
+        return [self.folder / file for file in files if (self.folder / file).is_file()]
+
+    def rows(
+        self,
+        file: str,
+        table: Callable[[pd.DataFrame], pd.DataFrame] | None = None,
+        where: str | None = None,
+    ) -> pd.DataFrame:
+        """Return the rows of a file, or a table of them, of this device and as `query` keeps them.
+
+        Empty where there is no such file or no such row.
+        """
+        path = self.folder / file
+        rows = pd.read_csv(path) if path.is_file() else pd.DataFrame()
+        if table is not None and len(rows):
+            rows = table(rows)
+        if not len(rows):
+            return rows
+        rows = rows[rows["device"] == self.device]
+        return rows.query(where) if where and len(rows) else rows
