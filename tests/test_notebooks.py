@@ -210,8 +210,6 @@ NONE = {"family": "none-*", "longer": "none-*"}
     ("name", "given", "drawn"),
     [
         pytest.param("06_downstream", NOTHING, "", marks=SLOW),
-        ("08_models", {"bench": None}, ""),
-        ("09_training_choices", {"runs": None}, ""),
         ("09_training_choices", LEVELS, "choices_frontier processes"),
         ("02_sparsity", NONE, " ".join(FIGURES["02_sparsity"].split()[:-1])),
     ],
@@ -228,8 +226,18 @@ def test_what_is_missing_is_said(name, given, drawn, figures, model, tmp_path):
     assert said == [
         f"{figure} is not drawn: nothing is recorded for it here." for figure in missing
     ]
-    if name in ("08_models", "09_training_choices") and not drawn:
-        assert set(claims_of(cells)["verdict"]) == {"not measured"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("08_models", "bench", "nothing is recorded in .*model.csv; docs/benchmarks.md says"),
+        ("09_training_choices", "runs", "no run that fits '85m-50m-\\*' in .*"),
+    ],
+)
+def test_a_lesson_without_its_numbers_says_so(name, given, message, tmp_path):
+    with pytest.raises(FileNotFoundError, match=message):
+        execute(name, **PROFILES["recorded"] | {"figures": None, given: str(tmp_path)})
 
 
 def test_speed_of_what_was_measured(tmp_path, figures):
