@@ -35,8 +35,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 SPAN = re.compile(r' (?:row|col)span="\d+"')
 HEAD = """<!-- python scripts/lessons.py writes this page from the notebook -->
 
-*This page shows the notebook [{name}](../../notebooks/{name}.ipynb) and what it shows; `make lab` opens it to run.
-[All lessons](README.md)*
+*The notebook [{name}](../../notebooks/{name}.ipynb) and what it shows.
+`make lab` opens it, to run and to change. [All lessons](README.md)*
 """
 
 

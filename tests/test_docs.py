@@ -24,7 +24,8 @@ from tests.pages import (
 from twell.config import TrainConfig
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, "data/README.md", "kernels/README.md"]
+LESSONS = sorted(f"docs/lessons/{path.name}" for path in (ROOT / "docs" / "lessons").glob("*.md"))
+LINKED = [*PAGES, *LESSONS, "data/README.md", "kernels/README.md"]
 # They train, trace and evaluate by the command line, as tests of these do.
 SLOW = ["docs/training.md", "docs/inspector.md", "docs/evaluation.md"]
 FAST = [page for page in PAGES if page not in SLOW]
@@ -257,8 +258,9 @@ FILES = {
     "docs/index.md": "# Pages\n\n## First\n\n- [The page](a.md): x\n- [Data](../data/README.md)\n"
     "- [01](../notebooks/n.ipynb)\n",
     "docs/a.md": "# A\n\n## Part\n\n[up](../README.md) [data](../data/) [card](../data/card.md)"
-    " `[no](x)`\n",
+    " [lesson](lessons/n.md) `[no](x)`\n",
     "data/README.md": "# Data\n",
+    "docs/lessons/n.md": "# A page of the notebook\n",
     "data/card.md": "---\nlicense: mit\n---\n# Card\n",
     **{"src/x.py": "x = 1\n", "pic.png": "", "live/view.html": "<p>view</p>"},
 }
@@ -291,7 +293,8 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
     assert f":caption: First\n\n{listed}" in start
     assert (source / "src" / "x.py").is_file() and (source / "pic.png").is_file()
     page = (source / "docs" / "a.md").read_text()
-    assert "[up](../index.md) [data](../data/README.md) [card](../data/card.md) `[no](x)`" in page
+    assert "[up](../index.md) [data](../data/README.md) [card](../data/card.md)" in page
+    assert "[lesson](../notebooks/n.ipynb) `[no](x)`" in page
     assert (source / "data" / "card.md").read_text() == "---\norphan: true\n---\n\n# Card\n"
     notebook = json.loads((source / "notebooks" / "n.ipynb").read_text())
     assert "widgets" not in notebook["metadata"]

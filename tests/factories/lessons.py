@@ -1,4 +1,4 @@
-"""Numbers that lessons state in their texts, where each is computed, and what they propose to try."""
+"""Numbers that lessons state, where they compute them, and what they propose to try."""
 
 import re
 
