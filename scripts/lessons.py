@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import html
 import io
 import os
 import re
@@ -137,10 +136,10 @@ def page(name: str, done: Sequence[Cell], outputs: bool = True) -> str:
         if cell.kind == "markdown":
             headings = re.findall(r"^#+ +(.+)$", cell.source, re.M)
             heading = headings[-1] if headings else heading
-            blocks.append(cell.source)
+            blocks.append(cell.source.replace("](../", "](../../"))  # links, seen from the page
             continue
         blocks.append(fenced(cell.source, "python"))
-        blocks += shown(cell, html.escape(heading)) if outputs else []
+        blocks += shown(cell, heading) if outputs else []
     first, *rest = blocks
     title, _, begin = first.partition("\n")
     return "\n\n".join([title, HEAD.format(name=name).strip(), begin.strip(), *rest]) + "\n"

@@ -60,9 +60,11 @@ def run_all(page, address: str, path: Path) -> list[str]:
             break
         if any(not wrong.startswith("did not run") for wrong in mistakes(path)):
             break
+    page.keyboard.press("Control+b")  # hides the list of files
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1200, "height": min(height + 150, 16000)})
-    page.wait_for_timeout(500)
+    page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
+    page.wait_for_timeout(1000)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"lesson-{path.stem}.png")
     return messages + mistakes(path)

@@ -3,7 +3,6 @@
 Screenshots go to build/screenshots.
 """
 
-import json
 import re
 import statistics
 
