@@ -17,7 +17,7 @@ from PIL import Image
 from tests.factories.analysis import family, speed_rows, trained, write_runs
 from tests.factories.lessons import NUMBERS, TRY, wrong_numbers
 from tests.pages import script
-from twell import results
+from twell import measure, results
 from twell.trace import aggregate_run, trace_validation
 from twell.train import train
 
@@ -249,6 +249,20 @@ def test_speed_of_what_was_measured(tmp_path, figures):
     assert figures_of(cells) == ["ffn_activity"]
     assert sum("is not drawn" in str(cell.value) for cell in cells) == 4
     assert set(claims_of(cells)["verdict"]) == {"not measured"}
+
+
+def test_speed_of_the_small_grid_of_a_gpu(tmp_path, figures, monkeypatch):
+    """All figures are drawn from the cases that `live` measures; here they are recorded ones."""
+    grid = {"ffn": [1, 64, 16384], "kernels": [1, 64, 16384], "training": [16384]}
+    for name, tokens in grid.items():
+        rows = pd.read_csv(ROOT / "data" / "bench" / f"{name}.csv")
+        few = rows["pattern"].isin(["skewed", "even"]) & (rows["hidden_size"] == 2048)
+        levels = sum(rows["active"].between(0.8 * n, 1.2 * n) for n in (3, 29, 300)) > 0
+        rows[few & levels & rows["tokens"].isin(tokens)].to_csv(tmp_path / f"{name}.csv")
+    shutil.copy(ROOT / "data" / "bench" / "ceilings.csv", tmp_path)
+    monkeypatch.setattr(measure, "small_grid", lambda folder: tmp_path)
+    cells, _ = execute("05_speedup", **PROFILES["live"] | figures)
+    assert figures_of(cells) == FIGURES["05_speedup"].split()
 
 
 def test_trainings_without_memory(tmp_path, figures):
