@@ -190,7 +190,8 @@ def test_lessons_look_at_a_sweep_that_was_trained_here(name, sweep, figures, cap
         key: value.replace("runs/live", str(sweep)) if isinstance(value, str) else value
         for key, value in live
     }
-    with in_silence(capsys):
+    # The text of lesson 4 is longer than the context of so small a model, which is said.
+    with contextlib.nullcontext() if name == "04_tokens" else in_silence(capsys):
         cells, names = execute(name, **here | figures | SMALL | {"min_count": 2})
     expected = [figure for figure in FIGURES[name].split() if figure != "fig08_remedies"]
     assert figures_of(cells) == expected
