@@ -90,7 +90,7 @@ def wrong_numbers(cells, names, numbers):
     text = "\n".join(cell.source for cell in cells if cell.kind == "markdown")
     text, wrong = re.sub(r"\s+", " ", text), []
     for pattern, code in numbers.items():
-        stated = re.findall(pattern, text)
+        stated = [piece.rstrip(".,") for piece in re.findall(pattern, text)]
         number = float(stated[0].replace(",", "")) if len(stated) == 1 else np.nan
         digits = len(stated[0].partition(".")[2]) if stated else 0
         value = float(eval(code, names | {"row": row}))
