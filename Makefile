@@ -1,6 +1,7 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
 #                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
 # make site        the documents and the executed notebooks as one site in build/site, which opens from disk
+# make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
 # make fuzz        all tests and random cases of the layer, on fresh inputs (SEED=number repeats them)
 # make lab         open the notebooks in JupyterLab
@@ -32,7 +33,7 @@ else
 LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
 endif
 
-.PHONY: reproduce figures site notebooks test fuzz lab screenshot clean
+.PHONY: reproduce figures site notebooks lessons test fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -89,6 +90,9 @@ site: $(VENV)/installed
 	@$(BIN)/python scripts/build_site.py
 
 notebooks: $(RECORDED:%=build/notebooks/%.ipynb)
+
+lessons: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(RUN) scripts/lessons.py
 
 TEST := TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: $(VENV)/installed $(VENV)/triton-older/installed

@@ -107,7 +107,10 @@ class Pages:
         return "index.md" if page == "README.md" else page
 
     def _file(self, path: str) -> str | None:
-        """The file that a target means: of a folder its page, if it has one."""
+        """The file that a target means: of a folder its page, of a lesson its notebook."""
+        lesson = f"notebooks/{Path(path).stem}.ipynb"
+        if posixpath.dirname(path) == "docs/lessons" and lesson in self.waiting:
+            return lesson
         if not (self.root / path).is_dir():
             return path
         pages = (posixpath.normpath(f"{path}/{name}") for name in ("README.md", "index.md"))

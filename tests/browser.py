@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 from twell import inspector, results
 
@@ -46,6 +54,52 @@ def chromium() -> Iterator:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         yield browser
         browser.close()
+
+
+@contextlib.contextmanager
+def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
+    """A JupyterLab that shows a folder `root` and keeps its own files in `folder`; its address."""
+    extensions = folder / "settings" / "@jupyterlab"
+    settings = {
+        "apputils-extension/themes": {"theme": theme},
+        "apputils-extension/notification": {"fetchNews": "false"},
+        "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+    }
+    for name, values in settings.items():
+        path = extensions / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": root}
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
+    command += ["--IdentityProvider.token="]
+    command += [f"--ServerApp.{name}={option}" for name, option in options.items()]
+    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
+    environment = {name: str(folder / name) for name in folders} | {
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    address = f"http://127.0.0.1:{port}"
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+        try:
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
+                    break
+                except OSError:
+                    assert server.poll() is None, (folder / "log").read_text()
+                    time.sleep(0.2)
+            yield address
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def main(model: str) -> None:

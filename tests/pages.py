@@ -81,10 +81,16 @@ for page in pages:
 @functools.cache
 def builder():
     """The module scripts/build_site.py, which knows what a link is."""
-    spec = importlib.util.spec_from_file_location("build_site", ROOT / "scripts" / "build_site.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("build_site")
+
+
+def script(name: str):
+    """The module scripts/NAME.py."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,15 @@
 Screenshots go to build/screenshots.
 """
 
-import json
-import os
 import re
-import signal
-import socket
 import statistics
-import subprocess
-import sys
-import time
-import urllib.request
 
 import nbformat
 import numpy as np
 import pytest
 
 import twell
-from tests.browser import SCREENSHOTS, chromium, why_no_browser
+from tests.browser import SCREENSHOTS, chromium, jupyter_lab, why_no_browser
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, large_trace, make_trace
 from twell import inspector, trace
@@ -372,42 +364,8 @@ def lab(tmp_path, tiny_run):
     notebook.metadata["kernelspec"] = kernel
     (tmp_path / "notebooks").mkdir()
     nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
-    settings = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)
-    chosen = {"themes": {"theme": "JupyterLab Dark"}, "notification": {"fetchNews": "false"}}
-    for name, values in chosen.items():
-        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0}
-    options["root_dir"] = tmp_path / "notebooks"
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
-    command += ["--IdentityProvider.token="]
-    command += [f"--ServerApp.{name}={option}" for name, option in options.items()]
-    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
-    environment = {name: str(tmp_path / name) for name in folders} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-        try:
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=5).close()
-                    break
-                except OSError:
-                    assert server.poll() is None, (tmp_path / "log").read_text()
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}/lab/tree/inspect.ipynb?reset"
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
+    with jupyter_lab(tmp_path, tmp_path / "notebooks", "JupyterLab Dark") as address:
+        yield f"{address}/lab/tree/inspect.ipynb?reset"
 
 
 def test_the_widget_in_jupyterlab(browser, lab, tiny_run):

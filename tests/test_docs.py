@@ -20,7 +20,8 @@ from tests.pages import (
 from twell.config import TrainConfig
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, "data/README.md", "kernels/README.md"]
+LESSONS = sorted(f"docs/lessons/{path.name}" for path in (ROOT / "docs" / "lessons").glob("*.md"))
+LINKED = [*PAGES, *LESSONS, "data/README.md", "kernels/README.md"]
 # They train, trace and evaluate by the command line, as tests of these do.
 SLOW = ["docs/training.md", "docs/inspector.md", "docs/evaluation.md"]
 FAST = [page for page in PAGES if page not in SLOW]
@@ -182,7 +183,8 @@ def test_commands_and_names_are_checked(language, code, wrong):
 FILES = {
     "README.md": "# Top\n\n[a](docs/a.md#part) [code](src/x.py#L3) [folder](src/)\n",
     "docs/index.md": "# Pages\n\n## First\n\n- [The page](a.md): x\n- [01](../notebooks/n.ipynb)\n",
-    "docs/a.md": "# A\n\n## Part\n\n[card](../data/card.md) `[no](x)`\n",
+    "docs/a.md": "# A\n\n## Part\n\n[card](../data/card.md) [lesson](lessons/n.md) `[no](x)`\n",
+    "docs/lessons/n.md": "# A page of the notebook\n",
     "data/card.md": "---\nlicense: mit\n---\n# Card\n",
     **{"src/x.py": "x = 1\n", "live/view.html": "<p>view</p>"},
 }
@@ -214,7 +216,8 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
         "[a](docs/a.md#part) [code](src/x.py) folder" in start and (source / "src/x.py").is_file()
     )
     assert ":caption: First\n\nThe page </docs/a>\n01 </notebooks/n>\n```" in start
-    assert "[card](../data/card.md) `[no](x)`" in (source / "docs" / "a.md").read_text()
+    page = (source / "docs" / "a.md").read_text()
+    assert "[card](../data/card.md) [lesson](../notebooks/n.ipynb) `[no](x)`" in page
     assert (source / "data" / "card.md").read_text() == "---\norphan: true\n---\n\n# Card\n"
     notebook = json.loads((source / "notebooks" / "n.ipynb").read_text())
     assert "widgets" not in notebook["metadata"]

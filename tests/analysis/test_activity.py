@@ -102,6 +102,20 @@ def test_an_aggregate_has_the_tables_of_its_trace(tokens):
     pd.testing.assert_frame_equal(ours, direct, rtol=1e-6, atol=1e-7)
 
 
+def test_the_strongest_neurons():
+    trace, _ = make_trace(SEED, num_tokens=60)
+    counted = aggregate_of(trace)
+    total = np.stack([abs(trace.layer(n)).sum(axis=0) for n in range(trace.num_layers)])
+    expected = sorted(np.ndindex(total.shape), key=lambda place: -total[place])[:9]
+    np.testing.assert_allclose(
+        [total[place] for place in analysis.strongest(counted, 9)],
+        [total[place] for place in expected],
+        rtol=1e-6,
+    )
+    counted.abs_sum[:] = 1
+    assert analysis.strongest(counted, 2) == [(0, 0), (0, 1)]
+
+
 def test_an_aggregate_says_what_it_did_not_count():
     counted = aggregate_of(make_trace(SEED)[0])
     for table, options, number in (

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import math
 import re
 import shutil
@@ -125,8 +126,12 @@ def test_examples_come_before_items_and_samples_are_written_beside(
     assert not beside.exists()  # of an evaluation that is no more
 
 
-def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
+def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config, caplog):
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # its messages do not reach the root
     table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
+    logger.removeHandler(caplog.handler)
+    assert not caplog.messages
     assert "held out" in description
     nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
     model, tokenizer = twell.load(tiny_run)

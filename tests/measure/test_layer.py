@@ -11,9 +11,10 @@ import torch
 from tests.factories import SEED
 from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, fresh_mask
 from tests.factories.measure import run as by_reference
+from twell import cli
 from twell.measure import calibration as calibrations
 from twell.measure import case as cases
-from twell.measure import layer
+from twell.measure import grid, layer
 from twell.measure.calibration import BEHIND, Layers, calibrate
 from twell.measure.check import TOLERANCE
 from twell.measure.costs import kernel_formulas, roofline, work
@@ -274,3 +275,12 @@ def test_the_roofline_is_the_slower_of_both_ceilings():
     peaks = [{"metric": "copy bandwidth", "value": 4000.0}, {"metric": "matmul", "value": 800.0}]
     assert roofline(8e12, 4e9, 20.0, peaks) == 0.5  # 10 ms of operations, 1 ms of bytes
     assert roofline(8e10, 4e9, 4.0, peaks) == 0.25  # 0.1 ms and 1 ms
+
+
+def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(grid.subprocess, "run", lambda words, check: commands.append(words))
+    assert grid.small_grid(tmp_path) == tmp_path
+    layers, training = (cli.parse(words[3:])[1] for words in commands)
+    assert layers["kernels"] and training["backward"] and not layers["backward"]
+    assert layers["out"] == training["out"] == tmp_path

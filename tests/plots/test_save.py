@@ -94,3 +94,16 @@ def test_an_unknown_source_is_refused(tmp_path):
     with pytest.raises(ValueError, match="source is 'measured'; use 'live', 'recorded' or 'paper'"):
         plots.save(Figure(), tmp_path / "fig", [], {}, "measured")
     assert not list(tmp_path.iterdir())
+
+
+def test_keep_saves_and_names_figures_or_neither(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "root", lambda: tmp_path)
+    figure = Figure(figsize=(1, 1))
+    assert plots.Keep(None)(figure, "a") is figure and figure.get_label() == "a"
+    assert not list(tmp_path.iterdir())
+    assert plots.Keep("live", "live")(figure, "b", device="CPU", level=3) is figure
+    origin = json.loads((tmp_path / "live" / "b.json").read_text())
+    assert origin["source"] == "live" and origin["device"] == "CPU"
+    assert origin["parameters"] == {"level": 3} and (tmp_path / "live" / "b.png").is_file()
+    said = plots.Keep("live")(None, "c")
+    assert said == "c is not drawn: nothing is recorded for it here."

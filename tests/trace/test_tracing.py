@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.factories import SEED
-from twell import analysis, models, results, trace
+from twell import analysis, corpus, models, results, trace
 from twell.trace import tracing, watch
 
 TABLES = [
@@ -110,6 +110,18 @@ def test_text_is_cut_into_contexts_and_read_back(loaded):
     with pytest.raises(ValueError, match="the text is empty"):
         trace.trace_text(model, tokenizer, "")
     assert len(set(trace.token_strings(tokenizer, range(320)))) == 320  # no two look the same
+
+
+def test_held_out_sequences_are_of_single_documents(loaded, tiny_text):
+    model, tokenizer = loaded
+    every = trace.held_out(str(tiny_text), model, tokenizer, 300)
+    assert sum(map(len, every[:-1])) < 300 <= sum(map(len, every))
+    texts = [text for part, text in corpus.split(str(tiny_text)) if part == "valid"]
+    cuts = [trace.cut(trace.encode(tokenizer, text), model) for text in texts]
+    assert every == sum(cuts, [])[: len(every)] and len(every) > len(cuts[0]) > 1
+    assert trace.held_out(str(tiny_text), model, tokenizer, 33) == every[:2]
+    with pytest.raises(ValueError, match="holds out .* tokens, not 1,000,000,000"):
+        trace.held_out(str(tiny_text), model, tokenizer, 10**9)
 
 
 def test_aggregate_of_a_model_has_the_tables_of_its_trace(loaded, monkeypatch):

@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".activity": "by_neuron by_position by_surprise contexts firing passage per_layer "
-        "per_token places specific surprise surprise_correlation tile_overflow together "
+        "per_token places specific strongest surprise surprise_correlation tile_overflow together "
         "union_sizes value_histogram",
         ".bench": "Bench",
         ".formats": "format_bytes format_cells",

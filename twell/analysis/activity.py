@@ -143,6 +143,12 @@ def _check_neuron(aggregate: twell.Aggregate, layer: int, neuron: int) -> None:
         raise IndexError(f"layer {layer}, neuron {neuron} does not exist: {known}")
 
 
+def strongest(aggregate: twell.Aggregate, number: int) -> list[tuple[int, int]]:
+    """Return the neurons (layer, neuron) with the largest sums of |h| over all tokens."""
+    order = np.argsort(-aggregate.abs_sum, axis=None, kind="stable")[:number]
+    return [divmod(place, aggregate.intermediate_size) for place in order.tolist()]
+
+
 def value_histogram(aggregate: twell.Aggregate, layer: int, neuron: int) -> pd.DataFrame:
     """Return how often a neuron's value h fell between `low` and `high`: low, high, count.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,11 +11,18 @@ import pandas as pd
 class Bench:
     """The CSV files of `twell measure` in a folder, of the device that measured last.
 
-    device: its name, "" where the folder has no rows.
+    device: its name, "" where the folder has no rows. Raises FileNotFoundError for a `required`
+    file that is not there.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, required: Sequence[str] = ()) -> None:
         self.folder = Path(folder)
+        for file in required:
+            if not (self.folder / file).is_file():
+                raise FileNotFoundError(
+                    f"nothing is recorded in {self.folder / file}; "
+                    "docs/benchmarks.md says which command measures it"
+                )
         files = [pd.read_csv(path) for path in sorted(self.folder.glob("*.csv"))]
         dated = [rows[["date", "device"]] for rows in files if {"date", "device"} <= {*rows}]
         newest = pd.concat(dated).sort_values("date") if dated else pd.DataFrame()

@@ -186,8 +186,11 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     """Return `evaluations` to be read: a row a model, backend and type, a column a task and metric.
 
     Cells are "accuracy ± error" in %, in brackets where near chance or below it; rows are by size
-    and level. The first row is chance, the second the number of items (of the first model).
+    and level. The first row is chance, the second the number of items (of the first model). Empty
+    for an empty table.
     """
+    if not len(table):
+        return pd.DataFrame()
     table = table.sort_values([*SIZE, "l1_coefficient"], kind="stable")
     accuracy, stderr, chance = (
         (100 * table[name]).map("{:.1f}".format) for name in ("accuracy", "stderr", "chance")

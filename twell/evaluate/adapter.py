@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from twell.trace import load_with_tokenizer
 from twell.trace.watch import Progress
@@ -84,6 +85,8 @@ class LM(HFLM):
             batch_size = CPU_BATCH_SIZE
         kind = None if dtype is None else getattr(torch, dtype)
         loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
+        # Requests of any length are scored, in windows of a context; the tokenizer need not warn.
+        tokenizer.model_max_length = VERY_LARGE_INTEGER
         super().__init__(
             loaded.to(device),
             tokenizer=tokenizer,

@@ -11,6 +11,7 @@ versions, commit and command.
     providers, rows     names and columns of data/bench
     layer, calibration  inference of one layer, and the times that "auto" chooses by
     step, trainer       training: one layer forward and backward, one optimiser step of a model
+    grid                a few cases of one layer in both, for a device that nobody measured yet
     sides, model, parts, decode
                         whole models: forward passes, layers, a layer's kernels, decoding
 
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".check": "Exact TOLERANCE",
         ".clock": "kernel_name",
         ".costs": "ceilings kernel_formulas roofline work",
+        ".grid": "small_grid",
         ".layer": "ffn",
         ".model": "language_model",
         ".patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",

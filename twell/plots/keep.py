@@ -17,7 +17,7 @@ class Keep:
 
     folder: below the repository's root, None to save nothing; source: "recorded", "live" or
     "paper", where the numbers came from (see `save`). A call returns the figure, which the notebook
-    then shows and a reader can change.
+    then shows and a reader can change; its label is its name.
     """
 
     def __init__(self, folder: str | None, source: str = "recorded") -> None:
@@ -39,6 +39,7 @@ class Keep:
         """
         if figure is None:
             return f"{name} is not drawn: nothing is recorded for it here."
+        figure.set_label(name)
         if runs is not None:
             inputs = [*inputs, *map(results.log_path, runs["path"])]
             device = ", ".join(sorted(set(runs["device"])))

@@ -26,7 +26,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".aggregates": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N",
         ".contexts": "CONTEXTS SAMPLE",
         ".silence": "silenced_loss",
-        ".texts": "cut encode load_with_tokenizer token_strings",
+        ".texts": "cut encode held_out load_with_tokenizer token_strings",
         ".trace": "Trace",
         ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
         "trace_text trace_tokens trace_validation",

@@ -39,6 +39,24 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
     return [token_ids[start : start + context] for start in range(0, len(token_ids), context)]
 
 
+def held_out(
+    source: str, model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tokens: int
+) -> list[Sequence[int]]:
+    """Return the first held-out documents of a source as sequences, at least `tokens` in all.
+
+    Each document is cut by `cut`, so each sequence is of one document. Raises ValueError where the
+    source holds out fewer tokens.
+    """
+    sequences, total = [], 0
+    for part, text in corpus.split(source):
+        for sequence in cut(encode(tokenizer, text), model) if part == "valid" else ():
+            sequences.append(sequence)
+            total += len(sequence)
+            if total >= tokens:
+                return sequences
+    raise ValueError(f"{source} holds out {total:,} tokens, not {tokens:,}; ask for fewer")
+
+
 def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token; a part of a character shows its bytes, as in <0xF0>."""
     # Byte-level BPE writes every byte as a printable character.

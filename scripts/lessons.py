@@ -1,0 +1,165 @@
+"""Write docs/lessons/, the lessons with what they show, as pages that GitHub displays.
+
+    python scripts/lessons.py [NAME ...]
+
+Each notebook runs in this process with the parameters of notebooks/profiles/recorded.yaml. A page
+has its text and code; printed text, tables, and links to the figures follow the cells. Pictures
+that are not among the tracked figures, since a model computes them here, are kept beside the pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import yaml
+from IPython.core.formatters import DisplayFormatter
+from matplotlib.figure import Figure
+
+from twell import results
+
+ROOT = results.root()
+NOTEBOOKS, PAGES = ROOT / "notebooks", ROOT / "docs" / "lessons"
+DOTS = 110  # an inch, of pictures that are kept beside the pages
+WIDGET = "application/vnd.jupyter.widget-view+json"
+SPAN = re.compile(r' (?:row|col)span="\d+"')
+HEAD = """<!-- python scripts/lessons.py writes this page from the notebook -->
+
+*The notebook [{name}](../../notebooks/{name}.ipynb) and what it shows.
+`make lab` opens it, to run and to change. [All lessons](README.md)*
+"""
+
+
+@dataclasses.dataclass
+class Cell:
+    """A cell of a notebook that ran: its last value with that by MIME type, and what it printed."""
+
+    kind: str
+    source: str
+    tags: Sequence[str] = ()
+    value: Any = None
+    shown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    printed: str = ""
+
+
+def profile(name: str) -> dict[str, Any]:
+    """Return the parameters of notebooks/profiles/NAME.yaml."""
+    return yaml.safe_load((NOTEBOOKS / "profiles" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def cells(path: Path) -> list[Cell]:
+    """Return the cells of a notebook, without the lines of IPython (`%matplotlib inline`)."""
+    every = nbformat.read(path, 4).cells
+    return [Cell(one.cell_type, one.source, one.metadata.get("tags", ())) for one in every]
+
+
+def code(cell: Cell) -> str:
+    """Return the Python of a cell."""
+    return re.sub(r"^%.*$", "", cell.source, flags=re.M)
+
+
+def parameters(path: Path) -> set[str]:
+    """Return the names that a notebook's parameters cell assigns."""
+    (cell,) = [cell for cell in cells(path) if "parameters" in cell.tags]
+    nodes = ast.walk(ast.parse(code(cell)))
+    return {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def run(path: Path, given: Mapping[str, Any]) -> tuple[list[Cell], dict[str, Any]]:
+    """Run a notebook in this process; return its cells and its names.
+
+    given: parameters, of which it takes those that it declares.
+    """
+    done, names, formats = cells(path), {}, DisplayFormatter()
+    for cell in done:
+        if cell.kind != "code":
+            continue
+        tree = ast.parse(code(cell))
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(tree, path.stem, "exec"), names)
+            if last is not None:
+                cell.value = eval(compile(ast.Expression(last.value), path.stem, "eval"), names)
+        cell.printed = printed.getvalue()
+        if cell.value is not None:
+            cell.shown = formats.format(cell.value)[0]
+        if "parameters" in cell.tags:
+            names |= {name: given[name] for name in parameters(path) & set(given)}
+    return done, names
+
+
+def table(text: str) -> str:
+    """Return a table of pandas without its looks, a row a line."""
+    text = re.sub(r"<style.*?</style>|</?(?:div|p|caption)\b[^>]*>|\s*\n\s*", "", text, flags=re.S)
+    text = re.search(r"<table.*</table>", text, re.S)[0]
+    plain = re.sub(
+        r"<(\w+)([^>]*)>", lambda tag: f"<{tag[1]}{''.join(SPAN.findall(tag[2]))}>", text
+    )
+    return re.sub(r"(<table>|</thead>|<tbody>|</tr>|<thead>)", r"\1\n", plain)
+
+
+def fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def shown(cell: Cell, heading: str) -> list[str]:
+    """Return what a cell showed as blocks of Markdown."""
+    blocks = [fenced(cell.printed, "text")] if cell.printed.strip() else []
+    if isinstance(cell.value, Figure):
+        name = f"{cell.value.get_label()}.png"
+        tracked = (ROOT / "figures" / name).is_file()
+        path = f"../../figures/{name}" if tracked else name
+        blocks.append(f"![{heading}]({path})")
+    elif WIDGET in cell.shown:
+        words = "The view needs a running notebook. [The inspector](../inspector.md) shows it."
+        blocks.append(f"*{words}*")
+    elif "text/html" in cell.shown:
+        blocks.append(table(cell.shown["text/html"]))
+    elif cell.value is not None:
+        blocks.append(fenced(str(cell.value), "text"))
+    return blocks
+
+
+def page(name: str, done: Sequence[Cell], outputs: bool = True) -> str:
+    """Return the page of a notebook's cells, after they ran or without what they show."""
+    blocks, heading = [], ""
+    for cell in done:
+        if cell.kind == "markdown":
+            headings = re.findall(r"^#+ +(.+)$", cell.source, re.M)
+            heading = headings[-1] if headings else heading
+            blocks.append(cell.source.replace("](../", "](../../"))  # links, seen from the page
+            continue
+        blocks.append(fenced(cell.source, "python"))
+        blocks += shown(cell, heading) if outputs else []
+    first, *rest = blocks
+    title, _, begin = first.partition("\n")
+    return "\n\n".join([title, HEAD.format(name=name).strip(), begin.strip(), *rest]) + "\n"
+
+
+def main(*names: str) -> None:
+    os.chdir(ROOT)
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        if names and path.stem not in names:
+            continue
+        done, _ = run(path, profile("recorded") | {"figures": None})
+        for cell in done:
+            name = cell.value.get_label() if isinstance(cell.value, Figure) else ""
+            if name and not (ROOT / "figures" / f"{name}.png").is_file():
+                buffer = io.BytesIO()
+                cell.value.savefig(buffer, format="png", dpi=DOTS, metadata={"Software": None})
+                results.write_atomically(PAGES / f"{name}.png", buffer.getvalue())
+        results.write_atomically(PAGES / f"{path.stem}.md", page(path.stem, done))
+        print(f"docs/lessons/{path.stem}.md")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""Measured rows of a folder, as lessons read them."""
+
+import pandas as pd
+import pytest
+
+from tests.factories.analysis import speed_rows
+from twell import analysis
+
+
+def test_rows_are_of_the_device_that_measured_last(tmp_path):
+    older = speed_rows(64, 29.0, {"dense torch.compile": 2.0, "triton union": 1.0})
+    newer = pd.DataFrame(older).assign(date="2030-01-01T00:00:00+00:00", device="new")
+    pd.concat([pd.DataFrame(older), newer]).to_csv(tmp_path / "ffn.csv", index=False)
+    bench = analysis.Bench(tmp_path, required=["ffn.csv"])
+    assert bench.device == "new" and set(bench.rows("ffn.csv")["device"]) == {"new"}
+    table = bench.rows("ffn.csv", analysis.speedups, "provider == 'triton union'")
+    assert table["speedup"].tolist() == [2.0]
+    assert bench.rows("ffn.csv", analysis.speedups, "tokens == 1").empty
+    assert bench.rows("training.csv", analysis.training_speedups, "tokens == 1").empty
+    assert bench.paths("ffn.csv", "training.csv") == [tmp_path / "ffn.csv"]
+
+
+def test_a_folder_without_rows(tmp_path):
+    assert analysis.Bench(tmp_path).device == ""
+    with pytest.raises(FileNotFoundError, match="nothing is recorded in .*decode.csv"):
+        analysis.Bench(tmp_path, required=["decode.csv"])

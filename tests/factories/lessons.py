@@ -1,0 +1,100 @@
+"""Numbers that lessons state, where they compute them, and what they propose to try."""
+
+import re
+
+import numpy as np
+
+# By lesson: a piece of its text with a number in brackets, and where the lesson computes it, in its
+# own names. `row` picks a table's rows. A later measurement cannot contradict the text unseen.
+NUMBERS = {
+    "01_format": {
+        r"hybrid takes (\d+)% of the dense": "100 * relative.loc[30, 'Hybrid, width 128']",
+        r"dense bytes, ELL (\d+)%": "100 * relative.loc[30, 'ELL']",
+    },
+    "02_sparsity": {
+        r"from (\d+) neurons without L1": "levels['active'].iloc[0]",
+        r"without L1 to (\d+) at 6e-4": "row(levels, l1_coefficient=6e-4)['active']",
+        r"\*improves\*, by up to ([\d.]+)%": "-levels['cross_entropy_change'].min()",
+        r"(\d+)% at 6e-4": "100 * row(levels, l1_coefficient=6e-4)['dead_fraction_train']",
+        r"leaves (\d)% of the neurons dead": "row(beside, choice='re-initialisation')['dead']",
+        r"less sparse: (\d+) active": "row(beside, choice='L1 warm-up')['active']",
+    },
+    "03_layerwise": {
+        r"\*last\* layer, (\d+) of": "at_level['mean'].iloc[-1]",
+        r"at least (\d+) times the mean": "(at_level['max'] / at_level['mean']).min()",
+        r"overflow in (\d+) of 12": "sum(row(overflow, compression=8)['overflow_rows'] > 0)",
+        r"([\d.]+)% of the tokens": "100 * max(row(overflow, compression=8)['overflow_rows'])",
+        r"to ([\d,]+) neurons, not 64": "row(unions, block=64)['mean'].max()",
+    },
+    "04_tokens": {
+        r"with (\d+) neurons a layer": "positions['mean_active'].iloc[0]",
+        r"later there are (\d+)": "positions['mean_active'].iloc[10]",
+        r"end of the context (\d+)": "positions['mean_active'].iloc[-32:].mean()",
+    },
+    "05_speedup": {
+        r"unions are ([\d.]+) times": "of_layer['large_times']",
+        r"some (\d+) active at 131,072": "of_layer['large_crossing']",
+        r"One token gains ([\d.]+) times": "of_layer['one_times']",
+        r"Unions gain ([\d.]+) times at 28": "of_step['middle_union']",
+        r"even between (\d+) and": "of_step['skewed_crossing']",
+    },
+    "06_downstream": {
+        r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
+        r"(\d+)% by plain": "100 * row(live, metric='acc')['accuracy']",
+    },
+    "07_inspect": {
+        r"(\d+)% of its firings": "100 * specific['share'].iloc[0]",
+        r"median of \$\\phi\$ is ([\d.]+)": "specific['phi'].median()",
+        r"together (\d+) times": "(pairs['both'] / pairs['expected']).iloc[0]",
+        r"rank correlation is ([\d.]+)": "quantities['rank']",
+        r"one costs ([\d.]+) nats": "cost['loss_change'].max()",
+    },
+    "08_models": {
+        r"Inference gains (\d+) to": "row(scale, quantity='forward speed')['change'].min()",
+        r"Inference gains \d+ to (\d+)": "row(scale, quantity='forward speed')['change'].max()",
+        r"training gains (\d+) to": "row(scale, quantity='training speed')['change'].min()",
+        r"training gains \d+ to (\d+)": "row(scale, quantity='training speed')['change'].max()",
+        r"One document gains (\d+)%": "of_models['decode_1']",
+    },
+    "09_training_choices": {
+        r"cost about (\d+)% less": "(lambda t: t['line_price'] - t['price'])"
+        "(row(beside, choice='balanced columns')).mean()",
+        r"differs by ([\d.]+) nats": "abs(flagships['cross_entropy'].diff().iloc[-1])",
+        r"train ([\d.]+) times as\s+fast": "1 + subjects['training']['faster_late'] / 100",
+        r"with (\d+)% less memory": "-subjects['training']['memory_late']",
+        r"GPUs are ([\d.]+) times": "subjects['training']['devices_times']",
+    },
+}
+# By lesson: what "Try it" proposes as other parameters.
+TRY = {
+    "01_format": [{"token": 0, "layer": 5}, {"compression": 32}],
+    "03_layerwise": [{"aggregate": "data/checkpoints/twell-6m/aggregate.npz"}],
+    "05_speedup": [{"widths": [4096, 14336], "level": 73}],
+    "08_models": [{"trained_model": "twell-6m"}],
+    "09_training_choices": [{"family": "85m-50m-l1-*-seed-0"}],
+}
+
+
+def row(table, **values):
+    """The rows of a table with these values; of one row, its entries."""
+    for column, value in values.items():
+        table = table[table[column] == value]
+    return table.iloc[0] if len(table) == 1 else table
+
+
+def wrong_numbers(cells, names, numbers):
+    """The pieces of a lesson's text whose number is not the computed one, to its last digit.
+
+    Whole numbers from 100 on are rounded in texts: 3% are allowed.
+    """
+    text = "\n".join(cell.source for cell in cells if cell.kind == "markdown")
+    text, wrong = re.sub(r"\s+", " ", text), []
+    for pattern, code in numbers.items():
+        stated = [piece.rstrip(".,") for piece in re.findall(pattern, text)]
+        number = float(stated[0].replace(",", "")) if len(stated) == 1 else np.nan
+        digits = len(stated[0].partition(".")[2]) if stated else 0
+        value = float(eval(code, names | {"row": row}))
+        allowed = 0.03 * number if number >= 100 else 0.5 * 10**-digits
+        if not abs(value - number) <= allowed * (1 + 1e-6):
+            wrong.append(f"{pattern}: {stated}, computed {value:.5g}")
+    return wrong
