@@ -33,6 +33,8 @@ BLOCK = 64
 
 # The default calibration: an H200, K = 2048, N = 5632, gated.
 DEFAULT = Path(__file__).with_name("default_calibration.json")
+DEFAULT_FP8 = DEFAULT.with_name("default_calibration_fp8.json")
+FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ class Calibration:
         own, other = _kind(*self._shape), _kind(*shape)
         if own != other:
             raise ValueError(f"the calibration is for {own}; this layer has {other}")
+
+    def check_precision(self, quantized: bool) -> None:
+        """Raise ValueError unless the times are of layers with such weights: in FP8, or not."""
+        if (self.dtype == FLOAT8) != quantized:
+            own = "FP8" if quantized else "bf16 or fp16"
+            raise ValueError(f"the calibration is for {self.dtype}; this layer has {own} weights")
 
     @property
     def _shape(self) -> tuple[int, int, bool]:
@@ -319,6 +327,9 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 
 @cache
-def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-    """Return the DEFAULT calibration, scaled to a layer of this kind."""
-    return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)
+def default(
+    hidden_size: int, intermediate_size: int, gated: bool, quantized: bool = False
+) -> Calibration:
+    """Return the default calibration, in FP8 if `quantized`, scaled to a layer of this kind."""
+    file = DEFAULT_FP8 if quantized else DEFAULT
+    return Calibration.load(file).scaled(hidden_size, intermediate_size, gated)
