@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from twell.models.convert import sparse_ffns
 from twell.sparse import float8
@@ -112,8 +112,11 @@ def dequantize_(module: nn.Module) -> None:
         )
 
 
+# --- files
+
+
 def empty_quantized(module: nn.Module) -> None:
-    """Give every SparseFFN layer FP8 weights without values, which a file then fills."""
+    """Give every SparseFFN layer FP8 weights without values."""
     for ffn in sparse_ffns(module):
         for name in QUANTIZED:
             part = getattr(ffn, name)
@@ -121,3 +124,24 @@ def empty_quantized(module: nn.Module) -> None:
                 shape = part.in_features, part.out_features
                 setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
         ffn.chooser.quantized = True
+
+
+def widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file with bf16 weights in place of FP8 values and their scales."""
+    wide = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == float8.FLOAT8:
+            wide[name] = float8.widen(tensor, tensors[f"{name}_scale"])
+        elif not name.endswith(".weight_scale"):
+            wide[name] = tensor
+    return wide
+
+
+def fill_quantized(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model in bf16 the FP8 weights in `tensors`, the state of such a model."""
+    empty_quantized(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            module.weight = tensors[f"{name}.weight"]
+            module.weight_scale = tensors[f"{name}.weight_scale"].float()
+    model.config.quantization_config = dict(QUANTIZATION)

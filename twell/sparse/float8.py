@@ -77,6 +77,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(FLOAT8), torch.where(finite, amax / LARGEST, torch.nan).squeeze(-1)
 
 
+def widen(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values * scale [M, K], rounded to bf16."""
+    return (values.float() * scale[:, None]).bfloat16()
+
+
 def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None) -> Tensor:
     """Return x w^T + b [M, N] in bf16, for FP8 x [M, K] and w [N, K] with a scale a row."""
     if x.is_cuda:
@@ -100,12 +105,12 @@ class Layer(NamedTuple):
     w_gate: Tensor | None
     w_up: Tensor
     w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-    x_scale: Tensor
-    s_gate: Tensor | None
-    s_up: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+    x_scale: Tensor | None = None
+    s_gate: Tensor | None = None
+    s_up: Tensor | None = None
 
 
 def ffn(*tensors: Tensor | None) -> Tensor:
@@ -126,12 +131,12 @@ def ffn(*tensors: Tensor | None) -> Tensor:
     return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
 
 
-def dense(*tensors: Tensor | None) -> Tensor:
+def dense(*tensors: Tensor | None, **named: Tensor | None) -> Tensor:
     """Return y [M, K] bf16 of a `Layer` by three products, of which down is in bf16.
 
     g, u and h are rounded to bf16.
     """
-    layer = Layer(*tensors)
+    layer = Layer(*tensors, **named)
     h = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
     if layer.w_gate is None:
         h = torch.relu(h)
@@ -178,7 +183,7 @@ class Float8Linear(nn.Module):
         """Return an nn.Linear in bf16: the original weight if it was kept, else values * scale."""
         weight = self.original
         if weight is None:
-            weight = (self.weight.float() * self.weight_scale[:, None]).bfloat16()
+            weight = widen(self.weight, self.weight_scale)
         part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         part.weight = nn.Parameter(weight.to(self.weight.device))
         part.bias = None if self.bias is None else nn.Parameter(self.bias.detach())
