@@ -53,11 +53,6 @@ class Layer(NamedTuple):
         """The scales of these weights."""
         return self.s_gate if self.gated else self.s_up
 
-    @property
-    def suffix(self) -> str:
-        """What the names of launch options end with."""
-        return "" if self.s_up is None else "_fp8"
-
 
 class Gradients(NamedTuple):
     """Where a backward pass writes: each like the tensor of its name, or None to leave it out."""

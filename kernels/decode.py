@@ -320,8 +320,9 @@ def _up(
             **options,
         )
     else:
-        name = "decode_up_16" if block_m == 16 else "decode_up_64"
-        options = launch_options(name + layer.suffix, x.device)
+        options = launch_options(
+            "decode_up_16" if block_m == 16 else "decode_up_64", x.device, fp8=x_scale is not None
+        )
         decode_up_kernel[(width // options["BN"], num_blocks)](
             TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
             x_scale,

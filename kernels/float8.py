@@ -5,7 +5,7 @@ Under torch.compile the reference is used instead, which fuses with what compute
 
     x [M, K] bf16    values [M, K] float8_e4m3fn    scale [M] fp32
 
-    amax = max(max |x|, 1e-12)    scale = amax / 448    values = round(x * (448 / amax))
+    amax = max(max |x|, 1e-12)    scale = amax * (1 / 448)    values = round(x * (448 / amax))
 
 Reference: twell.sparse.float8.quantize.
 """
@@ -51,7 +51,7 @@ def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
     x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
     finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
     amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
-    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(amax, LARGEST), float("nan")))
+    tl.store(scale_ptr + row, tl.where(finite, amax * (1 / LARGEST), float("nan")))
     values = tl.where(finite, x * tl.div_rn(LARGEST, amax), 0.0)
     tl.store(values_ptr + row * K + k, narrow_float8(values), mask=k < K)
 

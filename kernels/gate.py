@@ -137,10 +137,10 @@ def gate_bits(
     """
     check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
-    name = ("gate_neurons" if by_neuron else "gate_tokens") + ("_fp8" if w.itemsize == 1 else "")
-    options = launch_options(name, x.device)
+    fp8 = w.itemsize == 1
+    options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device, fp8=fp8)
     tokens, width = round_up(num_tokens, options["BM"]), round_up(intermediate_size, 256)
-    dtype = torch.bfloat16 if w.itemsize == 1 else x.dtype
+    dtype = torch.bfloat16 if fp8 else x.dtype
     if by_neuron:
         g, block = (
             x.new_empty(intermediate_size, tokens, dtype=dtype),

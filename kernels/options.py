@@ -172,9 +172,12 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_options(kernel: str, device: torch.device) -> dict[str, int]:
-    """A copy of a kernel's options on a device. Raises KeyError for a name not in OPTIONS."""
-    table, name = OPTIONS[kernel], architecture(device)
+def launch_options(kernel: str, device: torch.device, *, fp8: bool = False) -> dict[str, int]:
+    """A copy of a kernel's options on a device, `fp8`: of its form for FP8 operands.
+
+    Raises KeyError for a name not in OPTIONS.
+    """
+    table, name = OPTIONS[f"{kernel}_fp8" if fp8 else kernel], architecture(device)
     return with_fusion(**table.get(LIKE.get(name, name), table["default"]))
 
 

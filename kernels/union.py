@@ -326,8 +326,7 @@ def _over_unions(
 ) -> Tensor:
     """Launches union_up_kernel or union_product_kernel, which write `out`; returns `out`."""
     block_m, width, hidden_size = out.shape[1], unions.lists.shape[1], x.shape[1]
-    suffix = "_fp8" if w.itemsize == 1 else ""
-    options = launch_options(f"union_up_{block_m}{suffix}", x.device) | flags
+    options = launch_options(f"union_up_{block_m}", x.device, fp8=w.itemsize == 1) | flags
     num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(unions.queue) - 1)
     sizes = *sizes, width, hidden_size, cdiv(len(w), options["BN"]), num_programs
     even = hidden_size % options["BK"] == 0

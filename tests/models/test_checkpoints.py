@@ -339,7 +339,7 @@ PAPER = [
     (change_config(rope_scaling={"type": "foo", "factor": 2.0}), f"{NO_MODEL}.*foo"),
     (
         change_config(quantization_config={"load_in_8bit": True}),
-        f"{CONFIG} has a quantization_config; quantised weights cannot be read",
+        f"{CONFIG} has a quantization_config; such quantised weights cannot be read",
     ),
     (
         change_tensors(lambda tensors: tensors.pop("model.layers.1.mlp.up_weight")),

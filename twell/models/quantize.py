@@ -41,10 +41,9 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
             raise ValueError(
                 f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig"
             )
-        granularity = config.granularity
-        if isinstance(granularity, list | tuple):  # torchao's: of x and of the weights
-            (granularity,) = set(granularity) if len(set(granularity)) == 1 else (granularity,)
-        Float8DynamicActivationFloat8WeightConfig(granularity)
+        of_both = config.granularity  # torchao's is a list: of x and of the weights
+        for granularity in of_both if isinstance(of_both, list | tuple) else [of_both]:
+            Float8DynamicActivationFloat8WeightConfig(granularity)
     ffns = sparse_ffns(module)
     for number, ffn in enumerate(ffns):
         _check(ffn, f"layer {number}")

@@ -33,7 +33,6 @@ BLOCK = 64
 
 # The default calibration: an H200, K = 2048, N = 5632, gated.
 DEFAULT = Path(__file__).with_name("default_calibration.json")
-DEFAULT_FP8 = DEFAULT.with_name("default_calibration_fp8.json")
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
 
 
@@ -327,9 +326,6 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 
 @cache
-def default(
-    hidden_size: int, intermediate_size: int, gated: bool, quantized: bool = False
-) -> Calibration:
-    """Return the default calibration, in FP8 if `quantized`, scaled to a layer of this kind."""
-    file = DEFAULT_FP8 if quantized else DEFAULT
-    return Calibration.load(file).scaled(hidden_size, intermediate_size, gated)
+def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
+    """Return the DEFAULT calibration, scaled to a layer of this kind."""
+    return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)

@@ -3,7 +3,7 @@
 A row of x, or of a weight, is stored as values of float8_e4m3fn, whose largest is 448, and one
 fp32 scale, so that the row is values * scale:
 
-    amax = max(max |row|, 1e-12)    scale = amax / 448    values = round(row * (448 / amax))
+    amax = max(max |row|, 1e-12)    scale = amax * (1 / 448)    values = round(row * (448 / amax))
 
 A neuron's weights are quantised once, a token's x in every call. Products are summed in fp32 and
 scaled; g, h and y are rounded to bf16, and the down projection stays in bf16: its rows are gathered
@@ -73,8 +73,10 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     amax = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # NaN stays NaN
     finite = amax < torch.inf
-    values = torch.where(finite, wide * (LARGEST / amax), 0.0).clamp(-LARGEST, LARGEST)
-    return values.to(FLOAT8), torch.where(finite, amax / LARGEST, torch.nan).squeeze(-1)
+    # A division of tensors and a product by a number: torch rounds the other forms twice.
+    inverse = torch.full_like(amax, LARGEST) / amax
+    values = torch.where(finite, wide * inverse, 0.0).clamp(-LARGEST, LARGEST)
+    return values.to(FLOAT8), torch.where(finite, amax * (1 / LARGEST), torch.nan).squeeze(-1)
 
 
 def widen(values: Tensor, scale: Tensor) -> Tensor:

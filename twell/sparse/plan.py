@@ -86,7 +86,7 @@ class Chooser:
 
     @property
     def quantized(self) -> bool:
-        """Whether the layer has FP8 weights, whose paths have times of their own."""
+        """Whether the layer has FP8 weights. Without a calibration of such it goes by bf16's."""
         return self._quantized
 
     @quantized.setter
@@ -117,7 +117,7 @@ class Chooser:
     # --- the plan
 
     def _make_plan(self) -> None:
-        calibration = self._calibration or default(*self.shape, quantized=self._quantized)
+        calibration = self._calibration or default(*self.shape)
         activities = {size: self._activity(size, calibration) for size in CLASSES}
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
