@@ -128,8 +128,9 @@ def gate_bits(
     zero: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """g in x.dtype (bf16 for x and w in FP8, with the `scales` of tokens and neurons) and its bits, by tokens or by neurons, for an M of at least 1; shapes as above.
+    """g in x.dtype and its bits, by tokens or by neurons, for an M of at least 1; shapes as above.
 
+    `scales`: of tokens [M] and neurons [N] for x and w in FP8; g is in bf16 then.
     `tokens` is M rounded up to whole tiles, by neurons at least to a multiple of 128. Bits of
     neurons beyond N (by tokens) and of tokens beyond M (by neurons) are 0; other entries outside
     are undefined. The first entry of `zero` is set to 0, which saves its owner a launch. Raises

@@ -44,9 +44,10 @@ def calibrate(
 ) -> Calibration:
     """Time the kernels' dense path and each sparse one, and save what "auto" chooses by.
 
-    The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token to all; `out` is the JSON
-    file. Then "auto" is compared with dense torch.compile at sizes between those measured, and on
-    inputs unlike those it observed; the worst of each is printed. About a minute on an H200.
+    The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
+    to all; `out` is the JSON file. Then "auto" is compared with dense torch.compile, in FP8 with
+    the faster of it and dense FP8, at sizes between those measured, and on inputs unlike those it
+    observed; the worst of each is printed. About a minute on an H200.
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
