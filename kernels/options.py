@@ -27,8 +27,8 @@ gate_neurons      | BM BN BK w s | 128 64 32 4 2  | 128 128 64 8 3 | 128 128 32 
 
 FP8 (sm_89 and newer): 1.285 ms for 65,536 tokens, steps of 64 with 5 stages 1.293, two smaller
 tiles a multiprocessor 1.39 [FP8].
-gate_tokens_fp8  | BM BN BK w s | 64 128 32 4 2 | | 128 128 64 8 3 | 128 256 128 8 3 | 128 256 64 8 3
-gate_neurons_fp8 | BM BN BK w s | 128 64 32 4 2 | | 128 128 64 8 3 | 256 128 128 8 3 | 256 128 64 8 3
+gate_tokens_fp8 | BM BN BK w s | 64 128 32 4 2| | 128 128 64 8 3 | 128 256 128 8 3| 128 256 64 8 3
+gate_neurons_fp8| BM BN BK w s | 128 64 32 4 2| | 128 128 64 8 3 | 256 128 128 8 3| 256 128 64 8 3
 
 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
 gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
