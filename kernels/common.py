@@ -10,6 +10,7 @@ load and store and hide this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ DTYPES = torch.bfloat16, torch.float16
 
 
 class Layer(NamedTuple):
-    """Weights and biases as the kernels read them, all bf16 or all fp16.
+    """Weights and biases as the kernels read them, all bf16 or all fp16, or in FP8.
 
     w_gate (None in a non-gated layer), w_up and w_down_t, the transpose of w_down: [N, K]
-    contiguous. b_gate and b_up: [N], b_down: [K], or None.
+    contiguous. b_gate and b_up: [N], b_down: [K], or None. In FP8 are w_gate and w_up alone, with
+    scales s_gate and s_up [N] fp32 (float8.py); everything else is in bf16 then.
     """
 
     w_gate: Tensor | None
@@ -34,6 +36,8 @@ class Layer(NamedTuple):
     b_gate: Tensor | None = None
     b_up: Tensor | None = None
     b_down: Tensor | None = None
+    s_gate: Tensor | None = None
+    s_up: Tensor | None = None
 
     @property
     def gated(self) -> bool:
@@ -43,6 +47,11 @@ class Layer(NamedTuple):
     def first(self) -> tuple[Tensor, Tensor | None]:
         """The weights and bias whose product decides which neurons are active."""
         return (self.w_gate, self.b_gate) if self.gated else (self.w_up, self.b_up)
+
+    @property
+    def first_scale(self) -> Tensor | None:
+        """The scales of these weights."""
+        return self.s_gate if self.gated else self.s_up
 
 
 class Gradients(NamedTuple):
@@ -84,6 +93,16 @@ def relu(value):
 
 
 @triton.jit
+def scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, BY_NEURON):
+    """acc times the scales of its tokens and neurons, 0 outside; unchanged without scales."""
+    if x_scale_ptr is not None:
+        x = tl.load(x_scale_ptr + tokens, mask=tokens < M, other=0.0)
+        w = tl.load(w_scale_ptr + neurons, mask=neurons < N, other=0.0)
+        acc *= w[:, None] * x[None, :] if BY_NEURON else x[:, None] * w[None, :]
+    return acc
+
+
+@triton.jit
 def popcount(bits):
     """Number of bits that are set in each int32."""
     bits = bits.to(tl.uint32, bitcast=True)
@@ -113,6 +132,17 @@ def add_activity(activity_ptr, first, M, entries, in_unions):
         tl.atomic_add(activity_ptr + 1, tl.cast(tl.cdiv(M, 64), tl.int64), sem="relaxed")
     tl.atomic_add(activity_ptr + 2, entries.to(tl.int64), sem="relaxed")
     tl.atomic_add(activity_ptr + 3, in_unions.to(tl.int64), sem="relaxed")
+
+
+def empty_output(x: Tensor) -> Tensor:
+    """Where y goes: like x, in bf16 if x is in FP8."""
+    return torch.empty_like(x, dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype)
+
+
+def chunks(size: int, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """The tensors `size` rows at a time; None stays None."""
+    for start in range(0, len(tensors[0]), size):
+        yield tuple(t if t is None else t[start : start + size] for t in tensors)
 
 
 # Triton's own two take ten times as long, which every launch would pay.

@@ -37,11 +37,14 @@ from twell.kernels.common import (
     Layer,
     add_activity,
     cdiv,
+    chunks,
+    empty_output,
     load,
     narrow,
     next_power_of_2,
     relu,
     round_up,
+    scaled,
     wide,
 )
 from twell.kernels.options import FEW_DOWN_TOKENS, FEW_UP_TOKENS, decode_few_up, launch_options
@@ -55,10 +58,13 @@ MAX_BLOCKS = 65_535  # of a chunk: the limit of a grid's second axis
 @triton.jit(do_not_specialize=["N"])
 def decode_few_up_kernel(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     b_ptr,
+    s_ptr,
     wu_ptr,
     bu_ptr,
+    su_ptr,
     h_ptr,
     flags_ptr,
     activity_ptr,
@@ -86,6 +92,7 @@ def decode_few_up_kernel(
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
         g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
+    g = scaled(g, x_scale_ptr, s_ptr, tokens, neurons, M, N, True)
     if b_ptr is not None:
         g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
@@ -104,6 +111,7 @@ def decode_few_up_kernel(
                 row = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
                 dots = tl.sum(wu * row[None, :], 1)
                 u += tl.where((tokens == token)[None, :], dots[:, None], 0.0)
+            u = scaled(u, x_scale_ptr, su_ptr, tokens, neurons, M, N, True)
             if bu_ptr is not None:
                 u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
             h *= u
@@ -115,10 +123,13 @@ def decode_few_up_kernel(
 @triton.jit(do_not_specialize=["M", "N"])
 def decode_up_kernel(
     x_desc,
+    x_scale_ptr,
     w_desc,
     b_ptr,
+    s_ptr,
     wu_ptr,
     bu_ptr,
+    su_ptr,
     h_ptr,
     flags_ptr,
     activity_ptr,
@@ -132,7 +143,7 @@ def decode_up_kernel(
     BK: tl.constexpr,
 ):
     """h and flags of BN neurons and one block of tokens."""
-    dtype: tl.constexpr = x_desc.dtype
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
     first_row = tl.program_id(1) * BM
     first_neuron = tl.program_id(0) * BN
     rows = first_row + tl.arange(0, BM)
@@ -142,6 +153,7 @@ def decode_up_kernel(
         acc = tl.dot(
             wide(w_desc.load([first_neuron, start])), wide(x_desc.load([first_row, start])).T, acc
         )
+    acc = scaled(acc, x_scale_ptr, s_ptr, rows, neurons, M, N, True)
     if b_ptr is not None:
         acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = narrow(relu(acc), dtype).to(tl.float32)
@@ -166,6 +178,7 @@ def decode_up_kernel(
             mask = (flags != 0)[:, None] & (start + k < K)[None, :]
             w = tl.load(w_ptrs + start, mask=mask, other=0.0)
             u = tl.dot(wide(w), wide(x_desc.load([first_row, start])).T, u)
+        u = scaled(u, x_scale_ptr, su_ptr, rows, neurons, M, N, True)
         if bu_ptr is not None:
             u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
         h *= u
@@ -278,19 +291,23 @@ def decode_few_down_kernel(
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
 
 
-def _up(x: Tensor, layer: Layer, activity: Tensor | None) -> tuple[Tensor, Tensor]:
+def _up(
+    x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The first launch: h and flags of x [M, K]; flags as words of eight, [B, W / 8] int64."""
     (num_tokens, hidden_size), intermediate_size = x.shape, len(layer.w_up)
     w, b = layer.first
     block_m = min(max(next_power_of_2(num_tokens), 16), MAX_TOKENS)
     num_blocks, width = cdiv(num_tokens, block_m), round_up(intermediate_size, 64)
-    h = x.new_empty(num_blocks * width, block_m)
+    h = empty_output(x[:0]).new_empty(num_blocks * width, block_m)
     flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
-    rest = b, layer.w_up, layer.b_up, h, flags.view(torch.int8), activity
+    up = layer.w_up, layer.b_up, layer.s_up
+    rest = b, layer.first_scale, *up, h, flags.view(torch.int8), activity
     if num_tokens <= FEW_UP_TOKENS:
         options = decode_few_up(num_tokens, hidden_size)
         decode_few_up_kernel[(width // options["BN"],)](
             x,
+            x_scale,
             w,
             *rest,
             intermediate_size,
@@ -303,9 +320,12 @@ def _up(x: Tensor, layer: Layer, activity: Tensor | None) -> tuple[Tensor, Tenso
             **options,
         )
     else:
-        options = launch_options("decode_up_16" if block_m == 16 else "decode_up_64", x.device)
+        options = launch_options(
+            "decode_up_16" if block_m == 16 else "decode_up_64", x.device, fp8=x_scale is not None
+        )
         decode_up_kernel[(width // options["BN"], num_blocks)](
             TensorDescriptor.from_tensor(x, [block_m, options["BK"]]),
+            x_scale,
             TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
             *rest,
             num_tokens,
@@ -347,19 +367,21 @@ def chunk_tokens(hidden_size: int, intermediate_size: int, device: torch.device)
     return MAX_TOKENS * min(max(WORKSPACE_BYTES // bytes_per_block, 1), MAX_BLOCKS)
 
 
-def ffn(x: Tensor, layer: Layer, *, activity: Tensor | None = None) -> Tensor:
+def ffn(
+    x: Tensor, layer: Layer, x_scale: Tensor | None = None, *, activity: Tensor | None = None
+) -> Tensor:
     """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 64.
 
-    g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
     h, and a list of N neurons (one or two tokens: N / 8 words) for each 16 outputs and 64 tokens;
     more tokens are taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper has no
     kernel for decoding.
     """
-    y = torch.empty_like(x)
+    y = empty_output(x)
     if len(x) <= MAX_TOKENS:
-        _down(*_up(x, layer, activity), layer, y)
+        _down(*_up(x, x_scale, layer, activity), layer, y)
         return y
     size = chunk_tokens(x.shape[1], len(layer.w_up), x.device)
-    for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        _down(*_up(x_chunk, layer, activity), layer, y_chunk)
+    for x_chunk, x_scales, y_chunk in chunks(size, x, x_scale, y):
+        _down(*_up(x_chunk, x_scales, layer, activity), layer, y_chunk)
     return y

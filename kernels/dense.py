@@ -5,6 +5,8 @@ storage type; h = relu(g) u is computed in fp32 and rounded. Where most neurons 
 sparse path is faster. Under torch.compile the operators use the plain formula instead, which fuses
 with its surroundings.
 
+With gate and up in FP8 their products are torch's, in FP8 too, and the third one stays in bf16.
+
     x, y [M, K]    g, u, h [M, N]
     g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
     without w_gate: h = relu(u)
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 
 from twell.kernels.common import Layer, cdiv, narrow, relu
 from twell.kernels.options import launch_options
+from twell.sparse import float8
 
 
 @triton.jit
@@ -42,15 +45,21 @@ def relu_times(g: Tensor, u: Tensor) -> Tensor:
     return g
 
 
-def ffn(x: Tensor, layer: Layer) -> Tensor:
-    """The dense layer: y [M, K] of x [M, K]; g, u and h are rounded to x.dtype.
+def ffn(x: Tensor, layer: Layer, x_scale: Tensor | None = None) -> Tensor:
+    """The dense layer: y [M, K] of x [M, K]; g, u and h are rounded to y.dtype.
 
     Workspace: g and u, 2 M N values, without a gate M N. The paper's dense baseline computes
     the same.
     """
-    u = F.linear(x, layer.w_up, layer.b_up)
+
+    def linear(w: Tensor, w_scale: Tensor | None, b: Tensor | None) -> Tensor:
+        if x_scale is None:
+            return F.linear(x, w, b)
+        return float8.linear(x, x_scale, w, w_scale, b)
+
+    u = linear(layer.w_up, layer.s_up, layer.b_up)
     if layer.gated:
-        h = relu_times(F.linear(x, layer.w_gate, layer.b_gate), u)
+        h = relu_times(linear(layer.w_gate, layer.s_gate, layer.b_gate), u)
     else:
         h = u.relu_()
     return F.linear(h, layer.w_down_t.t(), layer.b_down)

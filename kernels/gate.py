@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, narrow, relu, round_up, wide
+from twell.kernels.common import cdiv, narrow, relu, round_up, scaled, wide
 from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 
@@ -35,17 +35,19 @@ def tile_of(number, num_row_tiles, num_column_tiles, GROUP):
 
 
 @triton.jit
-def gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BY_NEURON):
-    """The tile of g at (token, neuron), not yet rounded: [BM, BN], or [BN, BM] if BY_NEURON.
-
-    0 beyond neuron N, except for tokens with NaN.
-    """
+def tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, BY_NEURON):
+    """x w^T of the tile at (token, neuron) in fp32: [BM, BN], or [BN, BM] if BY_NEURON."""
     acc = tl.zeros((BN, BM) if BY_NEURON else (BM, BN), tl.float32)
-    neurons = neuron + tl.arange(0, BN)
     for k in range(0, K, BK):
         x = wide(x_desc.load([token, k]))
         w = wide(w_desc.load([neuron, k]))
         acc = tl.dot(w, x.T, acc) if BY_NEURON else tl.dot(x, w.T, acc)
+    return acc
+
+
+@triton.jit
+def activate(acc, b_ptr, neurons, N, BY_NEURON):
+    """relu(acc + b), not yet rounded; 0 beyond neuron N, except for tokens with NaN."""
     if b_ptr is not None:
         b = tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
         acc += b[:, None] if BY_NEURON else b[None, :]
@@ -57,6 +59,8 @@ def gate_bits_kernel(
     x_desc,
     w_desc,
     b_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
     g_desc,
     bits_ptr,
     zero_ptr,
@@ -84,8 +88,10 @@ def gate_bits_kernel(
     ):
         token_tile, neuron_tile = tile_of(number, num_token_tiles, num_neuron_tiles, GROUP)
         token, neuron = token_tile * BM, neuron_tile * BN
-        acc = gate_tile(x_desc, w_desc, b_ptr, token, neuron, N, K, BM, BN, BK, BY_NEURON)
-        g = narrow(acc, x_desc.dtype)
+        acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, BY_NEURON)
+        tokens, neurons = token + tl.arange(0, BM), neuron + tl.arange(0, BN)
+        acc = scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, BY_NEURON)
+        g = narrow(activate(acc, b_ptr, neurons, N, BY_NEURON), g_desc.dtype)
         row, column = (neuron, token) if BY_NEURON else (token, neuron)
         g_desc.store([row, column], g)
         active = (g.to(tl.uint16, bitcast=True).to(tl.int32) & 0x7FFF) != 0  # not 0 and not -0
@@ -114,10 +120,17 @@ def check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
 
 
 def gate_bits(
-    x: Tensor, w: Tensor, b: Tensor | None, *, by_neuron: bool, zero: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    *,
+    by_neuron: bool,
+    zero: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """g in x.dtype and its bits, by tokens or by neurons, for an M of at least 1; shapes as above.
 
+    `scales`: of tokens [M] and neurons [N] for x and w in FP8; g is in bf16 then.
     `tokens` is M rounded up to whole tiles, by neurons at least to a multiple of 128. Bits of
     neurons beyond N (by tokens) and of tokens beyond M (by neurons) are 0; other entries outside
     are undefined. The first entry of `zero` is set to 0, which saves its owner a launch. Raises
@@ -125,13 +138,18 @@ def gate_bits(
     """
     check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
-    options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device)
+    fp8 = w.itemsize == 1
+    options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device, fp8=fp8)
     tokens, width = round_up(num_tokens, options["BM"]), round_up(intermediate_size, 256)
+    dtype = torch.bfloat16 if fp8 else x.dtype
     if by_neuron:
-        g, block = x.new_empty(intermediate_size, tokens), [options["BN"], options["BM"]]
+        g, block = (
+            x.new_empty(intermediate_size, tokens, dtype=dtype),
+            [options["BN"], options["BM"]],
+        )
         bits = torch.empty(tokens // 32, width, dtype=torch.int32, device=x.device)
     else:
-        g, block = x.new_empty(num_tokens, width), [options["BM"], options["BN"]]
+        g, block = x.new_empty(num_tokens, width, dtype=dtype), [options["BM"], options["BN"]]
         bits = torch.empty(tokens, width // 32, dtype=torch.int32, device=x.device)
     num_tiles = cdiv(num_tokens, options["BM"]) * cdiv(intermediate_size, options["BN"])
     num_programs = min(num_processors(x.device), num_tiles)
@@ -139,6 +157,7 @@ def gate_bits(
         TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
         TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
         b,
+        *scales,
         TensorDescriptor.from_tensor(g, block),
         bits,
         zero,

@@ -15,6 +15,9 @@ contiguous; b_gate and b_up [N], b_down [K]. K is a multiple of 16, N at most 65
 x may have any strides. All tensors are bf16 or all fp16, and on one device. The operators raise
 ValueError or TypeError for anything else, with the name of the tensor.
 
+In FP8 (twell.sparse.float8) x, w_gate and w_up are float8_e4m3fn, with scales x_scale [M], s_gate
+and s_up [N] in fp32 behind the other tensors; the rest and y are bf16.
+
 `run` is the dispatch point: a path by name, or "dense". Eagerly it calls the kernels without
 PyTorch's dispatcher, which takes as long as a small layer. The sparse paths then add to `activity`
 [4] int64 on x's device, if given: tokens; blocks of 64 consecutive tokens, a part of one counts;
@@ -39,19 +42,33 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, rowwise, union
-from twell.kernels.common import DTYPES, INTERPRETED, Layer
-from twell.sparse import reference
+from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output
+from twell.sparse import float8, reference
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 
 PLAIN = Tensor, nn.Parameter
 FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
 
 
-def check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) -> None:
+def check_tensors(
+    x,
+    w_gate,
+    w_up,
+    w_down,
+    b_gate=None,
+    b_up=None,
+    b_down=None,
+    x_scale=None,
+    s_gate=None,
+    s_up=None,
+    *,
+    activity=None,
+) -> None:
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
-    if x.dtype not in DTYPES:
+    in_fp8 = x.dtype == float8.FLOAT8
+    if x.dtype not in DTYPES and not in_fp8:
         raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
     if w_up.dim() != 2:
         expected = "[intermediate_size, hidden_size]"
@@ -63,17 +80,27 @@ def check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activity=None) 
         raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
-    for name, tensor, shape in (
-        ("w_gate", w_gate, (n, k)),
-        ("w_up", w_up, (n, k)),
-        ("w_down", w_down, (k, n)),
-        ("b_gate", b_gate, (n,)),
-        ("b_up", b_up, (n,)),
-        ("b_down", b_down, (k,)),
+    rest = torch.bfloat16 if in_fp8 else x.dtype
+    for name, tensor, shape, dtype in (
+        ("w_gate", w_gate, (n, k), x.dtype),
+        ("w_up", w_up, (n, k), x.dtype),
+        ("w_down", w_down, (k, n), rest),
+        ("b_gate", b_gate, (n,), rest),
+        ("b_up", b_up, (n,), rest),
+        ("b_down", b_down, (k,), rest),
+        ("x_scale", x_scale, x.shape[:1], torch.float32),
+        ("s_gate", s_gate, (n,), torch.float32),
+        ("s_up", s_up, (n,), torch.float32),
     ):
         if tensor is not None:
-            check_tensor(name, tensor, shape, x.dtype)
+            check_tensor(name, tensor, tuple(shape), dtype)
             _check_storage(name, tensor, x.device)
+    scales = {"x_scale": x_scale, "s_up": s_up}
+    scales |= {} if w_gate is None else {"s_gate": s_gate}
+    for name, tensor in scales.items():
+        if (tensor is None) == in_fp8:
+            given = "missing" if in_fp8 else "given"
+            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8")
     if activity is not None:
         given = activity.dtype, tuple(activity.shape)
         if given != (torch.int64, (4,)):
@@ -108,9 +135,9 @@ def prepare(x: Tensor) -> Tensor:
     return _aligned(x.contiguous())
 
 
-def to_layer(w_gate, w_up, w_down, b_gate, b_up, b_down) -> Layer:
+def to_layer(w_gate, w_up, w_down, *biases_and_scales: Tensor | None) -> Layer:
     """The tensors as the kernels read them."""
-    return Layer(_aligned(w_gate), _aligned(w_up), w_down.t(), b_gate, b_up, b_down)
+    return Layer(_aligned(w_gate), _aligned(w_up), w_down.t(), *biases_and_scales)
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
@@ -123,30 +150,46 @@ def on_device(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def launch(ffn, x, w_gate, w_up, w_down, b_gate, b_up, b_down, **options) -> Tensor:
+def launch(ffn, x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
     """y [M, K] by the function `ffn` of a kernel file, after all checks."""
-    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down, options.get("activity"))
+    check_tensors(x, *tensors, activity=options.get("activity"))
     if x.shape[0] == 0:
-        return x.new_empty(x.shape)
-    x, layer = prepare(x), to_layer(w_gate, w_up, w_down, b_gate, b_up, b_down)
+        return empty_output(x)
+    weights, (x_scale, *scales) = tensors[:6], tensors[6:] or (None, None, None)
+    x, layer = prepare(x), to_layer(*weights, *scales)
+    if x_scale is not None:
+        options["x_scale"] = x_scale
     with on_device(x):
         return ffn(x, layer, **options)
 
 
-def fake(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> Tensor:
+def fake(x, *tensors: Tensor | None) -> Tensor:
     """An empty y, after all checks of shapes."""
-    check_tensors(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return x.new_empty(x.shape)
+    check_tensors(x, *tensors)
+    return empty_output(x)
 
 
 def _register(path: str) -> torch.library.CustomOpDef:
     """Registers twell::ffn_`path`."""
 
-    def compute(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
-        return launch(FUNCTIONS[path], x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    def compute(
+        x,
+        w_gate,
+        w_up,
+        w_down,
+        b_gate=None,
+        b_up=None,
+        b_down=None,
+        x_scale=None,
+        s_gate=None,
+        s_up=None,
+    ):
+        weights = w_gate, w_up, w_down, b_gate, b_up, b_down
+        return launch(FUNCTIONS[path], x, *weights, x_scale, s_gate, s_up)
 
-    weights = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
-    schema = f"({weights}, Tensor? b_gate=None, Tensor? b_up=None, Tensor? b_down=None) -> Tensor"
+    optional = "b_gate b_up b_down x_scale s_gate s_up".split()
+    optional = ", ".join(f"Tensor? {name}=None" for name in optional)
+    schema = f"(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, {optional}) -> Tensor"
     name = f"twell::ffn_{path}"
     operator = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
     operator.register_fake(fake)
@@ -160,11 +203,12 @@ PATHS = {path: _register(path) for path in ("rowwise", "union", "decode")}
 def takes(x: Tensor, intermediate_size: int) -> bool:
     """Whether the operators take x [M, K] for layers of N = `intermediate_size` neurons."""
     here = x.is_cuda or (bool(INTERPRETED) and x.device.type == "cpu")
-    return here and x.dtype in DTYPES and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
+    known = x.dtype in DTYPES or x.dtype == float8.FLOAT8
+    return here and known and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
 
 
 def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None = None) -> Tensor:
-    """y [M, K] by a path of PATHS or "dense", for the seven tensors of the operators; no gradients.
+    """y [M, K] by a path of PATHS or "dense", for the tensors of the operators; no gradients.
 
     `activity`: see the module; dense ignores it. Raises ValueError for `activity` under
     torch.compile, RuntimeError where a tensor requires gradients.
@@ -180,7 +224,7 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
         if path != "dense":
             return PATHS[path](x, *tensors)
         check_tensors(x, *tensors)
-        return reference.ffn(x, *tensors)
+        return float8.dense(x, *tensors) if x.dtype == float8.FLOAT8 else reference.ffn(x, *tensors)
     options = {} if activity is None or path == "dense" else {"activity": activity}
     return launch(FUNCTIONS[path], x, *tensors, **options)
 

@@ -32,6 +32,8 @@ from twell.kernels.common import (
     Layer,
     add_activity,
     cdiv,
+    chunks,
+    empty_output,
     load,
     narrow,
     next_power_of_2,
@@ -86,14 +88,19 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
 
 
 @triton.jit
-def add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN):
-    """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK]."""
+def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN):
+    """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK].
+
+    su_ptr: the scales of w_up in FP8, or None.
+    """
     neuron = word & 0xFFFF
     h = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     weights = neuron.to(tl.int64) * K + k
     down = load(wd_ptr + weights, inside, EVEN).to(tl.float32)
     if GATED:
         u = tl.sum(x * load(wu_ptr + weights, inside, EVEN).to(tl.float32), 0)
+        if su_ptr is not None:
+            u *= tl.load(su_ptr + neuron)
         if bu_ptr is not None:
             u += tl.load(bu_ptr + neuron).to(tl.float32)
         h *= u
@@ -103,9 +110,11 @@ def add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED,
 @triton.jit
 def rowwise_kernel(
     x_ptr,
+    x_scale_ptr,
     words_ptr,
     wu_ptr,
     bu_ptr,
+    su_ptr,
     wd_ptr,
     bd_ptr,
     y_ptr,
@@ -121,11 +130,15 @@ def rowwise_kernel(
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = k < K
     x = load(x_ptr + row * K + k, inside, EVEN).to(tl.float32)
+    if x_scale_ptr is not None:
+        x *= tl.load(x_scale_ptr + row)
     acc = tl.zeros((BK,), tl.float32)
     words_ptr += row * stride
     for slot in range(1, tl.load(words_ptr) + 1):
         word = tl.load(words_ptr + slot)
-        acc = add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN)
+        acc = add_neuron(
+            acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN
+        )
     if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
@@ -175,7 +188,7 @@ def row_block(hidden_size: int, gated: bool) -> dict[str, int]:
     )
 
 
-def up_down(x: Tensor, words: Tensor, layer: Layer, y: Tensor) -> None:
+def up_down(x: Tensor, x_scale: Tensor | None, words: Tensor, layer: Layer, y: Tensor) -> None:
     """Writes y [M, K] from the words of `make_lists`; u and h are not rounded.
 
     Without a gate the words hold h, and neither x nor w_up is read.
@@ -184,9 +197,11 @@ def up_down(x: Tensor, words: Tensor, layer: Layer, y: Tensor) -> None:
     options = launch_options("rowwise", x.device) | row_block(hidden_size, layer.gated)
     rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
         x,
+        x_scale,
         words,
         layer.w_up,
         layer.b_up,
+        layer.s_up,
         layer.w_down_t,
         layer.b_down,
         y,
@@ -202,19 +217,22 @@ def chunk_tokens(intermediate_size: int) -> int:
     return 256 * max(1, WORKSPACE_BYTES // (256 * bytes_per_token))
 
 
-def ffn(x: Tensor, layer: Layer, *, activity: Tensor | None = None) -> Tensor:
-    """The layer by rows: y [M, K] of x [M, K], M at least 1. Only g is rounded to x.dtype.
+def ffn(
+    x: Tensor, layer: Layer, x_scale: Tensor | None = None, *, activity: Tensor | None = None
+) -> Tensor:
+    """The layer by rows: y [M, K] of x [M, K], M at least 1. Only g is rounded to y.dtype.
 
     `activity` [4] int64 counts as ops.py says. Workspace: 6 bytes for each token and neuron, in
     chunks that keep it below WORKSPACE_BYTES.
     """
     intermediate_size = len(layer.w_up)
-    y = torch.empty_like(x)
+    y = empty_output(x)
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(intermediate_size))), 256)
-    for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False)
+    for x_chunk, x_scales, y_chunk in chunks(size, x, x_scale, y):
+        scales = x_scales, layer.first_scale
+        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False, scales=scales)
         if activity is not None:
             count_activity(bits, len(x_chunk), intermediate_size, activity)
         # The words have no name, so that they are freed before the next chunk.
-        up_down(x_chunk, make_lists(g, bits, intermediate_size), layer, y_chunk)
+        up_down(x_chunk, x_scales, make_lists(g, bits, intermediate_size), layer, y_chunk)
     return y

@@ -34,10 +34,13 @@ from twell.kernels.common import (
     Layer,
     add_activity,
     cdiv,
+    chunks,
+    empty_output,
     load,
     narrow,
     popcount,
     round_up,
+    scaled,
     wide,
 )
 from twell.kernels.gate import gate_bits
@@ -127,14 +130,20 @@ def _tile(number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN):
 
 
 @triton.jit
-def _product(x_desc, w_ptr, b_ptr, block, neurons, K, EVEN, BM, BN, BK):
-    """w[neurons] x^T + b[neurons] [BN, BM] in fp32, for the tokens of a block."""
+def _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK):
+    """w[neurons] x^T [BN, BM] in fp32, for the tokens of a block."""
     k = tl.arange(0, BK)
     w_ptrs = w_ptr + neurons[:, None] * K + k[None, :]
     u = tl.zeros((BN, BM), tl.float32)
     for start in range(0, K, BK):
         w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
         u = tl.dot(wide(w), wide(x_desc.load([block * BM, start])).T, u)
+    return u
+
+
+@triton.jit
+def _biased(u, b_ptr, neurons):
+    """u [BN, BM] + b[neurons]."""
     if b_ptr is not None:
         u += tl.load(b_ptr + neurons).to(tl.float32)[:, None]
     return u
@@ -153,11 +162,15 @@ def union_up_kernel(
     x_desc,
     w_ptr,
     b_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
     g_ptr,
     h_ptr,
     lists_ptr,
     counts_ptr,
     queue_ptr,
+    M,
+    N,
     tokens,
     width,
     K,
@@ -174,9 +187,11 @@ def union_up_kernel(
         block, count, places, neurons = _tile(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
-        if GATED:
-            u = _product(x_desc, w_ptr, b_ptr, block, neurons, K, EVEN, BM, BN, BK)
         columns = block * BM + tl.arange(0, BM)
+        if GATED:
+            u = _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK)
+            u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
+            u = _biased(u, b_ptr, neurons)
         h = tl.load(g_ptr + neurons[:, None] * tokens + columns[None, :]).to(tl.float32)
         active = (h != 0) & (places < count)[:, None]
         if GATED:
@@ -212,7 +227,8 @@ def union_product_kernel(
         block, _, places, neurons = _tile(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
-        u = _product(x_desc, w_ptr, b_ptr, block, neurons, K, EVEN, BM, BN, BK)
+        u = _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK)
+        u = _biased(u, b_ptr, neurons)
         if add_ptr is not None:
             u += tl.load(add_ptr + block * BM + tl.arange(0, BM))[None, :]
         _store(out_ptr, u, block, places, width, BM)
@@ -310,7 +326,7 @@ def _over_unions(
 ) -> Tensor:
     """Launches union_up_kernel or union_product_kernel, which write `out`; returns `out`."""
     block_m, width, hidden_size = out.shape[1], unions.lists.shape[1], x.shape[1]
-    options = launch_options(f"union_up_{block_m}", x.device) | flags
+    options = launch_options(f"union_up_{block_m}", x.device, fp8=w.itemsize == 1) | flags
     num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(unions.queue) - 1)
     sizes = *sizes, width, hidden_size, cdiv(len(w), options["BN"]), num_programs
     even = hidden_size % options["BK"] == 0
@@ -319,18 +335,23 @@ def _over_unions(
     return out
 
 
-def up(x: Tensor, layer: Layer, g: Tensor, unions: Unions, block_m: int) -> Tensor:
+def up(
+    x: Tensor,
+    layer: Layer,
+    g: Tensor,
+    unions: Unions,
+    block_m: int,
+    x_scale: Tensor | None = None,
+) -> Tensor:
     """h = (x w_up^T + b_up) * g over the unions, without a gate g; 0 where a token is inactive.
 
-    x [M, K]; g [N, tokens] as `gate_bits` stores it. Returns [blocks * width, block_m] in x.dtype,
+    x [M, K]; g [N, tokens] as `gate_bits` stores it. Returns [blocks * width, block_m] in g.dtype,
     of which the first counts[block] of each block's `width` rows, rounded up to whole tiles, are
     set. h is rounded, u is not.
     """
-    h = x.new_empty(unions.lists.numel(), block_m)
-    rest = layer.b_up, g
-    return _over_unions(
-        union_up_kernel, x, layer.w_up, rest, unions, h, g.shape[1], GATED=layer.gated
-    )
+    h = g.new_empty(unions.lists.numel(), block_m)
+    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (len(x), *g.shape)
+    return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, GATED=layer.gated)
 
 
 def product(
@@ -387,24 +408,39 @@ def chunk_tokens(intermediate_size: int) -> int:
     return 256 * max(1, WORKSPACE_BYTES // (g_and_h + bits + unions))
 
 
-def _chunk(x: Tensor, y: Tensor, layer: Layer, block_m: int, activity: Tensor | None) -> None:
+def _chunk(
+    x: Tensor,
+    x_scale: Tensor | None,
+    y: Tensor,
+    layer: Layer,
+    block_m: int,
+    activity: Tensor | None,
+) -> None:
     """One chunk of tokens, x and y [M, K]; a function, so that its workspace is freed."""
     num_tokens, intermediate_size = len(x), len(layer.w_up)
     unions = empty_unions(num_tokens, intermediate_size, block_m, x.device)
-    g, bits = gate_bits(x, *layer.first, by_neuron=True, zero=unions.queue)
+    scales = x_scale, layer.first_scale
+    g, bits = gate_bits(x, *layer.first, by_neuron=True, zero=unions.queue, scales=scales)
     make_lists(bits, unions, num_tokens, intermediate_size, block_m, activity)
-    down(up(x, layer, g, unions, block_m), layer.w_down_t, layer.b_down, unions, y)
+    h = up(x, layer, g, unions, block_m, x_scale)
+    down(h, layer.w_down_t, layer.b_down, unions, y)
 
 
-def ffn(x: Tensor, layer: Layer, *, activity: Tensor | None = None) -> Tensor:
+def ffn(
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+) -> Tensor:
     """The layer by unions: y [M, K] of x [M, K], M at least 1.
 
-    g and h are rounded to x.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
     4 bytes for each token and neuron, and 9/64 more for bits and lists. Tokens are taken in chunks
     that keep it below WORKSPACE_BYTES, since the lengths of lists are not known.
     """
-    y = torch.empty_like(x)
+    y = empty_output(x)
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(len(layer.w_up)))), 256)
-    for x_chunk, y_chunk in zip(x.split(size), y.split(size), strict=True):
-        _chunk(x_chunk, y_chunk, layer, block_tokens(len(x)), activity)
+    for chunk in chunks(size, x, x_scale, y):
+        _chunk(*chunk, layer, block_tokens(len(x)), activity)
     return y

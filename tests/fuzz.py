@@ -1,4 +1,4 @@
-"""Random cases of the layer against fp64: python -m tests.fuzz --cases 300 --seed 1 [--training]
+"""Random cases of the layer against fp64: python -m tests.fuzz --cases 300 [--training | --fp8]
 
 One number names a case: path, sizes, dtype, biases, layout of x, and a pattern of activity. Values
 are of two kinds:
@@ -8,6 +8,9 @@ are of two kinds:
             bit decides: y is then compared with the rounded result, within two units.
   integer   small integers, whose sums are exact in fp32 in any order: y has to equal, bit for bit,
             the layer in fp64 that rounds g, h (not by rows) and y to the storage type.
+
+In FP8 x, gate and up are quantised first, and everything is compared with the layer of the
+quantised tensors. Integers are then rounded to FP8, and scales are powers of two.
 
 A GPU computes every case twice, with two capacities in training, and has to give the same bits.
 --training also checks the gradients of every tensor and of the L1 term. Where values are integers,
@@ -26,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from twell.sparse import reference
+from twell.sparse import float8, reference
 
 Tensors = dict[str, Tensor | None]
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
@@ -60,6 +63,7 @@ class Case:
     compression: int = 8
     layout: str = "contiguous"
     nonfinite: str = ""
+    fp8: bool = False
     seed: int = 0
 
 
@@ -89,6 +93,8 @@ def draw(seed: int, *, large: bool) -> Case:
         path, options["compression"] = "twell", compression
     options["layout"] = r.choice(["contiguous", "contiguous", "transposed", "offset"])
     options["nonfinite"] = r.choice(["", "", "", "nan", "inf"])
+    if r.random() < 0.25 and path != "twell":
+        options |= dict(fp8=True, dtype=torch.bfloat16)
     return Case(path, tokens, neurons, hidden_size, seed=seed, **options)
 
 
@@ -199,6 +205,24 @@ def exact(
     return g, torch.nn.functional.linear(_round(h, round_h), t["w_down"], t["b_down"])
 
 
+def quantized(case: Case, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """The tensors of a case in FP8 for the operators, and in fp64 for `exact`."""
+    powers = torch.Generator().manual_seed(case.seed)
+    packed, wide = dict(tensors), dict(tensors)
+    for name, scale_name in (("x", "x_scale"), ("w_gate", "s_gate"), ("w_up", "s_up")):
+        rows = tensors[name]
+        if rows is None:
+            continue
+        values, scale = float8.quantize(rows)
+        if case.values == "integer":
+            values = torch.where(scale.isnan()[:, None], 0, rows).to(float8.FLOAT8)
+            power = 2.0 ** torch.randint(-3, 3, (len(rows),), generator=powers)
+            scale = torch.where(scale.isnan(), scale, power.to(scale.device))
+        packed[name], packed[scale_name] = values, scale
+        wide[name] = values.double() * scale.double()[:, None]
+    return packed, wide
+
+
 def relative_rms(y: Tensor, expected: Tensor) -> float:
     """Relative RMS error where `expected` is finite; elsewhere y has to be equal."""
     y = y.double()
@@ -211,7 +235,8 @@ def relative_rms(y: Tensor, expected: Tensor) -> float:
 
 def relative_rms_of_dense(tensors: Tensors, expected: Tensor) -> float:
     """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
-    y = reference.ffn(**tensors).double()
+    in_fp8 = "x_scale" in tensors
+    y = (float8.dense(**tensors) if in_fp8 else reference.ffn(**tensors)).double()
     finite = expected.isfinite() & y.isfinite()
     return float((y[finite] - expected[finite]).norm() / expected[finite].norm())
 
@@ -234,11 +259,13 @@ def _assert_same_bits(results, repeated, message: str) -> None:
 
 def check(case: Case, device: torch.device | str) -> float:
     """Relative RMS error of a case (integer values: 0); AssertionError if it is wrong."""
-    tensors = layer(case, device)
-    y = run(case, tensors)
+    given = tensors = layer(case, device)
+    if case.fp8:
+        given, tensors = quantized(case, tensors)
+    y = run(case, given)
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
     if y.is_cuda:  # the interpreter runs programs one after the other
-        _assert_same_bits([y], [run(case, tensors)], "two calls, two results")
+        _assert_same_bits([y], [run(case, given)], "two calls, two results")
     g, expected = exact(tensors)
     num_active = int(((g > 0) & expected.isfinite().all(1, keepdim=True)).sum())
     if case.values == "integer" or num_active < FEW:
@@ -252,7 +279,7 @@ def check(case: Case, device: torch.device | str) -> float:
     error, limit = relative_rms(y, expected), TOLERANCE[case.dtype]
     assert error <= limit, f"relative RMS {error:.2e} is above {limit}"
     if expected.isfinite().sum() >= MANY:
-        dense = relative_rms_of_dense(tensors, expected)
+        dense = relative_rms_of_dense(given, expected)
         assert error <= 1.25 * dense, (
             f"relative RMS {error:.2e} is above 1.25 of dense, {dense:.2e}"
         )
@@ -367,7 +394,7 @@ def check_training(
 
     Raises AssertionError if one is wrong.
     """
-    step = Step.of(case, path, device)
+    step = Step.of(replace(case, fp8=False), path, device)
     trained, results = step.run(capacity or case.intermediate_size)
     if trained.y.is_cuda:  # the interpreter runs programs one after the other
         again, repeated = step.run(max(int(trained.needed), 1))
@@ -418,9 +445,13 @@ def _compare(step: Step, results: dict[str, Tensor], rows, num_active: int) -> f
     return worst
 
 
-def check_number(seed: int, device: str, large: bool, train: bool) -> tuple[Case, float]:
-    """The case of a number and its error; an error has the case as a note."""
+def check_number(
+    seed: int, device: str, large: bool, train: bool, fp8: bool = False
+) -> tuple[Case, float]:
+    """The case of a number and its error; an error has the case as a note. `fp8`: all in FP8."""
     case = draw(seed, large=large)
+    if fp8 and case.path != "twell":
+        case = replace(case, fp8=True, dtype=torch.bfloat16)
     if train:
         from twell.kernels import training
         from twell.kernels.training_ops import TRAIN_PATHS
@@ -442,6 +473,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="number of the first case")
     add("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
     add("--training", action="store_true", help="gradients too, on the paths of training")
+    add("--fp8", action="store_true", help="every case in FP8 that can be")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     large = device == "cuda" and not options.small
@@ -449,13 +481,13 @@ def main() -> None:
     failed, begin = 0, time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
         try:
-            case, error = check_number(seed, device, large, options.training)
+            case, error = check_number(seed, device, large, options.training, options.fp8)
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
             notes = " ".join(getattr(problem, "__notes__", []))
             print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
             continue
-        key = case.path, case.dtype
+        key = case.path, float8.FLOAT8 if case.fp8 else case.dtype
         worst[key] = max(worst.get(key, 0.0), error)
     done = f"{options.cases} cases from {options.seed} on {device}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import cdiv, narrow
-from twell.kernels.gate import check_gate, gate_tile, tile_of
+from twell.kernels.gate import activate, check_gate, tile_of, tile_product
 from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 TILE_N = 256  # the paper's tile, and the widest product of one tensor-core instruction of Hopper
@@ -49,9 +49,9 @@ def gate_words_kernel(
     for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs):
         row_tile, column_tile = tile_of(number, num_row_tiles, num_column_tiles, GROUP)
         columns = column_tile * BN + tl.arange(0, BN)
-        acc = gate_tile(
-            x_desc, w_desc, b_ptr, row_tile * BM, column_tile * BN, N, K, BM, BN, BK, False
-        )
+        token, neuron = row_tile * BM, column_tile * BN
+        acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, False)
+        acc = activate(acc, b_ptr, columns, N, False)
         g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
         # The first non-zero of a row goes to word 1, its inclusive prefix sum: word 0 is the count.

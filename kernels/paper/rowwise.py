@@ -79,7 +79,9 @@ def twell_rowwise_kernel(
         listed = tl.where(count < S, count, 0)
         for slot in range(1, listed + 1):
             word = tl.load(words_ptr + tile * S + slot)
-            acc = add_neuron(acc, word, x, wu_ptr, bu_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN)
+            acc = add_neuron(
+                acc, word, x, wu_ptr, bu_ptr, None, wd_ptr, k, inside, K, dtype, GATED, EVEN
+            )
         if listed != count:
             for first in range(tile * TILE, tl.minimum(tile * TILE + TILE, N), AGAIN_N):
                 neurons = first + tl.arange(0, AGAIN_N)

@@ -297,7 +297,7 @@ def calibrating(tmp_path, monkeypatch):
     """Return the shapes that `measure calibrate` gives, without measuring, in an empty folder."""
     shapes = []
 
-    def calibrate(*shape, gated, out):
+    def calibrate(*shape, gated, quantized, out):
         shapes.append((*shape, gated))
         points = (Point(1, 1, 1, {"dense": 1.0, "union": 0.5}),)
         calibration = Calibration("x", *shape, gated, "bfloat16", "", "", points)

@@ -25,10 +25,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
-from twell.kernels import decode, dense, options, rowwise, training, training_ops, union
+from twell.kernels import decode, dense, float8, options, rowwise, training, training_ops, union
 from twell.kernels.common import Gradients, Layer
 from twell.kernels.paper import hybrid
 from twell.kernels.paper import rowwise as twell_rowwise
+from twell.sparse.float8 import FLOAT8
 
 # CUDA's limits for x, y and z.
 GRID = (2**31 - 1, 65_535, 65_535)
@@ -39,6 +40,7 @@ TRAINING = {
     training: ((3 * 2**19, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
     hybrid: ((2**21, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
 }
+WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
 
@@ -104,10 +106,11 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
 
     use(architecture, launch)
     w = torch.empty(5632, 2048, dtype=torch.bfloat16)
-    compile_layers(w, True, torch.zeros(4, dtype=torch.int64))
-    if variants == "all":
-        compile_layers(w, True, None)
-        compile_layers(w, False, None)
+    several = [(True, torch.zeros(4, dtype=torch.int64)), (True, None), (False, None)]
+    for gated, activity in several if variants == "all" else several[:1]:
+        compile_layers(w, gated, activity)
+        if architecture in WITH_FP8:
+            compile_float8(w, gated, activity)
     dense.relu_times(w, w)
     return shared, sorted(problems)
 
@@ -119,13 +122,35 @@ def compile_layers(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) 
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
     twell_rowwise.ffn(x, layer)
-    rowwise.ffn(x, layer, activity=activity)
-    for options.LARGE_BLOCK_TOKENS in (0, 256):
-        union.ffn(x, layer, activity=activity)
-    for num_tokens in (1, 2, 4, 16, 64):
-        decode.ffn(x[:num_tokens], layer, activity=activity)
+    compile_inference(x, layer, activity)
     for path in SAVED:
         step(path, x, layer, mask, 29)
+
+
+def compile_inference(
+    x: torch.Tensor,
+    layer: Layer,
+    activity: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+) -> None:
+    rowwise.ffn(x, layer, x_scale, activity=activity)
+    for options.LARGE_BLOCK_TOKENS in (0, 256):
+        union.ffn(x, layer, x_scale, activity=activity)
+    for num_tokens in (1, 2, 4, 16, 64):
+        scale = None if x_scale is None else x_scale[:num_tokens]
+        decode.ffn(x[:num_tokens], layer, scale, activity=activity)
+
+
+def compile_float8(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) -> None:
+    """Every path of inference in FP8; counting activity, with biases too."""
+    x, values, scale = w[:256].clone(), w.to(FLOAT8), torch.empty(len(w))
+    first = values if gated else None
+    layer = Layer(first, values, w, s_gate=scale if gated else None, s_up=scale)
+    if activity is not None:
+        bias = w[:, 0].contiguous()
+        layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
+    compile_inference(values[:256].clone(), layer, activity, scale[:256].clone())
+    float8.quantize(x)
 
 
 class Lowered(Exception):
@@ -220,12 +245,19 @@ def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool
 
 def launch_inference(x: torch.Tensor, layer: Layer) -> None:
     activity = empty(4, dtype=torch.int64)
+    n, scale = len(layer.w_up), empty(len(x), dtype=torch.float32)
+    values, scales = empty(*layer.w_up.shape, dtype=FLOAT8), empty(n, dtype=torch.float32)
+    in_fp8 = layer._replace(w_up=values, s_up=scales)
+    if layer.gated:
+        in_fp8 = in_fp8._replace(w_gate=values, s_gate=scales)
     for path in (rowwise, union, decode):
         path.ffn(x, layer, activity=activity)
+        path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
     for few in (2, 4):
         decode.ffn(x[:few], layer, activity=activity)
     twell_rowwise.ffn(x, layer)
     dense.ffn(x, layer)
+    float8.quantize(x)
 
 
 def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:

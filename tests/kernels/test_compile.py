@@ -39,6 +39,8 @@ NAMES = {
     for path in KERNELS.rglob("*.py")
     for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
+WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"  # architectures with tensor cores for it
+IN_FP8 = {"twell.kernels.float8.quantize_kernel"}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
 BOUNDED = {
     ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
@@ -86,7 +88,7 @@ def test_names_of_kernels_are_unique():
 @pytest.mark.parametrize(("architecture", "variants", "older"), COMPILERS)
 def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
     shared, problems = in_subprocess(tmp_path, "compile", architecture, variants, older=older)
-    assert set(shared) == NAMES
+    assert set(shared) | (set() if architecture in WITH_FP8 else IN_FP8) == NAMES
     assert max(shared.values()) <= LIMITS[architecture], shared
     assert not problems, "\n".join(problems)
 

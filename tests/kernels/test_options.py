@@ -24,7 +24,15 @@ def test_every_key_is_used_and_every_used_key_exists():
         for key in re.findall(r'"([a-z_0-9{}]+)"', call)
     }
     expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
-    assert expanded == set(options.OPTIONS)
+    in_fp8 = {key for key in options.OPTIONS if key.removesuffix("_fp8") in expanded}
+    assert expanded | in_fp8 == set(options.OPTIONS)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_lists_have_the_same_tiles_in_fp8(block_m):
+    plain, in_fp8 = (options.OPTIONS[f"union_up_{block_m}{suffix}"] for suffix in ("", "_fp8"))
+    for architecture in in_fp8:
+        assert in_fp8[architecture]["BN"] == plain[architecture]["BN"]
 
 
 @pytest.mark.parametrize("kernel", options.OPTIONS)

@@ -64,6 +64,24 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
+def test_layers_in_fp8_are_measured_beside_the_others(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
+    monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    rows = ffn([70], [9], **SIZES, mode="stream")
+    dense = ["dense FP8 torch.compile", "dense FP8 by tensors torch.compile"]
+    paths = [f"triton {path} FP8" for path in ("dense", "rowwise", "union", "decode")]
+    assert [row["provider"] for row in rows] == PROVIDERS[:-1] + dense + paths + [
+        "auto",
+        "auto FP8",
+    ]
+    errors = {row["provider"]: row["relative_rms"] for row in rows}
+    assert all(errors[path] < TOLERANCE["layer"] for path in paths)
+    assert 0.005 < errors[dense[0]] < 0.05  # h is quantised too
+    assert all(row["roofline"] is None for row in rows if "FP8" in row["provider"])
+    assert {row["path"] for row in rows if row["provider"] == "auto FP8"} <= set(DEPENDS_ON)
+
+
 def test_recorded_rows_have_the_activity_of_their_masks(dense_kernels):
     masks = {"a": fresh_mask(20, 40), "b": fresh_mask(10, 30)}
     options = {"patterns": ["recorded"], "gated": False, "masks": masks}

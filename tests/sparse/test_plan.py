@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
@@ -156,13 +157,13 @@ def test_watching_costs_little(monkeypatch):
     x, chooser = torch.zeros(1, 32), Chooser(32, 1000, True)
     for _ in range(2560):
         call(chooser, 1, 900, 900)
-        chooser.probe(x, x, None)
+        chooser.probe(x, torch.Tensor.relu)
     assert len(probes) == 10 and len(reads) == 80  # every 256th and every 32nd
     reads.clear()
     chooser = Chooser(32, 1000, True)
     for _ in range(256):
         chooser.update(1)
-        chooser.probe(x, x, None)
+        chooser.probe(x, torch.Tensor.relu)
     assert len(reads) == 1  # only the first probe counted
 
 
@@ -207,7 +208,7 @@ def test_activity_is_counted_as_a_loop_counts():
     x, weight, bias = torch.randn(5, 7, 16), torch.randn(40, 16), torch.randn(40) - 2
     x[2, 3, 1] = float("nan")
     counters = torch.tensor([1, 2, 3, 4])
-    plan.count_activity(x, weight, bias, counters)
+    plan.count_activity(x, lambda blocks: F.linear(blocks, weight, bias), counters)
     neurons = list(zip(weight, bias, strict=True))
     active = [
         [[bool((w @ token + b).relu() != 0) for w, b in neurons] for token in block] for block in x

@@ -31,6 +31,9 @@ def command(
     hidden_size: HiddenSize = None,
     intermediate_size: IntermediateSize = None,
     non_gated: NonGated = False,
+    fp8: Annotated[
+        bool, option("Of layers with FP8 weights (twell.quantize_).", name="--fp8")
+    ] = False,
     out: Annotated[
         Path | None,
         option(
@@ -74,6 +77,10 @@ def command(
     out = out or default
     prepare_out(out, ".json")
     # Saved before training is timed, which may fail.
-    calibration = measure.calibrate(hidden_size, intermediate_size, gated=gated, out=out)
+    calibration = measure.calibrate(
+        hidden_size, intermediate_size, gated=gated, quantized=fp8, out=out
+    )
+    if fp8:
+        return
     training = measure.crossover(hidden_size, intermediate_size, gated=gated)
     dataclasses.replace(calibration, training=training).save(out)

@@ -11,11 +11,12 @@ import torch
 from twell import results
 from twell.measure import clock
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes
+from twell.measure.float8 import Quantized
 from twell.measure.layer import checked
 from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
-from twell.measure.providers import DENSE_COMPILED
+from twell.measure.providers import DENSE_COMPILED, DENSE_FP8
 from twell.sparse import reference
-from twell.sparse.calibration import Calibration
+from twell.sparse.calibration import FLOAT8, Calibration
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
@@ -37,14 +38,16 @@ def calibrate(
     intermediate_size: int = 5632,
     *,
     gated: bool = True,
+    quantized: bool = False,
     out: str | Path,
     tokens: Sequence[int] = CALIBRATION_TOKENS,
 ) -> Calibration:
     """Time the kernels' dense path and each sparse one, and save what "auto" chooses by.
 
-    The layer is in bf16, its activity skewed, from one neuron per token to all; `out` is the JSON
-    file. Then "auto" is compared with dense torch.compile at sizes between those measured, and on
-    inputs unlike those it observed; the worst of each is printed. About a minute on an H200.
+    The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
+    to all; `out` is the JSON file. Then "auto" is compared with dense torch.compile, in FP8 with
+    the faster of it and dense FP8, at sizes between those measured, and on inputs unlike those it
+    observed; the worst of each is printed. About a minute on an H200.
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
@@ -53,7 +56,7 @@ def calibrate(
     out = Path(out)
     if not out.parent.is_dir() or out.is_dir():
         raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
-    layers = Layers(gpu, hidden_size, intermediate_size, gated)
+    layers = Layers(gpu, hidden_size, intermediate_size, gated, quantized)
     rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
     origin = results.provenance()
     calibration = Calibration.fit(
@@ -62,7 +65,7 @@ def calibrate(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         gated=gated,
-        dtype="bfloat16",
+        dtype=FLOAT8 if quantized else "bfloat16",
         versions="; ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         date=origin["date"],
     )
@@ -75,8 +78,16 @@ def calibrate(
 class Layers:
     """Layers of one size, to be timed at any number of tokens and activity."""
 
-    def __init__(self, gpu: clock.Gpu, hidden_size: int, intermediate_size: int, gated: bool):
+    def __init__(
+        self,
+        gpu: clock.Gpu,
+        hidden_size: int,
+        intermediate_size: int,
+        gated: bool,
+        quantized: bool = False,
+    ):
         self.gpu, self.size, self.gated = gpu, (hidden_size, intermediate_size), gated
+        self.quantized = quantized
 
     def case(self, num_tokens: int, active: float, pattern: Pattern = SKEWED) -> Case:
         options = {"active": active, "pattern": pattern, "device": self.gpu.device}
@@ -84,10 +95,12 @@ class Layers:
         sets = WEIGHT_SETS if num_tokens <= GRAPH_TOKENS else 1
         return Case.of(pattern.kind, inputs, self.gated, sets)
 
-    def milliseconds(self, case: Case, name: str, calls: list[Call]) -> float:
+    def milliseconds(
+        self, case: Case, name: str, calls: list[Call], exact: tuple | None = None
+    ) -> float:
         """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
         mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
-        _, times, _ = checked(self.gpu, case, f"{name} at {case}", calls, mode)
+        _, times, _ = checked(self.gpu, exact or (case.exact,), f"{name} at {case}", calls, mode)
         return clock.quantiles(times(clock.CALIBRATION_TURN))["p50"]
 
     def times(self, num_tokens: int) -> list[dict]:
@@ -95,9 +108,11 @@ class Layers:
         rows, behind = [], set()
         for active in calibration_levels(self.size[1]):
             case, times = self.case(num_tokens, active), {}
+            side = Quantized.of(case) if self.quantized else case
+            exact = (side.sparse,) if self.quantized else None
             for path in case.paths():  # dense comes first
                 if path not in behind:
-                    times[path] = self.milliseconds(case, path, case.path_calls(path))
+                    times[path] = self.milliseconds(case, path, side.path_calls(path), exact)
                     if times[path] > BEHIND * times["dense"]:
                         behind.add(path)
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
@@ -105,6 +120,16 @@ class Layers:
             speeds = "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items())
             print(f"{case}  {speeds}", flush=True)
         return rows
+
+    def _dense(self, case: Case, side: Case | Quantized, compiled) -> float:
+        """Return ms of dense torch.compile; of FP8 layers, of the faster of bf16 and FP8."""
+        calls = case.calls(compiled, plain=True)
+        dense = self.milliseconds(case, DENSE_COMPILED.name, calls)
+        if self.quantized:
+            calls = side.dense_calls()[DENSE_FP8]
+            exact = side.exact(DENSE_FP8)
+            dense = min(dense, self.milliseconds(case, DENSE_FP8.name, calls, exact))
+        return dense
 
     def check_choices(self, calibration: Calibration) -> dict[str, float]:
         """Time "auto" where nothing was calibrated; print and return the worst ratios to dense.
@@ -118,7 +143,9 @@ class Layers:
         n = self.size[1]
         planned = min(PLANNED_ACTIVE, n)
         for tokens in CHECKED_TOKENS:
-            plan = self.case(tokens, planned).auto_layers(calibration)[0].chooser.path(tokens)
+            known = self.case(tokens, planned)
+            known = Quantized.of(known) if self.quantized else known
+            plan = known.auto_layers(calibration)[0].chooser.path(tokens)
             full = self.case(tokens, n)
             alike = [self.case(tokens, active) for active in CHECKED_ACTIVE if active < n]
             for kind, case in (
@@ -126,14 +153,15 @@ class Layers:
                 ("even", self.case(tokens, planned, EVEN)),
                 ("busier", full),
             ):
-                layers = case.auto_layers(calibration)
+                side = Quantized.of(case) if self.quantized else case
+                layers = side.auto_layers(calibration)
                 path = plan if kind == "busier" else layers[0].chooser.path(tokens)
                 calls = [functools.partial(layer, case.x) for layer in layers]
                 if kind == "busier":
-                    calls = case.path_calls(path)
-                dense = case.calls(compiled, plain=True)
-                ratio = self.milliseconds(case, f"auto ({path})", calls)
-                ratio /= self.milliseconds(case, DENSE_COMPILED.name, dense)
+                    calls = side.path_calls(path)
+                exact = (side.sparse,) if self.quantized else None
+                ratio = self.milliseconds(case, f"auto ({path})", calls, exact)
+                ratio /= self._dense(case, side, compiled)
                 worst[kind] = max(ratio, worst[kind])
                 choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"
                 print(f"{case}  {kind:<6} {choice}", flush=True)

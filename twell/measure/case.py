@@ -91,8 +91,15 @@ class Case:
         }
         return [path for path in ("dense", "rowwise", "union", "decode") if not slow.get(path)]
 
-    def auto_layers(self, calibration: Calibration | None = None) -> list[SparseFFN]:
-        """Return layers of backend "auto" with these weights that know this activity."""
+    def auto_layers(
+        self,
+        calibration: Calibration | None = None,
+        prepare: Callable[[SparseFFN], None] | None = None,
+    ) -> list[SparseFFN]:
+        """Return layers of backend "auto" with these weights that know this activity.
+
+        `prepare` changes each before it gets its calibration.
+        """
         c, layers = self.columns, []
         for weights in self.sets:
             sizes = c["hidden_size"], c["intermediate_size"]
@@ -101,6 +108,8 @@ class Case:
             for part, weight in zip(projections, weights, strict=True):
                 if part is not None:
                     part.weight = nn.Parameter(weight, requires_grad=False)
+            if prepare is not None:
+                prepare(layer)
             layer.calibration = calibration
             layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
             layers.append(layer.eval())

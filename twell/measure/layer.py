@@ -11,11 +11,20 @@ import torch
 
 from twell.measure import clock
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
+from twell.measure.check import Exact
 from twell.measure.clock import Gpu
 from twell.measure.costs import ceilings, kernel_formulas, roofline, work
-from twell.measure.providers import AUTO, DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
+from twell.measure.float8 import Quantized
+from twell.measure.providers import (
+    AUTO,
+    AUTO_FP8,
+    DENSE_COMPILED,
+    DENSE_EAGER,
+    DENSE_KERNELS,
+    Provider,
+)
 from twell.measure.rows import Rows, require, significant
-from twell.sparse import reference
+from twell.sparse import float8, reference
 from twell.sparse.calibration import Calibration
 
 
@@ -35,7 +44,9 @@ def ffn(
     calibration: Calibration | None = None,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time one layer in bf16: dense (eager, compiled, our kernels), each sparse path, and "auto".
+    """Time one layer: dense (eager, compiled, our kernels), each sparse path, and "auto".
+
+    In bf16, and on a GPU that has it in FP8 too (measure/float8.py).
 
     Args:
         tokens: numbers of tokens.
@@ -73,25 +84,34 @@ def ffn(
 
 def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None:
     """Add the rows of ffn.csv and kernels.csv for one case."""
-    auto, *others = case.auto_layers(calibration)
+    layers = {AUTO: case.auto_layers(calibration)}
     calls = {
         DENSE_EAGER: case.calls(reference.ffn, plain=True),
         DENSE_COMPILED: case.calls(compiled, plain=True),
         **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
-        AUTO: [functools.partial(layer, case.x) for layer in (auto, *others)],
     }
+    quantized = None
+    if float8.why_not(bench.gpu.device) is None:
+        quantized = Quantized.of(case)
+        calls |= quantized.dense_calls() | quantized.sparse_calls()
+        layers[AUTO_FP8] = quantized.auto_layers()
+    for provider, several in layers.items():
+        calls[provider] = [functools.partial(layer, case.x) for layer in several]
     runs: dict[Provider, clock.Run] = {}
 
     def check(provider: Provider) -> tuple[dict, Callable]:
-        what = f"{provider} at {case}"
-        columns, times, runs[provider] = checked(bench.gpu, case, what, calls[provider], mode)
+        exact = quantized.exact(provider) if provider.in_fp8 else (case.exact,)
+        run = f"{provider} at {case}", calls[provider], mode
+        columns, times, runs[provider] = checked(bench.gpu, exact, *run)
         return columns, functools.partial(times, clock.LAYER_TURN)
 
     rows, parts = [], []
     formulas = kernel_formulas(case.columns, case.exact)
     for provider, columns in clock.measure(calls, check, clock.LAYER_ROUNDS).items():
         # It looks again while it runs, so its path is read after the calls.
-        path = auto.chooser.path(len(case.x)) if provider == AUTO else provider.path or "dense"
+        path = provider.path or "dense"
+        if provider in layers:
+            path = layers[provider][0].chooser.path(len(case.x))
         number = len(calls[provider])
         columns |= {"path": path, "mode": mode, "weight_sets": number}
         rows.append(bench.row(case, provider, columns, runs[provider], number))
@@ -102,10 +122,11 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
 
 
 def checked(
-    gpu: Gpu, case: Case, what: str, calls: Sequence[Call], mode: str, allowed: float = 0.0
+    gpu: Gpu, exact: tuple[Exact, *tuple[float, ...]], what: str, calls: Sequence[Call], mode: str
 ) -> tuple[dict, Callable[[float], np.ndarray], clock.Run]:
     """Check calls in the mode in which they are timed: in a graph, all calls at once.
 
+    exact: what they compute, and, where it is more than the tolerance, the error they may have.
     Returns the column of the check, what times them for so many ms, and the call that it repeats.
     """
     if mode == "stream":
@@ -115,7 +136,8 @@ def checked(
         run, outputs = gpu.capture(calls)
         run()
         times = functools.partial(clock.graph_times, gpu, run, len(calls))
-    error = max(case.exact.check(y, what, allowed) for y in outputs)
+    result, *allowed = exact
+    error = max(result.check(y, what, *allowed) for y in outputs)
     return {"relative_rms": significant(error, 3)}, times, run
 
 
@@ -146,7 +168,9 @@ class Bench:
         c, exact, p50 = case.columns, case.exact, columns["p50"]
         shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
         row = c | {"provider": provider.name} | columns
-        cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
+        cost = None  # in FP8 other ceilings apply
+        if not provider.in_fp8:
+            cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
         return row | self._work(cost, p50) | clock.energy(self.gpu, run, calls, p50)
 
     def kernel_rows(

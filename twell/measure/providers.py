@@ -11,6 +11,8 @@ BACKENDS = "dense", "triton", "auto"
 SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
 # "Tuned": Inductor searches for launch options, and generates its own products of a single row.
 EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
+# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py).
+FP8, FP8_TENSOR, FP8_TORCHAO = "FP8", "FP8 by tensors", "FP8 torchao"
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,20 @@ class Provider:
     backend: "dense" (plain torch), "triton" (our kernels) or "auto".
     path: the path that the kernels are forced to take; None where the layer takes its own.
     compilation: EAGER, COMPILED or TUNED.
+    precision: None for the layer's own type, or FP8, FP8_TENSOR or FP8_TORCHAO.
     """
 
     backend: str
     path: str | None = None
     compilation: str = EAGER
+    precision: str | None = None
 
     @property
     def name(self) -> str:
         """The name in recorded rows: "dense torch.compile", "triton union", "auto"."""
         if self == DENSE_KERNELS:
             return "dense"
-        words = [self.backend, self.path]
+        words = [self.backend, self.path, self.precision]
         if self.backend == "dense" or self.compiled:
             words.append(self.compilation)
         return " ".join(word for word in words if word)
@@ -48,6 +52,10 @@ class Provider:
     @property
     def compiled(self) -> bool:
         return self.compilation != EAGER
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.precision is not None
 
     @property
     def untuned(self) -> Provider:
@@ -68,14 +76,22 @@ ROWWISE, UNION, DECODE, HYBRID = (Provider("triton", path) for path in SPARSE_PA
 TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
+DENSE_FP8 = Provider("dense", None, COMPILED, FP8)
+DENSE_FP8_TENSOR = Provider("dense", None, COMPILED, FP8_TENSOR)
+DENSE_FP8_TORCHAO = Provider("dense", None, COMPILED, FP8_TORCHAO)
+DENSE_FP8_KERNELS = Provider("triton", "dense", EAGER, FP8)  # down in bf16
+AUTO_FP8 = Provider("auto", precision=FP8)
 _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
     provider.name: provider
+    for precision in (None, FP8)
     for kind in (EAGER, COMPILED, TUNED)
     for provider in (
-        *(Provider(backend, None, kind) for backend in BACKENDS),
-        *(Provider("triton", path, kind) for path in SPARSE_PATHS),
+        *(Provider(backend, None, kind, precision) for backend in BACKENDS),
+        *(Provider("triton", path, kind, precision) for path in SPARSE_PATHS),
     )
 }
+for _provider in (DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS):
+    _BY_NAME[_provider.name] = _provider
 
 
 def is_sparse(name: str) -> bool:

@@ -3,6 +3,7 @@
 llama       SparseLlamaForCausalLM: transformers' Llama with SparseFFN layers
 convert     sparsify and densify models of transformers, in place; silence layers or neurons
 l1          the L1 term of each layer, and which tokens of a batch are padding
+quantize    FP8 weights for these layers, and back
 loading     save models, and load them from every layout
 checkpoint  config.json and *.safetensors of such a model
 
@@ -15,3 +16,4 @@ from twell.models.convert import SPARSIFIABLE, densify, silence, sparse_ffns, sp
 from twell.models.l1 import MASKED, l1_by_layer
 from twell.models.llama import SparseCausalLMOutput, SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import CALIBRATION, load, load_config, save
+from twell.models.quantize import dequantize_, quantize_

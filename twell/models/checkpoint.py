@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.quantize import QUANTIZATION, empty_quantized
+from twell.sparse.float8 import FLOAT8
 
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
@@ -69,12 +71,15 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     if names and getattr(torch, names[0], None) not in DTYPES:
         raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
     fields["dtype"] = names[0] if names else None
-    if "quantization_config" in fields:
-        raise ValueError(f"{path} has a quantization_config; quantised weights cannot be read")
+    if (quantization := fields.pop("quantization_config", None)) not in (None, QUANTIZATION):
+        problem = f"{path} has a quantization_config; such quantised weights cannot be read"
+        raise ValueError(f"{problem}, those of twell.quantize_ can")
     if kind != SparseLlamaConfig.model_type:
         fields = _translated(folder, kind, fields)
     try:
-        return _described(fields)
+        config = _described(fields)
+        config.quantization_config = quantization
+        return config
     except Exception as error:  # transformers raises a dozen kinds
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} describes no model: {' '.join(reason.split())}") from None
@@ -118,7 +123,10 @@ def _described(fields: dict) -> SparseLlamaConfig:
 
 def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
-        return SparseLlamaForCausalLM(config).state_dict()
+        model = SparseLlamaForCausalLM(config)
+        if getattr(config, "quantization_config", None) is not None:
+            empty_quantized(model)
+        return model.state_dict()
 
 
 # --- *.safetensors
@@ -132,10 +140,13 @@ def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     or of the wrong shape or type.
     """
     tensors = _canonical(_read_tensors(folder), config, folder)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise _wrong(folder, name, f"type {tensor.dtype}", f"one of {DTYPE_NAMES}")
     expected = empty_weights(config)
+    for name, tensor in tensors.items():
+        if name in expected and expected[name].dtype == FLOAT8:
+            if tensor.dtype != FLOAT8:
+                raise _wrong(folder, name, f"type {tensor.dtype}", "float8_e4m3fn")
+        elif tensor.dtype not in DTYPES:
+            raise _wrong(folder, name, f"type {tensor.dtype}", f"one of {DTYPE_NAMES}")
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight")
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"

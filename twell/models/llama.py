@@ -120,7 +120,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As in transformers."""
+        """As in transformers. Raises ValueError for FP8 weights, which `twell.load` reads."""
+        config = kwargs.get("config") or cls.config_class.from_pretrained(args[0])
+        if getattr(config, "quantization_config", None):
+            raise ValueError(f"{args[0]} has FP8 weights; load it with twell.load")
         loaded = super().from_pretrained(*args, **kwargs)
         for ffn in (loaded[0] if isinstance(loaded, tuple) else loaded).ffns:
             ffn.backend = ffn.backend  # restores the kernels' strides: the weights were assigned

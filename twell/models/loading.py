@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from twell.models.checkpoint import read_config, read_json, read_weights
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.quantize import fill_quantized, widened
 from twell.sparse.calibration import Calibration
 
 CALIBRATION = "calibration.json"  # beside the weights
@@ -50,6 +51,8 @@ def load(
     `backend` computes the feed-forward layers; "auto" chooses by the times in `calibration.json`,
     if that file lies beside the weights.
 
+    A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16.
+
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
     `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
     that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor.
@@ -61,11 +64,19 @@ def load(
     if backend is not None:
         config.ffn_backend = backend
     tensors = read_weights(folder, config)
+    quantization, config.quantization_config = config.quantization_config, None
+    values = {}
+    if quantization is not None:
+        if dtype not in (None, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
+        values, tensors, dtype = tensors, widened(tensors), torch.bfloat16
     dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
         model = SparseLlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype
         )
+    if quantization is not None:
+        fill_quantized(model, values)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         model.set_ffn_backend("auto", _calibration_of(folder))
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)

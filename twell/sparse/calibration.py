@@ -33,6 +33,7 @@ BLOCK = 64
 
 # The default calibration: an H200, K = 2048, N = 5632, gated.
 DEFAULT = Path(__file__).with_name("default_calibration.json")
+FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,12 @@ class Calibration:
         own, other = _kind(*self._shape), _kind(*shape)
         if own != other:
             raise ValueError(f"the calibration is for {own}; this layer has {other}")
+
+    def check_precision(self, quantized: bool) -> None:
+        """Raise ValueError unless the times are of layers with such weights: in FP8, or not."""
+        if (self.dtype == FLOAT8) != quantized:
+            own = "FP8" if quantized else "bf16 or fp16"
+            raise ValueError(f"the calibration is for {self.dtype}; this layer has {own} weights")
 
     @property
     def _shape(self) -> tuple[int, int, bool]:

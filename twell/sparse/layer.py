@@ -21,14 +21,14 @@ Without it gradients are always computed densely.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from twell.sparse import reference
+from twell.sparse import float8, reference
 from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
@@ -217,6 +217,11 @@ class SparseFFN(nn.Module):
         self._path = name
 
     @property
+    def quantized(self) -> bool:
+        """Whether gate and up have FP8 weights (float8.py)."""
+        return isinstance(self.up_proj, float8.Float8Linear)
+
+    @property
     def readable(self) -> bool:
         """Whether reading the projections' weights gives the same as calling them."""
         return self._why_dense(sharded=True) is None
@@ -258,6 +263,8 @@ class SparseFFN(nn.Module):
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
             )
+        if self.quantized:
+            self._check_inference(x)
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
         backend = self._backend
@@ -267,6 +274,19 @@ class SparseFFN(nn.Module):
         observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
+
+    def _check_inference(self, x: Tensor) -> None:
+        """Raise where FP8 weights cannot be used: for gradients, and for values not in bf16."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError(
+                "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
+                "(twell.dequantize_ puts them back)"
+            )
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype != torch.bfloat16:
+            raise TypeError(f"x is {dtype}; a layer with FP8 weights computes in torch.bfloat16")
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
@@ -318,7 +338,8 @@ class SparseFFN(nn.Module):
         tensors += [part and part.bias for part in parts]
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
-            tensors = [None if t is None else t.to(dtype) for t in tensors]
+            kept = (None, float8.FLOAT8)
+            tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
         if self.muted is not None:
             tensors[3] = tensors[3].masked_fill(self.muted.to(rows.device), 0)
         if tensors[3].stride() != (1, self.hidden_size):
@@ -326,11 +347,24 @@ class SparseFFN(nn.Module):
         for place in (1, 2):
             if tensors[place] is not None and not tensors[place].is_contiguous():
                 tensors[place] = tensors[place].contiguous()
-        return tensors
+        return self._quantized(tensors) if self.quantized else tensors
+
+    def _quantized(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """The same with rows in FP8, and the scales of rows, gate and up behind them."""
+        quantize = float8.quantize
+        if self._has_kernels and len(tensors[0]) and not torch.compiler.is_compiling():
+            from twell.kernels.float8 import quantize
+        rows, scale = quantize(tensors[0])
+        parts = self.gate_proj, self.up_proj
+        return [rows, *tensors[1:], scale, *(part and part.weight_scale for part in parts)]
 
     def _reference(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+        if self.quantized and (wants_l1 or wants_activity):
+            return self._dense(rows, wants_l1, wants_activity)
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
+            if self.quantized:
+                return Result(float8.ffn(*tensors))
             if wants_l1 or torch.is_grad_enabled():
                 y, l1, active = reference.union_train(*tensors)
             else:
@@ -343,13 +377,16 @@ class SparseFFN(nn.Module):
     def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
         if wants_l1 or wants_activity:
             return False
-        if not torch.is_grad_enabled():  # asked first: to look at all parameters takes microseconds
+        if (
+            not torch.is_grad_enabled() or self.quantized
+        ):  # asked first: to look at all parameters takes microseconds
             return True
         return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
 
     def _train(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
-        if self.train_path is None or not (torch.is_grad_enabled() and rows.numel()):
+        sparsely = self.train_path is not None and not self.quantized
+        if not (sparsely and torch.is_grad_enabled() and rows.numel()):
             return self._dense(rows, wants_l1, wants_activity)
         from twell.kernels import ops, training_ops
 
@@ -391,10 +428,17 @@ class SparseFFN(nn.Module):
                 self.chooser.update(num_tokens)
             path, activity = self.chooser.path(num_tokens), None
             if counts and path == "dense":
-                self.chooser.probe(tensors[0], *reference.Layer(*tensors).first)
+                self.chooser.probe(rows, self._first(tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
             return Result(ops.run(path, *tensors, activity=activity))
+
+    def _first(self, tensors: list[Tensor | None]) -> Callable[[Tensor], Tensor]:
+        """The projection that decides which neurons are active."""
+        if self.quantized:
+            return self.up_proj if self.gate_proj is None else self.gate_proj
+        weight, bias = reference.Layer(*tensors).first
+        return lambda blocks: nn.functional.linear(blocks.to(weight.dtype), weight, bias)
 
     def extra_repr(self) -> str:
         text = f"activation={self.activation}, backend={self.backend}"

@@ -53,6 +53,7 @@ class Chooser:
         self.shape = hidden_size, intermediate_size, gated
         self.observed: tuple[float, float] | None = None
         self._calibration: Calibration | None = None
+        self._quantized = False
         self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
         self._choices: dict[int, tuple[Any, str]] = {}  # by power: observation and path
         self.plan: tuple[tuple[int, str], ...] = ()
@@ -78,9 +79,20 @@ class Chooser:
     def calibration(self, calibration: Calibration | None) -> None:
         if calibration is not None:
             calibration.check_shape(*self.shape)
+            calibration.check_precision(self._quantized)
         self._calibration = calibration
         self._choices.clear()
         self._make_plan()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the layer has FP8 weights. Without a calibration of such it goes by bf16's."""
+        return self._quantized
+
+    @quantized.setter
+    def quantized(self, quantized: bool) -> None:
+        if quantized != self._quantized:
+            self._quantized, self.calibration = quantized, None
 
     def observe(self, active: float, union: float, tokens: int = BLOCK) -> None:
         """Plan for a mean of `active` neurons per token and of `union` in blocks of tokens.
@@ -185,13 +197,13 @@ class Chooser:
         if changed:
             self._make_plan()
 
-    def probe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def probe(self, x: Tensor, first: Callable[[Tensor], Tensor]) -> None:
         """Count the activity of some of the tokens x [M, K] when due: the dense path counts none.
 
-        `weight` [N, K] and `bias` are the gate's, in a non-gated layer up's.
+        `first` is the gate projection, in a non-gated layer up.
         """
         if self._unprobed >= PROBE_EVERY:
-            count_activity(sampled_blocks(x), weight, bias, self.counters(len(x), x.device))
+            count_activity(sampled_blocks(x), first, self.counters(len(x), x.device))
             self._unprobed = 0
 
 
@@ -206,9 +218,9 @@ def sampled_blocks(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_activity(blocks: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> None:
+def count_activity(blocks: Tensor, first: Callable[[Tensor], Tensor], counters: Tensor) -> None:
     """Add tokens, blocks, active and union entries of `blocks` [B, T, K] without waiting."""
-    active = F.relu(F.linear(blocks, weight, bias)) != 0
+    active = F.relu(first(blocks)) != 0
     # Host numbers are kernel arguments here; as tensors they would have to be copied.
     counters[0] += active.shape[0] * active.shape[1]
     counters[1] += active.shape[0]

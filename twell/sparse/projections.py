@@ -2,12 +2,15 @@
 
 The sparse backends read weights. Reading gives the same as calling only for an `nn.Linear` with
 plain parameters and no hooks. With an adapter, a hook, a parametrisation or a quantised weight the
-layer calls the projection and computes densely.
+layer calls the projection and computes densely. The kernels also read the FP8 weights of
+`Float8Linear` layers (float8.py); any other quantised weight is called.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
+
+from twell.sparse.float8 import Float8Linear
 
 # The hooks of a module; a layer and the module that it replaces share them.
 CALLED_WITH = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,7 +27,7 @@ def is_plain(part: nn.Module | None) -> bool:
     Every call of a layer asks. False where only the slow check can tell.
     """
     if type(part) is not nn.Linear:
-        return part is None
+        return part is None or (type(part) is Float8Linear and why_called(part) is None)
     own = part.__dict__
     weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
     # Not `any` over CALLED_WITH: this runs three times in every call of a layer.
@@ -39,7 +42,7 @@ def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
 
     `sharded`: the weight may be a DTensor, as FSDP keeps it until it gathers it for a pass.
     """
-    if type(part) is not nn.Linear:
+    if type(part) not in (nn.Linear, Float8Linear):
         return f"a {type(part).__module__}.{type(part).__qualname__}"
     if "forward" in part.__dict__ and not _only_moves_inputs(part):
         return "an nn.Linear with a forward of its own"

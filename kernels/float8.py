@@ -1,0 +1,70 @@
+"""The tokens of a layer with FP8 weights, quantised: one program a row.
+
+x in bf16 is read once; float8_e4m3fn values, whose largest is 448, and an fp32 scale are written.
+Under torch.compile the reference is used instead, which fuses with what computed x.
+
+    x [M, K] bf16    values [M, K] float8_e4m3fn    scale [M] fp32
+
+    amax = max(max |x|, 1e-12)    scale = amax * (1 / 448)    values = round(x * (448 / amax))
+
+Reference: twell.sparse.float8.quantize.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.kernels.common import INTERPRETED, next_power_of_2
+from twell.kernels.options import with_fusion
+from twell.sparse.float8 import FLOAT8
+
+LARGEST = tl.constexpr(448.0)
+SMALLEST = tl.constexpr(1e-12)
+
+
+@triton.jit
+def narrow_float8(value):
+    """fp32 rounded to float8_e4m3fn: to nearest, ties to even; magnitudes above 448 become 448."""
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    if INTERPRETED:
+        # Its cast does not round so. Three bits stay behind the first, in steps of at least 2^-9:
+        # adding a power of two 20 places up rounds to them.
+        word = value.to(tl.uint32, bitcast=True)
+        exponent = tl.maximum((word >> 23) & 255, 121)
+        magic = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
+        rounded = tl.abs(value) + magic - magic
+        normal = (rounded.to(tl.uint32, bitcast=True) >> 20) - (120 << 3)
+        code = tl.where(rounded < 2.0**-6, (rounded * 2.0**9).to(tl.uint32), normal)
+        return (code | ((word >> 24) & 128)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return value.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+    finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
+    amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
+    tl.store(scale_ptr + row, tl.where(finite, amax * (1 / LARGEST), float("nan")))
+    values = tl.where(finite, x * tl.div_rn(LARGEST, amax), 0.0)
+    tl.store(values_ptr + row * K + k, narrow_float8(values), mask=k < K)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [M, K] float8_e4m3fn and scales [M] fp32 of x [M, K] in bf16 with rows in one piece.
+
+    Raises nothing: a row with NaN or inf gets the scale NaN.
+    """
+    num_rows, size = x.shape
+    values = torch.empty(num_rows, size, dtype=FLOAT8, device=x.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(size)
+    options = with_fusion(BK=block, num_warps=min(max(block // 1024, 1), 16))
+    quantize_kernel[(num_rows,)](x, values, scale, x.stride(0), size, **options)
+    return values, scale

@@ -1,0 +1,102 @@
+"""Models with FP8 weights: saved, loaded, and refused where something is missing."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import twell
+from tests.factories.models import make, stock, tokens
+from twell.sparse.float8 import FLOAT8, Float8Linear
+
+SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
+
+
+def in_bf16(model):
+    """The model with weights in bf16, and rotary tables as they were."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16
+    return model.eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A quantised model in bf16, and its folder."""
+    model = in_bf16(make(l1_coefficient=0.0))
+    twell.quantize_(model)
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+@torch.no_grad()
+def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
+    model, folder = saved
+    loaded, _ = twell.load(folder)
+    ids = tokens(2, 9)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert all(type(ffn.gate_proj) is Float8Linear for ffn in loaded.ffns)
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert again[name].dtype == tensor.dtype
+        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert again[SCALE].dtype == torch.float32
+    assert again[SCALE.removesuffix("_scale")].dtype == FLOAT8
+    twell_config = json.loads((folder / "config.json").read_text())
+    assert twell_config["quantization_config"]["quant_method"] == "twell_float8"
+    with pytest.warns(UserWarning, match="not kept in bf16"):
+        twell.dequantize_(loaded)
+    loaded.save_pretrained(tmp_path / "bf16")
+    plain, _ = twell.load(tmp_path / "bf16")
+    assert not any(ffn.quantized for ffn in plain.ffns)
+
+
+@torch.no_grad()
+def test_a_sparsified_model_keeps_its_weights_too(tmp_path):
+    model = twell.sparsify(in_bf16(stock("llama", tie_word_embeddings=False)))
+    ids = tokens(2, 9)
+    before = model(ids).logits
+    twell.quantize_(model)
+    assert 0 < float((model(ids).logits - before).norm() / before.norm()) < 0.1
+    model.save_pretrained(tmp_path)
+    loaded, _ = twell.load(tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop(SCALE), r"gate_proj.weight_scale is missing, expected with shape \(84,\)"),
+        (
+            lambda t: t.update({SCALE: torch.ones(83)}),
+            r"gate_proj.weight_scale has shape \(83,\); expected \(84,\)",
+        ),
+        (
+            lambda t: t.update({SCALE.removesuffix("_scale"): torch.ones(84, 32)}),
+            "gate_proj.weight has type torch.float32; expected float8_e4m3fn",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(32).to(FLOAT8)}),
+            "model.norm.weight has type torch.float8_e4m3fn; expected one of",
+        ),
+    ],
+)
+def test_damaged_weights_are_named(saved, change, message):
+    _, folder = saved
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        twell.load(folder)
+
+
+def test_other_ways_to_load_are_refused(saved):
+    _, folder = saved
+    with pytest.raises(ValueError, match="has FP8 weights; load it with twell.load"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="dtype is torch.float32, and .* has FP8 weights"):
+        twell.load(folder, dtype=torch.float32)

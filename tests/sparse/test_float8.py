@@ -1,0 +1,227 @@
+"""Layers with FP8 weights: every backend computes the reference, and what does not fit is named."""
+
+import copy
+import io
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import twell
+from tests.factories.sparse import DEVICE, make, relative, triton_here
+from twell.sparse import float8
+from twell.sparse.calibration import default
+from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float8Linear, PerRow
+
+GATED = pytest.mark.parametrize("gated", [True, False])
+KEEP = Float8DynamicActivationFloat8WeightConfig(keep_original=True)
+
+
+def layer(gated=True, **changes):
+    """A layer in bf16 of 80 neurons, of which few are active."""
+    ffn = make(gated, True, dtype=torch.bfloat16, sizes=(32, 80), **changes).to(DEVICE).eval()
+    with torch.no_grad():
+        (ffn.gate_proj if gated else ffn.up_proj).bias -= 1.5
+    return ffn
+
+
+def inputs(*shape):
+    return torch.randn(*shape, 32, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
+
+
+def expected(ffn, x):
+    """The reference, from the layer's own tensors."""
+    parts = ffn.gate_proj, ffn.up_proj, ffn.down_proj
+    weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
+    scales = [part and part.weight_scale for part in parts[:2]]
+    values, scale = float8.quantize(x.reshape(-1, 32))
+    return float8.ffn(values, *weights, scale, *scales).reshape(x.shape)
+
+
+@GATED
+@pytest.mark.parametrize("backend", ["dense", "reference", "triton", "auto"])
+@torch.no_grad()
+def test_every_backend_computes_the_reference(gated, backend):
+    ffn, x = layer(gated), inputs(3, 7)
+    before = ffn(x)
+    twell.quantize_(ffn)
+    if backend == "triton" and twell.backend_status()["triton"]:
+        pytest.skip("no kernels here")
+    ffn.backend = backend
+    y = ffn(x)
+    assert y.shape == x.shape and y.dtype == torch.bfloat16
+    # The dense layer rounds u too, so a last bit of h may differ.
+    assert relative(y, expected(ffn, x)) < (8e-3 if backend in ("dense", "auto") else 4e-3)
+    assert 1e-3 < relative(y, before) < 0.15
+    assert ffn(x[:0]).shape == (0, 7, 32)
+    assert "weight=float8_e4m3fn" in repr(ffn) and ffn.readable
+
+
+@triton_here
+@pytest.mark.parametrize("path", ["rowwise", "union", "decode", "dense"])
+@torch.no_grad()
+def test_every_path_and_silenced_neurons(path):
+    ffn, x = layer(backend="triton"), inputs(5)
+    twell.quantize_(ffn)
+    ffn.path = path
+    ffn.muted = torch.arange(80, device=DEVICE) % 3 == 0
+    part = copy.deepcopy(ffn)
+    part.down_proj.weight[:, ffn.muted] = 0
+    part.muted = None
+    assert relative(ffn(x), expected(part, x)) < 8e-3
+
+
+@GATED
+@torch.no_grad()
+def test_undoing_restores_every_bit_that_was_kept(gated):
+    ffn, x = layer(gated), inputs(9)
+    before, weights = ffn(x), {name: t.clone() for name, t in ffn.state_dict().items()}
+    twell.quantize_(ffn, KEEP)
+    with warnings.catch_warnings(action="error"):
+        twell.dequantize_(ffn)
+    assert torch.equal(ffn(x), before) and not ffn.quantized
+    assert all(torch.equal(ffn.state_dict()[name], weight) for name, weight in weights.items())
+    twell.quantize_(ffn)
+    values = ffn.up_proj.weight.float() * ffn.up_proj.weight_scale[:, None]
+    with pytest.warns(UserWarning, match=f"{1 + gated} weights were not kept in bf16"):
+        twell.dequantize_(ffn)
+    assert torch.equal(ffn.up_proj.weight, values.bfloat16())
+    assert type(ffn.up_proj) is nn.Linear and ffn.up_proj.weight.requires_grad
+    with pytest.raises(ValueError, match="no layer in FP8; there is nothing to undo"):
+        twell.dequantize_(ffn)
+
+
+@torch.no_grad()
+def test_weights_are_saved_moved_and_copied_as_they_are():
+    ffn, x = layer(), inputs(9)
+    twell.quantize_(ffn)
+    y, file = ffn(x), io.BytesIO()
+    torch.save(ffn.state_dict(), file)
+    file.seek(0)
+    other = layer()
+    twell.quantize_(other)
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(x), y) and torch.equal(copy.deepcopy(ffn)(x), y)
+    scale = ffn.up_proj.weight_scale.clone()
+    ffn.to(torch.float32).to(torch.bfloat16)  # FP8 values are no weights to convert
+    assert ffn.up_proj.weight.dtype == float8.FLOAT8 and torch.equal(ffn(x), y)
+    assert torch.equal(ffn.up_proj.weight_scale, scale)
+    assert sum(t.nbytes for t in ffn.up_proj.state_dict().values()) == 80 * (32 + 4 + 2)
+
+
+@torch.no_grad()
+def test_the_layer_watches_and_compiles():
+    ffn, x = layer(), inputs(9)
+    twell.quantize_(ffn)
+    g, _ = ffn.activations(x)
+    ffn.record = True
+    ffn(x)
+    assert ffn.stats.take()[0].equal((g != 0).sum(0)) or ffn.stats.take() is not None
+    ffn.record = False
+    ffn.collect_l1 = True
+    ffn(x)
+    assert ffn.l1.shape == (9,) and ffn.l1.dtype == torch.float32
+    ffn.collect_l1 = False
+    compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(x), ffn(x)) < 8e-3
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(ffn(x.float()), ffn(x))
+
+
+@triton_here
+@torch.no_grad()
+def test_auto_sees_the_activity_of_fp8():
+    ffn, x = layer(backend="auto"), inputs(200)
+    twell.quantize_(ffn)
+    for _ in range(3):
+        ffn(x)
+    active, union = ffn.observed
+    g, _ = ffn.activations(x)
+    assert active == pytest.approx(float((g != 0).sum(1).double().mean()), rel=0.15)
+    assert 0 < union <= 80
+
+
+def test_a_calibration_is_of_the_layers_precision():
+    ffn = layer()
+    times = default(32, 80, True)
+    ffn.calibration = times
+    twell.quantize_(ffn)
+    assert ffn.calibration is None
+    with pytest.raises(ValueError, match="for bfloat16; this layer has FP8 weights"):
+        ffn.calibration = times
+
+
+def test_training_and_other_types_are_refused():
+    ffn, x = layer(), inputs(4)
+    twell.quantize_(ffn)
+    with pytest.raises(RuntimeError, match="no gradients; use torch.no_grad()"):
+        ffn(x.requires_grad_())
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(TypeError, match=f"x is {dtype}; .* computes in torch.bfloat16"):
+            ffn(x.detach().to(dtype))
+
+
+def _with_nan(ffn):
+    ffn.up_proj.weight.data[3, 4] = float("nan")
+    return ffn
+
+
+def _with_hook(ffn):
+    ffn.gate_proj.register_forward_hook(lambda *_: None)
+    return ffn
+
+
+def _twice(ffn):
+    twell.quantize_(ffn)
+    return ffn
+
+
+class Float8WeightOnlyConfig:
+    """A configuration of another kind."""
+
+
+@pytest.mark.parametrize(
+    "make_layer, config, message",
+    [
+        (lambda: nn.Linear(16, 16), None, "has no SparseFFN layer"),
+        (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32; expected"),
+        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for 'relu'"),
+        (lambda: _with_nan(layer()), None, "up_proj of layer 0 has NaN or infinite weights"),
+        (lambda: _with_hook(layer()), None, "gate_proj of layer 0 is an nn.Linear with hooks"),
+        (lambda: _twice(layer()), None, "layer 0 is in FP8 already"),
+        (lambda: twell.SparseFFN(24, 8, dtype=torch.bfloat16), None, "hidden_size=24; expected a"),
+        (layer, Float8WeightOnlyConfig(), "config is a Float8WeightOnlyConfig; expected"),
+        (layer, "fp8", "config is a str; expected"),
+    ],
+)
+def test_what_cannot_be_quantised_is_named_and_stays(make_layer, config, message):
+    module = make_layer()
+    before = repr(module)
+    with pytest.raises(ValueError, match=message):
+        twell.quantize_(module, config)
+    assert repr(module) == before
+
+
+def test_torchao_configurations_are_understood():
+    class Float8DynamicActivationFloat8WeightConfig:
+        granularity = [PerRow(), PerRow()]
+
+    ffn = layer()
+    twell.quantize_(ffn, Float8DynamicActivationFloat8WeightConfig())
+    assert isinstance(ffn.gate_proj, Float8Linear)
+    Float8DynamicActivationFloat8WeightConfig.granularity = ["PerTensor()", PerRow()]
+    with pytest.raises(ValueError, match="granularity is 'PerTensor..'; expected PerRow()"):
+        twell.quantize_(layer(), Float8DynamicActivationFloat8WeightConfig())
+
+
+def test_gpus_without_fp8_are_named(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = r"NVIDIA A100 \(sm_80\) has no tensor cores for FP8"
+    assert re.match(reason, float8.why_not(cuda))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert float8.why_not(cuda) is None

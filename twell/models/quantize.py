@@ -1,0 +1,146 @@
+"""FP8 weights for the SparseFFN layers of a model, and back."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twell.models.convert import sparse_ffns
+from twell.sparse import float8
+from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float8Linear
+from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import why_called
+
+# In config.json, where transformers looks for it: a library that does not know it refuses to load.
+QUANTIZATION = {"quant_method": "twell_float8", "granularity": "per_row"}
+QUANTIZED = "gate_proj", "up_proj"
+
+
+@torch.no_grad()
+def quantize_(module: nn.Module, config: Any = None) -> None:
+    """Store gate and up of every SparseFFN layer in FP8, in place, for inference; ours.
+
+    module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
+    `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
+    take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
+    4). Every backend computes with them; `twell.sparse.float8` has the formula. Saved models keep
+    them, and `twell.load` reads them.
+
+    Nothing changes unless every layer can be quantised. Raises ValueError for a model without
+    SparseFFN layers, another granularity, and a layer with another activation than ReLU, weights
+    that are not bf16, not finite, not plain or in FP8 already, or a K that is no multiple of 16;
+    RuntimeError on a GPU without FP8, by name.
+    """
+    options = {"keep_original": getattr(config, "keep_original", False)}
+    if config is not None:
+        name = type(config).__name__
+        if name != Float8DynamicActivationFloat8WeightConfig.__name__:
+            raise ValueError(
+                f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig"
+            )
+        of_both = config.granularity  # torchao's is a list: of x and of the weights
+        for granularity in of_both if isinstance(of_both, list | tuple) else [of_both]:
+            Float8DynamicActivationFloat8WeightConfig(granularity)
+    ffns = sparse_ffns(module)
+    for number, ffn in enumerate(ffns):
+        _check(ffn, f"layer {number}")
+    for ffn in ffns:
+        for name in QUANTIZED:
+            if getattr(ffn, name) is not None:
+                setattr(ffn, name, Float8Linear.of(getattr(ffn, name), **options))
+        ffn.chooser.quantized = True
+    if hasattr(module, "config"):
+        module.config.quantization_config = dict(QUANTIZATION)
+
+
+def _check(ffn: SparseFFN, owner: str) -> None:
+    """Raise an error for a layer that `quantize_` does not take."""
+    if ffn.activation != "relu":
+        raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for 'relu'")
+    if ffn.quantized:
+        raise ValueError(f"{owner} is in FP8 already")
+    if ffn.hidden_size % float8.MULTIPLE:
+        raise ValueError(f"{owner} has hidden_size={ffn.hidden_size}; expected a multiple of 16")
+    reason = float8.why_not(ffn.device) if ffn.device.type == "cuda" else None
+    if reason is not None:
+        raise RuntimeError(f"FP8 weights cannot be used here: {reason}")
+    for name in (*QUANTIZED, "down_proj"):
+        part = getattr(ffn, name)
+        if part is None:
+            continue
+        if (reason := why_called(part)) is not None:
+            raise ValueError(f"{name} of {owner} is {reason}; expected a plain nn.Linear")
+        if part.weight.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{name} of {owner} is {part.weight.dtype}; expected torch.bfloat16, "
+                "such as model.to(torch.bfloat16) gives"
+            )
+        if name in QUANTIZED and not part.weight.isfinite().all():
+            raise ValueError(f"{name} of {owner} has NaN or infinite weights")
+
+
+@torch.no_grad()
+def dequantize_(module: nn.Module) -> None:
+    """Undo `quantize_` in place: gate and up in bf16 again.
+
+    With the originals kept every bit is restored. Without them a weight is its FP8 value times the
+    scale of its row, rounded to bf16, and a UserWarning says so. Raises ValueError for a module
+    without FP8 layers.
+    """
+    ffns = [ffn for ffn in sparse_ffns(module) if ffn.quantized]
+    if not ffns:
+        raise ValueError(f"{type(module).__name__} has no layer in FP8; there is nothing to undo")
+    rounded = 0
+    for ffn in ffns:
+        for name in QUANTIZED:
+            part = getattr(ffn, name)
+            if part is not None:
+                rounded += part.original is None
+                setattr(ffn, name, part.dense())
+        ffn.chooser.quantized = False
+    if hasattr(module, "config"):
+        module.config.quantization_config = None
+    if rounded:
+        warnings.warn(
+            f"{rounded} weights were not kept in bf16: they are their FP8 values now "
+            "(keep_original=True keeps every bit)",
+            stacklevel=2,
+        )
+
+
+# --- files
+
+
+def empty_quantized(module: nn.Module) -> None:
+    """Give every SparseFFN layer FP8 weights without values."""
+    for ffn in sparse_ffns(module):
+        for name in QUANTIZED:
+            part = getattr(ffn, name)
+            if part is not None:
+                shape = part.in_features, part.out_features
+                setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
+        ffn.chooser.quantized = True
+
+
+def widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file with bf16 weights in place of FP8 values and their scales."""
+    wide = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == float8.FLOAT8:
+            wide[name] = float8.widen(tensor, tensors[f"{name}_scale"])
+        elif not name.endswith(".weight_scale"):
+            wide[name] = tensor
+    return wide
+
+
+def fill_quantized(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model in bf16 the FP8 weights in `tensors`, the state of such a model."""
+    empty_quantized(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            module.weight = tensors[f"{name}.weight"]
+            module.weight_scale = tensors[f"{name}.weight_scale"].float()
+    model.config.quantization_config = dict(QUANTIZATION)

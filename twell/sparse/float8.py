@@ -1,0 +1,203 @@
+"""FP8 weights for inference: gate and up in float8_e4m3fn, as torchao quantises a linear layer.
+
+A row of x, or of a weight, is stored as values of float8_e4m3fn, whose largest is 448, and one
+fp32 scale, so that the row is values * scale:
+
+    amax = max(max |row|, 1e-12)    scale = amax * (1 / 448)    values = round(row * (448 / amax))
+
+A neuron's weights are quantised once, a token's x in every call. Products are summed in fp32 and
+scaled; g, h and y are rounded to bf16, and the down projection stays in bf16: its rows are gathered
+by neuron, and widening them costs the kernels more than it saves. A row of x with NaN or inf gets
+the scale NaN, so this token's y is NaN and no other token's.
+
+Ours, not the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twell.sparse.reference import add_bias
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 1e-12  # of amax, as in torchao: a row of zeros has a scale too
+CAPABILITY = 8, 9  # the first with tensor cores for FP8
+MULTIPLE = 16  # of K, for tensor cores
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """One scale for each row: a neuron's weights, a token's x. As torchao's `PerRow`."""
+
+
+@dataclass(frozen=True)
+class Float8DynamicActivationFloat8WeightConfig:
+    """How `quantize_` stores a layer, named as torchao's configuration of the same kind.
+
+    granularity: `PerRow()`, the only one.
+    keep_original: keep the bf16 weights on the CPU, so that `dequantize_` restores every bit; they
+        take 4 bytes for each entry of gate and up together.
+    """
+
+    granularity: Any = PerRow()
+    keep_original: bool = False
+
+    def __post_init__(self):
+        if type(self.granularity).__name__ != "PerRow":
+            raise ValueError(f"granularity is {self.granularity!r}; expected PerRow()")
+
+
+def why_not(device: torch.device) -> str | None:
+    """Return None where FP8 products run on tensor cores, else the reason why not."""
+    if device.type != "cuda":
+        return "it needs a GPU; the CPU computes it slowly, for tests"
+    if torch.version.hip:
+        return "AMD's GPUs have other FP8 types"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
+        return f"{name} has no tensor cores for FP8, sm_89 and newer have; use the bf16 weights"
+    return None
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values [M, K] float8_e4m3fn and scales [M] fp32 of rows [M, K].
+
+    In plain torch operators, which torch.compile fuses with what computed the rows.
+    """
+    wide = rows.float()
+    amax = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # NaN stays NaN
+    finite = amax < torch.inf
+    # A division of tensors and a product by a number: torch rounds the other forms twice.
+    inverse = torch.full_like(amax, LARGEST) / amax
+    values = torch.where(finite, wide * inverse, 0.0).clamp(-LARGEST, LARGEST)
+    return values.to(FLOAT8), torch.where(finite, amax * (1 / LARGEST), torch.nan).squeeze(-1)
+
+
+def widen(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values * scale [M, K], rounded to bf16."""
+    return (values.float() * scale[:, None]).bfloat16()
+
+
+def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None) -> Tensor:
+    """Return x w^T + b [M, N] in bf16, for FP8 x [M, K] and w [N, K] with a scale a row."""
+    if x.is_cuda:
+        y = torch._scaled_mm(
+            x,
+            w.t(),
+            scale_a=x_scale[:, None],
+            scale_b=w_scale[None, :],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return y if b is None else y + b
+    y = (x.float() @ w.float().t()) * (w_scale * x_scale[:, None])
+    return (y if b is None else y + b).to(torch.bfloat16)
+
+
+class Layer(NamedTuple):
+    """The tensors of a layer in FP8, in the order of `kernels.ops`."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+    x_scale: Tensor | None = None
+    s_gate: Tensor | None = None
+    s_up: Tensor | None = None
+
+
+def ffn(*tensors: Tensor | None) -> Tensor:
+    """Return y [M, K] bf16 of a `Layer`: the reference of all sparse paths.
+
+    Sums are in fp32; g and h are rounded to bf16.
+    """
+    layer = Layer(*tensors)
+    x = layer.x.float() * layer.x_scale[:, None]
+    h = add_bias(x @ (layer.w_up.float() * layer.s_up[:, None]).t(), layer.b_up)
+    if layer.w_gate is None:
+        h = torch.relu(h)
+    else:
+        gate = x @ (layer.w_gate.float() * layer.s_gate[:, None]).t()
+        g = torch.relu(add_bias(gate, layer.b_gate)).bfloat16()
+        # Select, do not multiply: an inactive neuron's u may be infinite.
+        h = torch.where(g != 0, g.float() * h, 0)
+    return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
+
+
+def dense(*tensors: Tensor | None, **named: Tensor | None) -> Tensor:
+    """Return y [M, K] bf16 of a `Layer` by three products, of which down is in bf16.
+
+    g, u and h are rounded to bf16.
+    """
+    layer = Layer(*tensors, **named)
+    h = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
+    if layer.w_gate is None:
+        h = torch.relu(h)
+    else:
+        gate = linear(layer.x, layer.x_scale, layer.w_gate, layer.s_gate, layer.b_gate)
+        h = torch.relu(gate) * h
+    return nn.functional.linear(h, layer.w_down, layer.b_down)
+
+
+class Float8Linear(nn.Module):
+    """A linear layer with FP8 weights, for inference: y [..., N] in bf16 of x [..., K].
+
+    weight [N, K] float8_e4m3fn, weight_scale [N] fp32 and bias [N] bf16 or None are saved under
+    these names. `original`, if kept, is the bf16 weight, on the CPU.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None, device=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        shape = out_features, in_features
+        self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
+        self.register_buffer("weight_scale", torch.empty(out_features, device=device))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.original: Tensor | None = None
+
+    @classmethod
+    def of(cls, part: nn.Linear, keep_original: bool = False) -> Float8Linear:
+        """Return the quantised form of a linear layer in bf16."""
+        result = cls(part.in_features, part.out_features, part.bias, part.weight.device)
+        result.weight, result.weight_scale = quantize(part.weight.detach())
+        if keep_original:
+            result.original = part.weight.detach().to("cpu", copy=True)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(*quantize(x.reshape(-1, self.in_features)), *self.tensors)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.weight, self.weight_scale, self.bias
+
+    def dense(self) -> nn.Linear:
+        """Return an nn.Linear in bf16: the original weight if it was kept, else values * scale."""
+        weight = self.original
+        if weight is None:
+            weight = widen(self.weight, self.weight_scale)
+        part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        part.weight = nn.Parameter(weight.to(self.weight.device))
+        part.bias = None if self.bias is None else nn.Parameter(self.bias.detach())
+        return part
+
+    def _apply(self, fn, recurse: bool = True) -> Float8Linear:
+        kept = self.weight, self.weight_scale
+        super()._apply(fn, recurse)
+        if self.weight.dtype != FLOAT8:  # model.to(dtype) is about the other weights
+            self.weight, self.weight_scale = (t.to(self.weight.device) for t in kept)
+        return self
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{text}, bias={self.bias is not None}, weight=float8_e4m3fn by rows"
