@@ -31,8 +31,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".formats": "format_bytes format_cells",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described "
-        "last_validation level_name levels list_runs logged_layers price_at readable recommended settles_after "
-        "sweep traced_model training_curves",
+        "last_validation level_name levels list_runs logged_layers price_at readable recommended "
+        "settles_after sweep traced_model training_curves",
         ".speed": "BASELINE CALL CASE MODEL_CASE SAME_ACTIVE SCALE STEP_CASE TRAINING_CASE "
         "WRITTEN_BY at_level by_case correlation crossovers decode_speedups layer_contributions "
         "layer_parts layers_at level_gains model_speedups roofline scale_table short speedups "

@@ -24,7 +24,7 @@ STEP_CASE = [*_MODEL, "context", "micro_batch", "tokens", "precision", "checkpoi
 STEP_CASE += ["profile", "device"]
 MODEL_CASE = [*_MODEL, *"dtype profile sdpa batch context tokens device".split()]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
-SPREAD = ["p20", "p80"]  # of the timed calls; the oldest rows have none
+_SPREAD = ["p20", "p80"]  # of the timed calls; the oldest rows have none
 WRITTEN_BY = {"training.csv": "ffn --backward", "train_step.csv": "train-step"}
 WRITTEN_BY |= dict.fromkeys(("model.csv", "model_layers.csv", "model_parts.csv"), "model")
 WRITTEN_BY |= {"decode.csv": "model"}
@@ -79,8 +79,8 @@ def _beside_dense(
         raise ValueError(f"p50 of {first['provider']} is {time}; a time is above 0")
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
-    rows = rows.assign(**{name: np.nan for name in SPREAD if name not in rows})
-    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", *SPREAD, "energy", *compared]]
+    rows = rows.assign(**{name: np.nan for name in _SPREAD if name not in rows})
+    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", *_SPREAD, "energy", *compared]]
     table = rows.merge(dense, on=call, how="left", suffixes=("", "_dense"))
     alone = table["p50_dense"].isna()
     if alone.any():
@@ -313,8 +313,8 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
 
     table: `model_speedups` of one model and batch, or `step_speedups`. Columns: active, provider,
     faster, faster_low and faster_high (% of dense), saved (the fall of `by`, in % of dense; NaN
-    where it was not measured), device. Raises ValueError for several models or batches, and for steps with and without
-    checkpointed activations.
+    where it was not measured), device. Raises ValueError for several models or batches, and for
+    steps with and without checkpointed activations.
     """
     _check_checkpointed(table)
     cases = table[["model", "tokens"]].drop_duplicates()
@@ -405,9 +405,9 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
     `step_speedups` of one micro-batch, or empty. Columns: quantity, unit, model; paper_dense,
     paper_sparse, paper_change (%), paper_active, paper_device, paper_note; dense, sparse, change,
     active, device and profile of ours, and low and high, the change that p20 and p80 of both sides
-    allow (of speeds); NaN and empty where not measured. Ours is with compiled layers, in forward passes by "auto", at
-    the level of activity nearest to the paper's. Raises ValueError for steps with and without
-    checkpointed activations.
+    allow (of speeds); NaN and empty where not measured. Ours is with compiled layers, in forward
+    passes by "auto", at the level of activity nearest to the paper's. Raises ValueError for steps
+    with and without checkpointed activations.
     """
     _check_checkpointed(steps)
     if len(models):

@@ -22,8 +22,8 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".activity": "FIXED_WIDTH LINE PALETTES fig06_layers fig07a_tokens fig07b_positions "
         "visible fig_inspector fig_passage fig_silenced fig_specific fig_surprise",
-        ".base": "ACTIVE_FLOOR BLUE COLUMN DRAWN_WITH GREEN MODULES ORANGE PAGE PURPLE RED save "
-        "style",
+        ".base": "ACTIVE_FLOOR AUTO BLUE COLUMN DECODE DENSE DOWN DRAWN_WITH GATE GREEN HYBRID "
+        "MODULES ORANGE OURS PAGE PAPER PURPLE RED ROWWISE SPARSE UP save style",
         ".formats": "fig01_bytes fig01_formats",
         ".glance": "overview",
         ".keep": "Keep",
@@ -32,7 +32,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".parts": "model_decode model_parts",
         ".speed": "NAMES NEAR PROVIDERS STYLES ffn_activity ffn_roofline ffn_tokens "
         "training_activity",
-        ".training": "CHOICES STATUS_MARKERS choices_frontier computed_otherwise fig03_frontier "
-        "fig02_training_curves fig08_remedies fig09_activity_over_training frontier scale_activity",
+        ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "
+        "fig03_frontier fig02_training_curves fig08_remedies fig09_activity_over_training frontier scale_activity",
     },
 )

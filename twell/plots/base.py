@@ -31,13 +31,13 @@ from twell import results
 _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
-BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
+BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, _CYAN = sns.color_palette("colorblind", 10)
 # One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
 # have a scale of their own, `_level_colours`.
 OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
 PAPER, DENSE, AUTO = "black", "0.45", ORANGE
 ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
-GATE, UP, DOWN = BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
+GATE, UP, DOWN = _BROWN, _CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
@@ -146,6 +146,7 @@ def _caption(figure: Figure, *sentences: str) -> None:
     width, height = figure.get_size_inches()
     size, margin = 6.5, 4  # points
     text = " ".join(sentence for sentence in sentences if sentence)
+    text = text.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
     lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
     room = (1.3 * size * len(lines) + 2 * margin) / 72
     share = room / (height + room)

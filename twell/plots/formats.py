@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from twell.plots.base import (
+    _CYAN,
     BLUE,
     COLUMN,
-    CYAN,
     HYBRID,
     PAGE,
     ROWWISE,
@@ -23,7 +23,7 @@ from twell.plots.base import (
     _plain,
 )
 
-_TILES = (BLUE, "white"), (CYAN, "black")  # and text
+_TILES = (BLUE, "white"), (_CYAN, "black")  # and text
 # Face, edge and text of the cells that are no values.
 _KINDS = {
     "count": ("0.25", "white", "white"),
@@ -52,8 +52,8 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     _caption(
         figure,
         f"One matrix in four formats. Rows are tokens, and tiles have {tile_n} columns. Every cell",
-        "with a column also stores the value. A row that does not fit keeps its true counts, and is",
-        "stored densely as an overflow row or backup row.",
+        "with a column also stores the value. A row that does not fit keeps its true counts, and",
+        "is stored densely as an overflow row or backup row.",
     )
     return figure
 

@@ -39,7 +39,8 @@ def overview(
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
     layer; neurons: the neurons of that layer. kernels: rows of kernels.csv of one case, with
-    provider "dense" and "triton union", ms and the case. scale: `analysis.scale_table`, of one device of ours.
+    provider "dense" and "triton union", ms and the case. scale: `analysis.scale_table`, of one
+    device of ours.
     """
     figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 0.95, 1.1))
     _tokens(row[0], activity, neurons)
@@ -53,7 +54,7 @@ def overview(
         figure,
         "Left: each mark is an active neuron of one layer of a trained model.",
         f"Middle: kernels of one gated layer, {size}, bf16, {case['tokens']:,} tokens,",
-        f"{case['active']:.0f} active neurons per token, {case['device']}; one profiled measurement.",
+        f"{case['active']:.0f} active neurons per token, {case['device']}; one profile.",
         "All: computed for all neurons; active: for active neurons only.",
         "Right: models with random weights whose gate fires as often as the paper reports; one",
         "measurement each, with bars from p20 to p80 of the timed calls of both sides.",

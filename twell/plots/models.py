@@ -326,8 +326,8 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     imposed = set(drawn["profile"]) - {"", "checkpoint"}
     _caption(
         figure,
-        "Numbers above bars: change of sparse over dense, of ours with the range that p20 and p80 of "
-        "the timed calls of both sides allow; one measurement a bar. The paper gives no spread.",
+        "Numbers above bars: change of sparse over dense, of ours with the range that p20 and p80",
+        "of the timed calls of both sides allow; one measurement a bar. The paper gives no spread.",
         "The GPUs differ, so compare changes, not heights.",
         "Active: neurons per token and layer.",
         f"Ours: {_IMPOSED[0].lower()}{_IMPOSED[1:]}" if imposed else "",

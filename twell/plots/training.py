@@ -186,9 +186,9 @@ _BUDGETS = ["-", "--", ":", "-."]  # of the lines of `frontier`
 def frontier(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy by share of active neurons, a line for each number of training tokens.
 
-    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds, light
-    lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one 95%
-    inactive neurons. Levels at which a layer is dead or the feed-forward layers are
+    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds,
+    light lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one
+    95% inactive neurons. Levels at which a layer is dead or the feed-forward layers are
     unused have a mark of their own and are not joined. about: the model.
     """
     figure, ax = _panel(0.66 * PAGE, 2.9)
