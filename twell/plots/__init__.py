@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".speed": "NAMES NEAR PROVIDERS STYLES ffn_activity ffn_roofline ffn_tokens "
         "training_activity",
         ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "
-        "fig03_frontier fig02_training_curves fig08_remedies fig09_activity_over_training frontier scale_activity",
+        "fig03_frontier fig02_training_curves fig08_remedies "
+        "fig09_activity_over_training frontier scale_activity",
     },
 )
