@@ -57,11 +57,13 @@ def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [M, K] float8_e4m3fn and scales [M] fp32 of x [M, K] in bf16 with rows in one piece.
+    """Values [M, K] float8_e4m3fn and scales [M] fp32 of x [M, K] in bf16, M at least 1.
 
-    Raises nothing: a row with NaN or inf gets the scale NaN.
+    A row with NaN or inf gets the scale NaN.
     """
     num_rows, size = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
     values = torch.empty(num_rows, size, dtype=FLOAT8, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)

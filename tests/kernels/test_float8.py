@@ -43,7 +43,8 @@ def test_rows_are_quantised_as_torch_rounds(size):
 
 def test_rows_with_strides_are_read_in_place():
     rows = hard_rows(64)
-    for given, plain in ((rows[::2], rows[::2].contiguous()), (rows[:, :16], rows[:, :16].clone())):
+    for given in (rows[::2], rows[:, :16], rows.t()):
+        plain = given.contiguous()
         results = zip(kernels.quantize(given), float8.quantize(plain), strict=True)
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in results)
 
@@ -67,6 +68,18 @@ def test_hard_activity(path, pattern, nonfinite):
     sizes = dict(num_tokens=3 if path == "rowwise" else 19, intermediate_size=140)
     case = integer_case(path, pattern=pattern, nonfinite=nonfinite, **sizes, fp8=True)
     assert fuzz.check(case, DEVICE) == 0
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("num_neurons", [96, 300, 7])  # torch's product wants a multiple of 16
+def test_dense_is_exact(gated, num_neurons):
+    sizes = dict(num_tokens=19, intermediate_size=num_neurons)
+    case = integer_case(gated=gated, biases=True, **sizes, fp8=True)
+    given, wide = fuzz.quantized(case, fuzz.layer(case, DEVICE))
+    y = ops.run("dense", *[given.get(name) for name in float8.Layer._fields])
+    half = torch.bfloat16
+    _, expected = fuzz.exact(wide, half, half, half, dense=True)
+    assert torch.equal(y, expected.to(half))
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 4))

@@ -27,7 +27,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST = 1e-12  # of amax, as in torchao: a row of zeros has a scale too
 CAPABILITY = 8, 9  # the first with tensor cores for FP8
-MULTIPLE = 16  # of K, for tensor cores
+MULTIPLE = 16  # of K, and of N in torch's product
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,18 @@ def widen(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * scale[:, None]).bfloat16()
 
 
+def _padded(w: Tensor) -> Tensor:
+    """The rows of w and rows of zeros, up to a multiple of MULTIPLE."""
+    rows = w.new_zeros(-len(w) % MULTIPLE, w.shape[1], dtype=torch.uint8)
+    return torch.cat([w.view(torch.uint8), rows]).view(FLOAT8)
+
+
 def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None) -> Tensor:
     """Return x w^T + b [M, N] in bf16, for FP8 x [M, K] and w [N, K] with a scale a row."""
     if x.is_cuda:
+        size = len(w)
+        if size % MULTIPLE:  # rows of zeros, which torch asks for
+            w, w_scale = _padded(w), nn.functional.pad(w_scale, (0, -size % MULTIPLE))
         y = torch._scaled_mm(
             x,
             w.t(),
@@ -94,7 +103,7 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
             scale_b=w_scale[None, :],
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
-        )
+        )[:, :size]
         return y if b is None else y + b
     y = (x.float() @ w.float().t()) * (w_scale * x_scale[:, None])
     return (y if b is None else y + b).to(torch.bfloat16)
