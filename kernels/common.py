@@ -11,6 +11,7 @@ load and store and hide this.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -134,9 +135,14 @@ def add_activity(activity_ptr, first, M, entries, in_unions):
     tl.atomic_add(activity_ptr + 3, in_unions.to(tl.int64), sem="relaxed")
 
 
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Makes x's device the current one, on which Triton launches."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def empty_output(x: Tensor) -> Tensor:
-    """Where y goes: like x, in bf16 if x is in FP8."""
-    return torch.empty_like(x, dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype)
+    """Where y goes: contiguous, of x's shape and type, in bf16 if x is in FP8."""
+    return x.new_empty(x.shape, dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype)
 
 
 def chunks(size: int, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:

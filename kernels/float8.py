@@ -1,7 +1,7 @@
 """The tokens of a layer with FP8 weights, quantised: one program a row.
 
 x in bf16 is read once; float8_e4m3fn values, whose largest is 448, and an fp32 scale are written.
-Under torch.compile the reference is used instead, which fuses with what computed x.
+Under torch.compile the reference is used instead, which fuses with the norm before the layer.
 
     x [M, K] bf16    values [M, K] float8_e4m3fn    scale [M] fp32
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import INTERPRETED, next_power_of_2
+from twell.kernels.common import INTERPRETED, next_power_of_2, on_device
 from twell.kernels.options import with_fusion
 from twell.sparse.float8 import FLOAT8
 
@@ -68,5 +68,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     options = with_fusion(BK=block, num_warps=min(max(block // 1024, 1), 16))
-    quantize_kernel[(num_rows,)](x, values, scale, x.stride(0), size, **options)
+    with on_device(x):
+        quantize_kernel[(num_rows,)](x, values, scale, x.stride(0), size, **options)
     return values, scale

@@ -35,14 +35,12 @@ in which another token activates the neuron, and any weight of a dense layer.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, rowwise, union
-from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output
+from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.sparse import float8, reference
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 
@@ -95,12 +93,15 @@ def check_tensors(
         if tensor is not None:
             check_tensor(name, tensor, tuple(shape), dtype)
             _check_storage(name, tensor, x.device)
-    scales = {"x_scale": x_scale, "s_up": s_up}
-    scales |= {} if w_gate is None else {"s_gate": s_gate}
-    for name, tensor in scales.items():
-        if (tensor is None) == in_fp8:
-            given = "missing" if in_fp8 else "given"
-            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8")
+    gate_in_fp8 = in_fp8 and w_gate is not None
+    for name, tensor, belongs in (
+        ("x_scale", x_scale, in_fp8),
+        ("s_gate", s_gate, gate_in_fp8),
+        ("s_up", s_up, in_fp8),
+    ):
+        if (tensor is not None) != belongs:
+            given = "missing" if belongs else "given"
+            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
     if activity is not None:
         given = activity.dtype, tuple(activity.shape)
         if given != (torch.int64, (4,)):
@@ -143,11 +144,6 @@ def to_layer(w_gate, w_up, w_down, *biases_and_scales: Tensor | None) -> Layer:
 def _aligned(tensor: Tensor | None) -> Tensor | None:
     """The tensor, copied where it begins at an address that tensor descriptors do not accept."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
-
-
-def on_device(x: Tensor) -> AbstractContextManager:
-    """Makes x's device the current one, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def launch(ffn, x: Tensor, *tensors: Tensor | None, **options) -> Tensor:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from twell.kernels import entries, training
-from twell.kernels.common import Gradients, Layer
-from twell.kernels.ops import check_tensors, on_device, prepare, to_layer
+from twell.kernels.common import Gradients, Layer, on_device
+from twell.kernels.ops import check_tensors, prepare, to_layer
 
 TRAIN_PATHS = "union", "hybrid"
 # Places of entries are 32-bit integers, and kernels step past the last one by up to 256.

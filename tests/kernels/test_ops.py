@@ -118,3 +118,12 @@ def test_counting_refuses():
     compiled = torch.compile(ops.run, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be counted"):
         compiled("union", *tensors.values(), activity=activity)
+
+
+def test_results_of_transposed_rows_are_contiguous_when_traced_too():
+    tensors = fuzz.layer(integer_case("decode", num_tokens=5), DEVICE)
+    tensors["x"] = tensors["x"].t().contiguous().t()
+    arguments = tuple(tensors.values())
+    operator = torch.ops.twell.ffn_decode.default
+    torch.library.opcheck(operator, arguments, test_utils=("test_faketensor",))
+    assert operator(*arguments).is_contiguous()

@@ -22,6 +22,12 @@ def in_bf16(model):
     return model.eval()
 
 
+def twell_sparsified():
+    model = twell.sparsify(in_bf16(stock("llama")))
+    twell.quantize_(model)
+    return model
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A quantised model in bf16, and its folder."""
@@ -79,6 +85,10 @@ def test_a_sparsified_model_keeps_its_weights_too(tmp_path):
             "gate_proj.weight has type torch.float32; expected float8_e4m3fn",
         ),
         (
+            lambda t: t[SCALE.removesuffix("_scale")].view(torch.uint8).fill_(0x7F),
+            "gate_proj.weight has NaN or infinite values",
+        ),
+        (
             lambda t: t.update({"model.norm.weight": torch.ones(32).to(FLOAT8)}),
             "model.norm.weight has type torch.float8_e4m3fn; expected one of",
         ),
@@ -94,9 +104,14 @@ def test_damaged_weights_are_named(saved, change, message):
         twell.load(folder)
 
 
-def test_other_ways_to_load_are_refused(saved):
-    _, folder = saved
-    with pytest.raises(ValueError, match="has FP8 weights; load it with twell.load"):
+def test_other_ways_to_load_are_refused(saved, tmp_path):
+    model, folder = saved
+    with pytest.raises(ValueError, match="FP8 weights; twell.dequantize_ puts bf16 back first"):
+        twell.densify(twell_sparsified())
+    twell.dequantize_(model.ffns[0])
+    with pytest.raises(ValueError, match="some layers are in FP8 and others not"):
+        model.save_pretrained(tmp_path / "mixed")
+    with pytest.raises(ValueError, match="is of FP8 weights; load them with twell.load"):
         AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ValueError, match="dtype is torch.float32, and .* has FP8 weights"):
         twell.load(folder, dtype=torch.float32)

@@ -19,7 +19,7 @@ from twell import corpus, results
 from twell.config import TrainConfig
 from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
-from twell.models import SparseLlamaForCausalLM, load_config
+from twell.models import SparseLlamaForCausalLM, load_config, num_weights
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
 
@@ -143,7 +143,7 @@ def _describe(model: str | Path, loaded: SparseLlamaForCausalLM) -> dict:
         "name": results.model_name(model),
         "path": str(model),
         "sha256": {file.name: results.file_hash(file) for file in weights},
-        "parameters": loaded.num_parameters(),
+        "parameters": num_weights(loaded),
         "training_tokens": tokens,
         "context": config.max_position_embeddings,
         **{field: getattr(config, field) for field in (*FIELDS.split(), "vocab_size")},

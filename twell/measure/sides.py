@@ -135,6 +135,8 @@ class Sides:
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
     """Return the columns of a model."""
+    if any(ffn.quantized for ffn in model.ffns):
+        raise ValueError(f"{name} has FP8 weights; whole models are measured in bf16")
     config = model.config
     return {
         "model": name,

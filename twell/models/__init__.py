@@ -16,4 +16,4 @@ from twell.models.convert import SPARSIFIABLE, densify, silence, sparse_ffns, sp
 from twell.models.l1 import MASKED, l1_by_layer
 from twell.models.llama import SparseCausalLMOutput, SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import CALIBRATION, load, load_config, save
-from twell.models.quantize import dequantize_, quantize_
+from twell.models.quantize import dequantize_, num_weights, quantize_

@@ -6,6 +6,7 @@ its own, some of them transposed. Every error names the file, and the tensor.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -19,8 +20,8 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.quantize import QUANTIZATION, empty_quantized
-from twell.sparse.float8 import FLOAT8
+from twell.models.quantize import empty_quantized
+from twell.sparse.float8 import FLOAT8, QUANTIZATION
 
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
@@ -122,9 +123,12 @@ def _described(fields: dict) -> SparseLlamaConfig:
 
 
 def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
+    quantization = getattr(config, "quantization_config", None)
+    config = copy.deepcopy(config)
+    config.quantization_config = None
     with torch.device("meta"):
         model = SparseLlamaForCausalLM(config)
-        if getattr(config, "quantization_config", None) is not None:
+        if quantization is not None:
             empty_quantized(model)
         return model.state_dict()
 
@@ -182,8 +186,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 both = name if names[weight] == name else f"{names[weight]} and {name}"
                 raise ValueError(f"{file}: {both} would be one weight twice; take one of them out")
             names[weight] = name
-            is_weight = tensor.dtype in DTYPES and not NO_WEIGHTS.search(name)
-            if is_weight and not tensor.isfinite().all():
+            is_weight = tensor.dtype in (*DTYPES, FLOAT8) and not NO_WEIGHTS.search(name)
+            finite = tensor.float() if tensor.dtype == FLOAT8 else tensor
+            if is_weight and not finite.isfinite().all():
                 problem = f"the tensor {name} has NaN or infinite values"
                 raise ValueError(f"{file}: {problem}: {PUT_BACK_COPY}")
             tensors[name] = tensor

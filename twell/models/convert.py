@@ -77,6 +77,8 @@ def densify(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
             )
+    if any(layer.mlp.quantized for layer in layers):
+        raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
     for layer in layers:
         layer.mlp = layer.mlp.restored()
     return model

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twell.models.l1 import divisor, l1_by_layer, token_mask
+from twell.sparse import float8
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -106,6 +107,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     recording = False  # set it to count evaluation passes too; training passes always are
 
     def __init__(self, config: SparseLlamaConfig):
+        if getattr(config, "quantization_config", None):
+            raise ValueError("the configuration is of FP8 weights; load them with twell.load")
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = SparseFFN(
@@ -121,13 +124,18 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """As in transformers. Raises ValueError for FP8 weights, which `twell.load` reads."""
-        config = kwargs.get("config") or cls.config_class.from_pretrained(args[0])
-        if getattr(config, "quantization_config", None):
-            raise ValueError(f"{args[0]} has FP8 weights; load it with twell.load")
         loaded = super().from_pretrained(*args, **kwargs)
         for ffn in (loaded[0] if isinstance(loaded, tuple) else loaded).ffns:
             ffn.backend = ffn.backend  # restores the kernels' strides: the weights were assigned
         return loaded
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers. Raises ValueError where some layers are in FP8 and others not."""
+        in_fp8 = {ffn.quantized for ffn in self.ffns}
+        if len(in_fp8) == 2:
+            raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
+        self.config.quantization_config = dict(float8.QUANTIZATION) if in_fp8 == {True} else None
+        return super().save_pretrained(*args, **kwargs)
 
     @property
     def ffns(self) -> list[SparseFFN]:

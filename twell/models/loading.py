@@ -19,7 +19,7 @@ from transformers.utils import logging
 from twell.models.checkpoint import read_config, read_json, read_weights
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import fill_quantized, widened
-from twell.sparse.calibration import Calibration
+from twell.sparse.calibration import FLOAT8, Calibration
 
 CALIBRATION = "calibration.json"  # beside the weights
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -78,7 +78,16 @@ def load(
     if quantization is not None:
         fill_quantized(model, values)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
-        model.set_ffn_backend("auto", _calibration_of(folder))
+        calibration = _calibration_of(folder)
+        if (calibration.dtype == FLOAT8) == (quantization is not None):
+            model.set_ffn_backend("auto", calibration)
+        else:
+            has, option = ("FP8", " --fp8") if quantization else ("bf16 or fp16", "")
+            warnings.warn(
+                f"{folder / CALIBRATION} has times of {calibration.dtype} and is not used: the "
+                f"weights are {has}; `twell measure calibrate{option}` measures them",
+                stacklevel=2,
+            )
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 

@@ -14,9 +14,10 @@ from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import why_called
 
-# In config.json, where transformers looks for it: a library that does not know it refuses to load.
-QUANTIZATION = {"quant_method": "twell_float8", "granularity": "per_row"}
 QUANTIZED = "gate_proj", "up_proj"
+# Fields of torchao's configuration, and their only values here.
+UNDERSTOOD = {"weight_dtype": float8.FLOAT8, "activation_dtype": float8.FLOAT8}
+UNDERSTOOD |= {"activation_value_lb": None, "activation_value_ub": None}
 
 
 @torch.no_grad()
@@ -42,6 +43,10 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
                 f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig"
             )
         of_both = config.granularity  # torchao's is a list: of x and of the weights
+        for field, expected in UNDERSTOOD.items():
+            if getattr(config, field, expected) != expected:
+                given = getattr(config, field)
+                raise ValueError(f"{field} of config is {given}; expected {expected}")
         for granularity in of_both if isinstance(of_both, list | tuple) else [of_both]:
             Float8DynamicActivationFloat8WeightConfig(granularity)
     ffns = sparse_ffns(module)
@@ -50,10 +55,27 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
     for ffn in ffns:
         for name in QUANTIZED:
             if getattr(ffn, name) is not None:
-                setattr(ffn, name, Float8Linear.of(getattr(ffn, name), **options))
+                part = getattr(ffn, name)
+                _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
         ffn.chooser.quantized = True
-    if hasattr(module, "config"):
-        module.config.quantization_config = dict(QUANTIZATION)
+    _note(module, dict(float8.QUANTIZATION))
+
+
+def _replace(ffn: SparseFFN, name: str, part: nn.Module) -> None:
+    """Put a projection in another's place, with Accelerate's hook, which moves its inputs."""
+    hook = getattr(ffn, name).__dict__.get("_hf_hook")
+    setattr(ffn, name, part)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(part, hook)
+
+
+def _note(module: nn.Module, quantization: dict | None) -> None:
+    """Say in the configuration of every model in `module` with such layers what its weights are."""
+    for part in module.modules():
+        if hasattr(part, "config") and any(isinstance(m, SparseFFN) for m in part.modules()):
+            part.config.quantization_config = quantization
 
 
 def _check(ffn: SparseFFN, owner: str) -> None:
@@ -73,11 +95,12 @@ def _check(ffn: SparseFFN, owner: str) -> None:
             continue
         if (reason := why_called(part)) is not None:
             raise ValueError(f"{name} of {owner} is {reason}; expected a plain nn.Linear")
-        if part.weight.dtype != torch.bfloat16:
-            raise ValueError(
-                f"{name} of {owner} is {part.weight.dtype}; expected torch.bfloat16, "
-                "such as model.to(torch.bfloat16) gives"
-            )
+        for tensor in part.parameters():
+            if tensor.dtype != torch.bfloat16:
+                raise ValueError(
+                    f"{name} of {owner} is {tensor.dtype}; expected torch.bfloat16, "
+                    "such as model.to(torch.bfloat16) gives"
+                )
         if name in QUANTIZED and not part.weight.isfinite().all():
             raise ValueError(f"{name} of {owner} has NaN or infinite weights")
 
@@ -99,10 +122,9 @@ def dequantize_(module: nn.Module) -> None:
             part = getattr(ffn, name)
             if part is not None:
                 rounded += part.original is None
-                setattr(ffn, name, part.dense())
+                _replace(ffn, name, part.dense(ffn.down_proj.weight.dtype))
         ffn.chooser.quantized = False
-    if hasattr(module, "config"):
-        module.config.quantization_config = None
+    _note(module, None)
     if rounded:
         warnings.warn(
             f"{rounded} weights were not kept in bf16: they are their FP8 values now "
@@ -143,4 +165,10 @@ def fill_quantized(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         if isinstance(module, Float8Linear):
             module.weight = tensors[f"{name}.weight"]
             module.weight_scale = tensors[f"{name}.weight_scale"].float()
-    model.config.quantization_config = dict(QUANTIZATION)
+    _note(model, dict(float8.QUANTIZATION))
+
+
+def num_weights(model: nn.Module) -> int:
+    """Return the number of weights and biases, those in FP8 too, without scales."""
+    in_fp8 = sum(m.weight.numel() for m in model.modules() if isinstance(m, Float8Linear))
+    return in_fp8 + sum(parameter.numel() for parameter in model.parameters())

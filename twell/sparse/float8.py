@@ -5,8 +5,9 @@ fp32 scale, so that the row is values * scale:
 
     amax = max(max |row|, 1e-12)    scale = amax * (1 / 448)    values = round(row * (448 / amax))
 
-A neuron's weights are quantised once, a token's x in every call. Products are summed in fp32 and
-scaled; g, h and y are rounded to bf16, and the down projection stays in bf16: its rows are gathered
+A neuron's weights are quantised once, a token's x in every call. Products are summed by the FP8
+tensor cores, with their short accumulators (torchao's "fast accumulation"), and scaled in fp32;
+g, h and y are rounded to bf16, and the down projection stays in bf16: its rows are gathered
 by neuron, and widening them costs the kernels more than it saves. A row of x with NaN or inf gets
 the scale NaN, so this token's y is NaN and no other token's.
 
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from twell.sparse.reference import add_bias
 
 FLOAT8 = torch.float8_e4m3fn
+# In config.json, where transformers looks: it warns of a method that it does not know.
+QUANTIZATION = {"quant_method": "twell_float8", "granularity": "per_row"}
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST = 1e-12  # of amax, as in torchao: a row of zeros has a scale too
 CAPABILITY = 8, 9  # the first with tensor cores for FP8
@@ -68,7 +71,7 @@ def why_not(device: torch.device) -> str | None:
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values [M, K] float8_e4m3fn and scales [M] fp32 of rows [M, K].
 
-    In plain torch operators, which torch.compile fuses with what computed the rows.
+    In plain torch operators, which torch.compile fuses with the norm before the layer.
     """
     wide = rows.float()
     amax = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # NaN stays NaN
@@ -76,7 +79,9 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     # A division of tensors and a product by a number: torch rounds the other forms twice.
     inverse = torch.full_like(amax, LARGEST) / amax
     values = torch.where(finite, wide * inverse, 0.0).clamp(-LARGEST, LARGEST)
-    return values.to(FLOAT8), torch.where(finite, amax * (1 / LARGEST), torch.nan).squeeze(-1)
+    return values.to(FLOAT8).contiguous(), torch.where(
+        finite, amax * (1 / LARGEST), torch.nan
+    ).squeeze(-1)
 
 
 def widen(values: Tensor, scale: Tensor) -> Tensor:
@@ -90,23 +95,27 @@ def _padded(w: Tensor) -> Tensor:
     return torch.cat([w.view(torch.uint8), rows]).view(FLOAT8)
 
 
+def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+    """x w^T [M, N] in bf16, scaled; N a multiple of MULTIPLE."""
+    if not x.is_cuda:
+        return ((x.float() @ w.float().t()) * (w_scale * x_scale[:, None])).bfloat16()
+    scales = {"scale_a": x_scale[:, None], "scale_b": w_scale[None, :]}
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(x, w.t(), **scales, **options)
+
+
 def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None) -> Tensor:
-    """Return x w^T + b [M, N] in bf16, for FP8 x [M, K] and w [N, K] with a scale a row."""
-    if x.is_cuda:
-        size = len(w)
-        if size % MULTIPLE:  # rows of zeros, which torch asks for
-            w, w_scale = _padded(w), nn.functional.pad(w_scale, (0, -size % MULTIPLE))
-        y = torch._scaled_mm(
-            x,
-            w.t(),
-            scale_a=x_scale[:, None],
-            scale_b=w_scale[None, :],
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )[:, :size]
-        return y if b is None else y + b
-    y = (x.float() @ w.float().t()) * (w_scale * x_scale[:, None])
-    return (y if b is None else y + b).to(torch.bfloat16)
+    """Return x w^T + b [M, N] in bf16, for FP8 x [M, K] and w [N, K] with a scale a row.
+
+    The product is rounded to bf16 before b is added.
+    """
+    size = len(w)
+    if size % MULTIPLE:
+        w, w_scale = _padded(w), nn.functional.pad(w_scale, (0, -size % MULTIPLE))
+    if len(x) == 0:
+        return x.new_empty(0, size, dtype=torch.bfloat16)
+    y = _product(x, x_scale, w, w_scale)[:, :size].contiguous()
+    return y if b is None else (y + b).to(torch.bfloat16)
 
 
 class Layer(NamedTuple):
@@ -172,12 +181,15 @@ class Float8Linear(nn.Module):
         self.register_buffer("weight_scale", torch.empty(out_features, device=device))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.original: Tensor | None = None
+        self.trained = True, True  # whether weight and bias were parameters to train
 
     @classmethod
     def of(cls, part: nn.Linear, keep_original: bool = False) -> Float8Linear:
         """Return the quantised form of a linear layer in bf16."""
         result = cls(part.in_features, part.out_features, part.bias, part.weight.device)
         result.weight, result.weight_scale = quantize(part.weight.detach())
+        has_bias = part.bias is not None
+        result.trained = part.weight.requires_grad, has_bias and part.bias.requires_grad
         if keep_original:
             result.original = part.weight.detach().to("cpu", copy=True)
         return result
@@ -190,15 +202,27 @@ class Float8Linear(nn.Module):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.weight, self.weight_scale, self.bias
 
-    def dense(self) -> nn.Linear:
-        """Return an nn.Linear in bf16: the original weight if it was kept, else values * scale."""
+    def dense(self, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+        """Return an nn.Linear: the original weight if it was kept, else values * scale in bf16."""
         weight = self.original
         if weight is None:
             weight = widen(self.weight, self.weight_scale)
         part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        part.weight = nn.Parameter(weight.to(self.weight.device))
-        part.bias = None if self.bias is None else nn.Parameter(self.bias.detach())
-        return part
+        weight = weight.to(self.weight.device, dtype)
+        part.weight = nn.Parameter(weight, requires_grad=self.trained[0])
+        if self.bias is not None:
+            part.bias = nn.Parameter(self.bias.detach().to(dtype), requires_grad=self.trained[1])
+        return part.train(self.training)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.dtype != FLOAT8:
+            raise ValueError(
+                f"{prefix}weight is {weight.dtype}, and the layer has FP8 weights; load it before "
+                "twell.quantize_"
+            )
+        self.original = None if weight is not None else self.original
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _apply(self, fn, recurse: bool = True) -> Float8Linear:
         kept = self.weight, self.weight_scale

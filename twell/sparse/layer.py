@@ -140,6 +140,7 @@ class SparseFFN(nn.Module):
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
         self._path: str | None = None
         self.backend = backend
+        self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
@@ -247,6 +248,16 @@ class SparseFFN(nn.Module):
         """Plan for this activity: see `Chooser.observe`."""
         self.chooser.observe(active, union, tokens)
 
+    def _check_loaded(self, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+        """Refuse FP8 values for weights that are not in FP8: without scales they mean nothing."""
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weight = state_dict.get(f"{prefix}{name}.weight")
+            in_fp8 = weight is not None and weight.dtype == float8.FLOAT8
+            if in_fp8 and not isinstance(getattr(self, name), float8.Float8Linear):
+                raise ValueError(
+                    f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first"
+                )
+
     @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
         """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it.
@@ -264,7 +275,7 @@ class SparseFFN(nn.Module):
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
             )
         if self.quantized:
-            self._check_inference(x)
+            x = self._for_inference(x)
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
         backend = self._backend
@@ -275,18 +286,19 @@ class SparseFFN(nn.Module):
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
-    def _check_inference(self, x: Tensor) -> None:
-        """Raise where FP8 weights cannot be used: for gradients, and for values not in bf16."""
-        if torch.is_grad_enabled() and x.requires_grad:
+    def _for_inference(self, x: Tensor) -> Tensor:
+        """x in autocast's type; raises for gradients, and for values that are not bf16 then."""
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters()))
+        if trained:
             raise RuntimeError(
                 "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
                 "(twell.dequantize_ puts them back)"
             )
-        dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype != torch.bfloat16:
-            raise TypeError(f"x is {dtype}; a layer with FP8 weights computes in torch.bfloat16")
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"x is {x.dtype}; a layer with FP8 weights computes in torch.bfloat16")
+        return x
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
@@ -353,7 +365,11 @@ class SparseFFN(nn.Module):
         """The same with rows in FP8, and the scales of rows, gate and up behind them."""
         quantize = float8.quantize
         if self._has_kernels and len(tensors[0]) and not torch.compiler.is_compiling():
-            from twell.kernels.float8 import quantize
+            from twell.kernels import ops
+            from twell.kernels.float8 import quantize as by_kernel
+
+            if ops.takes(tensors[0], self.intermediate_size):
+                quantize = by_kernel
         rows, scale = quantize(tensors[0])
         parts = self.gate_proj, self.up_proj
         return [rows, *tensors[1:], scale, *(part and part.weight_scale for part in parts)]

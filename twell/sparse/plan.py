@@ -67,7 +67,7 @@ class Chooser:
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_quantized": False} | state)  # older pickles have none
         self._forget_counters()
 
     @property

@@ -44,10 +44,11 @@ def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
     """
     if type(part) not in (nn.Linear, Float8Linear):
         return f"a {type(part).__module__}.{type(part).__qualname__}"
+    kind = "an nn.Linear" if type(part) is nn.Linear else "a Float8Linear"
     if "forward" in part.__dict__ and not _only_moves_inputs(part):
-        return "an nn.Linear with a forward of its own"
+        return f"{kind} with a forward of its own"
     if any(getattr(part, name) for name in CALLED_WITH):
-        return "an nn.Linear with hooks"
+        return f"{kind} with hooks"
     for name in ("weight", "bias"):
         kind = type(getattr(part, name))
         if kind in (nn.Parameter, Tensor, type(None)):
@@ -64,4 +65,4 @@ def _only_moves_inputs(part: nn.Module) -> bool:
     hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
     if type(hook) is not AlignDevicesHook or hook.offload:
         return False
-    return getattr(forward, "__func__", None) is nn.Linear.forward
+    return getattr(forward, "__func__", None) is type(part).forward

@@ -92,6 +92,8 @@ class SparseTraining:
                 "reduce and group are both given; a function that reduces knows its processes"
             )
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
+        if any(ffn.quantized for ffn in self.layers):
+            raise ValueError("the model has FP8 weights, which cannot train; twell.dequantize_ it")
         self.path = path if backend_status()["triton"] is None else None
         self.reduce = reduce or partial(_largest, group=group)
         largest = max((ffn.intermediate_size for ffn in self.layers), default=1)

@@ -64,6 +64,7 @@ def reinitialize(
     """
     seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     generator = torch.Generator().manual_seed(seed)
+    _check_trained(model)
     for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
         weight = (ffn.gate_proj or ffn.up_proj).weight
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
@@ -83,6 +84,7 @@ def balance(model: SparseLlamaForCausalLM) -> None:
     `initializer_range` sqrt(K). A column of zeros stays, and so do Adam's moments. Ours, not the
     paper's.
     """
+    _check_trained(model)
     for ffn in sparse_ffns(model):
         down, up = ffn.down_proj.weight, ffn.up_proj.weight
         lengths = (down.full_tensor() if isinstance(down, DTensor) else down).norm(dim=0)
@@ -92,6 +94,11 @@ def balance(model: SparseLlamaForCausalLM) -> None:
         up.mul_(_placed(factor[:, None], up))
         if ffn.up_proj.bias is not None:
             ffn.up_proj.bias.mul_(_placed(factor, ffn.up_proj.bias))
+
+
+def _check_trained(model: SparseLlamaForCausalLM) -> None:
+    if any(ffn.quantized for ffn in sparse_ffns(model)):
+        raise ValueError("the model has FP8 weights, which cannot change; twell.dequantize_ it")
 
 
 def _placed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
