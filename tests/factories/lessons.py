@@ -51,8 +51,8 @@ NUMBERS = {
         r"even between (\d+) and": "of_step['skewed_crossing']",
         r"where row-wise reaches ([\d.]+)": "row(stream, pattern='even', tokens=16384)"
         ".query('28 < active < 30 and provider == \"triton rowwise\"')['speedup'].iloc[0]",
-        r"At 1,024 unions gain (\d+)%": "100 * (row(at, tokens=1024, provider='triton union')['speedup']"
-        " - 1)",
+        r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union')"
+        "['speedup'] - 100",
         r"unions alone gain ([\d.]+) times": "of_layer['small_eager_times']",
     },
     "06_downstream": {
