@@ -101,6 +101,7 @@ def table(text: str) -> str:
     """Return a table of pandas without its looks, a row a line."""
     text = re.sub(r"<style.*?</style>|</?(?:div|p|caption)\b[^>]*>|\s*\n\s*", "", text, flags=re.S)
     text = re.search(r"<table.*</table>", text, re.S)[0]
+    text = re.sub(r"<(?!/?[a-z])", "&lt;", text)  # of a cell such as "<1 active"
     plain = re.sub(
         r"<(\w+)([^>]*)>", lambda tag: f"<{tag[1]}{''.join(SPAN.findall(tag[2]))}>", text
     )

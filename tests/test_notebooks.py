@@ -321,6 +321,13 @@ def test_profiles_name_parameters_of_the_lessons(name):
     assert set(PROFILES[name]) <= known
 
 
+def test_a_page_shows_cells_that_look_like_tags():
+    cells = ["<1 active", "<= 2%", "a < b", "c > 30%"]
+    html = pd.DataFrame({"paper": cells}).style.hide().to_html()
+    written = re.findall(r"<td>(.*)</td>", LESSONS.table(html))
+    assert written == ["&lt;1 active", "&lt;= 2%", "a &lt; b", "c > 30%"]
+
+
 def test_every_lesson_has_its_page():
     assert {path.stem for path in LESSONS.PAGES.glob("[0-9]*.md")} == set(NOTEBOOKS)
     index = (LESSONS.PAGES / "README.md").read_text(encoding="utf-8")

@@ -10,11 +10,18 @@ NUMBERS = {
     "01_format": {
         r"hybrid takes (\d+)% of the dense": "100 * relative.loc[30, 'Hybrid, width 128']",
         r"dense bytes, ELL (\d+)%": "100 * relative.loc[30, 'ELL']",
+        r"the sum: (\d+) against": "len(union)",
+        r"the sum: \d+ against (\d+)": "int((g != 0).sum())",
     },
     "02_sparsity": {
         r"from (\d+) neurons without L1": "levels['active'].iloc[0]",
         r"without L1 to (\d+) at 6e-4": "row(levels, l1_coefficient=6e-4)['active']",
         r"\*improves\*, by up to ([\d.]+)%": "-levels['cross_entropy_change'].min()",
+        r"gains less: ([\d.]+)%": "-prices['100 M']",
+        r"instead of ([\d.]+)% at 95%": "-prices['50 M']",
+        r"end ([\d.]+) nats apart": "row(swept, l1_coefficient=0)['cross_entropy']"
+        ".agg(lambda values: values.max() - values.min())",
+        r"Without a gate L1 works too: (\d+)": "row(beside, choice='non-gated')['active'].min()",
         r"(\d+)% at 6e-4": "100 * row(levels, l1_coefficient=6e-4)['dead_fraction_train']",
         r"leaves (\d)% of the neurons dead": "row(beside, choice='re-initialisation')['dead']",
         r"less sparse: (\d+) active": "row(beside, choice='L1 warm-up')['active']",
@@ -23,8 +30,13 @@ NUMBERS = {
         r"\*last\* layer, (\d+) of": "at_level['mean'].iloc[-1]",
         r"at least (\d+) times the mean": "(at_level['max'] / at_level['mean']).min()",
         r"overflow in (\d+) of 12": "sum(row(overflow, compression=8)['overflow_rows'] > 0)",
-        r"([\d.]+)% of the tokens": "100 * max(row(overflow, compression=8)['overflow_rows'])",
-        r"to ([\d,]+) neurons, not 64": "row(unions, block=64)['mean'].max()",
+        r"for ([\d.]+)% of the tokens": "100 * max(row(overflow, compression=8)['overflow_rows'])",
+        r"needs (\d+) to": "row(unions, block=64)['mean'].min()",
+        r"needs \d+ to ([\d,]+) neurons": "row(unions, block=64)['mean'].max()",
+        r"would need (\d+) to": "independent.min()",
+        r"would need \d+ to ([\d,]+):": "independent.max()",
+        r"narrow model: ([\d.]+)%": "100 * analysis.per_layer(wide)['active_fraction'].mean()",
+        r"instead of ([\d.]+)%": "100 * share.mean()",
     },
     "04_tokens": {
         r"with (\d+) neurons a layer": "positions['mean_active'].iloc[0]",
@@ -35,8 +47,13 @@ NUMBERS = {
         r"unions are ([\d.]+) times": "of_layer['large_times']",
         r"some (\d+) active at 131,072": "of_layer['large_crossing']",
         r"One token gains ([\d.]+) times": "of_layer['one_times']",
-        r"Unions gain ([\d.]+) times at 28": "of_step['middle_union']",
+        r"skewed activity unions gain ([\d.]+) times at 28": "of_step['middle_union']",
         r"even between (\d+) and": "of_step['skewed_crossing']",
+        r"where row-wise reaches ([\d.]+)": "row(stream, pattern='even', tokens=16384)"
+        ".query('28 < active < 30 and provider == \"triton rowwise\"')['speedup'].iloc[0]",
+        r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union')"
+        "['speedup'] - 100",
+        r"unions alone gain ([\d.]+) times": "of_layer['small_eager_times']",
     },
     "06_downstream": {
         r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
