@@ -171,8 +171,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
 
 
 _SEED_BARS = (
-    "Bars are ± one standard deviation of seeds; a mark without bars is one run, or its bars are"
-    " shorter than the mark."
+    "Bars are ± one standard deviation of seeds; no bars: one run, or bars within the mark."
 )
 
 
