@@ -58,6 +58,13 @@ NUMBERS = {
     "06_downstream": {
         r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
         r"(\d+)% by plain": "100 * row(live, metric='acc')['accuracy']",
+        r"the flagship has (\d+)% on": "100 * row(table, model='flagship-triton', backend='dense', "
+        "dtype='float32', task='openbookqa', metric='acc_norm')['accuracy']",
+        r"OpenBookQA instead of (\d+)%": "100 * row(table, model='flagship-triton', backend='dense', "
+        "dtype='float32', task='openbookqa', metric='acc')['accuracy']",
+        r"paper loses ([\d.]+) points": "-100 * analysis.paper_levels(paper)['accuracy'].diff()[1]",
+        r"at 2e-5 and ([\d.]+) at": "100 * -(analysis.paper_levels(paper)['accuracy'].iloc[[0, 2]]"
+        ".diff().iloc[-1])",
     },
     "07_inspect": {
         r"(\d+)% of its firings": "100 * specific['share'].iloc[0]",
@@ -65,6 +72,9 @@ NUMBERS = {
         r"together (\d+) times": "(pairs['both'] / pairs['expected']).iloc[0]",
         r"rank correlation is ([\d.]+)": "quantities['rank']",
         r"one costs ([\d.]+) nats": "cost['loss_change'].max()",
+        r"neurons ([\d,]+) have a row": "len(specific)",
+        r"falls, from \d+ to (\d+)": "bins['active'].min()",
+        r"then rises to (\d+)\.": "bins['active'].iloc[-1]",
     },
     "08_models": {
         r"Inference gains (\d+) to": "row(scale, quantity='forward speed')['change'].min()",
@@ -72,6 +82,10 @@ NUMBERS = {
         r"training gains (\d+) to": "row(scale, quantity='training speed')['change'].min()",
         r"training gains \d+ to (\d+)": "row(scale, quantity='training speed')['change'].max()",
         r"One document gains (\d+)%": "of_models['decode_1']",
+        r"takes (\d+)% of the dense layer": "100 * (lambda t: t['attention'] / t['total'])"
+        "(row(parts, tokens=128, provider='dense torch.compile'))",
+        r"instead of (\d+)% for one document": "100 * (lambda t: t['attention'] / t['total'])"
+        "(row(parts, tokens=1, provider='dense torch.compile'))",
     },
     "09_training_choices": {
         r"cost about (\d+)% less": "(lambda t: t['line_price'] - t['price'])"
@@ -79,6 +93,15 @@ NUMBERS = {
         r"differs by ([\d.]+) nats": "abs(flagships['cross_entropy'].diff().iloc[-1])",
         r"train ([\d.]+) times as\s+fast": "1 + subjects['training']['faster_late'] / 100",
         r"with (\d+)% less memory": "-subjects['training']['memory_late']",
+        r"whole training is (\d+)% faster": "analysis.quantities.training(flagships, scaled, "
+        "analysis.computed_curves(*results.load_runs(root / runs, flagship)))['faster_whole']",
+        r"peak is (\d+)% higher": "subjects['training']['memory_whole']",
+        r"higher \((\d+) against": "subjects['training']['whole_gb']",
+        r"against (\d+) GB": "subjects['training']['dense_gb']",
+        r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
+        r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
+        r"(\d+)% more memory": "100 * scaled['peak_memory'].pct_change().iloc[-1]",
+        r"loss is ([\d.]+) nats lower": "-scaled['cross_entropy'].diff().iloc[-1]",
         r"GPUs are ([\d.]+) times": "subjects['training']['devices_times']",
     },
 }

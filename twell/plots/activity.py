@@ -296,7 +296,12 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
     ax.scatter(share, y, 18, color=BLUE, label="share of its n firings that are at the token")
     look = {"color": "0.3", "marker": "D", "label": "share of the token's places at which it fires"}
     ax.scatter(coverage, y, 14, **look)
-    names = [f"{row.layer} · {row.neuron}  {visible(row.token)[:14]}" for row in shown.itertuples()]
+    words = {".": ". (full stop)", ",": ", (comma)"}  # a mark alone is hard to see
+    tokens = [words.get(token, visible(token)[:14]) for token in shown["token"]]
+    names = [
+        f"{row.layer} · {row.neuron}  {token}"
+        for row, token in zip(shown.itertuples(), tokens, strict=True)
+    ]
     _row_names(ax, y, names)
     for place, fires in enumerate(shown["fires"]):
         _note(ax, f"n = {fires}", (102, place), (2, 0), va="center", annotation_clip=False)

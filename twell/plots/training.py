@@ -170,7 +170,9 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     return figure
 
 
-_SEED_BARS = "Bars are ± one standard deviation of seeds; a mark without bars is one run."
+_SEED_BARS = (
+    "Bars are ± one standard deviation of seeds; no bars: one run, or bars within the mark."
+)
 
 
 def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, xerr, yerr, **look) -> None:
