@@ -60,7 +60,8 @@ NUMBERS = {
         r"(\d+)% by plain": "100 * row(live, metric='acc')['accuracy']",
         r"the flagship has (\d+)% on": "100 * row(table, model='flagship-triton', backend='dense', "
         "dtype='float32', task='openbookqa', metric='acc_norm')['accuracy']",
-        r"OpenBookQA instead of (\d+)%": "100 * row(table, model='flagship-triton', backend='dense', "
+        r"OpenBookQA instead of (\d+)%": "100 * "
+        "row(table, model='flagship-triton', backend='dense', "
         "dtype='float32', task='openbookqa', metric='acc')['accuracy']",
         r"paper loses ([\d.]+) points": "-100 * analysis.paper_levels(paper)['accuracy'].diff()[1]",
         r"at 2e-5 and ([\d.]+) at": "100 * -(analysis.paper_levels(paper)['accuracy'].iloc[[0, 2]]"
