@@ -130,7 +130,7 @@ def _change(percent: float, digits: int = 0) -> str:
 def _wrapped(text: str, size: float, width: float) -> list[str]:
     """Lines of a text, each at most so many points wide."""
     font, lines = FontProperties(size=size), []
-    for word in text.split():
+    for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
         fits = text_to_path.get_text_width_height_descent(longer, font, False)[0] <= width
         lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
