@@ -151,8 +151,9 @@ def launch(ffn, x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
     check_tensors(x, *tensors, activity=options.get("activity"))
     if x.shape[0] == 0:
         return empty_output(x)
-    weights, (x_scale, *scales) = tensors[:6], tensors[6:] or (None, None, None)
-    x, layer = prepare(x), to_layer(*weights, *scales)
+    # Optional tensors at the end may be left out.
+    *weights, x_scale, s_gate, s_up = *tensors, *(None,) * (9 - len(tensors))
+    x, layer = prepare(x), to_layer(*weights, s_gate, s_up)
     if x_scale is not None:
         options["x_scale"] = x_scale
     with on_device(x):
@@ -168,20 +169,8 @@ def fake(x, *tensors: Tensor | None) -> Tensor:
 def _register(path: str) -> torch.library.CustomOpDef:
     """Registers twell::ffn_`path`."""
 
-    def compute(
-        x,
-        w_gate,
-        w_up,
-        w_down,
-        b_gate=None,
-        b_up=None,
-        b_down=None,
-        x_scale=None,
-        s_gate=None,
-        s_up=None,
-    ):
-        weights = w_gate, w_up, w_down, b_gate, b_up, b_down
-        return launch(FUNCTIONS[path], x, *weights, x_scale, s_gate, s_up)
+    def compute(*tensors):
+        return launch(FUNCTIONS[path], *tensors)
 
     optional = "b_gate b_up b_down x_scale s_gate s_up".split()
     optional = ", ".join(f"Tensor? {name}=None" for name in optional)

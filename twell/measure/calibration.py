@@ -11,6 +11,7 @@ import torch
 from twell import results
 from twell.measure import clock
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes
+from twell.measure.check import Exact
 from twell.measure.float8 import Quantized
 from twell.measure.layer import checked
 from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
@@ -96,11 +97,11 @@ class Layers:
         return Case.of(pattern.kind, inputs, self.gated, sets)
 
     def milliseconds(
-        self, case: Case, name: str, calls: list[Call], exact: tuple | None = None
+        self, case: Case, name: str, calls: list[Call], exact: tuple[Exact, *tuple[float, ...]]
     ) -> float:
         """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
         mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
-        _, times, _ = checked(self.gpu, exact or (case.exact,), f"{name} at {case}", calls, mode)
+        _, times, _ = checked(self.gpu, exact, f"{name} at {case}", calls, mode)
         return clock.quantiles(times(clock.CALIBRATION_TURN))["p50"]
 
     def times(self, num_tokens: int) -> list[dict]:
@@ -108,11 +109,12 @@ class Layers:
         rows, behind = [], set()
         for active in calibration_levels(self.size[1]):
             case, times = self.case(num_tokens, active), {}
-            side = Quantized.of(case) if self.quantized else case
-            exact = (side.sparse,) if self.quantized else None
+            side = self._side(case)
             for path in case.paths():  # dense comes first
                 if path not in behind:
-                    times[path] = self.milliseconds(case, path, side.path_calls(path), exact)
+                    times[path] = self.milliseconds(
+                        case, path, side.path_calls(path), self._exact(side)
+                    )
                     if times[path] > BEHIND * times["dense"]:
                         behind.add(path)
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
@@ -121,10 +123,17 @@ class Layers:
             print(f"{case}  {speeds}", flush=True)
         return rows
 
+    def _side(self, case: Case) -> Case | Quantized:
+        """The case in the precision of these layers."""
+        return Quantized(case) if self.quantized else case
+
+    def _exact(self, side: Case | Quantized) -> tuple[Exact]:
+        return (side.sparse if self.quantized else side.exact,)
+
     def _dense(self, case: Case, side: Case | Quantized, compiled) -> float:
         """Return ms of dense torch.compile; of FP8 layers, of the faster of bf16 and FP8."""
         calls = case.calls(compiled, plain=True)
-        dense = self.milliseconds(case, DENSE_COMPILED.name, calls)
+        dense = self.milliseconds(case, DENSE_COMPILED.name, calls, (case.exact,))
         if self.quantized:
             calls = side.dense_calls()[DENSE_FP8]
             exact = side.exact(DENSE_FP8)
@@ -143,8 +152,7 @@ class Layers:
         n = self.size[1]
         planned = min(PLANNED_ACTIVE, n)
         for tokens in CHECKED_TOKENS:
-            known = self.case(tokens, planned)
-            known = Quantized.of(known) if self.quantized else known
+            known = self._side(self.case(tokens, planned))
             plan = known.auto_layers(calibration)[0].chooser.path(tokens)
             full = self.case(tokens, n)
             alike = [self.case(tokens, active) for active in CHECKED_ACTIVE if active < n]
@@ -153,14 +161,13 @@ class Layers:
                 ("even", self.case(tokens, planned, EVEN)),
                 ("busier", full),
             ):
-                side = Quantized.of(case) if self.quantized else case
+                side = self._side(case)
                 layers = side.auto_layers(calibration)
                 path = plan if kind == "busier" else layers[0].chooser.path(tokens)
                 calls = [functools.partial(layer, case.x) for layer in layers]
                 if kind == "busier":
                     calls = side.path_calls(path)
-                exact = (side.sparse,) if self.quantized else None
-                ratio = self.milliseconds(case, f"auto ({path})", calls, exact)
+                ratio = self.milliseconds(case, f"auto ({path})", calls, self._exact(side))
                 ratio /= self._dense(case, side, compiled)
                 worst[kind] = max(ratio, worst[kind])
                 choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"

@@ -92,7 +92,7 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
     }
     quantized = None
     if float8.why_not(bench.gpu.device) is None:
-        quantized = Quantized.of(case)
+        quantized = Quantized(case)
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()
     for provider, several in layers.items():
