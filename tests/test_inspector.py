@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import twell
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace, unpack, unpacked
+from tests.factories.inspector import aggregate_of, float32, floats, make_trace, unpack, unpacked
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side, pages
 
@@ -327,108 +327,178 @@ def test_a_figure_of_a_long_passage_is_around_the_token(token, start):
     assert drawn["passage"].index.tolist() == list(range(start, start + 256))
 
 
-# --- cards
+# --- the catalog
 
 
-def test_cards_have_what_the_aggregate_and_the_weights_say(model, pair, monkeypatch):
-    monkeypatch.setattr("twell.inspector.shown.BATCH", 4)
-    network, tokenizer = pair
-    (shown,) = inspector.sides(model, "ba de fun")
+def test_a_catalog_has_what_the_aggregate_says(model, pair):
     counted = trace.Aggregate.load(model / "aggregate.npz")
-    neurons = [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]
+    catalog = inspector.Catalog(inspector.sides(model, "ba de fun")[0])
+    chunks = {name: unpack(catalog.chunk(name)) for name in catalog.names}
+    assert [*chunks] == "overview text layer-0 layer-1 words-0 words-1".split()
+    about, overview = chunks["overview"]
+    table = analysis.by_neuron(counted)
+    assert (about["tokens"], about["strings"]) == (512, counted.strings)
+    assert np.array_equal(overview["fires"], counted.neurons()[0].reshape(-1))
+    alive = overview["fires"] > 0
+    np.testing.assert_allclose(overview["fires"] / 512, table["rate"])
+    for name, column in (("mean", "mean_value"), ("largest", "max_abs")):
+        np.testing.assert_allclose(floats(overview, name)[alive], table[column][alive], 1e-4)
+    strength = (counted.abs_sum.reshape(-1) / np.maximum(overview["fires"], 1))[alive]
+    np.testing.assert_allclose(floats(overview, "strength")[alive], strength, 1e-4)
+    text = {name: array.astype(int) for name, array in chunks["text"][1].items()}
+    words = [about["strings"][n] for n in text["text"]]
+    at = text["at"].reshape(2, 96, -1) - 1
+    peaks = overview["peaks"].reshape(2, 96, -1)
+    for layer, neuron in [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]:
+        own = chunks[f"layer-{layer}"][1]
+        bins = analysis.value_histogram(counted, layer, neuron)["count"]
+        assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
+        top = analysis.contexts(counted, layer, neuron)
+        quantiles = analysis.contexts(counted, layer, neuron, "quantile")
+        table = pd.concat([top, quantiles])
+        values = floats(own, "value").reshape(96, -1)[neuron][at[layer, neuron] >= 0]
+        np.testing.assert_array_equal(values, table["value"])
+        places = at[layer, neuron][at[layer, neuron] >= 0]
+        assert [words[place] for place in places] == table["token"].tolist()
+        starts = text["lengths"].cumsum() - text["lengths"]
+        number = text["gap"].cumsum()[places]
+        expected = starts[table["sequence"].to_numpy(int)] + table["position"].to_numpy(int)
+        assert number.tolist() == expected.tolist()
+        seen = [about["strings"][n - 1] for n in peaks[layer, neuron] if n]
+        assert seen == [*dict.fromkeys(top["token"])][:4]
+        assert np.array_equal(own["near"].reshape(96, 13, -1), counted.near[layer])
+        together = own["together"].reshape(96, -1)[neuron].astype(int) - 1
+        assert np.array_equal(together, counted.together_at[layer, neuron])
+    with pytest.raises(ValueError, match="there is no chunk 'layer-2'; there are overview, text"):
+        catalog.chunk("layer-2")
+
+
+def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
+    monkeypatch.setattr("twell.inspector.catalog.BATCH", 40)
+    network, tokenizer = pair
+    catalog = inspector.Catalog(inspector.sides(pair, "ba de fun")[0])
+    assert catalog.names == ["overview", "words-0", "words-1"]
     unembedding = (network.get_output_embeddings().weight * network.model.norm.weight).double()
     strings = trace.token_strings(tokenizer, range(320))
-    table = analysis.by_neuron(counted).set_index(["layer", "neuron"])
-    for card, (layer, neuron) in zip(inspector.cards(shown, neurons), neurons, strict=True):
-        bins = analysis.value_histogram(counted, layer, neuron)
-        assert card["histogram"] == bins["count"].tolist()
-        assert card["edges"] == [*bins["low"], bins["high"].iloc[-1]]
-        rates = table.loc[layer, neuron]
-        assert (card["tokens"], card["fires"]) == (512, bins["count"].sum())
-        assert card["fires"] == pytest.approx(512 * rates["rate"])
-        assert card["largest"] == rates["max_abs"]
-        if card["fires"]:
-            assert card["mean"] == pytest.approx(rates["mean_value"], rel=1e-5)
-        for kind, name in (("top", "top"), ("quantile", "quantiles")):
-            rows = analysis.contexts(counted, layer, neuron, kind)
-            assert [place[2:] for place in card[name]] == rows.iloc[:, 2:].to_numpy().tolist()
-            np.testing.assert_allclose([place[0] for place in card[name]], rows["value"], rtol=1e-3)
-            quantiles = [None] * len(rows) if kind == "top" else rows["quantile"].tolist()
-            assert [place[1] for place in card[name]] == quantiles
-        change = unembedding @ network.ffns[layer].down_proj.weight[:, neuron].double()
-        change = (change - change.mean()).detach().numpy()
-        for name, sign in (("promotes", 1), ("suppresses", -1)):
-            changes = [sign * value for _, value in card[name]]
-            expected = np.sort(sign * change)[::-1][:10]
-            np.testing.assert_allclose(changes, expected, rtol=2e-3, atol=1e-6)
-            assert card[name][0][0] == strings[int((sign * change).argmax())]
-    for missing in ((2, 0), (0, 96), (-1, 0), (0, -1)):
-        with pytest.raises(IndexError, match=r"does not exist: there are 2 layers of 96"):
-            inspector.cards(shown, [missing])
+    for layer in range(2):
+        header, arrays = unpack(catalog.chunk(f"words-{layer}"))
+        ffn = network.ffns[layer]
+        change = (unembedding @ ffn.down_proj.weight.double()).detach().numpy()
+        change -= change.mean(0)
+        words = arrays["word"].reshape(96, 2, 10)
+        changes = floats(arrays, "change").reshape(96, 2, 10)
+        for neuron in range(96):
+            for half, sign in enumerate((1, -1)):
+                expected = np.sort(sign * change[:, neuron])[::-1][:10]
+                np.testing.assert_allclose(sign * changes[neuron, half], expected, 2e-3, 1e-6)
+                first = int((sign * change[:, neuron]).argmax())
+                assert header["strings"][words[neuron, half, 0]] == strings[first]
+        rows = {
+            "gate": ffn.gate_proj.weight,
+            "up": ffn.up_proj.weight,
+            "down": ffn.down_proj.weight.T,
+        }
+        assert header["like"] == [*rows]
+        for name, matrix in rows.items():
+            matrix = matrix.detach().double().numpy()
+            length = np.linalg.norm(matrix, axis=1)
+            cosine = matrix @ matrix.T / np.outer(length, length)
+            np.fill_diagonal(cosine, 0)
+            at = arrays[name].reshape(96, 5)
+            own = floats(arrays, f"{name}_cosine").reshape(96, 5)
+            np.testing.assert_allclose(own, np.take_along_axis(cosine, at, 1), 1e-3, 1e-6)
+            largest = np.sort(np.abs(cosine), 1)[:, ::-1][:, :5]
+            np.testing.assert_allclose(np.abs(own), largest, 1e-3, 1e-6)
 
 
 def test_the_widget_answers_the_browser(model, monkeypatch):
     widget = twell.inspect(model, "ba de fun")
     sent = []
-    monkeypatch.setattr(widget, "send", sent.append)
-    keys = ["0:1:5", "0:9:9", "nonsense", "7:0:0"]
+    monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append((answer, chunks)))
+    keys = ["0:layer-1", "0:layer-9", "nonsense", "7:overview"]
     for key in keys:
         widget._handle_custom_msg({"ask": key}, [])
-    assert [answer["key"] for answer in sent] == keys
-    assert sent[0]["card"] == inspector.cards(widget.sides[0], [(1, 5)])[0]
-    assert "layer 9, neuron 9 does not exist" in sent[1]["card"]["error"]
-    assert sent[2]["card"]["error"] and sent[3]["card"]["error"]
-    json.dumps(sent)
+    assert [answer["key"] for answer, _ in sent] == keys
+    assert sent[0][1] == [inspector.Catalog(widget.sides[0]).chunk("layer-1")]
+    assert "there is no chunk 'layer-9'" in sent[1][0]["error"]
+    assert all(answer["error"] and not chunks for answer, chunks in sent[1:])
+    json.dumps([answer for answer, _ in sent])
+
+
+def test_notes_are_lines_of_a_file_beside_the_model(model, pair, monkeypatch):
+    file = model / inspector.NOTES
+    widget, sent = twell.inspect(model, "ba de fun"), []
+    monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append(answer))
+    for key, text in [
+        ("0:1:5", "ends of\nlines"),
+        ("0:0:7", "x"),
+        ("0:1:5", " years "),
+        ("0:0:7", ""),
+    ]:
+        widget._handle_custom_msg({"note": key, "text": text}, [])
+    assert sent == [{"key": key} for key in ("0:1:5", "0:0:7", "0:1:5", "0:0:7")]
+    assert file.read_text() == "1:5 years\n"
+    file.write_text("# mine\n\n1:5 years\n0:10 a  b\n")
+    inspector.write_note(file, 0, 1, "c")
+    assert file.read_text() == "# mine\n\n1:5 years\n0:10 a  b\n0:1 c\n"
+    assert widget.sides[0].notes == {(1, 5): "years", (0, 10): "a  b", (0, 1): "c"}
+    header, _ = unpack(inspector.Catalog(widget.sides[0]).chunk("overview"))
+    assert header["notes"] == {"1:5": "years", "0:10": "a  b", "0:1": "c"} and header["keeps"]
+    widget._handle_custom_msg({"note": "0:2:0", "text": "x"}, [])
+    assert "layer 2, neuron 0 does not exist: there are 2 layers of 96" in sent[-1]["error"]
+    for line, words in [
+        ("1;5 years", "line 1: '1;5 years' is no note"),
+        ("2:0 a", "layer 2, neuron 0"),
+    ]:
+        file.write_text(line)
+        with pytest.raises((ValueError, IndexError), match=words):
+            inspector.read_notes(file, (2, 96))
+    file.unlink()
+    alone = twell.inspect(pair, "ba")
+    monkeypatch.setattr(alone, "send", lambda answer, chunks: sent.append(answer))
+    alone._handle_custom_msg({"note": "0:0:0", "text": "x"}, [])
+    assert "there is no model's folder to keep the note in" in sent[-1]["error"]
 
 
 # --- pages
 
 
 def page_of(shown, view=None):
-    """A page with its header and its cards."""
+    """A page, the header of its passage, and the names of its chunks."""
     page = inspector.page(shown, view)
-    data = base64.b64decode(re.search(r'type="text/plain">([^<]*)<', page)[1])
-    header, arrays = unpack(data)
-    return page, header, json.loads(arrays["cards"].tobytes())
+    parts = dict(re.findall(r'<script id="([^"]*)" type="text/plain">([^<]*)<', page))
+    parts = {name: unpack(base64.b64decode(text)) for name, text in parts.items()}
+    return page, parts.pop("data")[0], parts
 
 
 def test_a_page_needs_nothing_else(model, tmp_path):
     widget = twell.inspect(model, "ba </script> de <b>", colour="surprise", token=1)
     path = widget.to_html(tmp_path / "deep" / "page.html")
-    page, _, cards = page_of(widget.sides, widget.view)
+    page, _, chunks = page_of(widget.sides, widget.view)
     assert path.read_text(encoding="utf-8") == page
-    assert page.count("</script>") == 2 and "https:" not in page and "import(" not in page
+    assert page.count("</script>") == 2 + len(chunks)
+    assert "https:" not in page and "import(" not in page
     assert set(re.findall(r"http:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
     assert '"colour": "surprise"' in page and '"token": 1' in page
-    passage = widget.trace
-    fires = [(layer, n) for layer in range(2) for n in np.unique(passage.layer(layer).indices)]
-    assert set(cards) == {f"0:{layer}:{n}" for layer, n in fires}  # there is room for all
-    first = inspector.cards(widget.sides[0], fires[:1])[0]
-    assert cards["0:{}:{}".format(*fires[0])] == json.loads(json.dumps(first))
+    # There is room for all.
+    assert {*chunks} == {f"0:{name}" for name in inspector.Catalog(widget.sides[0]).names}
+    two = twell.inspect(model, ("ba", "de"))  # under one model
+    assert {*page_of(two.sides)[2]} == {*chunks}
+    both = twell.inspect(model, "ba", compare=model)
+    assert len(page_of(both.sides)[2]) == 2 * len(chunks)
 
 
 def test_a_page_stays_under_its_limit(model, monkeypatch):
     shown = inspector.sides(model, "ba de fun " * 60)
-    passage = shown[0].trace
-    bare = [Side("a", passage)]
+    bare = [Side("a", shown[0].trace)]
     whole, _, every = page_of(shown)
     most, least = len(whole.encode()), len(page_of(bare)[0].encode())
     monkeypatch.setattr(pages, "PAGE_BYTES", (most + least) // 2)
-    page, header, cards = page_of(shown)
+    page, header, chunks = page_of(shown)
     assert len(page.encode()) <= pages.PAGE_BYTES
-    assert 0.2 * len(every) < len(cards) < len(every) and header["sides"][0]["strongest"] is None
-    weight = {}
-    for layer in range(2):
-        h = abs(passage.layer(layer).toarray())
-        share = h / np.maximum(h.sum(1, keepdims=True), 1e-30)
-        weight |= {f"0:{layer}:{n}": share[:, n].sum() for n in range(96)}
-    views = [preset["view"] for preset in inspector.presets(shown[0])]
-    begin = {f"0:{view['layer']}:{view['neuron']}" for view in views if "neuron" in view}
-    assert begin and begin <= set(cards)
-    lightest = min(weight[key] for key in set(cards) - begin)
-    assert lightest >= max(weight[key] for key in set(every) - set(cards)) - 1e-6
-    silent = next(n for n in range(96) if f"0:1:{n}" not in cards)
-    assert f"0:1:{silent}" in page_of(shown, {"layer": 1, "neuron": silent})[2]
+    # Statistics come first, then examples, then words.
+    assert "0:overview" in chunks and 0 < len(chunks) < len(every)
+    assert header["sides"][0]["strongest"] is None
     monkeypatch.setattr(pages, "PAGE_BYTES", least - 3000)
     page, header, _ = page_of(bare)
     assert len(page.encode()) <= least - 3000 and header["sides"][0]["strongest"] > 0

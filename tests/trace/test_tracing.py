@@ -163,7 +163,7 @@ def test_progress_says_how_far_it_is(loaded, monkeypatch):
         "36 of 36 tokens of examples  3.0/s  0:00 left",
     ]
     trace.silenced_loss(loaded[0], [[1, 2]], [(0, n) for n in range(3)], say=lines.append)
-    assert lines[2:] == ["2 of 3 neurons  0.3/s  0:03 left"]
+    assert lines[4:] == ["2 of 3 neurons  0.3/s  0:03 left"]
 
 
 def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loaded):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from twell import trace
+from twell.inspector.notes import NOTES, read_notes
 from twell.models import SparseLlamaForCausalLM
 from twell.trace import Aggregate, Trace
 
@@ -30,6 +32,7 @@ class Side:
     model: SparseLlamaForCausalLM | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
+    notes_file: Path | None = None  # beside the model
 
     def __post_init__(self):
         if isinstance(self.aggregate, str | Path):
@@ -58,7 +61,12 @@ class Side:
         ids = trace.encode(self.tokenizer, text) if text else []
         shown = trace.cut(ids[:MAX_TOKENS], self.model)
         traced = trace.trace_tokens(self.model, self.tokenizer, shown)
-        return Side(self.name, traced, self.aggregate, self.model, self.tokenizer, (0, len(ids)))
+        return dataclasses.replace(self, trace=traced, of=(0, len(ids)))
+
+    @property
+    def notes(self) -> dict[tuple[int, int], str]:
+        """The notes on neurons, as the file has them now."""
+        return read_notes(self.notes_file, self.shape) if self.notes_file else {}
 
 
 def sides(
@@ -107,11 +115,12 @@ def _side(what, text, aggregate, model=None, start=0) -> Side:
     if model is None:
         return Side(name, shown, aggregate, of=of)
     loaded = _load(model, aggregate)
-    return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
+    return dataclasses.replace(loaded, name=name, trace=shown, of=of)
 
 
 def _load(what, aggregate) -> Side:
     """A side of a model, without a text yet."""
+    notes = None
     if isinstance(what, tuple):
         name, (model, tokenizer) = "model", what
         if tokenizer is None:
@@ -120,5 +129,6 @@ def _load(what, aggregate) -> Side:
         name, (model, tokenizer) = Path(what).name, trace.load_with_tokenizer(what)
         if aggregate is None and (Path(what) / AGGREGATE).is_file():
             aggregate = Path(what) / AGGREGATE
+        notes = Path(what) / NOTES if Path(what).is_dir() else None
     empty = trace.trace_tokens(model, tokenizer, [])
-    return Side(name, empty, aggregate, model, tokenizer)
+    return Side(name, empty, aggregate, model, tokenizer, notes_file=notes)

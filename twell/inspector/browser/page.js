@@ -1,10 +1,12 @@
-// An exported page: a stand-in for the widget's model, with the cards that the page has with it.
+// An exported page: a stand-in for the widget's model, with the chunks that the page has with it.
 
-import { unpack } from "./data.js";
+import { fromBase64 } from "./data.js";
 import { View } from "./view.js";
 
 // The part of the selection that the page's address keeps.
 const KEPT = ["side", "token", "layer", "neuron", "colour"];
+
+const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
 
 class PageModel {
   constructor(state) {
@@ -37,23 +39,16 @@ class PageModel {
     for (const react of this.listeners.get(name) ?? []) react(...words);
   }
 
-  async cards() {
-    const { cards } = await unpack(this.state.data);
-    return JSON.parse(new TextDecoder().decode(cards));
-  }
-
-  async send({ ask }) {
-    this.known ??= this.cards();
-    const card = (await this.known)[ask] ?? { missing: true };
-    this.tell("msg:custom", { key: ask, card });
+  async chunk(key) {
+    const text = document.getElementById(key)?.textContent;
+    if (text === undefined) throw new Error(NO_ROOM);
+    return fromBase64(text);
   }
 }
 
-// parent: the element to fill; text: the packed data in base64; view: where to begin.
-export function openPage(parent, text, view) {
-  const letters = atob(text);
-  const data = new Uint8Array(letters.length); // Uint8Array.from takes half a second
-  for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
+// parent: the element to fill; view: where to begin.
+export function openPage(parent, view) {
+  const data = fromBase64(document.getElementById("data").textContent);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
     if (name in view) view[name] = name === "colour" ? value : Math.trunc(Number(value));
   const nothing = { texts: [], runs: false, busy: false, error: "" };
