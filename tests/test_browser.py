@@ -359,6 +359,8 @@ def test_a_large_page_is_small_and_answers_at_once(open_page):
     """30 active neurons a token and layer: under 5 MB, painted in 1 s, a click drawn in 50 ms."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
     counted = aggregate_of(passage, max_bytes=2_000_000)
+    words = dict(zip(passage.token_ids.tolist(), passage.strings, strict=True))
+    counted.strings = [words[token] for token in counted.token_ids]
     text = inspector.page([Side("large", passage, counted)])
     assert len(text.encode()) < 5e6
     mark = "() => performance.getEntriesByName('twell-painted')[0].startTime"

@@ -188,7 +188,7 @@ class Counter:
     def _together(self, num_tokens: int) -> Table:
         """Return the neurons whose firings correlate most with each one's, and phi, [L, N, J].
 
-        num_tokens: so many were counted in pairs. Of equal ones the first comes first.
+        num_tokens: so many were counted in pairs.
         """
         number = CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
@@ -201,9 +201,11 @@ class Counter:
             scale = np.where(often, spread, np.inf)
             table = (both * num_tokens - np.outer(fires, fires)) / scale / scale[:, None]
             np.fill_diagonal(table, 0)
-            best = np.argsort(-table, axis=-1, kind="stable")[:, :number]
+            kept = slice(min(number, len(table)))
+            best = np.argpartition(-table, kept.stop - 1, axis=-1)[:, kept]
             values = np.take_along_axis(table, best, -1)
-            kept = slice(best.shape[1])
+            order = np.argsort(-values, axis=-1, kind="stable")
+            best, values = (np.take_along_axis(part, order, -1) for part in (best, values))
             at[layer, :, kept] = np.where(values > 0, best, -1)
             phi[layer, :, kept] = values.clip(0)
         return at, phi
