@@ -131,8 +131,8 @@ def shaded(page, number):
     """Of an example the tokens with a colour: whether more orange (+1) or blue (-1), else 0."""
     return page.evaluate(
         """(n) => [...document.querySelectorAll(".tw-example")[n].children].map((node) => {
-            const [r, , b] = (node.style.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0]).map(Number);
-            return Math.sign(r - b);
+            const rgb = node.style.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
+            return Math.sign(rgb[0] - rgb[2]);
         })""",
         number,
     )

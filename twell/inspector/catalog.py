@@ -4,7 +4,7 @@
     text       the text around all examples, and where in it they are
     layer-N    of each neuron of a layer: the histogram of h, the examples' values, and the neurons
                that fire with it
-    words-N    words whose logits each neuron changes most, and the neurons of its layer most like it
+    words-N    words whose logits each neuron changes most, and neurons of its layer most like it
 
 A chunk is computed when it is asked for. The widget sends it then; a page takes all along for
 which there is room; an atlas has a file of each. Without an aggregate only the words are known,
