@@ -178,7 +178,8 @@ class Float8Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         shape = out_features, in_features
         self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
-        self.register_buffer("weight_scale", torch.empty(out_features, device=device))
+        scale = torch.empty(out_features, dtype=torch.float32, device=device)
+        self.register_buffer("weight_scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.original: Tensor | None = None
         self.trained = True, True  # whether weight and bias were parameters to train
