@@ -141,6 +141,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     card = _card(out, runs, loss, len(tokens), text)
 
     out.mkdir(parents=True)
+    if model.config.hidden_act == "relu":
+        model.set_ffn_backend("auto")  # dense where there are no kernels
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         save(model, tokenizer, out)

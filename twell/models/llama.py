@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -242,3 +243,8 @@ def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:
 
 AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)
 AutoModelForCausalLM.register(SparseLlamaConfig, SparseLlamaForCausalLM)
+# `transformers serve` looks for the class in the module `transformers`. transformers loads itself a
+# second time, so the server may hold another such module than `sys.modules`.
+_server = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in {sys.modules["transformers"], getattr(_server, "transformers", None)} - {None}:
+    _module.SparseLlamaForCausalLM = SparseLlamaForCausalLM
