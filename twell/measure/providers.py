@@ -5,14 +5,16 @@ A leaf: it imports no torch, so tables and figures use it too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BACKENDS = "dense", "triton", "auto"
 SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
 # "Tuned": Inductor searches for launch options, and generates its own products of a single row.
 EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
-# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py).
-FP8, FP8_TENSOR, FP8_TORCHAO = "FP8", "FP8 by tensors", "FP8 torchao"
+# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py). "FP8 all":
+# attention's too.
+FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL = "FP8", "FP8 by tensors", "FP8 torchao", "FP8 all"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Provider:
     backend: "dense" (plain torch), "triton" (our kernels) or "auto".
     path: the path that the kernels are forced to take; None where the layer takes its own.
     compilation: EAGER, COMPILED or TUNED.
-    precision: None for the layer's own type, or FP8, FP8_TENSOR or FP8_TORCHAO.
+    precision: None for the layer's own type, or FP8, FP8_TENSOR, FP8_TORCHAO or FP8_ALL.
     """
 
     backend: str
@@ -83,7 +85,7 @@ DENSE_FP8_KERNELS = Provider("triton", "dense", EAGER, FP8)  # down in bf16
 AUTO_FP8 = Provider("auto", precision=FP8)
 _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
     provider.name: provider
-    for precision in (None, FP8)
+    for precision in (None, FP8, FP8_ALL)
     for kind in (EAGER, COMPILED, TUNED)
     for provider in (
         *(Provider(backend, None, kind, precision) for backend in BACKENDS),
@@ -105,7 +107,14 @@ def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:
     return plain + [TUNED] * tuned
 
 
-def model_providers(compiled: bool | None, tuned: bool = False) -> list[Provider]:
+def model_providers(
+    compiled: bool | None, tuned: bool = False, precisions: Sequence[str | None] = (None,)
+) -> list[Provider]:
     """Return the providers of a whole model, by compilation; the first one is dense."""
     kinds = compilations(compiled, tuned)
-    return [Provider(backend, None, kind) for kind in kinds for backend in BACKENDS]
+    return [
+        Provider(backend, None, kind, precision)
+        for kind in kinds
+        for precision in precisions
+        for backend in BACKENDS
+    ]
