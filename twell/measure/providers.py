@@ -15,6 +15,7 @@ EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
 # Weights and inputs in FP8, of a dense layer all three products (measure/float8.py). "FP8 all":
 # attention's too.
 FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL = "FP8", "FP8 by tensors", "FP8 torchao", "FP8 all"
+INT8, INT4 = "int8 weights", "int4 weights"  # of a dense layer (measure/weight_only.py)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Provider:
     backend: "dense" (plain torch), "triton" (our kernels) or "auto".
     path: the path that the kernels are forced to take; None where the layer takes its own.
     compilation: EAGER, COMPILED or TUNED.
-    precision: None for the layer's own type, or FP8, FP8_TENSOR, FP8_TORCHAO or FP8_ALL.
+    precision: None for the layer's own type, or FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, INT8, INT4.
     """
 
     backend: str
@@ -57,7 +58,7 @@ class Provider:
 
     @property
     def in_fp8(self) -> bool:
-        return self.precision is not None
+        return (self.precision or "").startswith(FP8)
 
     @property
     def untuned(self) -> Provider:
@@ -81,6 +82,8 @@ UNION_COMPILED = Provider("triton", "union", COMPILED)
 DENSE_FP8 = Provider("dense", None, COMPILED, FP8)
 DENSE_FP8_TENSOR = Provider("dense", None, COMPILED, FP8_TENSOR)
 DENSE_FP8_TORCHAO = Provider("dense", None, COMPILED, FP8_TORCHAO)
+DENSE_INT8 = Provider("dense", None, COMPILED, INT8)
+DENSE_INT4 = Provider("dense", None, COMPILED, INT4)
 DENSE_FP8_KERNELS = Provider("triton", "dense", EAGER, FP8)  # down in bf16
 AUTO_FP8 = Provider("auto", precision=FP8)
 _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
@@ -92,7 +95,10 @@ _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
         *(Provider("triton", path, kind, precision) for path in SPARSE_PATHS),
     )
 }
-for _provider in (DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS):
+for _provider in (
+    *(DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS),
+    *(DENSE_INT8, DENSE_INT4),
+):
     _BY_NAME[_provider.name] = _provider
 
 
