@@ -98,6 +98,7 @@ _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
 for _provider in (
     *(DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS),
     *(DENSE_INT8, DENSE_INT4),
+    *(Provider("reference", precision=one) for one in (FP8, FP8_ALL)),
 ):
     _BY_NAME[_provider.name] = _provider
 
