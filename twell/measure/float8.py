@@ -162,8 +162,8 @@ class Quantized:
 class Linears:
     """The linear layers of a model in bf16, of which those of a provider are in FP8.
 
-    A dense provider has gate, up and down in FP8, a sparse one gate and up; with FP8_ALL attention's
-    four are too.
+    A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
+    of attention are in FP8 too.
     """
 
     def __init__(self, model: SparseLlamaForCausalLM):

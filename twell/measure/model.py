@@ -79,11 +79,8 @@ def language_model(
     RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu = clock.gpu(energy)
-    reason = float8.why_not(gpu.device) if fp8 else None
-    require(reason is None, f"FP8 cannot be measured here: {reason}")
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
-    unfit = "active is imposed on random weights; a checkpoint has its own activity"
-    require(checkpoint is None or active is None, unfit)
+    plan.check(gpu, checkpoint, active)
     rows = Rows(out, FILES)
     if checkpoint is None:
         name, given = size, _random(size, overrides, profile, active, plan.longest, gpu.device)
@@ -126,6 +123,13 @@ class Plan:
         possible = self.compiled is not False and self.decode
         unfit = f"tuned: decoding is timed so with compiled layers, and {reason}"
         require(possible or not self.tuned, unfit)
+
+    def check(self, gpu: clock.Gpu, checkpoint: Checkpoint | None, active: object) -> None:
+        """Raise ValueError for what this GPU, or this kind of model, does not have."""
+        unfit = "active is imposed on random weights; a checkpoint has its own activity"
+        require(checkpoint is None or active is None, unfit)
+        reason = float8.why_not(gpu.device) if self.fp8 else None
+        require(reason is None, f"FP8 cannot be measured here: {reason}")
 
     @property
     def longest(self) -> int:

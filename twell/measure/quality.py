@@ -55,10 +55,7 @@ def quality(
     Raises ValueError for a model that is not in bf16, has FP8 weights, or another activation than
     ReLU, and for fewer than two sequences with a predicted token.
     """
-    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
-    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
-    activation = model.config.hidden_act
-    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
+    _check(name, model)
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     require(len(sequences) > 1, "the text has to have at least two sequences of two tokens")
     by_kernels = float8.why_not(model.device) is None
@@ -90,6 +87,13 @@ def quality(
         linears.become(DENSE_EAGER)
         model.set_ffn_backend(backend)
     return rows.by_file["quality"]
+
+
+def _check(name: str, model: SparseLlamaForCausalLM) -> None:
+    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
+    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
+    activation = model.config.hidden_act
+    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
 
 
 def _run(

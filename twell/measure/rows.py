@@ -22,7 +22,8 @@ LAYER_TIMES = "dense sparse auto auto_path relative_rms"
 # What is printed of a row, where it is known.
 SHOWN = (
     "metric value unit model tokens batch context pattern active layer provider path part "
-    "p50 ms roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest cross_entropy difference low high"
+    "p50 ms roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest "
+    "cross_entropy difference low high"
 ).split()
 
 COLUMNS = {
