@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModel
 
 import twell
 from tests.factories.models import make, tokens
@@ -19,6 +20,7 @@ import sys
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 {then}
 import torch
+from transformers import AutoModel
 for folder in sys.argv[1:]:
     model = {loads}
     print(type(model).__module__, type(model).__name__)
@@ -105,3 +107,9 @@ def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
     assert (tmp_path / "ran").exists()
     assert "computed by the package twell, which cannot be imported here" in done.stderr
     assert "with transformers.LlamaForCausalLM" in done.stderr
+
+
+def test_without_its_head_the_model_is_not_built():
+    """vLLM's backend for models of transformers builds them so; it would bypass the kernels."""
+    with pytest.raises(ValueError, match="Unrecognized configuration class.*SparseLlamaConfig"):
+        AutoModel.from_config(make().config)

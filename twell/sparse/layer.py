@@ -32,7 +32,7 @@ from twell.sparse import float8, reference
 from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
-from twell.sparse.projections import HOOKS, is_plain, why_called
+from twell.sparse.projections import HOOKS, is_plain, warn_dense, why_called
 from twell.sparse.reference import ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
@@ -279,8 +279,10 @@ class SparseFFN(nn.Module):
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
         backend = self._backend
-        if backend != "dense" and self._why_dense() is not None:
+        if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
+            if not torch.compiler.is_compiling():
+                warn_dense(reason)
         result = getattr(self, f"_{backend}")(rows, *wants)
         observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
