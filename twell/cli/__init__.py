@@ -20,6 +20,7 @@ from twell.cli import (
     export,
     info,
     inspect,
+    layer,
     measure_calibrate,
     measure_ffn,
     measure_model,
@@ -58,6 +59,7 @@ _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
 _add(app, export, "export", MODELS)
+_add(app, layer, "layer", MODELS)
 measure = _app("Time layers and models on this GPU. A result is checked before it is timed.")
 _add(measure, measure_ffn, "ffn")
 _add(measure, measure_train_step, "train-step")

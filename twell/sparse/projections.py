@@ -74,9 +74,11 @@ def warn_dense(reason: str) -> None:
 
 def _only_moves_inputs(part: nn.Module) -> bool:
     """Whether `part.forward` is Accelerate's for a device map, and the weights stay in place."""
+    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
+    if hook is None:
+        return False
     from accelerate.hooks import AlignDevicesHook
 
-    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
     if type(hook) is not AlignDevicesHook or hook.offload:
         return False
     return getattr(forward, "__func__", None) is type(part).forward
