@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from twell import inspector, results
 
 SCREENSHOTS = results.root() / "build" / "screenshots"
@@ -40,6 +42,12 @@ def why_no_browser() -> str | None:
     if not any(map(shutil.which, NAMES)):
         return f"no browser: none of {', '.join(NAMES)} (Debian: apt-get install chromium)"
     return None
+
+
+IN_BROWSER = [
+    pytest.mark.browser,
+    pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser())),
+]
 
 
 @contextlib.contextmanager
@@ -100,6 +108,86 @@ def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> It
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
+
+
+def keep(page, name):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def settle(page):
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
+def click(page, selector, number=0):
+    """Click as a script does, and return the milliseconds until it is drawn."""
+    return page.evaluate(
+        """async ([selector, number]) => {
+            const node = document.querySelectorAll(selector)[number], start = performance.now();
+            node.click();
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            return performance.now() - start;
+        }""",
+        [selector, number],
+    )
+
+
+def texts(page, selector):
+    return page.eval_on_selector_all(selector, "(nodes) => nodes.map((node) => node.textContent)")
+
+
+def values(page, selector):
+    numbers = (text.replace("\u2212", "-").replace(",", "") for text in texts(page, selector))
+    return [float(number.rstrip("%")) for number in numbers]
+
+
+def neurons(page):
+    return [int(text) for text in texts(page, "button.tw-entry > span:first-child")]
+
+
+def coloured(page, side=0):
+    """Tokens with a colour: which, and whether more orange (+1) or blue (-1)."""
+    shades = page.evaluate(
+        """(side) => [...document.querySelectorAll(".tw-text")[side].querySelectorAll(".tw-t")]
+            .map((node) => (node.style.backgroundColor.match(/[\\d.]+/g) ?? []).map(Number))""",
+        side,
+    )
+    return {token: (1 if rgb[0] > rgb[2] else -1) for token, rgb in enumerate(shades) if rgb}
+
+
+def state(page):
+    return page.evaluate("location.hash").lstrip("#")
+
+
+def go_to(page, address):
+    page.evaluate(f"location.hash = '#{address}'")
+    settle(page)
+
+
+def overlaps(page):
+    """Texts beside each other in one row of a card or a legend that touch."""
+    return page.evaluate(
+        """(rows) => {
+            const boxOf = (node) => {
+                const range = document.createRange();
+                range.selectNodeContents(node);
+                const text = range.getBoundingClientRect(), own = node.getBoundingClientRect();
+                return getComputedStyle(node).overflow === "hidden" ? own : text;
+            };
+            const touching = [];
+            for (const row of document.querySelectorAll(rows)) {
+                const nodes = [...row.children].filter((node) => node.matches(":not(mark)"));
+                const shown = nodes.map((node) => [node.textContent, boxOf(node)]);
+                const boxes = shown.filter(([text, box]) => text && box.width);
+                boxes.sort((a, b) => a[1].left - b[1].left);
+                for (let n = 1; n < boxes.length; n++)
+                    if (boxes[n - 1][1].right > boxes[n][1].left - 1)
+                        touching.push([boxes[n - 1][0], boxes[n][0]]);
+            }
+            return touching;
+        }""",
+        ".tw-place, .tw-entry, .tw-ticks, .tw-layer",
+    )
 
 
 def main(model: str) -> None:

@@ -73,6 +73,8 @@ def sides(
 ) -> list[Side]:
     """Return the one or two sides of a view; see `twell.inspect`."""
     texts = list(text) if isinstance(text, tuple | list) else [text]
+    if "" in texts:
+        raise ValueError("the text is empty; give at least one character, or no text to type one")
     if len(texts) > 2 or (len(texts) == 2 and compare is not None):
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
     if compare is None and compare_aggregate is not None:
@@ -82,6 +84,8 @@ def sides(
         return [first, _side(compare, texts[0], compare_aggregate, start=start)]
     if len(texts) == 1:
         return [first]
+    if first.model is None:
+        raise ValueError("two texts need a model to run them; this is a trace, which has its own")
     both = [first, first.run(texts[1] or "")]
     for number, side in enumerate(both, 1):
         side.name = f"{side.name}, text {number}"

@@ -3,12 +3,13 @@
 
 import { channels, pixel } from "./colours.js";
 import { button, element } from "./elements.js";
-import { pressed } from "./keyboard.js";
+import { help } from "./parts.js";
 import { mapScales, showLegend } from "./scales.js";
 import { number, percent } from "./words.js";
 
 const STRIP = 8; // height of the passage's colours, and GAP above it, in CSS pixels
 const GAP = 5;
+const ABOUT_STRIP = "The colours of the text above, one column a token.";
 const LETTER = 11; // height of a row's number
 
 export class ActivityMap {
@@ -21,7 +22,6 @@ export class ActivityMap {
     this.canvas = element("canvas.tw-canvas", {
       tabindex: "0",
       role: "img",
-      onkeydown: (event) => pressed(event, side, this.state),
       onpointermove: (event) => {
         const { token, layer } = this.placeOf(event);
         view.hover(side, token, event, layer);
@@ -245,7 +245,7 @@ export class ActivityMap {
     const plain = (classes, ...parts) => element(`div${classes}`, ...parts);
     this.labels.replaceChildren(
       ...layers.map((layer) => row(choose(layer), layer, String(layer))),
-      element("div.tw-row.tw-strip", { title: "the colours of the passage" }, "text"),
+      element("div.tw-row.tw-strip", { title: "the colours of the passage" }, "text", help(ABOUT_STRIP)),
     );
     const mean = (layer) => number(side.meanOf(layer, skip));
     this.sums.replaceChildren(...layers.map((layer) => row(plain, layer, mean(layer))));

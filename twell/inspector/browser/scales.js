@@ -3,6 +3,7 @@
 import { makeScale } from "./colours.js";
 import { strongestOf } from "./data.js";
 import { element } from "./elements.js";
+import { help } from "./parts.js";
 import { number, signed } from "./words.js";
 
 const PALEST = 1e-30; // an active neuron with the value 0
@@ -108,6 +109,10 @@ export function mapScales(state, side) {
   return layers.map(() => shared);
 }
 
+export const ABOUT_H =
+  "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
+  "projection to the output of its layer.";
+
 // own: each layer has a scale of its own, so that the ends have no common value.
 export function showLegend(box, scale, { own = false, notes = [] } = {}) {
   const gradient = scale.ramp.gradient((t) => scale.index(scale.at(t)));
@@ -121,7 +126,7 @@ export function showLegend(box, scale, { own = false, notes = [] } = {}) {
   if (box.shown === shown) return;
   box.shown = shown;
   box.replaceChildren(
-    element("span.tw-label", scale.label),
+    element("span.tw-label", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
     element(
       "span.tw-scale",
       element("span.tw-gradient", { style: { background: gradient } }),
