@@ -178,7 +178,7 @@ def test_words_and_choices(open_page, tiny_run):
     counts = passage.counts()
     later = passage.position > 0
     assert "layer 1" in texts(page, ".tw-legend .tw-label")[0]
-    assert texts(page, ".tw-labels button") == ["1"]
+    assert texts(page, ".tw-labels button.tw-row") == ["1"]
     inside = counts[1][later]
     assert (ticks()[0], ticks()[-1]) == (inside[inside > 0].min(), inside.max())
     page.get_by_label("without first tokens").uncheck()
