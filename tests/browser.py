@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import json
@@ -44,10 +45,84 @@ def why_no_browser() -> str | None:
     return None
 
 
+# A stand-in for the model of anywidget: it hands traits and messages to Python and back.
+LIVE = """
+import widget from "data:text/javascript;base64,%s";
+
+const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+class Live {
+  constructor(state) { this.state = state; this.listeners = new Map(); this.dirty = {}; }
+  get(name) { return this.state[name]; }
+  set(name, value) { this.dirty[name] = value; this.take(name, value); }
+  take(name, value) {
+    if (JSON.stringify(this.state[name]) === JSON.stringify(value)) return;
+    this.state[name] = value;
+    for (const react of this.listeners.get(`change:${name}`) ?? []) react();
+  }
+  async save_changes() {
+    const changed = this.dirty;
+    this.dirty = {};
+    const { data, ...traits } = await toPython(changed);
+    for (const [name, value] of Object.entries(traits)) this.take(name, value);
+    if (data) this.take("data", bytes(data));
+  }
+  on(name, react) { this.listeners.set(name, [...(this.listeners.get(name) ?? []), react]); }
+  off() {}
+  async send(message) {
+    for (const [content, buffers] of await askPython(message))
+      for (const react of this.listeners.get("msg:custom") ?? [])
+        react(content, buffers.map((text) => new DataView(bytes(text).buffer)));
+  }
+}
+const { data, ...traits } = await toPython({});
+widget.render({ model: new Live({ ...traits, data: bytes(data) }), el: document.body });
+"""
+
+
+def show_live(tab, widget) -> None:
+    """Show a widget in a page of the browser; its traits and messages go to Python and back."""
+    names = [name for name in inspector.Inspector.class_own_traits(sync=True) if name[0] != "_"]
+    known: dict[str, bytes] = {}
+
+    def encoded(data: bytes) -> str:
+        return base64.b64encode(data).decode()
+
+    def to_python(changed: dict) -> dict:
+        widget.set_state(changed)
+        state = {name: getattr(widget, name) for name in names}
+        data = state.pop("data")
+        if known.get("data") is not data:
+            known["data"] = data
+            state["data"] = encoded(data)
+        return state
+
+    def ask_python(message: dict) -> list:
+        answers: list = []
+        widget.send = lambda content, buffers=(): answers.append(
+            [content, [encoded(bytes(buffer)) for buffer in buffers or ()]]
+        )
+        widget._handle_custom_msg(message, [])
+        return answers
+
+    tab.expose_function("toPython", to_python)
+    tab.expose_function("askPython", ask_python)
+    tab.set_content(f"<!doctype html><style>{inspector.style()}</style><body></body>")
+    script = base64.b64encode(inspector.script("widget.js").encode()).decode()
+    tab.add_script_tag(content=LIVE % script, type="module")
+    tab.wait_for_selector(".tw-bar", state="attached")
+
+
 IN_BROWSER = [
     pytest.mark.browser,
     pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser())),
 ]
+
+
+def in_browser(test):
+    """Mark one test that needs a browser."""
+    for mark in IN_BROWSER:
+        test = mark(test)
+    return test
 
 
 @contextlib.contextmanager

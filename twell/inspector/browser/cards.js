@@ -2,6 +2,7 @@
 
 import { button, element } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
+import { predictionList } from "./predictions.js";
 import { closer, fact, help, pill, tokenPill } from "./parts.js";
 import { ABOUT_H } from "./scales.js";
 import { integer, number, percent, signed } from "./words.js";
@@ -93,6 +94,7 @@ export class Cards {
       of,
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
+      predictionList(side, token, state.header.aligned && side.number ? state.sides[0] : null),
       element("div.tw-layers", rows),
     );
   }

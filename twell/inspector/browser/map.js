@@ -173,17 +173,21 @@ export class ActivityMap {
     const { side } = this;
     const skip = this.state.get("skip_first");
     const capacity = this.state.capacity();
-    const table = tableOf(scale, bare);
+    const left = this.state.reference(side);
+    const colourOf = left
+      ? (value) => scale.ramp.pixel(scale.index(value), bare)
+      : (value) => tableOf(scale, bare)[Math.min(value, tableOf(scale, bare).length - 1)];
     const marks = [];
     columns.forEach(([start, stop], column) => {
-      let most = -1;
+      let most = NaN;
       let over = false;
       for (let token = start; token < stop; token++) {
         if (!side.included(token, skip)) continue;
-        most = Math.max(most, side.count(layer, token));
+        const value = left ? side.change(left, layer, token) : side.count(layer, token);
+        if (!(Math.abs(value) <= Math.abs(most))) most = value;
         over ||= side.fullestTile(layer, token) > capacity;
       }
-      pixels[column] = most < 0 ? out : table[Math.min(most, table.length - 1)];
+      pixels[column] = Number.isNaN(most) ? out : colourOf(most);
       if (over) marks.push(column);
     });
     return marks;

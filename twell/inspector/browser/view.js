@@ -3,6 +3,7 @@
 import { isDark, Ramp } from "./colours.js";
 import { Bar } from "./bar.js";
 import { Cards } from "./cards.js";
+import { changeStrip } from "./changes.js";
 import { unpack } from "./data.js";
 import { element } from "./elements.js";
 import { KEYS, pressed } from "./keyboard.js";
@@ -99,7 +100,7 @@ export class View {
     const { state } = this;
     const { sides, header } = state;
     this.theme();
-    if (!this.frame) this.buildFrame();
+    if (this.frame?.sides.length !== sides.length) this.buildFrame();
     state.peek = null;
     this.tip.hidden = true;
     this.sizes.disconnect();
@@ -170,6 +171,7 @@ export class View {
     if (side.T) {
       const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
       facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
+      if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
     }
     const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
     return element("div.tw-name", element("b", name), quiet);
@@ -188,6 +190,7 @@ export class View {
       notes.push("Values are rounded to bf16, within 0.4%.");
     const nodes = sides.length === 1 ? [this.facts(sides[0])] : [];
     const strong = most < Infinity ? ".tw-strong" : "";
+    nodes.push(...changeStrip(this.state));
     if (notes.length) nodes.push(element(`div.tw-note${strong}`, notes.join(" ")));
     return nodes;
   }
