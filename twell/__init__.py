@@ -36,6 +36,7 @@ _HOME = {
     "densify": "models",
     "load": "models",
     "l1_by_layer": "models",
+    "intervene": "models",
     "silence": "models",
     "quantize_": "models",
     "dequantize_": "models",
