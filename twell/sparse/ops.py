@@ -29,7 +29,7 @@ def ffn(
     b_down: Tensor | None = None,
     *,
     activation: str = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     path: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
