@@ -19,7 +19,7 @@ from twell.results import write_atomically
 
 MODULES = {
     "kernels": "common decode dense float8 gate ops options rowwise union",
-    "sparse": "float8 formats projections reference rows stateless",
+    "sparse": "activations float8 formats projections reference rows stateless",
 }
 BACKENDS = ("cuda", "rocm", "cpu")  # on the CPU in Triton's interpreter alone
 INIT = '"""Sparse feed-forward layers for transformers\' models; see README.md."""\n\nfrom . import layers\n'
