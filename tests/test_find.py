@@ -3,19 +3,13 @@
 import numpy as np
 
 import twell
+from tests.browser import IN_BROWSER, click, keep, settle, show_live, texts
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, make_trace
-from tests.test_browser import (  # noqa: F401
-    browser,
-    click,
-    keep,
-    open_page,
-    pytestmark,
-    settle,
-    texts,
-)
 from twell import inspector, trace
 from twell.inspector import Side
+
+pytestmark = IN_BROWSER
 
 
 def examples(counted, layer, neuron):
@@ -32,7 +26,7 @@ def hits(page):
     return [tuple(int(number) for number in name.split(" \u00b7 ")) for name in names]
 
 
-def test_neurons_are_found_by_their_examples(open_page):  # noqa: F811
+def test_neurons_are_found_by_their_examples(open_page):
     passage, mask = make_trace(SEED, num_tokens=300)
     counted = aggregate_of(passage)
     page = open_page([Side("random", passage, counted)])
@@ -89,7 +83,7 @@ def test_neurons_are_found_by_their_examples(open_page):  # noqa: F811
     keep(page, "find")
 
 
-def test_neurons_are_brushed(open_page):  # noqa: F811
+def test_neurons_are_brushed(open_page):
     passage, mask = make_trace(SEED, num_tokens=300)
     page = open_page([Side("random", passage, aggregate_of(passage))])
     page.locator("summary").click()
@@ -138,7 +132,7 @@ def shaded(page, number):
     )
 
 
-def test_cards_shade_every_token_and_lead_on(open_page):  # noqa: F811
+def test_cards_shade_every_token_and_lead_on(open_page):
     passage, mask = make_trace(SEED, num_tokens=300)
     passage.strings = [f" {word}" for word in passage.token_ids]
     counted = aggregate_of(passage)
@@ -181,7 +175,7 @@ def test_cards_shade_every_token_and_lead_on(open_page):  # noqa: F811
     assert "keep h at the marked token alone" in texts(page, ".tw-places > .tw-quiet")[0]
 
 
-def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):  # noqa: F811
+def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     model, tokenizer = twell.load(tiny_run)
     inspector.write_note(tmp_path / "notes.txt", 1, 7, "ends of words")
     passage = trace.trace_text(model, tokenizer, "ba de fun")
@@ -203,3 +197,25 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path): 
         page.get_by_label("words to find").fill(word)
         settle(page)
         assert (1, 7) in hits(page)
+
+
+def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run, tmp_path):
+    trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
+    view = {"layer": 1, "neuron": 5, "aggregate": tmp_path / "a.npz"}
+    widget = twell.inspect(tiny_run, "ba de fun", **view)
+    page = browser.new_page()
+    show_live(page, widget)
+    page.locator(".tw-word").first.wait_for()
+    page.locator(".tw-tabs button").nth(1).wait_for()
+    page.locator(".tw-noting").fill("ends of words")
+    page.keyboard.press("Tab")
+    page.locator("summary").click()
+    page.get_by_label("state").select_option("all")
+    page.get_by_label("where").select_option("note")
+    page.get_by_label("words to find").fill("ends")
+    page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
+    assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
+    # Another text: what is known of the neurons stays.
+    widget.texts = ["de"]
+    assert hits(page) == [(1, 5)] and page.locator(".tw-word").count() == 20
+    page.close()

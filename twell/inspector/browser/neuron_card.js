@@ -1,5 +1,6 @@
 // The card of the selected neuron: its firings in the passage, and what is known of it beyond.
 
+import { changeControls } from "./changes.js";
 import { makeScale } from "./colours.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
@@ -40,6 +41,7 @@ export class NeuronCard {
       { "aria-label": "neuron" },
       this.head(side, layer, neuron),
       this.notes(side, layer, neuron, known),
+      changeControls(this.state, layer, neuron),
       body,
       neighbours(known, layer, choose),
       this.state_(side, card),

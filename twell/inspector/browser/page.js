@@ -1,17 +1,18 @@
 // An exported page: a stand-in for the widget's model, with the chunks that the page has with it.
 
+import { addressOf, viewOf } from "./address.js";
 import { fromBase64 } from "./data.js";
 import { View } from "./view.js";
-
-// The part of the selection that the page's address keeps.
-const KEPT = ["side", "token", "layer", "neuron", "colour"];
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
 
 class PageModel {
-  constructor(state) {
+  constructor(state, begin) {
     this.state = state;
+    this.begin = begin;
     this.listeners = new Map();
+    this.keys = document; // a page is nothing but the view: keys work wherever the focus is
+    addEventListener("hashchange", () => this.follow());
   }
 
   get(name) {
@@ -24,11 +25,19 @@ class PageModel {
     this.tell(`change:${name}`);
   }
 
+  // The address was edited.
+  follow() {
+    const view = viewOf(location.hash.slice(1), this.begin);
+    for (const [name, value] of Object.entries(view)) this.set(name, value);
+  }
+
   save_changes() {
-    const kept = Object.entries(this.state).filter(
-      ([name, value]) => KEPT.includes(name) && value !== null,
-    );
-    history.replaceState(null, "", `#${kept.map((pair) => pair.join("=")).join("&")}`);
+    const address = addressOf(this.state, this.begin);
+    history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
+  }
+
+  link() {
+    return location.href;
   }
 
   on(name, react) {
@@ -46,11 +55,10 @@ class PageModel {
   }
 }
 
-// parent: the element to fill; view: where to begin.
-export function openPage(parent, view) {
+// parent: the element to fill; begin: the view to begin with.
+export function openPage(parent, begin) {
   const data = fromBase64(document.getElementById("data").textContent);
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
-    if (name in view) view[name] = name === "colour" ? value : Math.trunc(Number(value));
+  const view = viewOf(location.hash.slice(1), begin);
   const nothing = { texts: [], runs: false, busy: false, error: "" };
-  new View(new PageModel({ ...view, data, ...nothing }), parent);
+  new View(new PageModel({ ...view, data, ...nothing }, begin), parent);
 }
