@@ -1,8 +1,8 @@
 """The sparse layer as a folder for Hugging Face's package `kernels`, without the package twell.
 
-The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND` with
-a module `layers`, metadata.json and the launch options as options.json. Its modules are copies of
-twell's own, with relative imports and a name of their own for the operators, so that it works with
+The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND`
+with a module `layers`, metadata.json and the launch options as options.json. Its modules are copies
+of twell's own, with relative imports and a name of their own for the operators, so that it works with
 any version of twell beside it, and without one.
 """
 
@@ -22,7 +22,10 @@ MODULES = {
     "sparse": "activations float8 formats projections reference rows stateless",
 }
 BACKENDS = ("cuda", "rocm", "cpu")  # on the CPU in Triton's interpreter alone
-INIT = '"""Sparse feed-forward layers for transformers\' models; see README.md."""\n\nfrom . import layers\n'
+INIT = """'Sparse feed-forward layers for models of transformers; see README.md.'
+
+from . import layers
+"""
 LAYERS = '''"""The layer; its kernels are launched with options.json."""
 
 import json
