@@ -2,11 +2,12 @@
 
 A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
 
-    gated:      g = act(x Wg)   u = x Wu   h = u * g   y = h Wd
-    non-gated:  h = act(x Wu)              y = h Wd
+    gated:      g = relu(x Wg)   u = x Wu   h = u * g   y = h Wd
+    non-gated:  g = relu(x Wu)              h = g       y = h Wd
 
-With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h.
-A neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
+activations.py has the other activations. With ReLU, g is zero for most neurons once the model is
+trained with an L1 term on h. A neuron is *active* for a token where g is `!= 0`. Four backends
+compute the same y:
 
     dense      three matrix products, for every activation
     reference  the sparse steps in plain torch (reference.py): exact and slow
@@ -29,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
+from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
 from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import is_plain, why_called
-from twell.sparse.reference import ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -76,8 +77,10 @@ class SparseFFN(nn.Module):
     Args:
         hidden_size: K, width of input and output.
         intermediate_size: N, number of neurons.
-        gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
-        activation: "relu", or "silu" for comparison (backend "dense" only).
+        gated: whether the layer has a gate projection.
+        activation: "relu", "relu2", "drelu" (gated only), or "silu" for comparison (backend
+            "dense" only); see twell/sparse/activations.py.
+        threshold: neurons are active where the first projection is above this number.
         bias: whether the two or three projections have biases.
         backend: "dense", "reference", "triton" or "auto".
 
@@ -116,6 +119,7 @@ class SparseFFN(nn.Module):
         *,
         gated: bool = True,
         activation: str = "relu",
+        threshold: float = 0.0,
         bias: bool = False,
         backend: str = "dense",
         device: torch.device | str | None = None,
@@ -125,11 +129,10 @@ class SparseFFN(nn.Module):
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
-        _check_known("activation", activation, ACTIVATIONS)
+        self.act = get_activation(activation, threshold, gated=gated)
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
@@ -146,6 +149,7 @@ class SparseFFN(nn.Module):
         self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
+    activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
     l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
     record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
     token_mask = _handed_on("observer", "token_mask")
@@ -170,13 +174,18 @@ class SparseFFN(nn.Module):
         _check_known("backend", name, status)
         if status[name] is not None:
             raise RuntimeError(f"backend {name!r} cannot be used: {status[name]}")
-        if name != "dense" and self.activation != "relu":
+        if name != "dense" and not self.act.sparse:
             raise ValueError(
-                f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}"
+                f"backend {name!r} needs an activation that makes zeros; "
+                f"this layer has {self.activation!r}"
             )
         self._backend = name
         # Set here, not in forward, which torch.compile traces.
         self._has_kernels = name in ("triton", "auto") and status["triton"] is None
+        if self.act != RELU:  # until the kernels take the others
+            if name == "triton":
+                raise ValueError(f"backend {name!r} takes 'relu'; this layer has {self.act}")
+            self._has_kernels = False
         self._keep_strides()
 
     @property
@@ -275,13 +284,12 @@ class SparseFFN(nn.Module):
         return x
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
-
-        In a non-gated layer g is h.
-        """
-        gate = self.up_proj if self.gate_proj is None else self.gate_proj
-        g = ACTIVATIONS[self.activation](gate(x))
-        return g, g if self.gate_proj is None else g * self.up_proj(x)
+        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
+        if self.gate_proj is None:
+            g = self.act.gate(self.up_proj(x))
+            return g, self.act.hidden(g, None)
+        g = self.act.gate(self.gate_proj(x))
+        return g, self.act.hidden(g, self.up_proj(x))
 
     @torch.no_grad()
     def direction(self, neuron: int) -> Tensor:
@@ -358,10 +366,11 @@ class SparseFFN(nn.Module):
             if self.quantized:
                 return Result(float8.ffn(*tensors))
             if wants_l1 or torch.is_grad_enabled():
-                y, l1, active = reference.union_train(*tensors)
+                y, l1, active = reference.union_train(*tensors, act=self.act)
             else:
-                g = reference.gate_pack(tensors[0], *reference.Layer(*tensors).first)
-                y, l1 = reference.rowwise_ffn(g, *tensors), None
+                first = reference.Layer(*tensors).first
+                g = reference.gate_pack(tensors[0], *first, act=self.act)
+                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
                 active = g.unpack() != 0 if wants_activity else None
         activity = Activity.of(active, self.token_mask) if wants_activity else None
         return Result(y, l1 if wants_l1 else None, activity)
@@ -433,6 +442,7 @@ class SparseFFN(nn.Module):
         return lambda blocks: nn.functional.linear(blocks.to(weight.dtype), weight, bias)
 
     def extra_repr(self) -> str:
-        text = f"activation={self.activation}, backend={self.backend}"
+        threshold = f", threshold={self.threshold:g}" if self.threshold else ""
+        text = f"activation={self.activation}{threshold}, backend={self.backend}"
         reason = None if self.backend == "dense" else self._why_dense(sharded=True)
         return text if reason is None else f"{text}, path=dense ({reason})"
