@@ -135,9 +135,14 @@ def _checkpoint(name: str, text: str) -> tuple:
     import torch
 
     from twell import results
-    from twell.models import load
+    from twell.models import SparseLlamaForCausalLM, load
 
     model, tokenizer = load(name, dtype=torch.bfloat16)
+    if not isinstance(model, SparseLlamaForCausalLM):
+        raise ValueError(
+            f"{name} is a {type(model).__name__}; whole models are timed for Llamas, and layers of "
+            "any shape by `twell measure ffn`"
+        )
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
     return results.model_name(name), model, tokenizer(text, add_special_tokens=False).input_ids

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
-from twell.models import SparseLlamaForCausalLM
+from twell.models import sparse_ffns
 from twell.trace import Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown
 AGGREGATE = "aggregate.npz"  # beside a model
 # A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
-Source = Trace | str | Path | tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]
+Source = Trace | str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Side:
     name: str
     trace: Trace
     aggregate: Aggregate | str | Path | None = None  # or its file, which is read
-    model: SparseLlamaForCausalLM | None = None
+    model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
 
@@ -44,7 +44,8 @@ class Side:
             if value is not None
         }
         if self.model is not None:
-            shapes["the model"] = (len(self.model.ffns), self.model.config.intermediate_size)
+            ffns = sparse_ffns(self.model)
+            shapes["the model"] = (len(ffns), ffns[0].intermediate_size)
         first, self.shape = next(iter(shapes.items()), ("", (0, self.trace.intermediate_size)))
         for part, (layers, neurons) in shapes.items():
             if (layers, neurons) != self.shape:

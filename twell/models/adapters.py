@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.activations import ReLUSquaredActivation
 
-from twell.sparse.activations import ACTIVATIONS
+from twell.sparse.activations import ACTIVATIONS, RELU, Activation, get_activation
+from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS, is_plain
 
@@ -56,15 +58,20 @@ class Adapter:
             raise ValueError(
                 "give either act, the attribute that holds the activation, or activation, its name"
             )
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation {self.activation!r} is unknown; use one of {known}")
+        if self.activation is not None:
+            get_activation(self.activation, self.threshold, gated=self.gate is not None)
         if self.inline and (self.act is None or self.dropout is not None):
             raise ValueError("an inline layer needs act, and cannot have dropout")
 
     @property
     def projections(self) -> tuple[str | None, str, str]:
         return self.gate, self.up, self.down
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the projections have other names in a SparseFFN."""
+        pairs = zip(self.projections, PARTS, strict=True)
+        return self.inline or any(own not in (None, ours) for own, ours in pairs)
 
 
 # --- the table
@@ -148,16 +155,16 @@ class Site:
         return None if self.adapter.act is None else getattr(self.module, self.adapter.act)
 
     @property
-    def activation(self) -> tuple[str, float] | None:
-        """Name and threshold of a known activation that makes zeros, else None."""
+    def activation(self) -> Activation | None:
+        """What the module computes; None where that is unknown or makes no zeros."""
         adapter, act = self.adapter, self.act
-        if adapter.activation is not None:
-            sparse = ACTIVATIONS[adapter.activation].sparse
-            return (adapter.activation, adapter.threshold) if sparse else None
-        if type(act) is nn.Threshold and act.value == 0 <= act.threshold:
-            return "relu", act.threshold
-        name = KNOWN.get(type(act) if isinstance(act, nn.Module) else act)
-        return None if name is None else (name, adapter.threshold)
+        name, threshold = adapter.activation, adapter.threshold
+        if type(act) is nn.Threshold and act.value == 0:
+            name, threshold = "relu", act.threshold
+        elif act is not None:
+            name = KNOWN.get(type(act) if isinstance(act, nn.Module) else act)
+        known = name is not None and ACTIVATIONS[name].sparse
+        return get_activation(name, threshold, gated=adapter.gate is not None) if known else None
 
 
 def sites(model: nn.Module) -> list[Site]:
@@ -201,7 +208,7 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
     _check_shapes(site)
     in_config, known = getattr(config, adapter.config or "", None), site.activation
-    if in_config in ACTIVATIONS and (known[0] if known else "silu") != in_config:
+    if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
         problem = f"the configuration says {in_config!r}, and a feed-forward module has {site.act}"
         raise ValueError(f"{problem}; make them agree")
     if known is not None:
@@ -210,7 +217,8 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     if not relufy:
         raise ValueError(
             f"the model's activation is {name!r}, which makes nothing zero; "
-            "relufy=True exchanges it for ReLU, after which the model needs training"
+            "twell.sparsify(model, relufy=True) exchanges it for ReLU, after which the model needs "
+            "training"
         )
     if in_config is None or adapter.act is None:
         raise ValueError(
@@ -235,6 +243,12 @@ def _check_shapes(site: Site) -> None:
         raise ValueError(
             f"the projections of a {kind} have (out, in) features {shapes}; expected {expected}"
         )
+    linear = all(isinstance(getattr(module, name), nn.Linear) for name in parts)
+    if adapter.renamed and not linear:
+        raise ValueError(
+            f"the projections of a {kind} are no nn.Linear; sparsify before get_peft_model, and let "
+            "peft adapt up_proj and down_proj"
+        )
     plain = [getattr(module, name).weight for name in parts if is_plain(getattr(module, name))]
     dtypes = {str(weight.dtype) for weight in plain}
     if len(dtypes) > 1:
@@ -246,6 +260,16 @@ def _check_shapes(site: Site) -> None:
 
 def _shape(part: nn.Module) -> tuple[int, int]:
     return part.out_features, part.in_features
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
+    layers = (module for module in model.modules() if isinstance(module, SparseFFN))
+    replaced = next(layers).replaced
+    norm = model.base_model
+    for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
+        norm = getattr(norm, name, None)
+    return norm
 
 
 # --- replacing, and putting back
@@ -267,9 +291,9 @@ def around(site: Site) -> SparseFFN:
     An unknown activation becomes ReLU: `check` has refused it, or reported it.
     """
     module, adapter = site.module, site.adapter
-    name, threshold = site.activation or ("relu", 0.0)
+    act = site.activation or RELU
     gate, up, down = (part and getattr(module, part) for part in adapter.projections)
-    options = {"activation": name, "threshold": threshold, "gated": gate is not None}
+    options = {"activation": act.name, "threshold": act.threshold, "gated": gate is not None}
     ffn = SparseFFN(up.in_features, up.out_features, device="meta", **options)
     ffn.gate_proj, ffn.up_proj, ffn.down_proj = gate, up, down
     if adapter.dropout is not None:
@@ -315,17 +339,19 @@ def replace(site: Site, ffn: SparseFFN) -> None:
         ffn.replaced.act = site.act
         for name in (adapter.act, adapter.down):
             setattr(module, name, nn.Identity())
-        own = [f"{name}." if name else None for name in adapter.projections]
     else:
-        own = [f"{site.name}.{name}." if name else None for name in adapter.projections]
         _hand_hooks(module, ffn)
-    pairs = [(f"{site.name}.{ours}.", name) for ours, name in zip(PARTS, own, strict=True) if name]
-    if all(ours == name for ours, name in pairs):
+    if not adapter.renamed:
         return
-    back = [(name, ours) for ours, name in pairs]
+    place = "" if adapter.inline else f"{site.name}."
+    pairs = [
+        (f"{site.name}.{ours}.", f"{place}{own}.")
+        for ours, own in zip(PARTS, adapter.projections, strict=True)
+        if own is not None
+    ]
     ffn.replaced.handles = [
-        site.owner.register_state_dict_post_hook(partial(_rename, pairs)),
-        site.owner.register_load_state_dict_pre_hook(partial(_rename, back)),
+        site.owner.register_state_dict_post_hook(partial(_rename, pairs, False)),
+        site.owner.register_load_state_dict_pre_hook(partial(_rename, pairs, True)),
     ]
 
 
@@ -340,10 +366,21 @@ def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
 
 
 def _rename(
-    pairs: Sequence[tuple[str, str]], _: nn.Module, state: dict[str, Tensor], prefix: str, *__: Any
+    pairs: Sequence[tuple[str, str]],
+    back: bool,
+    owner: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    *_: Any,
 ) -> None:
-    """Give tensors whose names begin with the first of a pair the second, in place."""
+    """Give tensors whose names begin with the first of a pair the second, in place, or back.
+
+    peft saves the weights of its adapters by the names of modules, so their names stay.
+    """
     for old, new in pairs:
+        if not isinstance(owner.get_submodule(old[:-1]), nn.Linear | Float8Linear):
+            continue
+        old, new = (new, old) if back else (old, new)
         for name in [name for name in state if name.startswith(prefix + old)]:
             state[prefix + new + name.removeprefix(prefix + old)] = state.pop(name)
 

@@ -27,6 +27,7 @@ from twell.sparse.float8 import FLOAT8, QUANTIZATION
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
 SIZES = tuple(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 )
@@ -64,7 +65,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
-    if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
+    if kind not in LLAMAS:
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     # The type has a newer and an older name.
     names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]

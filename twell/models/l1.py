@@ -18,10 +18,10 @@ def l1_by_layer(
 
     A term is the sum over tokens of sum_n |h|, divided by `num_tokens`: by default the tokens of
     this pass. `token_mask` [B, S] is zero for padding, which neither counts. Where all tokens are
-    padding the terms are 0. An encoder and a decoder, such as T5's, have a mask each. For any model in training mode: add
-    `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss, in the definition of
-    SparseLlamaForCausalLM. Raises RuntimeError when the layers kept no L1 term, or one without a
-    gradient, and ValueError for a mask of another shape.
+    padding the terms are 0. An encoder and a decoder, such as T5's, have a mask each. For any
+    model in training mode: add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1
+    loss, in the definition of SparseLlamaForCausalLM. Raises RuntimeError when the layers kept no
+    L1 term, or one without a gradient, and ValueError for a mask of another shape.
     """
     ffns = sparse_ffns(model)
     if any(ffn.observer.l1 is None for ffn in ffns):
@@ -58,7 +58,7 @@ def l1_by_layer(
 
 
 def _has_two_parts(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return hasattr(model, "encoder") and hasattr(model, "decoder")
 
 
 def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
