@@ -246,8 +246,8 @@ def _check_shapes(site: Site) -> None:
     linear = all(isinstance(getattr(module, name), nn.Linear) for name in parts)
     if adapter.renamed and not linear:
         raise ValueError(
-            f"the projections of a {kind} are no nn.Linear; sparsify before get_peft_model, and let "
-            "peft adapt up_proj and down_proj"
+            f"the projections of a {kind} are no nn.Linear; sparsify before get_peft_model, "
+            "and let peft adapt up_proj and down_proj"
         )
     plain = [getattr(module, name).weight for name in parts if is_plain(getattr(module, name))]
     dtypes = {str(weight.dtype) for weight in plain}
