@@ -27,6 +27,8 @@ _HOME = {
     "BufferOverflow": "sparse.formats",
     "SparseFFN": "sparse.layer",
     "backend_status": "sparse.layer",
+    "ffn": "sparse.ops",
+    "warm_up": "sparse.ops",
     "SparseLlamaConfig": "models",
     "SparseLlamaForCausalLM": "models",
     "sparsify": "models",
@@ -46,8 +48,7 @@ _HOME = {
     "inspect": "inspector.widget",
 }
 _MODULES = set(
-    "format reference ffn model corpus results analysis plots measure evaluate train "
-    "inspector".split()
+    "format reference model corpus results analysis plots measure evaluate train inspector".split()
 )
 __all__ = sorted(_HOME)
 

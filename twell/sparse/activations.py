@@ -48,7 +48,7 @@ class Activation:
     squared: bool = False
     both: bool = False
     sparse: bool = True
-    threshold: float = 0.0
+    threshold: float = 0  # no 0.0: torch.compile would make a symbol of it and compile twice
 
     def gate(self, a: Tensor) -> Tensor:
         """g of the first projection's rounded result a, of any shape."""
@@ -83,11 +83,18 @@ ACTIVATIONS = {
 }
 
 
-def get_activation(name: str, threshold: float = 0.0, *, gated: bool = True) -> Activation:
-    """Return an activation by name. Raises ValueError for one that does not exist."""
+def get_activation(
+    name: str, threshold: float = 0.0, *, gated: bool = True, sparse: bool = False
+) -> Activation:
+    """Return an activation by name.
+
+    Raises ValueError for one that does not exist, and with `sparse` for one without zeros.
+    """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     result = ACTIVATIONS[name]
+    if sparse and not result.sparse:
+        raise ValueError(f"activation {name!r} makes no zeros, so no sparse path can compute it")
     if result.both and not gated:
         raise ValueError(f"activation {name!r} needs a gate: it takes ReLU on both branches")
     if not 0 <= threshold < math.inf:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
-from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
+from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
@@ -182,10 +182,6 @@ class SparseFFN(nn.Module):
         self._backend = name
         # Set here, not in forward, which torch.compile traces.
         self._has_kernels = name in ("triton", "auto") and status["triton"] is None
-        if self.act != RELU:  # until the kernels take the others
-            if name == "triton":
-                raise ValueError(f"backend {name!r} takes 'relu'; this layer has {self.act}")
-            self._has_kernels = False
         self._keep_strides()
 
     @property
@@ -364,7 +360,7 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             if self.quantized:
-                return Result(float8.ffn(*tensors))
+                return Result(float8.ffn(*tensors, act=self.act))
             if wants_l1 or torch.is_grad_enabled():
                 y, l1, active = reference.union_train(*tensors, act=self.act)
             else:
@@ -396,9 +392,8 @@ class SparseFFN(nn.Module):
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
         with torch.autocast(rows.device.type, enabled=False):
-            trained = training_ops.train(
-                self.train_path, self.capacity, *tensors, token_mask=self.token_mask
-            )
+            given = {"token_mask": self.token_mask, "act": self.act}
+            trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
         activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
         return Result(trained.y, trained.l1 if wants_l1 else None, activity)
 
@@ -410,7 +405,8 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
-            return Result(ops.run(self._path or ops.choose(rows.shape[0]), *tensors))
+            path = self._path or ops.choose(rows.shape[0])
+            return Result(ops.run(path, *tensors, act=self.act))
 
     def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         if not self._has_kernels:
@@ -432,14 +428,16 @@ class SparseFFN(nn.Module):
                 self.chooser.probe(rows, self._first(tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
-            return Result(ops.run(path, *tensors, activity=activity))
+            return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 
     def _first(self, tensors: list[Tensor | None]) -> Callable[[Tensor], Tensor]:
-        """The projection that decides which neurons are active."""
+        """The function that gives g, which is not 0 where a neuron is active."""
         if self.quantized:
-            return self.up_proj if self.gate_proj is None else self.gate_proj
+            part = self.up_proj if self.gate_proj is None else self.gate_proj
+            return lambda blocks: self.act.gate(part(blocks))
         weight, bias = reference.Layer(*tensors).first
-        return lambda blocks: nn.functional.linear(blocks.to(weight.dtype), weight, bias)
+        linear = nn.functional.linear
+        return lambda blocks: self.act.gate(linear(blocks.to(weight.dtype), weight, bias))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

@@ -31,7 +31,7 @@ is multiplied by 0 for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,6 +129,42 @@ def ffn(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | None)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = Layer.checked(*tensors, **named)
     _, h = activations(x, w_gate, w_up, b_gate, b_up, act)
     return F.linear(h, w_down, b_down)
+
+
+def gradients(
+    *tensors: Tensor | None, dy: Tensor, needs: Sequence[bool], act: Activation = RELU
+) -> Gradients:
+    """Gradients of sum(y * dy) of `ffn`, None where `needs` is False, in torch's operators.
+
+    dy [M, K]. g, u, h and their gradients are rounded to x.dtype.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, _ = tensors
+    needed, du, da = Gradients(*needs), None, None
+    g, h = activations(x, w_gate, w_up, b_gate, b_up, act)
+    dh = dy @ w_down
+    if w_gate is None:
+        du = torch.where(g != 0, act.through_gate(dh, g), 0)
+    else:
+        u = act.of_up(F.linear(x, w_up, b_up))
+        da = torch.where(g != 0, act.through_gate(dh * u, g), 0)
+        du = dh * act.of_gate(g)
+        du = torch.where(u != 0, du, 0) if act.both else du
+
+    def product(needed: bool, value: Tensor, rows: Tensor) -> Tensor | None:
+        return value.t() @ rows if needed else None
+
+    dx = None
+    if needed.x:
+        dx = du @ w_up if da is None else du @ w_up + da @ w_gate
+    return Gradients(
+        dx,
+        product(needed.w_gate, da, x),
+        product(needed.w_up, du, x),
+        product(needed.w_down, dy, h),
+        da.sum(0) if needed.b_gate else None,
+        du.sum(0) if needed.b_up else None,
+        dy.sum(0) if needed.b_down else None,
+    )
 
 
 # Inference: one kernel for the gate, which packs, and one for all the rest.
@@ -317,7 +353,8 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
         dh = wide(dy[tokens]) @ wide(w_down.t()[neurons]).t()
         sign = wide(h[here]).sign() * dl1[tokens, None]
         if u is None:
-            da = act.through_gate(dh + sign, wide(g[here]))
+            dh = wide((dh + sign).to(x.dtype))
+            da = act.through_gate(dh, wide(g[here]))
             du[here] = torch.where(active[here], da, 0).to(x.dtype)
         else:
             dh = wide(dh.to(x.dtype)) + sign
