@@ -133,9 +133,9 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, x, w_gate, w_up, w_down, *_, activity=None):
+def run(path, *tensors, activity=None, **options):
     """ops.run by dense products."""
-    return reference.ffn(x, w_gate, w_up, w_down)
+    return reference.ffn(*tensors, **options)
 
 
 def train(path, capacity, x, w_gate, w_up, w_down, *biases, token_mask=None):
