@@ -133,9 +133,9 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, *tensors, activity=None, **options):
+def run(path, x, w_gate, w_up, w_down, *_, activity=None):
     """ops.run by dense products."""
-    return reference.ffn(*tensors, **options)
+    return reference.ffn(x, w_gate, w_up, w_down)
 
 
 def train(path, capacity, x, w_gate, w_up, w_down, *biases, token_mask=None):

@@ -50,7 +50,7 @@ FAMILIES = {  # fields of their configurations
 
 def family(kind, **changes):
     """A model of transformers whose layers have other names, with random weights and biases."""
-    config = AutoConfig.for_model(kind, **SHAPE | FAMILIES[kind] | changes)
+    config = AutoConfig.for_model(kind, **SHAPE | FAMILIES.get(kind, HEADS) | changes)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto.from_config(config).eval()
     with torch.no_grad():

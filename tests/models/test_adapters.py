@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
@@ -45,6 +46,8 @@ def logits(model, x):
         ("opt", {"enable_bias": False}),
         ("nemotron", {"mlp_bias": True}),
         ("t5", {"feed_forward_proj": "gated-relu"}),
+        ("llama", {"hidden_act": "relu2"}),
+        ("mistral", {"hidden_act": "relu"}),
     ],
 )
 def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backend, tmp_path):
@@ -235,7 +238,11 @@ def test_hooks_of_projections_act_and_of_activations_are_refused():
         sparsify(model)
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
     handle.remove()
+    first = model.model.decoder.layers[0]
+    for part in (first.fc1, first.activation_fn, first.fc2):  # as a device map of Accelerate
+        add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
     sparsify(model, backend="reference")
+    assert [ffn.readable for ffn in sparse_ffns(model)] == [True, False, True]
     assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(twell.densify(model), x), before) and len(seen) == 1
 

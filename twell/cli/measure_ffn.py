@@ -44,10 +44,6 @@ def command(
     hidden_size: HiddenSize = None,
     intermediate_size: IntermediateSize = None,
     non_gated: NonGated = False,
-    activation: Annotated[
-        Literal["relu", "relu2", "drelu"], option("What the layer computes.", LAYER)
-    ] = "relu",
-    bias: Annotated[bool, option("Projections with biases.", LAYER, name="--bias")] = False,
     trace: Annotated[
         Path | None,
         option("A trace for the recorded pattern (`twell trace`), with --layer.", LAYER),
@@ -83,8 +79,6 @@ def command(
         )
     if backward and calibration is not None:
         raise ValueError("--calibration is for auto, which --backward does not time")
-    if backward and (activation != "relu" or bias):
-        raise ValueError("--activation and --bias are for forward passes; leave out --backward")
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     cases = numbers("--tokens", tokens, int), numbers("--active", active, float), patterns
     options = {
@@ -102,8 +96,7 @@ def command(
     if backward:
         measure.ffn_steps(*cases, **options)
     else:
-        options |= {"activation": activation, "bias": bias, "mode": mode}
-        measure.ffn(*cases, **options, calibration=load_calibration(calibration))
+        measure.ffn(*cases, **options, mode=mode, calibration=load_calibration(calibration))
 
 
 def _mask(path: Path, layer: int) -> dict:

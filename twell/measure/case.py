@@ -14,7 +14,6 @@ from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
 from twell.measure.patterns import Pattern, Weights
 from twell.measure.rows import require
-from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -44,47 +43,28 @@ class Case:
     sets: list[Weights]
     exact: Exact
     columns: dict
-    act: Activation = RELU
 
     @classmethod
     def of(
-        cls,
-        pattern: str,
-        inputs: tuple[Tensor, ...],
-        gated: bool,
-        weight_sets: int = 1,
-        *,
-        act: Activation = RELU,
-        bias: bool = False,
+        cls, pattern: str, inputs: tuple[Tensor, ...], gated: bool, weight_sets: int = 1
     ) -> Case:
-        """pattern: the column, to which another activation than ReLU and biases are added.
-
-        inputs: x, w_gate, w_up and w_down (not gated: w_gate is w_up). bias: give the layer biases.
-        """
+        """pattern: the column; inputs: x, w_gate, w_up and w_down (not gated: w_gate is w_up)."""
         x, w_gate, w_up, w_down = inputs
         weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        if bias:
-            weights = patterns.with_biases(weights)
-        exact = Exact.of(x, weights, act=act)
-        words = [pattern, act.name if act != RELU else None, "bias" if bias else None]
+        exact = Exact.of(x, weights)
         columns = {
             "tokens": len(x),
             "hidden_size": x.shape[1],
             "intermediate_size": len(w_up),
             "gated": gated,
             "dtype": str(x.dtype).removeprefix("torch."),
-            "pattern": " ".join(word for word in words if word),
+            "pattern": pattern,
             "active": round(float(exact.counts.double().mean()), 2),
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
         }
         sets = [weights, *(patterns.permuted(weights, seed) for seed in range(1, weight_sets))]
-        return cls(x, sets, exact, columns, act)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the layer has ReLU and no biases."""
-        return self.act == RELU and len(self.sets[0]) == 3
+        return cls(x, sets, exact, columns)
 
     def __str__(self) -> str:
         c = self.columns
@@ -92,19 +72,16 @@ class Case:
 
     def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
         """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
-        if self.act != RELU:
-            function = functools.partial(function, act=self.act)
-        calls = []
-        for gate, up, down, *biases in self.sets:
-            down = down.contiguous() if plain else down
-            calls.append(functools.partial(function, self.x, gate, up, down, *biases))
-        return calls
+        return [
+            functools.partial(function, self.x, *others, w_down.contiguous() if plain else w_down)
+            for *others, w_down in self.sets
+        ]
 
     def path_calls(self, path: str) -> list[Call]:
         """Return the calls of one path of the kernels."""
         from twell.kernels import ops
 
-        return self.calls(functools.partial(ops.run, path))
+        return self.calls(lambda *tensors: ops.run(path, *tensors, None, None, None))
 
     def paths(self) -> list[str]:
         """Return the paths of the kernels, dense first, without those that would take too long."""
@@ -126,15 +103,11 @@ class Case:
         c, layers = self.columns, []
         for weights in self.sets:
             sizes = c["hidden_size"], c["intermediate_size"]
-            options = {"activation": self.act.name, "threshold": self.act.threshold}
-            options |= {"gated": c["gated"], "backend": "auto", "device": "meta"}
-            layer = SparseFFN(*sizes, bias=len(weights) > 3, **options)
+            layer = SparseFFN(*sizes, gated=c["gated"], backend="auto", device="meta")
             projections = layer.gate_proj, layer.up_proj, layer.down_proj
-            for number, tensor in enumerate(weights):
-                if tensor is not None:
-                    name = "weight" if number < 3 else "bias"
-                    parameter = nn.Parameter(tensor, requires_grad=False)
-                    setattr(projections[number % 3], name, parameter)
+            for part, weight in zip(projections, weights, strict=True):
+                if part is not None:
+                    part.weight = nn.Parameter(weight, requires_grad=False)
             if prepare is not None:
                 prepare(layer)
             layer.calibration = calibration
@@ -154,14 +127,8 @@ class Grid:
     intermediate_size: int
     gated: bool
     masks: Mapping[str, np.ndarray] | None
-    activation: str = "relu"
-    bias: bool = False
 
     def __post_init__(self):
-        act = get_activation(self.activation, gated=self.gated, sparse=True)
-        of_masks = act != RELU or self.bias
-        fits = not (of_masks and "recorded" in self.patterns)
-        require(fits, "recorded patterns are of ReLU without biases; use even or skewed")
         for name in self.patterns:
             Pattern(name)
         hidden_size = 16 if self.hidden_size is None else self.hidden_size
@@ -170,8 +137,7 @@ class Grid:
     def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
         """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
         for column, inputs in self._inputs(num_tokens, device):
-            act = get_activation(self.activation, gated=self.gated)
-            yield Case.of(column, inputs, self.gated, weight_sets, act=act, bias=self.bias)
+            yield Case.of(column, inputs, self.gated, weight_sets)
             del inputs
             torch.cuda.empty_cache()
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from twell.measure.patterns import Weights
 from twell.sparse import reference
-from twell.sparse.activations import RELU, Activation
 from twell.sparse.layer import SparseFFN
 
 TOLERANCE = {
@@ -70,23 +69,14 @@ class Exact:
     @classmethod
     @torch.no_grad()
     def of(
-        cls,
-        x: Tensor,
-        weights: Weights,
-        dy: Tensor | None = None,
-        dl1: Tensor | None = None,
-        *,
-        act: Activation = RELU,
+        cls, x: Tensor, weights: Weights, dy: Tensor | None = None, dl1: Tensor | None = None
     ) -> Exact:
-        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1).
-
-        Gradients are those of a layer with ReLU and without biases.
-        """
+        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1)."""
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
         tensors: dict[str, Tensor] = {}
         for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
-            for name, part in _chunk(wide, *chunk, act=act).items():
+            for name, part in _chunk(wide, *chunk).items():
                 if name not in tensors:
                     tensors[name] = part
                 elif name in OVER_TOKENS:
@@ -141,25 +131,19 @@ class Exact:
 
 
 def _chunk(
-    weights: Sequence[Tensor | None],
-    x: Tensor,
-    dy: Tensor | None = None,
-    dl1: Tensor | None = None,
-    *,
-    act: Activation = RELU,
+    weights: Sequence[Tensor | None], x: Tensor, dy: Tensor | None = None, dl1: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The tensors of some tokens, those OVER_TOKENS summed over them."""
-    w_gate, w_up, w_down, *biases = weights
-    b_gate, b_up, b_down = (0.0 if b is None else b for b in biases or [None] * 3)
+    w_gate, w_up, w_down = weights
     first, rows = (w_up if w_gate is None else w_gate), x.double()
-    gate = rows @ first.t() + (b_up if w_gate is None else b_gate)
-    active = torch.relu(gate).to(x.dtype) > act.threshold  # as rounded to x's type
-    u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t() + b_up
+    gate = rows @ first.t()
+    active = torch.relu(gate).to(x.dtype) != 0  # as rounded to x's type
+    u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t()
     g = torch.where(active, gate, 0.0)
-    h = (g * g if act.squared else g) * (torch.relu(u) if act.both else u)
+    h = g * u
     unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
     tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
-    tensors["y"] = h @ w_down.t() + b_down
+    tensors["y"] = h @ w_down.t()
     if dy is None:
         return tensors
     dh = dy.double() @ w_down + u.sign() * dl1.double()[:, None]

@@ -37,8 +37,6 @@ def ffn(
     hidden_size: int | None = None,
     intermediate_size: int = 5632,
     gated: bool = True,
-    activation: str = "relu",
-    bias: bool = False,
     mode: str | None = None,
     masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
@@ -48,7 +46,7 @@ def ffn(
 ) -> list[dict]:
     """Time one layer: dense (eager, compiled, our kernels), each sparse path, and "auto".
 
-    In bf16, and, with ReLU and without biases, on a GPU that has it in FP8 too (measure/float8.py).
+    In bf16, and on a GPU that has it in FP8 too (measure/float8.py).
 
     Args:
         tokens: numbers of tokens.
@@ -57,8 +55,6 @@ def ffn(
         hidden_size: default 2048, for recorded patterns 1024; as many tokens of a mask are used.
         intermediate_size: of even and skewed layers; a recorded one has that of its mask.
         gated: whether the layer has a gate.
-        activation: "relu", "relu2" or "drelu"; bias: whether the projections have biases. Both are
-            noted in the column `pattern`, and recorded patterns have neither.
         mode: "stream" or "graph" (see `clock`); default: graph up to 4,096 tokens.
         masks: name -> [T, N] bool; default: those of `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
@@ -72,8 +68,7 @@ def ffn(
     Ours.
     """
     gpu = clock.gpu(energy)
-    sizes = hidden_size, intermediate_size, gated
-    grid = Grid(tokens, active, patterns, *sizes, masks, activation, bias)
+    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
     known = mode in (None, "stream", "graph")
     require(known, f"mode {mode!r} is unknown; use 'stream' or 'graph'")
     bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
@@ -96,7 +91,7 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
         **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
     }
     quantized = None
-    if case.plain and float8.why_not(bench.gpu.device) is None:
+    if float8.why_not(bench.gpu.device) is None:
         quantized = Quantized(case)
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()

@@ -25,8 +25,7 @@ DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of th
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
 PEAK, HUMP, WIDTH, FIRST = 6 / 27, 2.0, 0.13, (0.4, 0.6)
 
-# w_gate or None, w_up, w_down; and where a layer has biases b_gate or None, b_up, b_down.
-Weights = tuple[Tensor | None, ...]
+Weights = tuple[Tensor | None, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -190,31 +189,10 @@ def recorded_masks(path: str | Path | None = None) -> dict[str, np.ndarray]:
 def permuted(weights: Weights, seed: int) -> Weights:
     """Return the same layer with its neurons in another order: other memory, the same work.
 
-    `weights` are w_gate [N, K] or None, w_up [N, K] and w_down [K, N] with strides (1, K), and
-    perhaps biases; so are the permuted ones.
-    """
-    w_gate, w_up, w_down, *biases = weights
-    g = torch.Generator(w_up.device).manual_seed(seed)
-    order = torch.randperm(len(w_up), generator=g, device=w_up.device)
-    rows = (None if part is None else part[order] for part in (w_gate, w_up, *biases[:2]))
-    w_gate, w_up, *of_neurons = rows
-    return w_gate, w_up, w_down.t()[order].t(), *of_neurons, *biases[2:]
-
-
-def with_biases(weights: Weights, seed: int = 0) -> Weights:
-    """Return the weights of a `synthetic_layer`, [0] changed in place, with biases of its type.
-
-    The bias of the first projection takes the thresholds, which x[:, 0] = 1 multiplies, so the
-    activity stays. The others are random, a tenth of what they are added to.
+    `weights` are w_gate [N, K] or None, w_up [N, K] and w_down [K, N] with strides (1, K); so are
+    the permuted ones.
     """
     w_gate, w_up, w_down = weights
-    normal = _normal(w_up.device, seed)
-    first = w_up if w_gate is None else w_gate
-    thresholds, b_up, b_down = (
-        first[:, 0].clone(),
-        0.1 * normal(len(w_up)).to(w_up.dtype),
-        0.1 * normal(len(w_down)).to(w_up.dtype),
-    )
-    first[:, 0] = 0
-    biases = (None, thresholds) if w_gate is None else (thresholds, b_up)
-    return w_gate, w_up, w_down, *biases, b_down
+    g = torch.Generator(w_up.device).manual_seed(seed)
+    order = torch.randperm(len(w_up), generator=g, device=w_up.device)
+    return None if w_gate is None else w_gate[order], w_up[order], w_down.t()[order].t()
