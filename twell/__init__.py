@@ -1,13 +1,16 @@
 """twell: sparse feed-forward layers for transformer language models, and the notebook around them.
 
 Importing this package is cheap: public names are loaded on first use, so neither Triton kernels
-nor transformers are touched until something needs them.
+nor transformers are touched until something needs them. Once transformers' `AutoModelForCausalLM`
+is loaded too, before or after, it knows SparseLlamaForCausalLM.
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
+
+from twell.lazy import load_after
 
 if not Path(__file__).with_name("kernels").is_dir():
     raise ImportError(
@@ -36,6 +39,7 @@ _HOME = {
     "register_adapter": "models",
     "load": "models",
     "l1_by_layer": "models",
+    "intervene": "models",
     "silence": "models",
     "quantize_": "models",
     "dequantize_": "models",
@@ -63,3 +67,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})
+
+
+load_after("transformers.models.auto.modeling_auto", "twell.models.llama")  # which registers itself

@@ -48,7 +48,7 @@ def python(code, **environment):
 def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     commands = list(every_command())
-    assert len(commands) == 11
+    assert len(commands) == 12
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         text = capsys.readouterr().out
@@ -103,6 +103,21 @@ def test_inspect_says_what_the_page_shows(place, capsys):
     assert re.search(line, printed, re.M) and "\nother: " in printed
     assert main(place.inspect("--file", place.write("long.txt", "ba de fun " * 3000))) == 0
     assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
+
+
+def test_inspect_takes_traces_and_two_texts(place, capsys):
+    place_of = place.folder / "out.html"
+    assert main(place.trace("--text", "ba de fun")) == 0
+    traced = place.folder / "out.npz"
+    assert main(place.inspect(run=traced)) == 0
+    model, compared = ["--model", str(place.run)], ["--compare-text", "fun"]
+    assert main(place.inspect(*model, "--start", "2", *compared, run=traced)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^out: \d+ tokens", printed, re.M) and "\nout, text 2: " in printed
+    other = place.write("other.txt", "de ba")
+    assert main(place.inspect("--text", "ba de fun", "--compare-file", other)) == 0
+    assert "\nrun, text 2: " in capsys.readouterr().out
+    assert "run, text 1 and run, text 2: active neurons" in place_of.read_text(encoding="utf-8")
 
 
 def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
@@ -272,12 +287,12 @@ def test_train_step_gets_everything(measured, words, arguments, changed):
 
 def test_model_gets_everything(measured):
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
-    words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --out x"
+    words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
     arguments, options = measured(f"{words} --calibration {DEFAULT}", "language_model")
     assert options.pop("calibration").device == "NVIDIA H200"
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)
-    expected |= dict(tuned=True, energy=True, out=Path("x"))
+    expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"))
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
     arguments, options = measured("model", "language_model")
     assert arguments[0] == "2b" and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]

@@ -29,7 +29,8 @@ FIELDS = {
     "tokenizer=RUN/nothing": r"no tokenizer at .*nothing",
     "tokenizer=RUN/model vocab_size=300": r"has 320 entries; vocab_size 300 does not hold them",
 }
-# Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text.
+# Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text, TRACE and
+# AGGREGATE files of another model.
 COMMANDS = {
     "train quik --out OUT": r"no configuration quik: it is no file and none of .*quick",
     "train quick seed=1 seed=2": r"seed is given twice: seed=1 and seed=2",
@@ -60,6 +61,16 @@ COMMANDS = {
     "trace nowhere/model --text a --out OUT.npz": r"no model nowhere/model: it is no folder here",
     "inspect RUN": r"give a text by --text or by --file",
     "inspect RUN --text ''": r"the text is empty; give at least one character",
+    "inspect RUN --text a --compare-text ''": r"the text is empty; give at least one character",
+    "inspect RUN --text a --compare-text b --compare-file TEXT": r"by --compare-text or by --comp",
+    "inspect RUN --text a --compare-text TEXT": r"--compare-text is the text itself; .*-file",
+    "inspect RUN --text a --compare-text b --compare RUN": r"two sides can be compared",
+    "inspect RUN --text a --start 3 --out OUT.html": r"start and model belong to a trace",
+    "inspect TRACE --out OUT.html --text a": r"a trace has its own text; give a model to run",
+    "inspect TRACE --out OUT.html --start 60": r"start is 60; the trace has tokens 0 to 59",
+    "inspect TRACE --out OUT.html --compare-text b": r"two texts need a model to run them",
+    "inspect TRACE --out OUT.html --model RUN": r"the model has 2 layers of 96 neurons, the trace",
+    "inspect AGGREGATE --out OUT.html": r"is not a trace, or it is damaged",
     "inspect RUN --text a --out TEXT": r"text\.jsonl'; give a file that ends in \.html",
     "inspect RUN --text a --out PLACE": r"is a folder; --out is the \.html file to write",
     "inspect PLACE --text a --out OUT.html": r"holds no model: it has no config\.json",
@@ -78,6 +89,7 @@ COMMANDS = {
     "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
     "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
     "measure ffn --backward --mode graph": r"--mode graph is for forward passes",
+    "measure ffn --backward --bias": r"--bias is for forward passes",
     "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",
     "measure ffn --backward --calibration x.json": r"which --backward does not time",
     "measure ffn --out OUT": r"measuring needs a GPU, and torch sees none",
@@ -132,9 +144,10 @@ def test_a_field(place, refused, overrides):
 def test_a_command(place, refused, command):
     paths = {"RUN": place.run, "PLACE": place.folder, "TEXT": place.text}
     paths["OUT"] = place.folder / "OUT"
-    if "AGGREGATE" in command:
-        paths["AGGREGATE"] = place.folder / "other.npz"
+    if "AGGREGATE" in command or "TRACE" in command:
+        paths |= {"AGGREGATE": place.folder / "other.npz", "TRACE": place.folder / "trace.npz"}
         trace, _ = make_trace(0, num_layers=3, intermediate_size=96)
+        trace.save(paths["TRACE"])
         aggregate_of(trace).save(paths["AGGREGATE"])
     arguments = shlex.split(command)
     for name, path in paths.items():

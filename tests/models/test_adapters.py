@@ -118,10 +118,11 @@ def test_opt_trains_by_the_kernels():
         model(input_ids=x, labels=x).loss.backward()
     assert training.summary()["sparse_layers"] == 1
     twell.densify(model)
-    expected = dict(exact.named_parameters())
+    expected = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    largest = max(gradient.norm() for gradient in expected.values())
     for name, parameter in model.named_parameters():
-        gradient = expected[name].grad
-        error = (parameter.grad - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        # Biases of keys have no gradient: they change all scores of a query alike.
+        error = (parameter.grad - expected[name]).norm() / (expected[name].norm() + 1e-3 * largest)
         assert error < 0.02, name
 
 

@@ -68,6 +68,14 @@ def command(
             name="--tuned",
         ),
     ] = False,
+    fp8: Annotated[
+        bool,
+        option(
+            "Also time everything with feed-forward layers in FP8, and passes with attention's "
+            "linear layers too.",
+            name="--fp8",
+        ),
+    ] = False,
     calibration: CalibrationFile = None,
     energy: Energy = False,
     out: Bench = BENCH,
@@ -107,6 +115,7 @@ def command(
         decode_context=context,
         compiled=compile,
         tuned=tuned,
+        fp8=fp8,
         calibration=load_calibration(calibration),
         energy=energy,
         out=out,
@@ -134,15 +143,13 @@ def _checkpoint(name: str, text: str) -> tuple:
     """Return a model's name, the model in bf16, and the tokens of a text."""
     import torch
 
-    from twell import results
-    from twell.models import SparseLlamaForCausalLM, load
+    from twell import results, trace
+    from twell.models import SparseLlamaForCausalLM
 
-    model, tokenizer = load(name, dtype=torch.bfloat16)
+    model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
     if not isinstance(model, SparseLlamaForCausalLM):
         raise ValueError(
             f"{name} is a {type(model).__name__}; whole models are timed for Llamas, and layers of "
             "any shape by `twell measure ffn`"
         )
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-    return results.model_name(name), model, tokenizer(text, add_special_tokens=False).input_ids
+    return results.model_name(name), model, trace.encode(tokenizer, text)

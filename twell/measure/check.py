@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from twell.measure.patterns import Weights
-from twell.sparse import reference
+from twell.sparse import float8, reference
+from twell.sparse.activations import RELU, Activation
 from twell.sparse.layer import SparseFFN
 
 TOLERANCE = {
@@ -32,6 +33,10 @@ TOLERANCE = {
     # Relative RMS of the dense model's last hidden states against fp32: rounding adds up over
     # layers, to 0.5% with 4 layers and 1.5% with 38.
     "hidden states": 5e-2,
+    # As "hidden states", of a model whose linear layers are in FP8, against its bf16 weights; and
+    # of a dense layer in FP8 against fp64, which does not quantise h.
+    "FP8 hidden states": 0.1,
+    "FP8 layer": 5e-2,
     # Relative, of a sparse optimiser step against dense ones.
     "loss": 1e-2,
     "gradient norm": 3e-2,
@@ -57,7 +62,7 @@ class Exact:
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
     either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it.
+    on either side of it. slack: what the tolerance is multiplied by.
     """
 
     tensors: dict[str, Tensor]
@@ -65,18 +70,27 @@ class Exact:
     unions: Tensor
     touched: int
     either: dict[str, float]
+    slack: float = 1.0
 
     @classmethod
     @torch.no_grad()
     def of(
-        cls, x: Tensor, weights: Weights, dy: Tensor | None = None, dl1: Tensor | None = None
+        cls,
+        x: Tensor,
+        weights: Weights,
+        dy: Tensor | None = None,
+        dl1: Tensor | None = None,
+        act: Activation = RELU,
     ) -> Exact:
-        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1)."""
+        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1).
+
+        Gradients are those of ReLU.
+        """
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
         tensors: dict[str, Tensor] = {}
         for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
-            for name, part in _chunk(wide, *chunk).items():
+            for name, part in _chunk(wide, act, *chunk).items():
                 if name not in tensors:
                     tensors[name] = part
                 elif name in OVER_TOKENS:
@@ -88,7 +102,8 @@ class Exact:
         first = "dw_up" if wide[0] is None else "dw_gate"
         edges = {"dx": tensors.pop("edge", None), first: tensors.pop("weight edge", None)}
         either = {name: float(edge.norm()) for name, edge in edges.items() if edge is not None}
-        return cls(tensors, counts, unions, touched, either)
+        # The error of a g that is squared counts twice.
+        return cls(tensors, counts, unions, touched, either, 1.5 if act.squared else 1.0)
 
     @property
     def y(self) -> Tensor:
@@ -120,7 +135,7 @@ class Exact:
 
     def _limit(self, kind: str) -> float:
         few = self.entries < FEW_ENTRIES
-        return TOLERANCE[f"{kind} of few entries" if few else "layer"]
+        return self.slack * TOLERANCE[f"{kind} of few entries" if few else "layer"]
 
     def _error(self, name: str, result: Tensor, limit: float, what: str) -> float:
         exact = self.tensors[name]
@@ -131,16 +146,20 @@ class Exact:
 
 
 def _chunk(
-    weights: Sequence[Tensor | None], x: Tensor, dy: Tensor | None = None, dl1: Tensor | None = None
+    weights: Sequence[Tensor | None],
+    act: Activation,
+    x: Tensor,
+    dy: Tensor | None = None,
+    dl1: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of some tokens, those OVER_TOKENS summed over them."""
     w_gate, w_up, w_down = weights
     first, rows = (w_up if w_gate is None else w_gate), x.double()
     gate = rows @ first.t()
-    active = torch.relu(gate).to(x.dtype) != 0  # as rounded to x's type
+    active = act.gate(gate.to(x.dtype)) != 0
     u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t()
     g = torch.where(active, gate, 0.0)
-    h = g * u
+    h = act.of_gate(g) * act.of_up(u)
     unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
     tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
     tensors["y"] = h @ w_down.t()
@@ -182,10 +201,16 @@ class Judge:
         self.first: Tensor | None = None
         self.error = TOLERANCE["hidden states"] / AS_DENSE
 
-    def check(self, name: str, result: Tensor) -> float:
-        """Return the relative RMS against fp32; ArithmeticError for one above the limits."""
+    def check(self, name: str, result: Tensor, in_fp8: bool = False) -> float:
+        """Return the relative RMS against fp32; ArithmeticError for one above the limits.
+
+        A result in FP8 has one limit, and is not compared with the first.
+        """
         error = relative(self.cut(result), self.exact)
-        _require(error, AS_DENSE * self.error, f"{self.what} of {name} are wrong")
+        limit = TOLERANCE["FP8 hidden states"] if in_fp8 else AS_DENSE * self.error
+        _require(error, limit, f"{self.what} of {name} are wrong")
+        if in_fp8:
+            return error
         if self.first is None:
             self.first, self.error = result, error
         distance = relative(result, self.first)
@@ -200,6 +225,22 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
 
+def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
+    """Return what is exact for a layer's rows, with its weights as they are, and its limit."""
+    parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
+    if not ffn.quantized:
+        weights = [part and part.weight for part in parts]
+        exact = Exact.of(rows, weights)
+        return exact, allowed(exact, rows, weights)
+    in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
+    weights = [
+        part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
+        for part, quantized in zip(parts, in_fp8, strict=True)
+    ]
+    limit = TOLERANCE["FP8 layer" if in_fp8[2] else "trained layer"]
+    return Exact.of(float8.wide(*float8.quantize(rows)), weights), limit
+
+
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
     """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of a pass.
 
@@ -211,10 +252,7 @@ def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str
     def compare(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         rows = inputs[0].flatten(0, -2)
         sample = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
-        gate = ffn.gate_proj and ffn.gate_proj.weight
-        weights = gate, ffn.up_proj.weight, ffn.down_proj.weight
-        exact = Exact.of(rows[sample], weights)
-        limit = allowed(exact, rows[sample], weights)
+        exact, limit = exact_layer(ffn, rows[sample])
         outputs = y.flatten(0, -2)[sample]
         errors.append(exact.check(outputs, f"layer {index} of {what}", limit))
 

@@ -85,6 +85,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     ).squeeze(-1)
 
 
+def wide(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values * scale in fp64, with one scale, or one for each row."""
+    return values.double() * scale.double()[..., None]
+
+
 def widen(values: Tensor, scale: Tensor) -> Tensor:
     """Return values * scale [M, K], rounded to bf16."""
     return (values.float() * scale[:, None]).bfloat16()
@@ -179,7 +184,8 @@ class Float8Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         shape = out_features, in_features
         self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
-        self.register_buffer("weight_scale", torch.empty(out_features, device=device))
+        scale = torch.empty(out_features, dtype=torch.float32, device=device)
+        self.register_buffer("weight_scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.original: Tensor | None = None
         self.trained = True, True  # whether weight and bias were parameters to train

@@ -32,9 +32,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from twell.sparse import float8, reference
 from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import DEPENDS_ON
+from twell.sparse.edit import Edit
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
-from twell.sparse.projections import is_plain, why_called
+from twell.sparse.projections import is_plain, warn_dense, why_called
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -90,8 +91,8 @@ class SparseFFN(nn.Module):
     set: fp32, of the input's leading shape, part of the autograd graph. With `record` set, `stats`
     counts the pass, without the tokens where `token_mask` [...] is zero.
 
-    Silencing. With `silenced` set the output is zero. Neurons that `muted` [N] marks add nothing to
-    the output. Both still count in `l1` and `stats`.
+    Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
+    the output has other values of some neurons. Both still count in `l1` and `stats`.
 
     Choosing. The backend "auto" follows `plan`, pairs (most tokens, path), made from `calibration`
     (measured times; None: an H200's) and from `observed`, the newest activity, in ordinary calls.
@@ -140,7 +141,7 @@ class SparseFFN(nn.Module):
         self.chooser = Chooser(hidden_size, intermediate_size, gated)
         # Attributes, not hooks: torch.compile ignores hooks added after compilation.
         self.silenced = False
-        self.muted: Tensor | None = None
+        self.edit: Edit | None = None
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
@@ -258,8 +259,10 @@ class SparseFFN(nn.Module):
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
         backend = self._backend
-        if backend != "dense" and self._why_dense() is not None:
+        if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
+            if not torch.compiler.is_compiling():
+                warn_dense(reason)
         result = getattr(self, f"_{backend}")(rows, *wants)
         observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
@@ -313,8 +316,8 @@ class SparseFFN(nn.Module):
             l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
         if wants_activity:
             activity = Activity.of(g != 0, self.token_mask)
-        if self.muted is not None:
-            h = h.masked_fill(self.muted.to(h.device), 0)
+        if self.edit is not None:
+            h = self.edit.of_h(h)
         if self.dropout:
             h = nn.functional.dropout(h, self.dropout, self.training)
         return Result(self.down_proj(h), l1, activity)
@@ -332,8 +335,8 @@ class SparseFFN(nn.Module):
             dtype = torch.get_autocast_dtype(rows.device.type)
             kept = (None, float8.FLOAT8)
             tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
-        if self.muted is not None:
-            tensors[3] = tensors[3].masked_fill(self.muted.to(rows.device), 0)
+        if self.edit is not None:
+            tensors[3], tensors[6] = self.edit.of_down(tensors[3], tensors[6])
         if tensors[3].stride() != (1, self.hidden_size):
             tensors[3] = tensors[3].t().contiguous().t()
         for place in (1, 2):
