@@ -9,8 +9,11 @@ from tests.factories.evaluate import brute_force
 from tests.factories.models import family
 from twell import inspector, models, trace
 from twell.__main__ import main
+from twell.cli.measure_model import _checkpoint
+from twell.evaluate import rolling
 from twell.evaluate.adapter import LM
 from twell.inspector.side import Side
+from twell.measure import quality
 
 TEXT = "ba de fun ba ba de"
 
@@ -105,6 +108,17 @@ def test_encoder_decoder_models_are_refused_by_name(folder, capsys):
         trace.trace_tokens(model, tokenizer, [[1, 2]])
     with pytest.raises(ValueError, match=message):
         LM(path, 4, device=torch.device("cpu"))
+
+
+def test_commands_for_llamas_refuse_others_by_name(folder):
+    path, model = folder("opt")
+    for run in (
+        lambda: _checkpoint(str(path), TEXT),  # of `measure model`
+        lambda: quality._check("opt", model),
+        lambda: rolling(path),
+    ):
+        with pytest.raises(ValueError, match="is a OPTForCausalLM; here only a SparseLlamaForCaus"):
+            run()
 
 
 def test_sizes_of_layers_to_calibrate_come_from_any_model(folder, monkeypatch):

@@ -144,12 +144,8 @@ def _checkpoint(name: str, text: str) -> tuple:
     import torch
 
     from twell import results, trace
-    from twell.models import SparseLlamaForCausalLM
+    from twell.models import check_llama
 
     model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
-    if not isinstance(model, SparseLlamaForCausalLM):
-        raise ValueError(
-            f"{name} is a {type(model).__name__}; whole models are timed for Llamas, and layers of "
-            "any shape by `twell measure ffn`"
-        )
+    check_llama(name, model)
     return results.model_name(name), model, trace.encode(tokenizer, text)

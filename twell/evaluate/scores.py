@@ -20,7 +20,7 @@ from twell import corpus, results
 from twell.config import TrainConfig
 from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
-from twell.models import SparseLlamaForCausalLM, num_weights, resolve, sparse_ffns
+from twell.models import check_llama, num_weights, resolve, sparse_ffns
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
 
@@ -178,8 +178,7 @@ def rolling(
     with quietly(None):
         where = find_device(device)
         lm = LM(model, CPU_BATCH_SIZE, backend=backend, device=where, add_bos_token=False)
-    if not isinstance(lm.model, SparseLlamaForCausalLM):
-        raise ValueError(f"{model} is a {type(lm.model).__name__}; our own loss is a Llama's")
+    check_llama(model, lm.model)
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
     encoded = [lm.tok_encode(document) for document in texts]

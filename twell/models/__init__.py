@@ -18,6 +18,11 @@ from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES
 from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, l1_by_layer
-from twell.models.llama import SparseCausalLMOutput, SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.llama import (
+    SparseCausalLMOutput,
+    SparseLlamaConfig,
+    SparseLlamaForCausalLM,
+    check_llama,
+)
 from twell.models.loading import CALIBRATION, load, load_config, load_empty, resolve, save
 from twell.models.quantize import dequantize_, num_weights, quantize_
