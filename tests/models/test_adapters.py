@@ -271,16 +271,21 @@ class Squared(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class Both(nn.Module):
-    """ReLU on both branches, and dropout."""
+class Gated(nn.Module):
+    """Functions of both branches, by default ReLU as in TurboSparse, and dropout."""
 
-    def __init__(self):
+    def __init__(self, of_gate=F.relu, of_up=F.relu):
         super().__init__()
+        self.of_gate, self.of_up = of_gate, of_up
         self.w1, self.w3 = nn.Linear(32, 84, bias=False), nn.Linear(32, 84, bias=False)
         self.w2, self.drop = nn.Linear(84, 32, bias=False), nn.Dropout(0.3)
 
     def forward(self, x):
-        return self.w2(self.drop(F.relu(self.w1(x)) * F.relu(self.w3(x))))
+        return self.w2(self.drop(self.of_gate(self.w1(x)) * self.of_up(self.w3(x))))
+
+
+def of_prosparse():
+    return Gated(lambda a: F.threshold(a, 0.2, 0.0), lambda u: u)
 
 
 class Threshold(Squared):
@@ -293,10 +298,11 @@ class Threshold(Squared):
 
 
 SQUARED = {"up": "c_fc", "down": "c_proj"}
-BOTH = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
+GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
 OWN = [
     (Squared, SQUARED | {"activation": "relu2"}),
-    (Both, BOTH | {"activation": "drelu"}),
+    (Gated, GATED | {"activation": "drelu"}),
+    (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
     (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
     (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
 ]
@@ -332,10 +338,26 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
     ("make", "fields", "error", "message"),
     [
         (Squared, SQUARED | {"activation": "relu"}, ValueError, "of Squared describes something e"),
-        (Both, BOTH | {"activation": "relu"}, ValueError, r"a relative error of \d.* on random"),
-        (Both, SQUARED | {"activation": "relu"}, ValueError, "names 'c_fc', which the module lack"),
-        (Both, {"up": "w1", "down": "drop", "activation": "relu"}, ValueError, "is a Dropout; exp"),
-        (Both, {"up": "w1", "down": "w3", "activation": "relu"}, ValueError, "features .*expected"),
+        (of_prosparse, GATED | {"activation": "relu"}, ValueError, "of Gated describes something"),
+        (Gated, GATED | {"activation": "relu"}, ValueError, r"a relative error of \d.* on random"),
+        (
+            Gated,
+            SQUARED | {"activation": "relu"},
+            ValueError,
+            "names 'c_fc', which the module lack",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "drop", "activation": "relu"},
+            ValueError,
+            "is a Dropout; exp",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "w3", "activation": "relu"},
+            ValueError,
+            "features .*expected",
+        ),
         (Squared, SQUARED, ValueError, "give either act, the attribute .*, or activation"),
         (Squared, SQUARED | {"activation": "relu3"}, ValueError, "'relu3' is unknown; use one of"),
         (Squared, SQUARED | {"activation": "drelu"}, ValueError, "'drelu' needs a gate"),
