@@ -64,7 +64,8 @@ def command(
         ffn = sparse_ffns(empty)[0]
         if ffn.activation != "relu":
             raise ValueError(
-                f"{folder} has the activation {ffn.activation!r}; sparse layers need 'relu'"
+                f"{folder} has the activation {ffn.activation!r}, and layers of 'relu' are timed; "
+                "give their sizes in place of the model"
             )
         sizes = ffn.hidden_size, ffn.intermediate_size, ffn.gated
         default = folder / CALIBRATION
