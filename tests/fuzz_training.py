@@ -161,7 +161,10 @@ def check_training(
 
     Raises AssertionError if one is wrong.
     """
-    step = Step.of(replace(case, fp8=False), path, device)
+    case = replace(case, fp8=False)
+    if path == "hybrid":
+        case = replace(case, activation="relu", threshold=0.0)
+    step = Step.of(case, path, device)
     trained, results = step.run(capacity or case.intermediate_size)
     if trained.y.is_cuda:  # the interpreter runs programs one after the other
         again, repeated = step.run(max(int(trained.needed), 1))

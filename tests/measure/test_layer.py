@@ -21,7 +21,6 @@ from twell.measure.costs import kernel_formulas, roofline, work
 from twell.measure.layer import ffn
 from twell.measure.rows import COLUMNS
 from twell.measure.step import ffn_steps
-from twell.sparse.activations import RELU
 from twell.sparse.calibration import DEPENDS_ON, Calibration, Point
 
 ops = pytest.importorskip("twell.kernels.ops")
@@ -146,7 +145,7 @@ def test_paths_that_would_take_too_long_are_left_out(dense_kernels, monkeypatch)
 def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
     dense_kernels, tmp_path, monkeypatch, mode
 ):
-    def wrong(path, x, w_gate, *weights, activity=None, act=RELU):
+    def wrong(path, x, w_gate, *weights, **_):
         bad = path == "decode" and float(counts_of(x, w_gate).double().mean()) > 6
         # In a graph each output is checked: one of them is wrong.
         if mode == "graph":
@@ -183,7 +182,7 @@ def timed(dense_kernels, monkeypatch):
     """Paths take the ms of a formula; the dict has them by (tokens, entries, path)."""
     log = {}
 
-    def run(path, x, w_gate, *weights, activity=None, act=RELU):
+    def run(path, x, w_gate, *weights, **_):
         active = torch.relu(x.double() @ w_gate.double().t()) != 0
         m, union = (
             len(x),
