@@ -84,6 +84,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     ).squeeze(-1)
 
 
+def wide(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values * scale in fp64, with one scale, or one for each row."""
+    return values.double() * scale.double()[..., None]
+
+
 def widen(values: Tensor, scale: Tensor) -> Tensor:
     """Return values * scale [M, K], rounded to bf16."""
     return (values.float() * scale[:, None]).bfloat16()
