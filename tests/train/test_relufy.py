@@ -246,6 +246,12 @@ def test_fields_that_do_not_fit(config, field, message):
         config(field)
 
 
+def test_sizes_are_those_of_the_teacher(config, tmp_path):
+    other = dataclasses.replace(config("tokens=1024"), intermediate_size=64)
+    with pytest.raises(ValueError, match="intermediate_size is 64, and 96 in the teacher .*relufy"):
+        train(other, tmp_path / "run", quiet=True)
+
+
 def test_other_architectures_are_refused_by_name(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a gpt2 model; relufy knows llama, mistral, qwen2, qw"):

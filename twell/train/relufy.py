@@ -82,6 +82,7 @@ class Student(nn.Module):
         super().__init__()
         self.student, self.teacher = student, (teacher,)
         self.l1_coefficient = l1_coefficient
+        self._no_split_modules = student._no_split_modules  # FSDP shards by these
 
     @classmethod
     def of(cls, config: TrainConfig, device: torch.device) -> Student:
@@ -167,9 +168,17 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     """Return the teacher in fp32 with sparse ReLU layers, as it begins to learn.
 
     A Llama becomes a SparseLlamaForCausalLM, which knows a threshold. Raises ValueError for a
-    threshold in another model, whose saved configuration has no place for it.
+    threshold in another model, whose saved configuration has no place for it, and for sizes that
+    are not the teacher's.
     """
     model = AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
+    for field, own in OF_TEACHER.items():
+        size, expected = getattr(config, field), getattr(model.config, own)
+        if size != expected:
+            raise ValueError(
+                f"{field} is {size}, and {expected} in the teacher {config.teacher}; "
+                "`twell relufy` takes the sizes from there"
+            )
     if model.config.model_type in ("llama", SparseLlamaConfig.model_type):
         fields = model.config.to_dict() | {
             "hidden_act": "relu",
