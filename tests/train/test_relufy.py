@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -18,7 +19,14 @@ from transformers import (
 )
 
 from tests.factories import SEED
-from tests.factories.train import configuration, contents, series, stop_training
+from tests.factories.train import (
+    configuration,
+    contents,
+    launch,
+    series,
+    stop_training,
+    write_config,
+)
 from twell import cli, results
 from twell.models import load
 from twell.sparse.layer import SparseFFN
@@ -264,3 +272,19 @@ def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_
     with pytest.raises(ValueError, match="holds a run of another configuration: .*teacher was"):
         train(config(model=other), trained, resume=True, quiet=True)
     assert contents(trained) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
+    given = config("tokens=4096", "l1_stage_steps=5")
+    given = dataclasses.replace(given, micro_batch=3, log_every=2, l1_stage_steps=2)
+    write_config(given, tmp_path / "config.yaml")
+    one = results.load_run(train(given, tmp_path / "one", quiet=True))[1]
+    two, model = launch(tmp_path, "two", kind)
+    for metric in ("kl", "cross_entropy", "l1", "active_mean", "l1_coefficient"):
+        numbers = series(one, metric), series(two, metric)
+        np.testing.assert_allclose(*numbers, rtol=3e-4, err_msg=metric)
+    expected = load(tmp_path / "one")[0].state_dict()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)
