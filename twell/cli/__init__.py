@@ -26,6 +26,7 @@ from twell.cli import (
     measure_model,
     measure_quality,
     measure_train_step,
+    relufy,
     runs,
     spelling,
     trace,
@@ -55,6 +56,7 @@ app = _app(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
 _add(app, train, "train", MODELS)
+_add(app, relufy, "relufy", MODELS)
 _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
