@@ -125,5 +125,5 @@ $(VENV)/installed: requirements.lock pyproject.toml
 # Out of Python's path: tests/kernels/test_compile.py compiles the kernels with it in a process of its own.
 $(VENV)/triton-older/installed: requirements.gpu.lock | $(VENV)/installed
 	rm -rf $(@D) && mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r requirements.gpu.lock
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) "$$(grep ^triton== $<) ; platform_system == 'Linux'"
 	@touch $@

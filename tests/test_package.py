@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens; pins fit the ranges."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -32,9 +33,10 @@ def tracked(*command):
     return done.stdout.splitlines()
 
 
-def test_pins_lie_within_the_ranges_and_conda_takes_them():
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    pairs = [line.split(" ;")[0].split("==") for line in lines if "==" in line]
+@pytest.mark.parametrize(("gpu", "python"), [("", "3.11"), (".gpu", "3.12")])
+def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
+    lines = (ROOT / f"requirements{gpu}.lock").read_text().splitlines()
+    pairs = [line.split(" ;")[0].split("==") for line in lines if re.match(r"[\w.-]+==", line)]
     pins = {name.lower().replace("_", "-"): version for name, version in pairs}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
@@ -43,9 +45,21 @@ def test_pins_lie_within_the_ranges_and_conda_takes_them():
             requirement = Requirement(text)
             version = pins[requirement.name.lower().replace("_", "-")]
             assert requirement.specifier.contains(version), text
-    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert ("nvidia-cublas" in pins) == bool(gpu)
+    listed = yaml.safe_load((ROOT / f"environment{gpu}.yml").read_text())["dependencies"]
     pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
-    assert pip == ["-r requirements.lock", "-e ."] and "python=3.11" in listed
+    assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
+
+
+@pytest.mark.slow
+def test_the_pins_for_a_gpu_can_be_installed_together(tmp_path):
+    """Resolved by the registry, the pins need each other and no other package."""
+    lock, target = ROOT / "requirements.gpu.lock", "--python-platform x86_64-manylinux_2_28"
+    command = f"{sys.executable} -m uv pip compile {lock} -q --python-version 3.12 {target}"
+    done = run(f"{command} --no-annotate --no-header --system-certs".split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    pins = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+    assert done.stdout.splitlines() == pins
 
 
 # Run with -P: the repository, as the working folder, must not lend its own files.
