@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import json
@@ -15,6 +16,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from twell import inspector, results
 
@@ -40,6 +43,86 @@ def why_no_browser() -> str | None:
     if not any(map(shutil.which, NAMES)):
         return f"no browser: none of {', '.join(NAMES)} (Debian: apt-get install chromium)"
     return None
+
+
+# A stand-in for the model of anywidget: it hands traits and messages to Python and back.
+LIVE = """
+import widget from "data:text/javascript;base64,%s";
+
+const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+class Live {
+  constructor(state) { this.state = state; this.listeners = new Map(); this.dirty = {}; }
+  get(name) { return this.state[name]; }
+  set(name, value) { this.dirty[name] = value; this.take(name, value); }
+  take(name, value) {
+    if (JSON.stringify(this.state[name]) === JSON.stringify(value)) return;
+    this.state[name] = value;
+    for (const react of this.listeners.get(`change:${name}`) ?? []) react();
+  }
+  async save_changes() {
+    const changed = this.dirty;
+    this.dirty = {};
+    const { data, ...traits } = await toPython(changed);
+    for (const [name, value] of Object.entries(traits)) this.take(name, value);
+    if (data) this.take("data", bytes(data));
+  }
+  on(name, react) { this.listeners.set(name, [...(this.listeners.get(name) ?? []), react]); }
+  off() {}
+  async send(message) {
+    for (const [content, buffers] of await askPython(message))
+      for (const react of this.listeners.get("msg:custom") ?? [])
+        react(content, buffers.map((text) => new DataView(bytes(text).buffer)));
+  }
+}
+const { data, ...traits } = await toPython({});
+widget.render({ model: new Live({ ...traits, data: bytes(data) }), el: document.body });
+"""
+
+
+def show_live(tab, widget) -> None:
+    """Show a widget in a page of the browser; its traits and messages go to Python and back."""
+    names = [name for name in inspector.Inspector.class_own_traits(sync=True) if name[0] != "_"]
+    known: dict[str, bytes] = {}
+
+    def encoded(data: bytes) -> str:
+        return base64.b64encode(data).decode()
+
+    def to_python(changed: dict) -> dict:
+        widget.set_state(changed)
+        state = {name: getattr(widget, name) for name in names}
+        data = state.pop("data")
+        if known.get("data") is not data:
+            known["data"] = data
+            state["data"] = encoded(data)
+        return state
+
+    def ask_python(message: dict) -> list:
+        answers: list = []
+        widget.send = lambda content, buffers=(): answers.append(
+            [content, [encoded(bytes(buffer)) for buffer in buffers or ()]]
+        )
+        widget._handle_custom_msg(message, [])
+        return answers
+
+    tab.expose_function("toPython", to_python)
+    tab.expose_function("askPython", ask_python)
+    tab.set_content(f"<!doctype html><style>{inspector.style()}</style><body></body>")
+    script = base64.b64encode(inspector.script("widget.js").encode()).decode()
+    tab.add_script_tag(content=LIVE % script, type="module")
+    tab.wait_for_selector(".tw-bar", state="attached")
+
+
+IN_BROWSER = [
+    pytest.mark.browser,
+    pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser())),
+]
+
+
+def in_browser(test):
+    """Mark one test that needs a browser."""
+    for mark in IN_BROWSER:
+        test = mark(test)
+    return test
 
 
 @contextlib.contextmanager
@@ -100,6 +183,86 @@ def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> It
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
+
+
+def keep(page, name):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def settle(page):
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
+def click(page, selector, number=0):
+    """Click as a script does, and return the milliseconds until it is drawn."""
+    return page.evaluate(
+        """async ([selector, number]) => {
+            const node = document.querySelectorAll(selector)[number], start = performance.now();
+            node.click();
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            return performance.now() - start;
+        }""",
+        [selector, number],
+    )
+
+
+def texts(page, selector):
+    return page.eval_on_selector_all(selector, "(nodes) => nodes.map((node) => node.textContent)")
+
+
+def values(page, selector):
+    numbers = (text.replace("\u2212", "-").replace(",", "") for text in texts(page, selector))
+    return [float(number.rstrip("%")) for number in numbers]
+
+
+def neurons(page):
+    return [int(text) for text in texts(page, "button.tw-entry > span:first-child")]
+
+
+def coloured(page, side=0):
+    """Tokens with a colour: which, and whether more orange (+1) or blue (-1)."""
+    shades = page.evaluate(
+        """(side) => [...document.querySelectorAll(".tw-text")[side].querySelectorAll(".tw-t")]
+            .map((node) => (node.style.backgroundColor.match(/[\\d.]+/g) ?? []).map(Number))""",
+        side,
+    )
+    return {token: (1 if rgb[0] > rgb[2] else -1) for token, rgb in enumerate(shades) if rgb}
+
+
+def state(page):
+    return page.evaluate("location.hash").lstrip("#")
+
+
+def go_to(page, address):
+    page.evaluate(f"location.hash = '#{address}'")
+    settle(page)
+
+
+def overlaps(page):
+    """Texts beside each other in one row of a card or a legend that touch."""
+    return page.evaluate(
+        """(rows) => {
+            const boxOf = (node) => {
+                const range = document.createRange();
+                range.selectNodeContents(node);
+                const text = range.getBoundingClientRect(), own = node.getBoundingClientRect();
+                return getComputedStyle(node).overflow === "hidden" ? own : text;
+            };
+            const touching = [];
+            for (const row of document.querySelectorAll(rows)) {
+                const nodes = [...row.children].filter((node) => node.matches(":not(mark)"));
+                const shown = nodes.map((node) => [node.textContent, boxOf(node)]);
+                const boxes = shown.filter(([text, box]) => text && box.width);
+                boxes.sort((a, b) => a[1].left - b[1].left);
+                for (let n = 1; n < boxes.length; n++)
+                    if (boxes[n - 1][1].right > boxes[n][1].left - 1)
+                        touching.push([boxes[n - 1][0], boxes[n][0]]);
+            }
+            return touching;
+        }""",
+        ".tw-place, .tw-entry, .tw-ticks, .tw-layer",
+    )
 
 
 def main(model: str) -> None:

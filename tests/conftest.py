@@ -9,8 +9,10 @@ if not torch.cuda.is_available():
     # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.browser import chromium  # noqa: E402
 from tests.factories import SEED  # noqa: E402
 from tests.factories import train as factory  # noqa: E402
+from twell import inspector  # noqa: E402
 
 
 def pytest_report_header():
@@ -53,3 +55,34 @@ def tiny_config(tiny):
 def tiny_run(tiny, tiny_config, tmp_path_factory):
     """A finished run of it, this worker's own copy."""
     return shutil.copytree(tiny / "run", tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as program:
+        yield program
+
+
+@pytest.fixture
+def open_page(browser, tmp_path):
+    """Open a page from a file; a message, a request or an error of it fails the test."""
+    contexts, wrong = [], []
+
+    def go(shown, view=None, width=1400, theme="light", wait=".tw-bar"):
+        path = tmp_path / f"page{len(contexts)}.html"
+        text = shown if isinstance(shown, str) else inspector.page(shown, view)
+        path.write_text(text, encoding="utf-8")
+        size = {"width": width, "height": 900}
+        contexts.append(browser.new_context(viewport=size, color_scheme=theme))
+        page = contexts[-1].new_page()
+        for event in ("console", "pageerror", "dialog"):
+            page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
+        page.on("request", lambda one: one.url == path.as_uri() or wrong.append(one.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector(wait, state="attached")
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert not wrong

@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 
 import twell
-from tests.browser import SCREENSHOTS, chromium, jupyter_lab, why_no_browser
+from tests.browser import (
+    IN_BROWSER,
+    click,
+    coloured,
+    jupyter_lab,
+    keep,
+    neurons,
+    settle,
+    texts,
+    values,
+)
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, large_trace, make_trace
 from twell import inspector, trace
 from twell.inspector import Side
 from twell.trace import Trace
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser())),
-]
+pytestmark = IN_BROWSER
 
 HEBREW = "\u05e9\u05dc\u05d5\u05dd| \u05e2\u05d5\u05dc\u05dd|,| \u05d6\u05d4|.\n".split("|")
 # Tokens that do not show themselves, and what is shown.
@@ -36,82 +43,6 @@ PLAIN = [
     *("<script>alert(1)</script>", "<img/src=x/onerror=alert(2)>", "&amp;", "<b>"),
 ]
 HARD = [*PLAIN, "\n", *HEBREW, *BYTES, *list(MARKS)[1:], "\n  x"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as program:
-        yield program
-
-
-@pytest.fixture
-def open_page(browser, tmp_path):
-    """Open a page from a file; a message, a request or an error of it fails the test."""
-    contexts, wrong = [], []
-
-    def go(shown, view=None, width=1400, theme="light", wait=".tw-bar"):
-        path = tmp_path / f"page{len(contexts)}.html"
-        text = shown if isinstance(shown, str) else inspector.page(shown, view)
-        path.write_text(text, encoding="utf-8")
-        size = {"width": width, "height": 900}
-        contexts.append(browser.new_context(viewport=size, color_scheme=theme))
-        page = contexts[-1].new_page()
-        for event in ("console", "pageerror", "dialog"):
-            page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
-        page.on("request", lambda one: one.url == path.as_uri() or wrong.append(one.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector(wait, state="attached")
-        return page
-
-    yield go
-    for context in contexts:
-        context.close()
-    assert not wrong
-
-
-def keep(page, name):
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
-
-
-def settle(page):
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
-
-
-def click(page, selector, number=0):
-    """Click as a script does, and return the milliseconds until it is drawn."""
-    return page.evaluate(
-        """async ([selector, number]) => {
-            const node = document.querySelectorAll(selector)[number], start = performance.now();
-            node.click();
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            return performance.now() - start;
-        }""",
-        [selector, number],
-    )
-
-
-def texts(page, selector):
-    return page.eval_on_selector_all(selector, "(nodes) => nodes.map((node) => node.textContent)")
-
-
-def values(page, selector):
-    numbers = (text.replace("\u2212", "-").replace(",", "") for text in texts(page, selector))
-    return [float(number.rstrip("%")) for number in numbers]
-
-
-def neurons(page):
-    return [int(text) for text in texts(page, "button.tw-entry > span:first-child")]
-
-
-def coloured(page, side=0):
-    """Tokens with a colour: which, and whether more orange (+1) or blue (-1)."""
-    shades = page.evaluate(
-        """(side) => [...document.querySelectorAll(".tw-text")[side].querySelectorAll(".tw-t")]
-            .map((node) => (node.style.backgroundColor.match(/[\\d.]+/g) ?? []).map(Number))""",
-        side,
-    )
-    return {token: (1 if rgb[0] > rgb[2] else -1) for token, rgb in enumerate(shades) if rgb}
 
 
 @pytest.fixture
@@ -201,66 +132,6 @@ def test_hard_texts_are_shown_as_text(open_page, hard_trace):
     assert texts(page, ".tw-empty") == ["The text is empty: there is no token to show."]
 
 
-def test_keys_and_pointer(open_page):
-    passage, mask = make_trace(SEED, num_tokens=40, context=40)
-    page = open_page([Side("random", passage)])
-
-    def state():
-        return page.evaluate("location.hash").lstrip("#")
-
-    def go_to(address):
-        page.evaluate(f"location.hash = '#{address}'")
-        page.reload()
-        page.wait_for_selector(".tw-card")
-
-    page.locator(".tw-t").nth(5).click()
-    assert state() == "side=0&token=5&colour=count"
-    for key, expected in [
-        ("ArrowRight", "token=6"),
-        ("ArrowDown", "token=6&layer=0"),
-        ("ArrowDown", "token=6&layer=1"),
-        ("ArrowUp", "token=6&layer=0"),
-        ("ArrowLeft", "token=5&layer=0"),
-        ("End", "token=39&layer=0"),
-        ("ArrowRight", "token=39&layer=0"),
-        ("Home", "token=0&layer=0"),
-        ("Control+ArrowRight", "token=0&layer=0"),
-    ]:
-        page.locator(".tw-text").press(key)
-        assert state() == f"side=0&{expected}&colour=count", key
-    settle(page)
-    spoken = f"token 0: {passage.strings[0]}, layer 0, {mask[0, 0].sum()} active"
-    assert texts(page, ".tw-said")[0] == spoken
-    layer, token = np.argwhere(mask.sum(-1) > 1)[-1].tolist()
-    go_to(f"side=0&token={token}&layer={layer}&colour=count")
-    strongest = neurons(page)[0]
-    page.locator(".tw-text").press("Enter")
-    assert state() == f"side=0&token={token}&layer={layer}&neuron={strongest}&colour=neuron"
-    for expected in (f"&token={token}&layer={layer}", f"&layer={layer}", ""):
-        page.locator(".tw-text").press("Escape")
-        assert state() == f"side=0{expected}&colour=count"
-    # Hovering peeks and leaves no trace; the map tells which layer.
-    page.locator(".tw-t").nth(7).hover()
-    page.wait_for_selector(".tw-card.tw-peek")
-    assert "token 7" in texts(page, ".tw-tip")[0] and state() == "side=0&colour=count"
-    box = page.locator(".tw-canvas").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 10.5 / 40, box["y"] + 1.5 * (box["height"] - 13) / 3)
-    page.locator(".tw-tip", has_text="token 10").wait_for()
-    assert f"active in layer 1{mask[1, 10].sum()}" in texts(page, ".tw-tip")[0]
-    page.mouse.down()
-    page.mouse.up()
-    assert state() == "side=0&token=10&layer=1&colour=count"
-    page.mouse.move(2, 2)
-    page.wait_for_selector(".tw-tip", state="hidden")
-    for nonsense in (
-        "token=40&layer=x&neuron=2",
-        "side=7&token=-1&layer=2&neuron=9e9&colour=neuron",
-        "token=2.5&layer=1.5",
-    ):
-        go_to(nonsense)
-    assert page.locator(".tw-t.tw-pinned").count() == 1 and page.locator(".tw-opened").count() == 1
-
-
 def test_two_models_beside_each_other(open_page):
     first, mask = make_trace(SEED, num_tokens=30)
     second, other = make_trace(SEED + 1, num_tokens=30, num_layers=2, intermediate_size=500)
@@ -307,7 +178,7 @@ def test_words_and_choices(open_page, tiny_run):
     counts = passage.counts()
     later = passage.position > 0
     assert "layer 1" in texts(page, ".tw-legend .tw-label")[0]
-    assert texts(page, ".tw-labels button") == ["1"]
+    assert texts(page, ".tw-labels button.tw-row") == ["1"]
     inside = counts[1][later]
     assert (ticks()[0], ticks()[-1]) == (inside[inside > 0].min(), inside.max())
     page.get_by_label("without first tokens").uncheck()

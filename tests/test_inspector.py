@@ -126,6 +126,9 @@ def test_what_does_not_fit_together_is_refused(pair):
         ((pair, ("a", "b")), {"compare": pair}, "two sides can be compared"),
         ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate belongs to compare="),
         (((pair[0], None), "a"), {}, "without a tokenizer"),
+        (("nowhere", ""), {}, "the text is empty; give at least one character, or no text"),
+        ((passage, ("a", "")), {}, "the text is empty"),
+        ((passage, (None, "a")), {}, "two texts need a model to run them"),
     ]:
         with pytest.raises(ValueError, match=words):
             twell.inspect(*arguments, **options)

@@ -30,12 +30,15 @@ _HOME = {
     "BufferOverflow": "sparse.formats",
     "SparseFFN": "sparse.layer",
     "backend_status": "sparse.layer",
+    "ffn": "sparse.ops",
+    "warm_up": "sparse.ops",
     "SparseLlamaConfig": "models",
     "SparseLlamaForCausalLM": "models",
     "sparsify": "models",
     "densify": "models",
     "load": "models",
     "l1_by_layer": "models",
+    "intervene": "models",
     "silence": "models",
     "quantize_": "models",
     "dequantize_": "models",
@@ -48,8 +51,7 @@ _HOME = {
     "inspect": "inspector.widget",
 }
 _MODULES = set(
-    "format reference ffn model corpus results analysis plots measure evaluate train "
-    "inspector".split()
+    "format reference model corpus results analysis plots measure evaluate train inspector".split()
 )
 __all__ = sorted(_HOME)
 

@@ -105,6 +105,21 @@ def test_inspect_says_what_the_page_shows(place, capsys):
     assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
 
 
+def test_inspect_takes_traces_and_two_texts(place, capsys):
+    place_of = place.folder / "out.html"
+    assert main(place.trace("--text", "ba de fun")) == 0
+    traced = place.folder / "out.npz"
+    assert main(place.inspect(run=traced)) == 0
+    model, compared = ["--model", str(place.run)], ["--compare-text", "fun"]
+    assert main(place.inspect(*model, "--start", "2", *compared, run=traced)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^out: \d+ tokens", printed, re.M) and "\nout, text 2: " in printed
+    other = place.write("other.txt", "de ba")
+    assert main(place.inspect("--text", "ba de fun", "--compare-file", other)) == 0
+    assert "\nrun, text 2: " in capsys.readouterr().out
+    assert "run, text 1 and run, text 2: active neurons" in place_of.read_text(encoding="utf-8")
+
+
 def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
     def load(*_, **__):
         raise AssertionError("weights were read")

@@ -18,9 +18,9 @@ from twell.cli.spelling import RENAMED
 # Overrides of a configuration, and the error; tests/test_config.py has more.
 FIELDS = {
     "l1_coeficient=1": r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
-    "activation=gelu": r"activation 'gelu' is unknown; use one of relu, silu",
+    "activation=gelu": r"activation 'gelu' is unknown; use one of relu, relu2, drelu, silu",
     "backend=cuda": r"backend 'cuda' is unknown; use one of dense",
-    "activation=silu backend=reference": r"needs activation 'relu'; .*'silu'",
+    "activation=silu backend=reference": r"needs an activation that makes zeros; .*'silu'",
     "vocab_size=100": r"vocab_size is 100; .* at least 257",
     "num_layers=1e12": r"not enough memory: lower the sizes \(1\.33e\+16 weights in fp32 need ",
     "source=hf:some/data": r"is streamed, so no tokenizer is trained on it",
@@ -29,7 +29,8 @@ FIELDS = {
     "tokenizer=RUN/nothing": r"no tokenizer at .*nothing",
     "tokenizer=RUN/model vocab_size=300": r"has 320 entries; vocab_size 300 does not hold them",
 }
-# Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text.
+# Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text, TRACE and
+# AGGREGATE files of another model.
 COMMANDS = {
     "train quik --out OUT": r"no configuration quik: it is no file and none of .*quick",
     "train quick seed=1 seed=2": r"seed is given twice: seed=1 and seed=2",
@@ -60,6 +61,16 @@ COMMANDS = {
     "trace nowhere/model --text a --out OUT.npz": r"no model nowhere/model: it is no folder here",
     "inspect RUN": r"give a text by --text or by --file",
     "inspect RUN --text ''": r"the text is empty; give at least one character",
+    "inspect RUN --text a --compare-text ''": r"the text is empty; give at least one character",
+    "inspect RUN --text a --compare-text b --compare-file TEXT": r"by --compare-text or by --comp",
+    "inspect RUN --text a --compare-text TEXT": r"--compare-text is the text itself; .*-file",
+    "inspect RUN --text a --compare-text b --compare RUN": r"two sides can be compared",
+    "inspect RUN --text a --start 3 --out OUT.html": r"start and model belong to a trace",
+    "inspect TRACE --out OUT.html --text a": r"a trace has its own text; give a model to run",
+    "inspect TRACE --out OUT.html --start 60": r"start is 60; the trace has tokens 0 to 59",
+    "inspect TRACE --out OUT.html --compare-text b": r"two texts need a model to run them",
+    "inspect TRACE --out OUT.html --model RUN": r"the model has 2 layers of 96 neurons, the trace",
+    "inspect AGGREGATE --out OUT.html": r"is not a trace, or it is damaged",
     "inspect RUN --text a --out TEXT": r"text\.jsonl'; give a file that ends in \.html",
     "inspect RUN --text a --out PLACE": r"is a folder; --out is the \.html file to write",
     "inspect PLACE --text a --out OUT.html": r"holds no model: it has no config\.json",
@@ -132,9 +143,10 @@ def test_a_field(place, refused, overrides):
 def test_a_command(place, refused, command):
     paths = {"RUN": place.run, "PLACE": place.folder, "TEXT": place.text}
     paths["OUT"] = place.folder / "OUT"
-    if "AGGREGATE" in command:
-        paths["AGGREGATE"] = place.folder / "other.npz"
+    if "AGGREGATE" in command or "TRACE" in command:
+        paths |= {"AGGREGATE": place.folder / "other.npz", "TRACE": place.folder / "trace.npz"}
         trace, _ = make_trace(0, num_layers=3, intermediate_size=96)
+        trace.save(paths["TRACE"])
         aggregate_of(trace).save(paths["AGGREGATE"])
     arguments = shlex.split(command)
     for name, path in paths.items():

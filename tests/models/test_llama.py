@@ -15,7 +15,7 @@ from tests.factories.models import (
     step,
     tokens,
 )
-from twell.models import SparseLlamaForCausalLM, load, silence
+from twell.models import SparseLlamaForCausalLM, intervene, load, silence
 
 
 def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
@@ -168,4 +168,41 @@ def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
     ):
         with pytest.raises(error, match=message), silence(model, *selection):
             pass
-        assert all(ffn.muted is None and not ffn.silenced for ffn in model.ffns)
+        assert all(ffn.edit is None and not ffn.silenced for ffn in model.ffns)
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_scaled_and_set_neurons_and_their_order(backend):
+    model, x = make(ffn_backend=backend).eval(), tokens(2, 8)
+    plain, by_hand = model(input_ids=x).logits, copy.deepcopy(model)
+    down = by_hand.ffns[1].down_proj
+    changed = torch.ones(84)
+    changed[[3, 7, 9]] = torch.tensor([0.5, -2.0, 3.0])
+    # Neuron 80 is set to 0.7 and then doubled; neuron 81 scaled and then set.
+    constant = 1.4 * down.weight[:, 80] - 0.3 * down.weight[:, 81]
+    changed[[80, 81]] = 0
+    down.weight.data *= changed
+    down.register_forward_hook(lambda module, _, y: y + constant)
+    with (
+        intervene(model, 1, [3, 7], scale=[0.5, -2.0]),
+        intervene(model, 1, 9, scale=3),
+        intervene(model, 1, [81], scale=5.0),
+        intervene(model, 1, [80, 81], value=[0.7, -0.3]),
+        intervene(model, 1, 80, scale=2.0),
+    ):
+        result = model(input_ids=x).logits
+        for _ in range(2):  # leaving an inner block brings back the outer one
+            torch.testing.assert_close(model(input_ids=x).logits, result)
+            with intervene(model, 1, 3, value=9.0):
+                assert not torch.allclose(model(input_ids=x).logits, result)
+    torch.testing.assert_close(result, by_hand(input_ids=x).logits)
+    assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, result)
+    for options, message in (
+        ({}, "give scale or value, and not both; they are None and None"),
+        ({"scale": 1, "value": 2}, "give scale or value, and not both; they are 1 and 2"),
+        ({"scale": [1, 2, 3]}, r"2 neurons need one number or 2, not \[1, 2, 3\]"),
+        ({"value": float("nan")}, "scale and value have to be finite numbers; here is nan"),
+    ):
+        with pytest.raises(ValueError, match=message), intervene(model, 1, [0, 1], **options):
+            pass
+        assert model.ffns[1].edit is None

@@ -14,6 +14,7 @@ import twell
 from tests.factories.sparse import DEVICE, make, relative, triton_here
 from twell.sparse import float8
 from twell.sparse.calibration import default
+from twell.sparse.edit import Edit
 from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float8Linear, PerRow
 
 GATED = pytest.mark.parametrize("gated", [True, False])
@@ -67,10 +68,11 @@ def test_every_path_and_silenced_neurons(path):
     ffn, x = layer(backend="triton"), inputs(5)
     twell.quantize_(ffn)
     ffn.path = path
-    ffn.muted = torch.arange(80, device=DEVICE) % 3 == 0
+    silent = torch.arange(80, device=DEVICE) % 3 == 0
+    ffn.edit = Edit((~silent).float())
     part = copy.deepcopy(ffn)
-    part.down_proj.weight[:, ffn.muted] = 0
-    part.muted = None
+    part.down_proj.weight[:, silent] = 0
+    part.edit = None
     assert relative(ffn(x), expected(part, x)) < 8e-3
 
 
@@ -242,7 +244,7 @@ class Float8WeightOnlyConfig:
     [
         (lambda: nn.Linear(16, 16), None, "has no SparseFFN layer"),
         (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32; expected"),
-        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for 'relu'"),
+        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for kinds of ReLU"),
         (lambda: _with_nan(layer()), None, "up_proj of layer 0 has NaN or infinite weights"),
         (lambda: _with_hook(layer()), None, "gate_proj of layer 0 is an nn.Linear with hooks"),
         (lambda: _twice(layer()), None, "layer 0 is in FP8 already"),

@@ -15,6 +15,8 @@ from tests.factories.sparse import (
     triton_here,
 )
 from twell.sparse import reference
+from twell.sparse.activations import get_activation
+from twell.sparse.edit import Edit
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
 
 GATED = pytest.mark.parametrize("gated", [True, False])
@@ -34,7 +36,8 @@ def test_dense_is_the_formula(gated, bias, activation):
     x = torch.randn(3, 5, 24, dtype=torch.float64)
     parts = (ffn.gate_proj, ffn.up_proj, ffn.down_proj)
     weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
-    expected = reference.ffn(x.reshape(15, 24), *weights, activation=activation).reshape(3, 5, 24)
+    act = get_activation(activation)
+    expected = reference.ffn(x.reshape(15, 24), *weights, act=act).reshape(3, 5, 24)
     torch.testing.assert_close(ffn(x), expected, rtol=1e-12, atol=1e-12)
     _, h = ffn.activations(x)
     torch.testing.assert_close(ffn.l1, h.abs().sum(-1), rtol=1e-12, atol=1e-12)
@@ -194,41 +197,50 @@ def test_weights_that_lost_their_strides_or_alignment(backend, taken):
     assert taken == ["union"] * 4
 
 
-# --- silencing
+# --- changing neurons
 
-MUTED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
+EDITED = [(backend, gated) for backend in ("dense", "reference") for gated in (True, False)]
 # All paths of the kernels take their weights from one place.
-MUTED += [pytest.param("triton union", True, marks=triton_here)]
+EDITED += [pytest.param("triton union", True, marks=triton_here)]
 
 
-@pytest.mark.parametrize(("backend", "gated"), MUTED)
-def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("backend", "gated"), EDITED)
+def test_edited_neurons_add_other_values(backend, gated, bias):
+    """Silent, scaled and set neurons against products with an h that was changed by hand."""
     name, _, path = backend.partition(" ")
-    dtype, bound = (torch.float16, 1e-3) if path else (torch.float64, 1e-12)
-    ffn = make(gated, bias=True, dtype=dtype, sizes=(16, 40)).to(DEVICE)
+    dtype, bound = (torch.float16, 2e-3) if path else (torch.float64, 1e-12)
+    ffn = make(gated, bias=bias, dtype=dtype, sizes=(16, 40)).to(DEVICE)
     ffn.backend, ffn.train_path, ffn.capacity = name, path or None, 40
     ffn.path = path or None
-    muted = torch.arange(40) % 3 == 0
-    without = copy.deepcopy(ffn)
-    without.down_proj.weight.data[:, muted] = 0
-    ffn.muted = muted
+    number = torch.arange(40, device=DEVICE)
+    silent, scaled, fixed = (number % 8 == n for n in (0, 2, 5))
+    factor = torch.ones(40, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
+    factor[silent], factor[scaled], factor[fixed] = 0, -1.5, 0
+    ffn.edit = Edit(factor, torch.where(fixed, 0.25, 0.0).to(factor))
+    by_hand = copy.deepcopy(ffn).double()
     x = torch.randn(3, 16, dtype=dtype, device=DEVICE) / 4
-    results = []
-    for layer in (ffn, without):
-        y = layer(x)
-        (y.square().sum() / 100 + 0 * layer.l1.sum()).backward()
-        named = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        results.append({"y": y, "l1": layer.l1} | named)
-    for name, expected in results[1].items():
-        result = results[0][name]
-        if name == "down_proj.weight":
-            assert not result[:, muted].any() and expected[:, muted].any()
-            result, expected = result[:, ~muted], expected[:, ~muted]
-        assert relative(result, expected) < bound, name
+
+    def expected(x):
+        gate = by_hand.gate_proj or by_hand.up_proj
+        h = gate(x.double()).relu() * (by_hand.up_proj(x.double()) if gated else 1)
+        changed = torch.where(scaled, -1.5 * h, h).masked_fill(silent, 0).masked_fill(fixed, 0.25)
+        return changed @ by_hand.down_proj.weight.T + (by_hand.down_proj.bias if bias else 0), h
+
+    y, (y_by_hand, h) = ffn(x), expected(x)
+    assert relative(y, y_by_hand) < bound and relative(ffn.l1, h.abs().sum(-1)) < bound
+    for result in (y, y_by_hand):
+        (result.square().sum() / 100).backward()
+    for (name, parameter), ours in zip(ffn.named_parameters(), by_hand.parameters(), strict=True):
+        assert relative(parameter.grad, ours.grad) < 5 * bound, name
+        if name != "down_proj.bias":  # silent neurons learn nothing, and set ones in down alone
+            learned = parameter.grad.t() if name == "down_proj.weight" else parameter.grad
+            still = silent if name == "down_proj.weight" else silent | fixed
+            assert not learned[still].any() and learned[~still].any(), name
     with torch.no_grad():
-        assert relative(ffn.eval()(x), without.eval()(x)) < bound
-        ffn.muted = None
-        assert relative(ffn(x), without(x)) > 0.01
+        assert relative(ffn.eval()(x), expected(x)[0]) < bound
+        ffn.edit = None
+        assert relative(ffn(x), y) > 0.01
 
 
 # --- refusals
@@ -236,10 +248,10 @@ def test_muted_neurons_add_nothing_and_learn_nothing(backend, gated):
 
 def test_errors_name_the_value():
     for message, options in (
-        ("'gelu' is unknown; use one of relu, silu", {"activation": "gelu"}),
+        ("'gelu' is unknown; use one of relu, relu2, drelu, silu", {"activation": "gelu"}),
         ("'cuda' is unknown", {"backend": "cuda"}),
         (
-            "needs activation 'relu'; this layer has 'silu'",
+            "needs an activation that makes zeros; this layer has 'silu'",
             {"activation": "silu", "backend": "auto"},
         ),
         ("hidden_size is 0", {"sizes": (0, 8)}),

@@ -67,10 +67,12 @@ def split_config(name: str, overrides: list[str] | None, default: str) -> tuple[
     return name, list(overrides or ())
 
 
-def read_text(text: str | None, file: Path | None) -> str:
-    """Return the text of --text or --file. Raises ValueError unless exactly one is given."""
+def read_text(
+    text: str | None, file: Path | None, as_text: str = "--text", as_file: str = "--file"
+) -> str:
+    """Return the text of one of two options. Raises ValueError unless exactly one is given."""
     if (text is None) == (file is None):
-        raise ValueError("give a text by --text or by --file, and not by both")
+        raise ValueError(f"give a text by {as_text} or by {as_file}, and not by both")
     if file is not None:
         try:
             text = file.read_text(encoding="utf-8-sig")
@@ -78,7 +80,9 @@ def read_text(text: str | None, file: Path | None) -> str:
             raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
     elif text and len(text) < 256 and "\n" not in text and "\0" not in text:
         if Path(text.encode(errors="replace").decode()).is_file():
-            raise ValueError(f"--text is the text itself; to read the file {text}, give --file")
+            raise ValueError(
+                f"{as_text} is the text itself; to read the file {text}, give {as_file}"
+            )
     if not text:
         raise ValueError("the text is empty; give at least one character")
     return text

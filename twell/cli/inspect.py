@@ -5,15 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from twell.cli.common import BUILD, OUTPUT, File, Model, Text, option, prepare_out, read_text
+import typer
+
+from twell.cli.common import (
+    BUILD,
+    INPUT,
+    OUTPUT,
+    File,
+    Text,
+    option,
+    prepare_out,
+    read_text,
+)
 
 EXAMPLE = 'twell inspect runs/quick --text "The bridge was built in 1862."'
+COMPARE = "Compare"
 
 
 def command(
-    model: Model,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, a folder with a model and its tokenizer, or a name on the Hugging Face "
+            "hub; or a trace (`twell trace`), which has its own text.",
+        ),
+    ],
     text: Text = None,
     file: File = None,
+    model: Annotated[
+        str | None, option("The model that a trace came from.", INPUT, metavar="MODEL")
+    ] = None,
+    start: Annotated[
+        int, option("The first token to show of a trace, of which 4,096 are.", INPUT)
+    ] = 0,
     aggregate: Annotated[
         Path | None,
         option(
@@ -23,7 +48,14 @@ def command(
         ),
     ] = None,
     compare: Annotated[
-        str | None, option("Another model, shown beside it.", metavar="MODEL")
+        str | None,
+        option("Another model or trace, shown beside the first.", COMPARE, metavar="MODEL"),
+    ] = None,
+    compare_text: Annotated[
+        str | None, option("Another text under the same model.", COMPARE, metavar="TEXT")
+    ] = None,
+    compare_file: Annotated[
+        Path | None, option("The same, a UTF-8 text file.", COMPARE, metavar="FILE")
     ] = None,
     out: Annotated[
         Path | None,
@@ -37,17 +69,23 @@ def command(
     The page is one HTML file; it opens without a server or a network. In a notebook, twell.inspect
     shows the same.
     """
-    read = read_text(text, file)
+    traced = what.endswith(".npz")
+    read = read_text(text, file) if not traced or (text, file) != (None, None) else None
+    if (compare_text, compare_file) != (None, None):
+        read = read, read_text(compare_text, compare_file, "--compare-text", "--compare-file")
 
     from twell import results
 
-    out = out or BUILD / "inspect" / f"{results.model_name(model)}.html"
+    name = Path(what).stem if traced else results.model_name(what)
+    out = out or BUILD / "inspect" / f"{name}.html"
     prepare_out(out, ".html")
-    _check_models(model, compare, aggregate)
+    _check_models(model if traced else what, compare, aggregate)
 
     from twell import inspector
 
-    sides = inspector.sides(model, read, compare=compare, aggregate=aggregate)
+    sides = inspector.sides(
+        what, read, compare=compare, aggregate=aggregate, model=model, start=start
+    )
     results.write_atomically(out, inspector.page(sides))
     for side in sides:
         active = side.trace.counts().mean()
@@ -57,13 +95,15 @@ def command(
     print(f"{out}: {out.stat().st_size} bytes")
 
 
-def _check_models(model: str, compare: str | None, aggregate: Path | None) -> None:
+def _check_models(model: str | None, compare: str | None, aggregate: Path | None) -> None:
     """Refuse models without tokenizer and statistics of another model before weights load."""
     from twell.models import load_config
     from twell.models.loading import TOKENIZER
     from twell.trace import Aggregate
 
     for name in filter(None, (model, compare)):
+        if name.endswith(".npz"):
+            continue
         folder, config = load_config(name)
         if not any((folder / file).is_file() for file in TOKENIZER):
             raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")

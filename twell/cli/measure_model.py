@@ -143,10 +143,7 @@ def _checkpoint(name: str, text: str) -> tuple:
     """Return a model's name, the model in bf16, and the tokens of a text."""
     import torch
 
-    from twell import results
-    from twell.models import load
+    from twell import results, trace
 
-    model, tokenizer = load(name, dtype=torch.bfloat16)
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-    return results.model_name(name), model, tokenizer(text, add_special_tokens=False).input_ids
+    model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
+    return results.model_name(name), model, trace.encode(tokenizer, text)

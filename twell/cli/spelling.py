@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Old spellings by command, and what to write instead.
 RENAMED = {
-    "inspect": {"--model": "the first argument: twell inspect MODEL --text TEXT"},
     "evaluate": {"--text": "--source, which takes a file, a folder or a corpus"},
     "export": {"--text": "--trained-on"},
     "runs": {"--into": "--out"},

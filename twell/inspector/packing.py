@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twell import plots
+from twell import plots, trace
 from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
@@ -98,7 +98,9 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     better: gap, the distance to the neuron before it in the row (the first: to 0), low byte and
     high byte, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
     fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
-    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do.
+    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do. expected and
+    probability (bf16), only where a model ran: of each token the likeliest next ones, which of the
+    header's words.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)
@@ -133,6 +135,10 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     if side.aggregate is not None:
         fires = side.aggregate.neurons()[0].reshape(-1)
         arrays["rate"] = _bfloat16(fires / max(side.aggregate.num_tokens, 1))
+    if side.predictions is not None:
+        words = np.unique(side.predictions.ids, return_inverse=True)[1]
+        arrays["expected"] = words.reshape(-1).astype(np.uint32)
+        arrays["probability"] = _bfloat16(side.predictions.probability.reshape(-1))
     return arrays
 
 
@@ -140,6 +146,7 @@ def _about(side: Side, strongest: int | None) -> dict:
     """The header's entry of one side."""
     passage = side.trace
     ids, first = np.unique(passage.token_ids, return_index=True)
+    expected = [] if side.predictions is None else np.unique(side.predictions.ids).tolist()
     special = np.isin(ids, passage.meta.get("special_ids", []))
     return {
         "name": side.name,
@@ -154,5 +161,7 @@ def _about(side: Side, strongest: int | None) -> dict:
         "strongest": strongest,
         "aggregate": None if side.aggregate is None else side.aggregate.num_tokens,
         "words": side.model is not None,
+        "expected": trace.token_strings(side.tokenizer, expected) if expected else [],
+        "changes": list(side.changes),
         "starts_with": presets(side),
     }

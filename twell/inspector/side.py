@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from twell import trace
-from twell.models import SparseLlamaForCausalLM
+from twell.inspector.predictions import Predictions, joined, watch_predictions
+from twell.models import SparseLlamaForCausalLM, intervene
 from twell.trace import Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown
@@ -30,6 +35,8 @@ class Side:
     model: SparseLlamaForCausalLM | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
+    predictions: Predictions | None = None  # of each token, where a model ran them
+    changes: Sequence[dict] = ()  # of neurons while it ran, as of `changed`
 
     def __post_init__(self):
         if isinstance(self.aggregate, str | Path):
@@ -56,9 +63,57 @@ class Side:
     def run(self, text: str) -> Side:
         """Return the side with another text, at most MAX_TOKENS of it; it may be empty."""
         ids = trace.encode(self.tokenizer, text) if text else []
-        shown = trace.cut(ids[:MAX_TOKENS], self.model)
-        traced = trace.trace_tokens(self.model, self.tokenizer, shown)
-        return Side(self.name, traced, self.aggregate, self.model, self.tokenizer, (0, len(ids)))
+        run = self._run(trace.cut(ids[:MAX_TOKENS], self.model))
+        return dataclasses.replace(run, of=(0, len(ids)))
+
+    def changed(self, changes: Sequence[dict]) -> Side:
+        """Return the side with its tokens run again while neurons are changed, see `changing`.
+
+        Raises ValueError without a model, and for a passage that begins inside a sequence.
+        """
+        self.check_runs()
+        run = self._run(self._sequences(), changes)
+        return dataclasses.replace(run, name=f"{self.name}, changed", changes=list(changes))
+
+    def check_runs(self) -> None:
+        """Raise ValueError unless the model can run the passage again."""
+        if self.model is None:
+            raise ValueError("there is no model to run; give inspect a model instead of a trace")
+        if self.trace.num_tokens and self.trace.position[0]:
+            raise ValueError(
+                f"the view begins at position {self.trace.position[0]} of a sequence, whose "
+                "beginning the model needs; choose a start= at position 0"
+            )
+
+    def _sequences(self) -> list[np.ndarray]:
+        if not self.trace.num_tokens:
+            return []
+        return np.split(self.trace.token_ids, np.flatnonzero(self.trace.position == 0)[1:])
+
+    def _run(self, sequences: Sequence[Sequence[int]], changes: Sequence[dict] = ()) -> Side:
+        with changing(self.model, changes), watch_predictions(self.model) as seen:
+            traced = trace.trace_tokens(self.model, self.tokenizer, sequences)
+        return dataclasses.replace(self, trace=traced, predictions=joined(seen))
+
+
+@contextlib.contextmanager
+def changing(model: SparseLlamaForCausalLM, changes: Sequence[dict]) -> Iterator[None]:
+    """Change neurons inside a `with` block.
+
+    changes: dicts with layer, neuron, and scale or value, as of `twell.intervene`. Raises what it
+    raises, and ValueError for other entries.
+    """
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            extra = set(change) - {"layer", "neuron", "scale", "value"}
+            if extra or not {"layer", "neuron"} <= set(change):
+                raise ValueError(
+                    f"a change is {change}; it has layer, neuron, and scale or value, as in "
+                    "{'layer': 3, 'neuron': 17, 'scale': 0}"
+                )
+            how = {name: change[name] for name in ("scale", "value") if name in change}
+            stack.enter_context(intervene(model, change["layer"], change["neuron"], **how))
+        yield
 
 
 def sides(
@@ -73,6 +128,8 @@ def sides(
 ) -> list[Side]:
     """Return the one or two sides of a view; see `twell.inspect`."""
     texts = list(text) if isinstance(text, tuple | list) else [text]
+    if "" in texts:
+        raise ValueError("the text is empty; give at least one character, or no text to type one")
     if len(texts) > 2 or (len(texts) == 2 and compare is not None):
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
     if compare is None and compare_aggregate is not None:
@@ -82,6 +139,8 @@ def sides(
         return [first, _side(compare, texts[0], compare_aggregate, start=start)]
     if len(texts) == 1:
         return [first]
+    if first.model is None:
+        raise ValueError("two texts need a model to run them; this is a trace, which has its own")
     both = [first, first.run(texts[1] or "")]
     for number, side in enumerate(both, 1):
         side.name = f"{side.name}, text {number}"
@@ -107,7 +166,10 @@ def _side(what, text, aggregate, model=None, start=0) -> Side:
     if model is None:
         return Side(name, shown, aggregate, of=of)
     loaded = _load(model, aggregate)
-    return Side(name, shown, loaded.aggregate, loaded.model, loaded.tokenizer, of)
+    side = dataclasses.replace(loaded, name=name, trace=shown, of=of)
+    if shown.num_tokens and shown.position[0] == 0:
+        side.predictions = side._run(side._sequences()).predictions
+    return side
 
 
 def _load(what, aggregate) -> Side:

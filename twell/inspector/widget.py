@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +22,7 @@ from twell import plots, results
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
 from twell.inspector.shown import COLOURS, SCALES, VIEW, cards, drawn, entries, presets
-from twell.inspector.side import Side, Source, sides
+from twell.inspector.side import Side, Source, changing, sides
 from twell.trace import COMPRESSIONS, Aggregate, Trace
 
 
@@ -35,7 +35,10 @@ class Inspector(anywidget.AnyWidget):
     (first, last) or None for all; `skip_first`, which leaves out the first token of each sequence;
     `compression`, at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
     side to the first. `texts` has the typed texts, one or one for each side; setting it runs the
-    model. A value that does not exist raises a traitlets.TraitError that says what does.
+    model. `changes` has the neurons that are changed, each a dict of layer, neuron, and scale (0
+    silences) or value, as of `twell.intervene`; setting it runs the model once more, and the second
+    side is the changed model. A value that does not exist raises a traitlets.TraitError that says
+    what does.
     """
 
     _esm = script("widget.js")
@@ -54,6 +57,7 @@ class Inspector(anywidget.AnyWidget):
     compression = Enum((0, *COMPRESSIONS), 8).tag(sync=True)
     difference = Bool(False).tag(sync=True)
     texts = traitlets.List(Unicode()).tag(sync=True)
+    changes = traitlets.List(traitlets.Dict()).tag(sync=True)
     runs = Bool(False).tag(sync=True)
     busy = Bool(False).tag(sync=True)
     error = Unicode("").tag(sync=True)
@@ -64,6 +68,7 @@ class Inspector(anywidget.AnyWidget):
         super().__init__(data=pack(sides), texts=list(texts), runs=runs)
         self.on_msg(self._asked)
         self.observe(self._run, "texts")
+        self.observe(self._change, "changes")
         for name, value in view.items():
             setattr(self, name, value)
 
@@ -105,6 +110,23 @@ class Inspector(anywidget.AnyWidget):
             )
         return value
 
+    @traitlets.validate("changes")
+    def _check_changes(self, proposal: dict) -> list[dict]:
+        value, unchanged = proposal["value"], self._unchanged()
+        try:
+            if value and len(unchanged) > 1:
+                raise ValueError(
+                    "changes are shown beside the unchanged model, and this view compares already; "
+                    "make one of one model and one text"
+                )
+            if value:
+                unchanged[0].check_runs()
+                with changing(unchanged[0].model, value):  # refuses what does not exist
+                    pass
+        except (ValueError, IndexError, TypeError) as error:
+            raise traitlets.TraitError(str(error)) from None
+        return value
+
     @traitlets.validate("limit")
     def _check_limit(self, proposal: dict) -> float | None:
         value = proposal["value"]
@@ -122,19 +144,38 @@ class Inspector(anywidget.AnyWidget):
             card = {"error": str(error)}
         self.send({"key": key, "card": card})
 
+    def _unchanged(self) -> list[Side]:
+        """The sides without the changed one."""
+        return [side for side in self.sides if not side.changes]
+
     def _run(self, _: dict) -> None:
-        """Run the texts; a mistake is one line beneath the text, and the view stays as it was."""
-        try:
+        """Run the texts."""
+
+        def run() -> list[Side]:
             if not self.runs:
                 raise ValueError(
                     "there is no model to run a text; give inspect a model instead of a trace"
                 )
             if not self.texts:
                 raise ValueError("texts is empty; give one text, or one for each side")
+            sides = self._unchanged()
+            texts = self.texts if len(self.texts) == len(sides) else self.texts[:1] * len(sides)
+            return [side.run(text) for side, text in zip(sides, texts, strict=True)]
+
+        self._show(run)
+
+    def _change(self, _: dict) -> None:
+        """Run the passage with the changed neurons."""
+        self._show(self._unchanged)
+
+    def _show(self, run: Callable[[], list[Side]]) -> None:
+        """Show sides; a mistake is one line beneath the text, and the view stays as it was."""
+        try:
             self.busy = True
-            one = len(self.texts) != len(self.sides)
-            texts = self.texts[:1] * len(self.sides) if one else self.texts
-            sides = [side.run(text) for side, text in zip(self.sides, texts, strict=True)]
+            sides = run()
+            sides += [sides[0].changed(self.changes)] if self.changes else []
+            if self.side >= len(sides):
+                self.side = 0
             if self.token is not None and self.token >= sides[self.side].trace.num_tokens:
                 self.token = None
             self.sides, self.data, self.error = sides, pack(sides), ""

@@ -1,7 +1,8 @@
 """Language models with sparse feed-forward layers.
 
 llama       SparseLlamaForCausalLM: transformers' Llama with SparseFFN layers
-convert     sparsify and densify models of transformers, in place; silence layers or neurons
+convert     sparsify and densify models of transformers, in place
+intervene   silence layers and neurons, scale neurons, set their value
 l1          the L1 term of each layer, and which tokens of a batch are padding
 quantize    FP8 weights for these layers, and back
 loading     save models, and load them from every layout
@@ -12,7 +13,8 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 """
 
 from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES
-from twell.models.convert import SPARSIFIABLE, densify, silence, sparse_ffns, sparsify
+from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
+from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, l1_by_layer
 from twell.models.llama import SparseCausalLMOutput, SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import CALIBRATION, load, load_config, save

@@ -1,14 +1,10 @@
-"""SparseFFN in place of the feed-forward layers of transformers' models, and back; silence."""
+"""SparseFFN in place of the feed-forward layers of transformers' models, and back."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
-from numbers import Integral
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from twell.sparse.layer import SparseFFN
@@ -102,59 +98,3 @@ def _check_replaceable(mlp: nn.Module, kind: str, *, any_activation: bool) -> No
     if not any_activation and not isinstance(mlp.act_fn, nn.ReLU):
         problem = f"the configuration says 'relu', and a feed-forward module has {mlp.act_fn}"
         raise ValueError(f"{problem}; make them agree")
-
-
-@contextlib.contextmanager
-def silence(
-    model: nn.Module,
-    layers: int | Iterable[int] | None = None,
-    neurons: int | Iterable[int] | None = None,
-) -> Iterator[None]:
-    """Silence feed-forward layers, or neurons of one layer, inside a `with` block.
-
-    layers: their numbers, or one; None: all. neurons: one or more of this one layer.
-
-    Silent layers and neurons add nothing to the residual stream and get no gradient from the
-    output. Statistics and the L1 term still count them. Every backend does this, in training too.
-    Nested blocks silence both selections, and each restores the state before it. A captured CUDA
-    graph keeps the state of its capture. Raises IndexError for a layer or neuron that the model
-    does not have, ValueError for neurons without one layer.
-    """
-    ffns = sparse_ffns(model)
-    if neurons is not None and not isinstance(layers, Integral):
-        raise ValueError(
-            f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layers!r}"
-        )
-    chosen = range(len(ffns)) if layers is None else _numbers(layers)
-    _check_places("layer", chosen, len(ffns), "the model has SparseFFN layers")
-    before = [(ffn.silenced, ffn.muted) for ffn in ffns]
-    try:
-        for layer in chosen:
-            if neurons is None:
-                ffns[layer].silenced = True
-            else:
-                ffns[layer].muted = _muted(ffns[layer], _numbers(neurons))
-        yield
-    finally:
-        for ffn, (silenced, muted) in zip(ffns, before, strict=True):
-            ffn.silenced, ffn.muted = silenced, muted
-
-
-def _numbers(one_or_more: int | Iterable[int]) -> list[int]:
-    return [one_or_more] if isinstance(one_or_more, Integral) else list(one_or_more)
-
-
-def _check_places(kind: str, places: Iterable[int], size: int, owner: str) -> None:
-    for place in places:
-        if not 0 <= place < size:
-            raise IndexError(f"{kind} {place} does not exist: {owner} 0 to {size - 1}")
-
-
-def _muted(ffn: SparseFFN, neurons: list[int]) -> Tensor:
-    """Return a mask [N] of these neurons and of the ones that are silent already."""
-    _check_places("neuron", neurons, ffn.intermediate_size, "the layer has neurons")
-    mask = torch.zeros(ffn.intermediate_size, dtype=torch.bool, device=ffn.device)
-    if ffn.muted is not None:
-        mask = ffn.muted.clone()
-    mask[neurons] = True
-    return mask

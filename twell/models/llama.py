@@ -34,10 +34,11 @@ AUTO_MAP = {
 
 
 class SparseLlamaConfig(LlamaConfig):
-    """Llama's configuration with four more fields; defaults: the paper's 1.5B model (Table 2).
+    """Llama's configuration with five more fields; defaults: the paper's 1.5B model (Table 2).
 
     Args:
-        hidden_act: "relu", or "silu" for comparison.
+        hidden_act: "relu" or another activation of twell/sparse/activations.py.
+        activation_threshold: the threshold of every SparseFFN.
         gated_mlp: gated or non-gated feed-forward layers.
         l1_coefficient: weight of the L1 term in the training loss, which SparseLlamaForCausalLM
             defines. None after `from_dict` read a list: a forward pass in training mode with
@@ -56,6 +57,7 @@ class SparseLlamaConfig(LlamaConfig):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
+    activation_threshold: float = 0.0
     gated_mlp: bool = True
     l1_coefficient: float | None = 0.0
     ffn_backend: str = "dense"
@@ -133,6 +135,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 config.intermediate_size,
                 gated=config.gated_mlp,
                 activation=config.hidden_act,
+                threshold=config.activation_threshold,
                 bias=config.mlp_bias,
                 backend=config.ffn_backend,
             )

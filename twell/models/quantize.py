@@ -83,8 +83,8 @@ def _note(module: nn.Module, quantization: dict | None) -> None:
 
 def _check(ffn: SparseFFN, owner: str) -> None:
     """Raise an error for a layer that `quantize_` does not take."""
-    if ffn.activation != "relu":
-        raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for 'relu'")
+    if not ffn.act.sparse:
+        raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for kinds of ReLU")
     if ffn.quantized:
         raise ValueError(f"{owner} is in FP8 already")
     if ffn.hidden_size % float8.MULTIPLE:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from twell.sparse.activations import RELU, Activation
 from twell.sparse.reference import add_bias
 
 FLOAT8 = torch.float8_e4m3fn
@@ -138,7 +139,7 @@ class Layer(NamedTuple):
     s_up: Tensor | None = None
 
 
-def ffn(*tensors: Tensor | None) -> Tensor:
+def ffn(*tensors: Tensor | None, act: Activation = RELU) -> Tensor:
     """Return y [M, K] bf16 of a `Layer`: the reference of all sparse paths.
 
     Sums are in fp32; g and h are rounded to bf16.
@@ -147,27 +148,27 @@ def ffn(*tensors: Tensor | None) -> Tensor:
     x = layer.x.float() * layer.x_scale[:, None]
     h = add_bias(x @ (layer.w_up.float() * layer.s_up[:, None]).t(), layer.b_up)
     if layer.w_gate is None:
-        h = torch.relu(h)
+        h = act.of_gate(act.gate(h.bfloat16()))
     else:
         gate = x @ (layer.w_gate.float() * layer.s_gate[:, None]).t()
-        g = torch.relu(add_bias(gate, layer.b_gate)).bfloat16()
+        g = act.gate(add_bias(gate, layer.b_gate).bfloat16())
         # Select, do not multiply: an inactive neuron's u may be infinite.
-        h = torch.where(g != 0, g.float() * h, 0)
+        h = torch.where(g != 0, act.of_gate(g).float() * act.of_up(h), 0)
     return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
 
 
-def dense(*tensors: Tensor | None, **named: Tensor | None) -> Tensor:
+def dense(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | None) -> Tensor:
     """Return y [M, K] bf16 of a `Layer` by three products, of which down is in bf16.
 
     g, u and h are rounded to bf16.
     """
     layer = Layer(*tensors, **named)
-    h = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
+    u = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
     if layer.w_gate is None:
-        h = torch.relu(h)
+        h = act.hidden(act.gate(u), None)
     else:
         gate = linear(layer.x, layer.x_scale, layer.w_gate, layer.s_gate, layer.b_gate)
-        h = torch.relu(gate) * h
+        h = act.hidden(act.gate(gate), u)
     return nn.functional.linear(h, layer.w_down, layer.b_down)
 
 

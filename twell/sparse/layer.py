@@ -2,11 +2,12 @@
 
 A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
 
-    gated:      g = act(x Wg)   u = x Wu   h = u * g   y = h Wd
-    non-gated:  h = act(x Wu)              y = h Wd
+    gated:      g = relu(x Wg)   u = x Wu   h = u * g   y = h Wd
+    non-gated:  g = relu(x Wu)              h = g       y = h Wd
 
-With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h.
-A neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
+activations.py has the other activations. With ReLU, g is zero for most neurons once the model is
+trained with an L1 term on h. A neuron is *active* for a token where g is `!= 0`. Four backends
+compute the same y:
 
     dense      three matrix products, for every activation
     reference  the sparse steps in plain torch (reference.py): exact and slow
@@ -29,11 +30,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
+from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import DEPENDS_ON
+from twell.sparse.edit import Edit
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import HOOKS, is_plain, warn_dense, why_called
-from twell.sparse.reference import ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -76,8 +78,10 @@ class SparseFFN(nn.Module):
     Args:
         hidden_size: K, width of input and output.
         intermediate_size: N, number of neurons.
-        gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
-        activation: "relu", or "silu" for comparison (backend "dense" only).
+        gated: whether the layer has a gate projection.
+        activation: "relu", "relu2", "drelu" (gated only), or "silu" for comparison (backend
+            "dense" only); see twell/sparse/activations.py.
+        threshold: neurons are active where the first projection is above this number.
         bias: whether the two or three projections have biases.
         backend: "dense", "reference", "triton" or "auto".
 
@@ -87,8 +91,8 @@ class SparseFFN(nn.Module):
     set: fp32, of the input's leading shape, part of the autograd graph. With `record` set, `stats`
     counts the pass, without the tokens where `token_mask` [...] is zero.
 
-    Silencing. With `silenced` set the output is zero. Neurons that `muted` [N] marks add nothing to
-    the output. Both still count in `l1` and `stats`.
+    Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
+    the output has other values of some neurons. Both still count in `l1` and `stats`.
 
     Choosing. The backend "auto" follows `plan`, pairs (most tokens, path), made from `calibration`
     (measured times; None: an H200's) and from `observed`, the newest activity, in ordinary calls.
@@ -113,6 +117,7 @@ class SparseFFN(nn.Module):
         *,
         gated: bool = True,
         activation: str = "relu",
+        threshold: float = 0.0,
         bias: bool = False,
         backend: str = "dense",
         device: torch.device | str | None = None,
@@ -122,11 +127,10 @@ class SparseFFN(nn.Module):
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
-        _check_known("activation", activation, ACTIVATIONS)
+        self.act = get_activation(activation, threshold, gated=gated)
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
@@ -134,7 +138,7 @@ class SparseFFN(nn.Module):
         self.chooser = Chooser(hidden_size, intermediate_size, gated)
         # Attributes, not hooks: torch.compile ignores hooks added after compilation.
         self.silenced = False
-        self.muted: Tensor | None = None
+        self.edit: Edit | None = None
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
@@ -143,18 +147,21 @@ class SparseFFN(nn.Module):
         self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
+    activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
     l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
     record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
     token_mask = _handed_on("observer", "token_mask")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
 
     @classmethod
-    def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
-        """Return a gated ReLU layer with the projections and hooks of an MLP with Llama's names.
+    def around(cls, mlp: nn.Module, *, backend: str = "dense", **options: Any) -> SparseFFN:
+        """Return a gated layer with the projections and hooks of an MLP with Llama's names.
+
+        `options`: activation and threshold, as of the class.
 
         The layer keeps `mlp` for `restored`.
         """
-        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta")
+        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta", **options)
         ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         ffn.backend = backend
         ffn.replaced = (mlp,)
@@ -198,9 +205,10 @@ class SparseFFN(nn.Module):
         _check_known("backend", name, status)
         if status[name] is not None:
             raise RuntimeError(f"backend {name!r} cannot be used: {status[name]}")
-        if name != "dense" and self.activation != "relu":
+        if name != "dense" and not self.act.sparse:
             raise ValueError(
-                f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}"
+                f"backend {name!r} needs an activation that makes zeros; "
+                f"this layer has {self.activation!r}"
             )
         self._backend = name
         # Set here, not in forward, which torch.compile traces.
@@ -303,13 +311,12 @@ class SparseFFN(nn.Module):
         return x
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
-
-        In a non-gated layer g is h.
-        """
-        gate = self.up_proj if self.gate_proj is None else self.gate_proj
-        g = ACTIVATIONS[self.activation](gate(x))
-        return g, g if self.gate_proj is None else g * self.up_proj(x)
+        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
+        if self.gate_proj is None:
+            g = self.act.gate(self.up_proj(x))
+            return g, self.act.hidden(g, None)
+        g = self.act.gate(self.gate_proj(x))
+        return g, self.act.hidden(g, self.up_proj(x))
 
     @torch.no_grad()
     def direction(self, neuron: int) -> Tensor:
@@ -337,8 +344,8 @@ class SparseFFN(nn.Module):
             l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
         if wants_activity:
             activity = Activity.of(g != 0, self.token_mask)
-        if self.muted is not None:
-            h = h.masked_fill(self.muted.to(h.device), 0)
+        if self.edit is not None:
+            h = self.edit.of_h(h)
         return Result(self.down_proj(h), l1, activity)
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:
@@ -354,8 +361,8 @@ class SparseFFN(nn.Module):
             dtype = torch.get_autocast_dtype(rows.device.type)
             kept = (None, float8.FLOAT8)
             tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
-        if self.muted is not None:
-            tensors[3] = tensors[3].masked_fill(self.muted.to(rows.device), 0)
+        if self.edit is not None:
+            tensors[3], tensors[6] = self.edit.of_down(tensors[3], tensors[6])
         if tensors[3].stride() != (1, self.hidden_size):
             tensors[3] = tensors[3].t().contiguous().t()
         for place in (1, 2):
@@ -382,12 +389,13 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             if self.quantized:
-                return Result(float8.ffn(*tensors))
+                return Result(float8.ffn(*tensors, act=self.act))
             if wants_l1 or torch.is_grad_enabled():
-                y, l1, active = reference.union_train(*tensors)
+                y, l1, active = reference.union_train(*tensors, act=self.act)
             else:
-                g = reference.gate_pack(tensors[0], *reference.Layer(*tensors).first)
-                y, l1 = reference.rowwise_ffn(g, *tensors), None
+                first = reference.Layer(*tensors).first
+                g = reference.gate_pack(tensors[0], *first, act=self.act)
+                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
                 active = g.unpack() != 0 if wants_activity else None
         activity = Activity.of(active, self.token_mask) if wants_activity else None
         return Result(y, l1 if wants_l1 else None, activity)
@@ -413,9 +421,8 @@ class SparseFFN(nn.Module):
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
         with torch.autocast(rows.device.type, enabled=False):
-            trained = training_ops.train(
-                self.train_path, self.capacity, *tensors, token_mask=self.token_mask
-            )
+            given = {"token_mask": self.token_mask, "act": self.act}
+            trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
         activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
         return Result(trained.y, trained.l1 if wants_l1 else None, activity)
 
@@ -427,7 +434,8 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
-            return Result(ops.run(self._path or ops.choose(rows.shape[0]), *tensors))
+            path = self._path or ops.choose(rows.shape[0])
+            return Result(ops.run(path, *tensors, act=self.act))
 
     def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         if not self._has_kernels:
@@ -449,16 +457,19 @@ class SparseFFN(nn.Module):
                 self.chooser.probe(rows, self._first(tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
-            return Result(ops.run(path, *tensors, activity=activity))
+            return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 
     def _first(self, tensors: list[Tensor | None]) -> Callable[[Tensor], Tensor]:
-        """The projection that decides which neurons are active."""
+        """The function that gives g, which is not 0 where a neuron is active."""
         if self.quantized:
-            return self.up_proj if self.gate_proj is None else self.gate_proj
+            part = self.up_proj if self.gate_proj is None else self.gate_proj
+            return lambda blocks: self.act.gate(part(blocks))
         weight, bias = reference.Layer(*tensors).first
-        return lambda blocks: nn.functional.linear(blocks.to(weight.dtype), weight, bias)
+        linear = nn.functional.linear
+        return lambda blocks: self.act.gate(linear(blocks.to(weight.dtype), weight, bias))
 
     def extra_repr(self) -> str:
-        text = f"activation={self.activation}, backend={self.backend}"
+        threshold = f", threshold={self.threshold:g}" if self.threshold else ""
+        text = f"activation={self.activation}{threshold}, backend={self.backend}"
         reason = None if self.backend == "dense" else self._why_dense(sharded=True)
         return text if reason is None else f"{text}, path=dense ({reason})"

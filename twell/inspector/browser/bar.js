@@ -1,6 +1,7 @@
 // The controls above the passage, one or more for each trait of the view.
 
 import { button, element } from "./elements.js";
+import { help } from "./parts.js";
 
 const COLOURS = { count: "active neurons", neuron: "one neuron", surprise: "surprise" };
 const SCALES = {
@@ -8,6 +9,9 @@ const SCALES = {
   layer: "each layer its own",
   neuron: "each neuron its own",
 };
+
+const ABOUT_FIRST =
+  "The first token of a sequence is by far the most active, so colours and scales leave it out.";
 
 const label = (name, ...nodes) => element("label.tw-group", element("span", name), ...nodes);
 
@@ -23,9 +27,9 @@ export class Bar {
       this.limit(),
       this.layers(),
       this.overflow(),
-      this.box("skip_first", "without first tokens"),
+      this.box("skip_first", "without first tokens", ABOUT_FIRST),
       state.header.aligned && this.box("difference", "right: difference to left"),
-      this.presets(),
+      element("span.tw-group.tw-end", this.presets(), this.copier()),
     );
   }
 
@@ -117,19 +121,41 @@ export class Bar {
   }
 
   overflow() {
-    const { compressions } = this.state.header;
+    const { compressions, tile } = this.state.header;
     const names = compressions.map((c) => (c ? `C = ${c}` : "off"));
     const name = "mark overflow of tiles at this compression";
-    return label("Overflow", this.trait("compression", name, compressions, names));
+    const sentence =
+      `TwELL at compression C has room for ${tile} / C \u2212 1 active neurons in a tile of ` +
+      `${tile}; red marks show where a token has more.`;
+    const select = this.trait("compression", name, compressions, names);
+    return label("Overflow", select, help(sentence));
   }
 
-  box(trait, name) {
+  box(trait, name, sentence) {
     const input = element("input", {
       type: "checkbox",
       onchange: () => this.state.put({ [trait]: input.checked }),
     });
     this.updates.push(() => (input.checked = this.state.get(trait)));
-    return element("label.tw-group", input, element("span", name));
+    const box = element("label.tw-group", input, element("span", name));
+    return sentence ? element("span.tw-group", box, help(sentence)) : box;
+  }
+
+  // A page has an address, which says what it shows; a widget has none.
+  copier() {
+    const { model } = this.state;
+    if (!model.link) return null;
+    const copy = async () => {
+      try {
+        await navigator.clipboard.writeText(model.link());
+        node.textContent = "copied";
+      } catch {
+        prompt("The browser keeps the clipboard to itself; copy the link here:", model.link());
+      }
+      setTimeout(() => (node.textContent = "copy link"), 1500);
+    };
+    const node = button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
+    return node;
   }
 
   presets() {

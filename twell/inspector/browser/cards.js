@@ -2,7 +2,9 @@
 
 import { button, element } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { closer, fact, pill, tokenPill } from "./parts.js";
+import { predictionList } from "./predictions.js";
+import { closer, fact, help, pill, tokenPill } from "./parts.js";
+import { ABOUT_H } from "./scales.js";
 import { integer, number, percent, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
@@ -92,6 +94,7 @@ export class Cards {
       of,
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
+      predictionList(side, token, state.header.aligned && side.number ? state.sides[0] : null),
       element("div.tw-layers", rows),
     );
   }
@@ -194,7 +197,8 @@ export class Cards {
     const among = { title: `of ${integer(side.about.aggregate ?? 0)} tokens` };
     const head = element(
       "div.tw-entry.tw-entry-head",
-      ["neuron", "", "h"].map((name) => element("span", name)),
+      ["neuron", ""].map((name) => element("span", name)),
+      element("span", "h", help(ABOUT_H)),
       element("span", { title: "of the sum of |h| in this layer" }, "share"),
       side.rate && element("span", among, "fires"),
     );

@@ -44,6 +44,8 @@ class Side {
     this.total = fromBytes(array("total"));
     this.value = fromBytes(...[0, 1, 2].map((byte) => array(`value_${byte}`)).filter(Boolean));
     this.rate = array("rate") && fromBytes(array("rate"));
+    this.expected = array("expected");
+    this.probability = array("probability") && fromBytes(array("probability"));
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.special = new Set(about.special);
     this.memory = new Map();
@@ -88,6 +90,29 @@ class Side {
     return text.includes("\ufffd") ? "" : text;
   }
 
+  // The likeliest next tokens after one, falling; null where no model ran.
+  predictions(token) {
+    if (!this.expected) return null;
+    const each = this.expected.length / this.T;
+    return Array.from({ length: each }, (_, n) => ({
+      text: this.about.expected[this.expected[token * each + n]],
+      probability: this.probability[token * each + n],
+    }));
+  }
+
+  // The token after one in its sequence, or null.
+  following(token) {
+    return token + 1 < this.T && this.position[token + 1] > 0 ? token + 1 : null;
+  }
+
+  // Mean surprise of the tokens that are predicted; NaN where there is none.
+  loss() {
+    return this.remember("loss", () => {
+      const known = this.surprise.filter((surprise) => !Number.isNaN(surprise));
+      return known.reduce((sum, surprise) => sum + surprise, 0) / known.length;
+    });
+  }
+
   isSpecial(token) {
     return this.special.has(this.token[token]);
   }
@@ -98,6 +123,20 @@ class Side {
 
   count(layer, token) {
     return this.counts[layer * this.T + token];
+  }
+
+  // How many more neurons are active than in another side; its layers may be fewer.
+  change(left, layer, token) {
+    return this.count(layer, token) - (layer < left.L ? left.count(layer, token) : 0);
+  }
+
+  largestChange(left, layer, skipFirst) {
+    return this.remember(`change ${layer} ${skipFirst}`, () => {
+      let largest = 0;
+      for (const row of this.rows(layer, layer, skipFirst))
+        largest = Math.max(largest, Math.abs(this.change(left, layer, row % this.T)));
+      return largest;
+    });
   }
 
   fullestTile(layer, token) {

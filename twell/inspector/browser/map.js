@@ -3,12 +3,13 @@
 
 import { channels, pixel } from "./colours.js";
 import { button, element } from "./elements.js";
-import { pressed } from "./keyboard.js";
+import { help } from "./parts.js";
 import { mapScales, showLegend } from "./scales.js";
 import { number, percent } from "./words.js";
 
 const STRIP = 8; // height of the passage's colours, and GAP above it, in CSS pixels
 const GAP = 5;
+const ABOUT_STRIP = "The colours of the text above, one column a token.";
 const LETTER = 11; // height of a row's number
 
 export class ActivityMap {
@@ -21,7 +22,6 @@ export class ActivityMap {
     this.canvas = element("canvas.tw-canvas", {
       tabindex: "0",
       role: "img",
-      onkeydown: (event) => pressed(event, side, this.state),
       onpointermove: (event) => {
         const { token, layer } = this.placeOf(event);
         view.hover(side, token, event, layer);
@@ -173,17 +173,21 @@ export class ActivityMap {
     const { side } = this;
     const skip = this.state.get("skip_first");
     const capacity = this.state.capacity();
-    const table = tableOf(scale, bare);
+    const left = this.state.reference(side);
+    const colourOf = left
+      ? (value) => scale.ramp.pixel(scale.index(value), bare)
+      : (value) => tableOf(scale, bare)[Math.min(value, tableOf(scale, bare).length - 1)];
     const marks = [];
     columns.forEach(([start, stop], column) => {
-      let most = -1;
+      let most = NaN;
       let over = false;
       for (let token = start; token < stop; token++) {
         if (!side.included(token, skip)) continue;
-        most = Math.max(most, side.count(layer, token));
+        const value = left ? side.change(left, layer, token) : side.count(layer, token);
+        if (!(Math.abs(value) <= Math.abs(most))) most = value;
         over ||= side.fullestTile(layer, token) > capacity;
       }
-      pixels[column] = most < 0 ? out : table[Math.min(most, table.length - 1)];
+      pixels[column] = Number.isNaN(most) ? out : colourOf(most);
       if (over) marks.push(column);
     });
     return marks;
@@ -245,7 +249,7 @@ export class ActivityMap {
     const plain = (classes, ...parts) => element(`div${classes}`, ...parts);
     this.labels.replaceChildren(
       ...layers.map((layer) => row(choose(layer), layer, String(layer))),
-      element("div.tw-row.tw-strip", { title: "the colours of the passage" }, "text"),
+      element("div.tw-row.tw-strip", { title: "the colours of the passage" }, "text", help(ABOUT_STRIP)),
     );
     const mean = (layer) => number(side.meanOf(layer, skip));
     this.sums.replaceChildren(...layers.map((layer) => row(plain, layer, mean(layer))));

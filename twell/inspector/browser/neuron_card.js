@@ -1,5 +1,6 @@
 // The card of the selected neuron: its firings in the passage, and its statistics beyond it.
 
+import { changeControls } from "./changes.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
@@ -45,7 +46,9 @@ export class NeuronCard {
       element("div.tw-places", this.tabs(known), this.listPlaces(side, layer, neuron, known)),
     );
     const label = { "aria-label": "neuron" };
-    return element("section.tw-card.tw-neuron", label, this.head(side, layer, neuron), body);
+    const head = this.head(side, layer, neuron);
+    const controls = changeControls(this.state, layer, neuron);
+    return element("section.tw-card.tw-neuron", label, head, controls, body);
   }
 
   head(side, layer, neuron) {

@@ -1,15 +1,16 @@
 // An exported page: a stand-in for the widget's model, with the cards that the page has with it.
 
+import { addressOf, viewOf } from "./address.js";
 import { unpack } from "./data.js";
 import { View } from "./view.js";
 
-// The part of the selection that the page's address keeps.
-const KEPT = ["side", "token", "layer", "neuron", "colour"];
-
 class PageModel {
-  constructor(state) {
+  constructor(state, begin) {
     this.state = state;
+    this.begin = begin;
     this.listeners = new Map();
+    this.keys = document; // a page is nothing but the view: keys work wherever the focus is
+    addEventListener("hashchange", () => this.follow());
   }
 
   get(name) {
@@ -22,11 +23,19 @@ class PageModel {
     this.tell(`change:${name}`);
   }
 
+  // The address was edited.
+  follow() {
+    const view = viewOf(location.hash.slice(1), this.begin);
+    for (const [name, value] of Object.entries(view)) this.set(name, value);
+  }
+
   save_changes() {
-    const kept = Object.entries(this.state).filter(
-      ([name, value]) => KEPT.includes(name) && value !== null,
-    );
-    history.replaceState(null, "", `#${kept.map((pair) => pair.join("=")).join("&")}`);
+    const address = addressOf(this.state, this.begin);
+    history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
+  }
+
+  link() {
+    return location.href;
   }
 
   on(name, react) {
@@ -49,13 +58,12 @@ class PageModel {
   }
 }
 
-// parent: the element to fill; text: the packed data in base64; view: where to begin.
-export function openPage(parent, text, view) {
+// parent: the element to fill; text: the packed data in base64; begin: the view to begin with.
+export function openPage(parent, text, begin) {
   const letters = atob(text);
   const data = new Uint8Array(letters.length); // Uint8Array.from takes half a second
   for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
-    if (name in view) view[name] = name === "colour" ? value : Math.trunc(Number(value));
+  const view = viewOf(location.hash.slice(1), begin);
   const nothing = { texts: [], runs: false, busy: false, error: "" };
-  new View(new PageModel({ ...view, data, ...nothing }), parent);
+  new View(new PageModel({ ...view, data, ...nothing }, begin), parent);
 }

@@ -16,6 +16,15 @@ export function fact(name, value) {
   return element("div.tw-fact", element("span", name), element("b", value));
 }
 
+// A question mark that explains a label in one sentence; the view shows it at the pointer.
+export function help(sentence) {
+  return element(
+    "button.tw-help",
+    { type: "button", "aria-label": sentence, data: { help: sentence } },
+    "?",
+  );
+}
+
 export function closer(label, act) {
   return button(".tw-close", act, { "aria-label": label, title: label }, "\u00d7");
 }

@@ -1,7 +1,6 @@
 // A passage: its tokens as text, each with a colour.
 
 import { element } from "./elements.js";
-import { pressed } from "./keyboard.js";
 import { passageColours, showLegend } from "./scales.js";
 import { direction, integer, pieces } from "./words.js";
 
@@ -20,7 +19,6 @@ export class Passage {
       tabindex: "0",
       role: "listbox",
       "aria-label": `passage, ${side.about.name}`,
-      onkeydown: (event) => pressed(event, side, this.state),
       onpointerover: (event) => view.hover(side, tokenAt(event), event),
       onpointerleave: () => view.hover(side),
       onclick: (event) => this.clicked(tokenAt(event)),

@@ -3,6 +3,7 @@
 import { makeScale } from "./colours.js";
 import { strongestOf } from "./data.js";
 import { element } from "./elements.js";
+import { help } from "./parts.js";
 import { number, signed } from "./words.js";
 
 const PALEST = 1e-30; // an active neuron with the value 0
@@ -10,10 +11,9 @@ const PALEST = 1e-30; // an active neuron with the value 0
 // The value of each token of a passage (NaN: none) and their scale.
 export function passageColours(state, side) {
   const how = state.colouring(side);
-  const [left, right] = state.sides;
-  const compared = state.get("difference") && state.header.aligned && side === right;
+  const left = state.reference(side);
   if (how === "neuron") return neuronColours(state, side);
-  if (compared) return differenceColours(state, left, right, how);
+  if (left) return differenceColours(state, left, side, how);
   return how === "surprise" ? surpriseColours(state, side) : countColours(state, side);
 }
 
@@ -60,9 +60,10 @@ function differenceColours(state, left, right, how) {
   const values = valuesOf(state, right, (token) => after[token] - before[token]);
   const end = fixedEnd(state, how) || Math.abs(strongestOf(values));
   const name = how === "surprise" ? "surprise, nats" : `active neurons, ${layersOf(state, right)}`;
-  const label = `difference to ${left.about.name}: ${name}`;
-  return { values, scale: makeScale("signed", end, label, state.ramps) };
+  return { values, scale: makeScale("signed", end, changeOf(left, name), state.ramps) };
 }
+
+const changeOf = (left, name) => `difference to ${left.about.name}: ${name}`;
 
 function surpriseColours(state, side) {
   const values = valuesOf(state, side, (token) => side.surprise[token]);
@@ -96,6 +97,12 @@ export function mapScales(state, side) {
   const label = "active neurons per token";
   const scale = ([least, largest], name) => makeScale("log", largest, name, state.ramps, least);
   const layers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
+  const left = state.reference(side);
+  if (left) {
+    const range = layers.map((layer) => side.largestChange(left, layer, skip));
+    const shared = makeScale("signed", Math.max(...range), changeOf(left, label), state.ramps);
+    return layers.map(() => shared);
+  }
   if (state.get("scale") === "layer") {
     const name = `${label}, each layer on its own`;
     return layers.map((layer) => scale(side.countRange(layer, layer, skip), name));
@@ -107,6 +114,10 @@ export function mapScales(state, side) {
   const shared = scale([least, limit || largest], label);
   return layers.map(() => shared);
 }
+
+export const ABOUT_H =
+  "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
+  "projection to the output of its layer.";
 
 // own: each layer has a scale of its own, so that the ends have no common value.
 export function showLegend(box, scale, { own = false, notes = [] } = {}) {
@@ -121,7 +132,7 @@ export function showLegend(box, scale, { own = false, notes = [] } = {}) {
   if (box.shown === shown) return;
   box.shown = shown;
   box.replaceChildren(
-    element("span.tw-label", scale.label),
+    element("span.tw-label", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
     element(
       "span.tw-scale",
       element("span.tw-gradient", { style: { background: gradient } }),

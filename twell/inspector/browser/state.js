@@ -93,6 +93,12 @@ export class State {
     return token < side.T ? token : null;
   }
 
+  // The side from which the values of this one are subtracted, or null.
+  reference(side) {
+    const [left, right] = this.sides;
+    return this.get("difference") && this.header.aligned && side === right ? left : null;
+  }
+
   // The active neurons that a tile can hold.
   capacity() {
     const compression = this.get("compression");

@@ -3,9 +3,10 @@
 import { isDark, Ramp } from "./colours.js";
 import { Bar } from "./bar.js";
 import { Cards } from "./cards.js";
+import { changeStrip } from "./changes.js";
 import { unpack } from "./data.js";
 import { element } from "./elements.js";
-import { KEYS } from "./keyboard.js";
+import { KEYS, pressed } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { State, TRAITS } from "./state.js";
@@ -22,7 +23,7 @@ export class View {
     this.parts = []; // of each side with tokens: { passage, map }
     this.zoom = 0;
     // JupyterLab leaves keys alone below this attribute.
-    this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true" });
+    this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true", tabindex: "-1" });
     parent.append(this.root);
     this.tip = element("div.tw-tip", { hidden: true });
     this.cards = new Cards(this);
@@ -32,6 +33,13 @@ export class View {
   }
 
   listen(model) {
+    const keys = model.keys ?? this.root;
+    const onkey = (event) => pressed(event, this.focused(event.target), this.state);
+    keys.addEventListener("keydown", onkey);
+    for (const event of ["pointerover", "focusin", "click"])
+      this.root.addEventListener(event, ({ target }) => this.help(target.closest?.(".tw-help")));
+    for (const event of ["pointerout", "focusout"])
+      this.root.addEventListener(event, () => this.help(null));
     const on = (name, react) => {
       model.on(name, react);
       this.stops.push(() => model.off(name, react));
@@ -59,6 +67,7 @@ export class View {
       () => page.disconnect(),
       () => system.removeEventListener("change", themed),
       () => this.sizes.disconnect(),
+      () => keys.removeEventListener("keydown", onkey),
     );
   }
 
@@ -91,7 +100,7 @@ export class View {
     const { state } = this;
     const { sides, header } = state;
     this.theme();
-    if (!this.frame) this.buildFrame();
+    if (this.frame?.sides.length !== sides.length) this.buildFrame();
     state.peek = null;
     this.tip.hidden = true;
     this.sizes.disconnect();
@@ -122,6 +131,7 @@ export class View {
     const sections = this.frame.sides.map(({ facts, passage }, n) =>
       element("section.tw-side", facts, own && typed[n], passage),
     );
+    this.frame.sections = sections;
     const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
     this.root.classList.toggle("tw-two", sides.length === 2);
     this.root.replaceChildren(
@@ -161,6 +171,7 @@ export class View {
     if (side.T) {
       const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
       facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
+      if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
     }
     const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
     return element("div.tw-name", element("b", name), quiet);
@@ -179,6 +190,7 @@ export class View {
       notes.push("Values are rounded to bf16, within 0.4%.");
     const nodes = sides.length === 1 ? [this.facts(sides[0])] : [];
     const strong = most < Infinity ? ".tw-strong" : "";
+    nodes.push(...changeStrip(this.state));
     if (notes.length) nodes.push(element(`div.tw-note${strong}`, notes.join(" ")));
     return nodes;
   }
@@ -215,10 +227,13 @@ export class View {
 
   update() {
     if (this.closed || !this.bar) return;
+    const focused = this.root.contains(this.active());
     this.bar.show();
     this.paint();
     this.drawMaps();
     this.cards.show();
+    // A card that closed had the focus: keys go on working.
+    if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
   }
@@ -237,6 +252,26 @@ export class View {
 
   active() {
     return this.root.getRootNode().activeElement;
+  }
+
+  // The side where a node stands, else the selected one.
+  focused(node) {
+    const number = this.frame.sections.findIndex((section) => section.contains(node));
+    return this.state.sides[number] ?? this.state.selected().side;
+  }
+
+  // The sentence of a question mark, shown below it.
+  help(mark) {
+    if (!mark && !this.helping) return;
+    this.helping = mark;
+    if (!mark) {
+      this.tip.hidden = !this.state.peek?.token;
+      return;
+    }
+    this.tip.replaceChildren(mark.dataset.help);
+    this.tip.hidden = false;
+    const { left, bottom } = mark.getBoundingClientRect();
+    placeTip(this.tip, { clientX: left - 14, clientY: bottom - 12 }, this.root);
   }
 
   zoomBy(steps) {

@@ -15,10 +15,10 @@ export function number(value) {
 const MINUS = "\u2212"; // as wide as a plus
 
 // The same number of digits everywhere in a column, with a sign.
-export function signed(value) {
+export function signed(value, digits = 3) {
   const size = Math.abs(value);
   if (size === 0) return "0";
-  const text = size >= 0.001 && size < 1000 ? size.toPrecision(3) : number(size);
+  const text = size >= 0.001 && size < 1000 ? size.toPrecision(digits) : number(size);
   return (value < 0 ? MINUS : "+") + text;
 }
 

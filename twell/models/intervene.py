@@ -1,0 +1,105 @@
+"""Change neurons while a model runs: silence them, scale them, set their value."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor, nn
+
+from twell.models.convert import sparse_ffns
+from twell.sparse.edit import Edit
+
+
+@contextlib.contextmanager
+def silence(
+    model: nn.Module,
+    layers: int | Iterable[int] | None = None,
+    neurons: int | Iterable[int] | None = None,
+) -> Iterator[None]:
+    """Silence feed-forward layers, or neurons of one layer, inside a `with` block.
+
+    layers: their numbers, or one; None: all. neurons: one or more of this one layer.
+
+    Silent layers and neurons add nothing to the residual stream and get no gradient from the
+    output. Statistics and the L1 term still count them. Every backend does this, in training too.
+    Nested blocks silence both selections, and each restores the state before it. A captured CUDA
+    graph keeps the state of its capture. Raises IndexError for a layer or neuron that the model
+    does not have, ValueError for neurons without one layer.
+    """
+    if neurons is not None:
+        with intervene(model, layers, neurons, scale=0):
+            yield
+        return
+    ffns = sparse_ffns(model)
+    chosen = range(len(ffns)) if layers is None else _numbers(layers)
+    _check_places("layer", chosen, len(ffns), "the model has SparseFFN layers")
+    before = [ffn.silenced for ffn in ffns]
+    try:
+        for layer in chosen:
+            ffns[layer].silenced = True
+        yield
+    finally:
+        for ffn, silenced in zip(ffns, before, strict=True):
+            ffn.silenced = silenced
+
+
+@contextlib.contextmanager
+def intervene(
+    model: nn.Module,
+    layer: int,
+    neurons: int | Iterable[int],
+    *,
+    scale: float | Sequence[float] | None = None,
+    value: float | Sequence[float] | None = None,
+) -> Iterator[None]:
+    """Scale neurons of a layer, or set their h to a value for every token, inside a `with` block.
+
+    scale: the factor of h, where 0 silences; or value: what replaces h. Either is one number or one
+    for each neuron. The output changes; statistics, the L1 term and `activations` still have the h
+    that the layer computes. Gradients are of the changed output. Every backend does this, in
+    training too. Of nested blocks the inner one changes what the outer one left. A captured CUDA
+    graph keeps the state of its capture. Raises IndexError for a layer or neuron that the model
+    does not have, ValueError unless one of scale and value is given, in numbers that fit.
+    """
+    if not isinstance(layer, Integral):
+        raise ValueError(
+            f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layer!r}"
+        )
+    if (scale is None) == (value is None):
+        raise ValueError(f"give scale or value, and not both; they are {scale!r} and {value!r}")
+    ffns, neurons = sparse_ffns(model), _numbers(neurons)
+    _check_places("layer", [layer], len(ffns), "the model has SparseFFN layers")
+    ffn = ffns[layer]
+    _check_places("neuron", neurons, ffn.intermediate_size, "the layer has neurons")
+    numbers = _one_for_each(neurons, scale if value is None else value)
+    before = ffn.edit
+    dtype = torch.promote_types(next(ffn.parameters()).dtype, torch.float32)
+    edit = before or Edit(torch.ones(ffn.intermediate_size, dtype=dtype, device=ffn.device))
+    change = edit.scaled if value is None else edit.set_to
+    ffn.edit = change(neurons, numbers)
+    try:
+        yield
+    finally:
+        ffn.edit = before
+
+
+def _numbers(one_or_more: int | Iterable[int]) -> list[int]:
+    return [one_or_more] if isinstance(one_or_more, Integral) else list(one_or_more)
+
+
+def _check_places(kind: str, places: Iterable[int], size: int, owner: str) -> None:
+    for place in places:
+        if not 0 <= place < size:
+            raise IndexError(f"{kind} {place} does not exist: {owner} 0 to {size - 1}")
+
+
+def _one_for_each(neurons: list[int], given: float | Sequence[float]) -> Tensor:
+    numbers = torch.as_tensor(given, dtype=torch.float64)
+    if numbers.dim() > 1 or (numbers.dim() == 1 and len(numbers) != len(neurons)):
+        raise ValueError(f"{len(neurons)} neurons need one number or {len(neurons)}, not {given!r}")
+    if not numbers.isfinite().all():
+        raise ValueError(f"scale and value have to be finite numbers; here is {given!r}")
+    return numbers
