@@ -3,6 +3,7 @@
 # make site        the documents and the executed notebooks as one site in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
+# make installed   the package from a wheel in an empty folder: train, export, load, serve as a layer
 # make fuzz        all tests and random cases of the layer, on fresh inputs (SEED=number repeats them)
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
@@ -33,7 +34,7 @@ else
 LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
 endif
 
-.PHONY: reproduce figures site notebooks lessons test fuzz lab screenshot clean
+.PHONY: reproduce figures site notebooks lessons test installed fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -97,6 +98,9 @@ lessons: $(VENV)/installed
 TEST := TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: $(VENV)/installed $(VENV)/triton-older/installed
 	$(TEST) -m "$(MARK)"
+
+installed: $(VENV)/installed
+	$(BIN)/python scripts/installed.py
 
 ifndef SEED
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
