@@ -180,14 +180,15 @@ def fake(x, *tensors: Tensor | None) -> Tensor:
     return empty_output(x)
 
 
-OPTIONAL = (f"Tensor? {name}=None" for name in "b_gate b_up b_down x_scale s_gate s_up".split())
+OPTIONAL = "b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up"
 
 
 @torch.library.custom_op(
     "twell::ffn",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, {', '.join(OPTIONAL)}, *, "
-    "str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
+    schema="(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, "
+    + "".join(f"Tensor? {name}=None, " for name in OPTIONAL)
+    + "*, str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
 )
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of FUNCTIONS; None: by the number of tokens."""
@@ -238,7 +239,7 @@ def takes(x: Tensor, intermediate_size: int) -> bool:
 
 
 def run(
-    path: str,
+    path: str | None,
     x: Tensor,
     *tensors: Tensor | None,
     activity: Tensor | None = None,
@@ -247,23 +248,26 @@ def run(
 ) -> Tensor:
     """y [M, K] by a path of FUNCTIONS, for the tensors of the operator; no gradients.
 
-    `activity`: see the module; dense ignores it. `out` [M, K]: where y goes. Raises ValueError for
-    either under torch.compile, RuntimeError where a tensor requires gradients.
+    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it. `out`
+    [M, K]: where y goes. Raises ValueError for `activity` under torch.compile, RuntimeError where a
+    tensor requires gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
         raise RuntimeError(
             "ops.run computes no gradients, and a tensor requires them; "
-            "use torch.no_grad() or training_ops.train"
+            "use torch.no_grad(), twell.ffn or training_ops.train"
         )
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
         if path != "dense":
             given = {"activation": act.name, "threshold": act.threshold, "path": path}
-            return operator(x, *tensors, **given)
-        check_tensors(x, *tensors)
-        dense_ffn = float8.dense if x.dtype == float8.FLOAT8 else reference.ffn
-        return dense_ffn(x, *tensors, act=act)
+            y = operator(x, *tensors, **given)
+        else:
+            check_tensors(x, *tensors)
+            y = (float8.dense if x.dtype == float8.FLOAT8 else reference.ffn)(x, *tensors, act=act)
+        return y if out is None else out.copy_(y)
+    path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}
     if out is not None:
         options["out"] = out

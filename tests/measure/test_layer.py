@@ -83,6 +83,19 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
+def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for activation, gated, bias in (("relu2", False, True), ("drelu", True, False)):
+        options = {"activation": activation, "gated": gated, "bias": bias, "mode": "stream"}
+        rows = ffn([70], [9], **SIZES, **options)
+        assert [row["provider"] for row in rows] == PROVIDERS
+        assert {row["pattern"] for row in rows} == {f"skewed {activation}{' biases' * bias}"}
+        assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
+    with pytest.raises(ValueError, match="'drelu' needs a gate"):
+        ffn([70], activation="drelu", gated=False)
+
+
 def test_layers_in_fp8_are_measured_beside_the_others(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
     monkeypatch.setattr(layer.float8, "why_not", lambda device: None)

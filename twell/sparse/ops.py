@@ -29,7 +29,7 @@ def ffn(
     b_down: Tensor | None = None,
     *,
     activation: str = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     path: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -84,20 +84,16 @@ def ffn(
     given = None if out is None else out.view(rows.shape)
     if path is None and not _takes(rows, len(w_up)) or path == "dense" and learns:
         y = reference.ffn(rows, *tensors, act=act)
+        y = y if out is None else given.copy_(y)
     else:
         from twell.kernels import ops
 
-        if learns or torch.compiler.is_compiling():
+        if learns:
             options = {"activation": act.name, "threshold": act.threshold, "path": path}
             y = ops.operator(rows, *tensors, **options)
         else:
-            path = ops.known_path(path) or ops.choose(len(rows))
             y = ops.run(path, rows, *tensors, act=act, out=given)
-    if given is not None:
-        if y is not given:
-            given.copy_(y)
-        return out
-    return y.reshape(x.shape)
+    return y.reshape(x.shape) if out is None else out
 
 
 def _takes(rows: Tensor, intermediate_size: int) -> bool:
