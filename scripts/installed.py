@@ -22,7 +22,7 @@ SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Each program runs in the empty folder, after the commands between.
 FILES = """
-import lm_eval.tasks, sys, twell, twell.evaluate as e, twell.train as t
+import json, lm_eval.tasks, sys, twell, twell.evaluate as e, twell.train as t
 import twell.analysis.claims, twell.inspector, twell.kernels.ops, twell.sparse.calibration as c
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 assert len([t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]) > 9
@@ -31,11 +31,12 @@ c.default(2048, 5632, True), twell.analysis.claims.load()
 manager = lm_eval.tasks.TaskManager
 for folder in ("both", "hub", "local"):
     assert manager(include_path=e.TASKS / folder, include_defaults=False).all_tasks
-with open("text.txt", "w") as file:
-    words = [f"word{i * i % 97}" for i in range(20_000)]
-    file.write("\\n".join(" ".join(words[i : i + 50]) for i in range(0, 20_000, 50)))
+with open("text.jsonl", "w") as file:
+    for document in range(80):
+        text = " ".join(f"word{i * i % 97}" for i in range(150 * document, 150 * document + 150))
+        print(json.dumps({"text": text}), file=file)
 """
-TRAIN = """train quick source=text.txt vocab_size=320 context=32 hidden_size=32 num_layers=2
+TRAIN = """train quick source=text.jsonl vocab_size=320 context=32 hidden_size=32 num_layers=2
 num_heads=2 intermediate_size=96 batch_tokens=512 tokens=4096 warmup_steps=2 valid_tokens=512
 dead_window_tokens=2048 log_every=4 valid_every=8 --out run"""
 LOAD = """

@@ -62,34 +62,6 @@ def test_the_pins_for_a_gpu_can_be_installed_together(tmp_path):
     assert done.stdout.splitlines() == pins
 
 
-# Run with -P: the repository, as the working folder, must not lend its own files.
-INSTALLED = """
-import sys; sys.path.insert(0, sys.argv[1])
-import lm_eval.tasks, twell, twell.train as t, twell.kernels.ops, twell.evaluate as e
-import twell.analysis.claims, twell.inspector, twell.sparse.calibration as c
-[t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]
-twell.inspector.script(), twell.inspector.script('widget.js'), twell.inspector.style()
-c.default(2048, 5632, True), twell.analysis.claims.load()
-manager, folders = lm_eval.tasks.TaskManager, ('both', 'hub', 'local')
-tasks = [manager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in folders]
-print(twell.__file__, sorted(file.name for file in t.CONFIGS.iterdir()), tasks, sep='\\n')
-"""
-
-
-@pytest.mark.slow
-def test_the_wheel_works_elsewhere(tmp_path):
-    subprocess.run([*WHEEL, str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
-    (wheel,), site = tmp_path.glob("*.whl"), str(tmp_path / "site")
-    shutil.unpack_archive(wheel, site, "zip")
-    done = run([sys.executable, "-P", "-c", INSTALLED, site], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    where, configs, tasks = done.stdout.splitlines()
-    assert where.startswith(site)
-    assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
-    folders = [ROOT / "twell" / "tasks" / name for name in ("both", "hub", "local")]
-    assert tasks == str([sorted(file.stem for file in f.glob("*.yaml")) for f in folders])
-
-
 def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
     copy = tmp_path / "zip"
     (copy / "twell").mkdir(parents=True)

@@ -133,7 +133,7 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, x, w_gate, w_up, w_down, *rest, activity=None):
+def run(path, x, w_gate, w_up, w_down, *rest, activity=None, act=None):
     """ops.run by dense products."""
     if x.dtype == float8.FLOAT8:
         return float8.ffn(x, w_gate, w_up, w_down, *rest)
