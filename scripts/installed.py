@@ -87,11 +87,10 @@ with torch.no_grad(), use_kernel_mapping({"SparseMLP": {"cpu": layer}}):
         layer.mlp.up_proj.weight.data[5] = 0
         del layer.mlp.forward
     expected = model(ids).logits
-assert (logits - expected).float().norm() < 0.02 * expected.float().norm()
-model.model.layers[0].mlp.act_fn = torch.nn.SiLU()
-with use_kernel_mapping({"SparseMLP": {"cpu": LocalLayerRepository(Path("layer"), layer_name="SparseMLP")}}):
+    assert (logits - expected).float().norm() < 0.02 * expected.float().norm()
+    model.model.layers[0].mlp.act_fn = torch.nn.SiLU()
     kernelize(model, mode=Mode.INFERENCE, device="cpu")
-    assert "forward" not in vars(model.model.layers[0].mlp), "a layer without ReLU was replaced"
+    model(ids)  # SparseMLP would raise: a layer without ReLU keeps its own forward
 """
 
 

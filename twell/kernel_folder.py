@@ -1,9 +1,9 @@
 """The sparse layer as a folder for Hugging Face's package `kernels`, without the package twell.
 
-The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND` with
-a module `layers`, metadata.json and the launch options as options.json. Its modules are copies of
-twell's own, with relative imports and a name of their own for the operators, so that it works with
-any version of twell beside it, and without one.
+The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND`
+with a module `layers`, metadata.json and the launch options as options.json. Its modules are copies
+of twell's own, with relative imports and a name of their own for the operators, so that it works
+with any version of twell beside it, and without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from twell.results import write_atomically
 
 IMPORT = re.compile(r"^ *from twell\.(kernels|sparse)(?:\.(\w+))? import ([\w, ]*)", re.M)
 BACKENDS = ("cuda", "rocm", "cpu")  # on the CPU in Triton's interpreter alone
-INIT = '"""Sparse feed-forward layers for transformers\' models; see README.md."""\n\nfrom . import layers\n'
+INIT = '"""Sparse feed-forward layers; see README.md."""\n\nfrom . import layers\n'
 LAYERS = '''"""The layer; its kernels are launched with options.json."""
 
 import json
