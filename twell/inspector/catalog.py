@@ -8,7 +8,7 @@
 
 A chunk is computed when it is asked for. The widget sends it then; a page takes all along for
 which there is room; an atlas has a file of each. Without an aggregate only the words are known,
-without a model only the rest.
+without a model only the rest. Words need the model's last norm, whose place an adapter names.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from twell import trace
 from twell.inspector.packing import block, leading_bytes
 from twell.inspector.side import Side
+from twell.models import last_norm, sparse_ffns
 
 WORDS = 10  # that a neuron promotes, and suppresses
 LIKE = 5  # neurons with the most similar rows, of each projection
@@ -56,8 +57,9 @@ class Catalog:
             "name": side.name,
             "layers": self.shape[0],
             "neurons": self.shape[1],
-            "words": side.model is not None,
-            "gated": side.model is None or side.model.ffns[0].gated,
+            "weights": side.model is not None,
+            "words": side.model is not None and last_norm(side.model) is not None,
+            "gated": side.model is None or sparse_ffns(side.model)[0].gated,
             "notes": {f"{layer}:{n}": text for (layer, n), text in side.notes.items()},
             "keeps": side.notes_file is not None,
             "tokens": None,
@@ -107,30 +109,45 @@ class Catalog:
 
     @torch.no_grad()
     def _words(self, layer: int) -> tuple[dict, dict]:
-        model, rows = self.side.model, self._rows(layer)
-        unembedding, norm = model.get_output_embeddings().weight, model.base_model.norm.weight
+        rows, arrays, known = self._rows(layer), {}, []
+        if (norm := last_norm(self.side.model)) is not None:
+            ids, values = self._promoted(norm, rows["down"])
+            known, index = np.unique(ids, return_inverse=True)
+            arrays = {"word": _least(index), **leading_bytes("change", values, 3)}
+        for name, matrix in rows.items():
+            at, cosine = _like(matrix.float())
+            arrays |= {name: _least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
+        strings = trace.token_strings(self.side.tokenizer, list(known))
+        return {"strings": strings, "like": [*rows]}, arrays
+
+    def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the words that directions [N, K] raise most, then those they lower most.
+
+        Their ids and the changes of their logits, [N, 2 * WORDS].
+        """
+        unembedding = self.side.model.get_output_embeddings().weight
         ids, values = [], []
-        for part in rows["down"].split(BATCH):
-            logits = (unembedding @ (part * norm).t()).float().t()  # [n, V]
-            logits -= logits.mean(1, keepdim=True)
+        for part in directions.split(BATCH):
+            logits = (unembedding @ _normed(norm, part).t()).float().t()  # [n, V]
+            logits = logits - logits.mean(1, keepdim=True)
             number = min(WORDS, logits.shape[1])
             best = [logits.topk(number, largest=largest) for largest in (True, False)]
             values.append(torch.cat([part.values for part in best], 1).cpu())
             ids.append(torch.cat([part.indices for part in best], 1).cpu())
-        known, index = np.unique(torch.cat(ids).numpy(), return_inverse=True)
-        arrays = {"word": _least(index), **leading_bytes("change", torch.cat(values).numpy(), 3)}
-        for name, matrix in rows.items():
-            at, cosine = _like(matrix.float())
-            arrays |= {name: _least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
-        strings = trace.token_strings(self.side.tokenizer, known.tolist())
-        return {"strings": strings, "like": [*rows]}, arrays
+        return torch.cat(ids).numpy(), torch.cat(values).numpy()
 
     def _rows(self, layer: int) -> dict[str, Tensor]:
         """Of each projection the weights of every neuron, [N, K]."""
-        ffn, norm = self.side.model.ffns[layer], self.side.model.base_model.norm.weight
+        ffn = sparse_ffns(self.side.model)[layer]
+        like = next(ffn.parameters())
+        down = _matrix(ffn.down_proj, self.shape[1], like)
         rows = {"gate": ffn.gate_proj, "up": ffn.up_proj}
-        rows = {name: _matrix(one, len(norm), norm).t() for name, one in rows.items() if one}
-        return rows | {"down": _matrix(ffn.down_proj, self.shape[1], norm)}
+        rows = {
+            name: _matrix(one, down.shape[1], like).t()
+            for name, one in rows.items()
+            if one is not None
+        }
+        return rows | {"down": down}
 
 
 def _like(rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -146,6 +163,15 @@ def _matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:
     zero_and_ones = torch.eye(size + 1, size, dtype=like.dtype, device=like.device).roll(1, 0)
     outputs = projection(zero_and_ones)
     return outputs[1:] - outputs[:1]
+
+
+def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
+    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
+    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
+        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
+        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
+    weight = getattr(norm, "weight", None)
+    return directions if weight is None else directions * weight
 
 
 def _peaks(aggregate: trace.Aggregate) -> np.ndarray:

@@ -72,7 +72,8 @@ export class Browse {
   // A select of one part of the query; options() gives pairs of value and name.
   select(part, options) {
     const select = element("select", { "aria-label": part });
-    select.addEventListener("change", () => this.ask({ [part]: options()[select.selectedIndex][0] }));
+    const chosen = () => options()[select.selectedIndex][0];
+    select.addEventListener("change", () => this.ask({ [part]: chosen() }));
     this.updates.push(() => {
       const pairs = options();
       if (select.options.length !== pairs.length)
@@ -109,7 +110,8 @@ export class Browse {
       this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
       this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
     }
-    if (this.opened) this.host.root.querySelector(".tw-neuron")?.scrollIntoView({ block: "nearest" });
+    const card = this.opened && this.host.root.querySelector(".tw-neuron");
+    if (card) card.scrollIntoView({ block: "nearest" });
     this.opened = false;
   }
 
@@ -121,7 +123,8 @@ export class Browse {
     const overview = catalog.chunk("overview");
     const all = overview?.N ? overview.N * overview.L : 0;
     const brushed = this.query.box && button(".tw-link", () => this.scatter.clear(), "clear brush");
-    const said = error ?? (waiting ? "loading \u2026" : `${integer(found.length)} of ${plural(all, "neuron")}`);
+    const number = `${integer(found.length)} of ${plural(all, "neuron")}`;
+    const said = error ?? (waiting ? "loading \u2026" : number);
     this.count.replaceChildren(said, ...(brushed ? [" \u00b7 ", brushed] : []));
     this.fill(catalog, overview, found, score);
     if (!waiting && overview?.fires) this.prepare(catalog);
@@ -150,9 +153,10 @@ export class Browse {
     const row = (index) =>
       button(".tw-hit", () => this.choose(index), { data: { index } }, cells(index));
     const more = found.length > shown.length && this.more(catalog);
-    const head = element("div.tw-hit.tw-hit-head", names.filter(Boolean).map((one) => element("span", one)));
+    const titles = names.filter(Boolean).map((one) => element("span", one));
+    const head = shown.length > 0 && element("div.tw-hit.tw-hit-head", titles);
     this.list.className = `tw-found${known ? " tw-known" : ""}${match ? " tw-matched" : ""}`;
-    this.list.replaceChildren(...(shown.length ? [head] : []), ...shown.map(row), ...(more ? [more] : []));
+    this.list.replaceChildren(...[head, ...shown.map(row), more].filter(Boolean));
   }
 
   matched(score, overview) {

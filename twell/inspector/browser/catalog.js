@@ -54,7 +54,7 @@ export class Catalog {
       use(`layer-${layer}`, (chunk) => readLayer(card, chunk, overview, neuron));
       use("text", (text) => readExamples(card, text, overview, layer, neuron));
     }
-    if (overview.about.words) use(`words-${layer}`, (chunk) => readWords(card, chunk, neuron));
+    if (overview.about.weights) use(`words-${layer}`, (chunk) => readWords(card, chunk, neuron));
     return card;
   }
 
@@ -173,14 +173,16 @@ function readExamples(card, text, overview, layer, neuron) {
 }
 
 function readWords(card, { header, array, floats }, neuron) {
-  const each = array("word").length / card.overview.N;
+  const each = (array("word")?.length ?? 0) / card.overview.N;
   const change = floats("change");
   const words = Array.from({ length: each }, (_, n) => {
     const at = neuron * each + n;
     return [header.strings[array("word")[at]], change[at]];
   });
-  card.promotes = words.slice(0, each / 2);
-  card.suppresses = words.slice(each / 2);
+  if (each) {
+    card.promotes = words.slice(0, each / 2);
+    card.suppresses = words.slice(each / 2);
+  }
   card.like = header.like.map((name) => {
     const count = array(name).length / card.overview.N;
     const cosine = floats(`${name}_cosine`);

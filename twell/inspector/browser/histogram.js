@@ -71,7 +71,8 @@ export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles 
   for (const { value, quantile } of quantiles) {
     const at = x(placeOf(value, edges));
     const mark = element("svg:path.tw-quantile", { d: `M${at} ${bottom}l-3 5h6z` });
-    mark.append(element("svg:title", `${percent(quantile)} of its values are below ${signed(value)}`));
+    const below = `${percent(quantile)} of its values are below ${signed(value)}`;
+    mark.append(element("svg:title", below));
     parts.push(mark);
   }
   const name = { class: "tw-axis-name" };

@@ -113,7 +113,8 @@ export class NeuronCard {
   }
 
   tabs(side, known) {
-    const kinds = [side.T && "passage", known.top?.length && "top", known.top?.length && "quantiles"];
+    const far = known.top?.length ? ["top", "quantiles"] : [];
+    const kinds = [side.T && "passage", ...far];
     this.shown = kinds.includes(this.places) ? this.places : kinds.find(Boolean);
     const tab = (kind) => {
       const open = () => {

@@ -50,7 +50,7 @@ export class Scatter {
     const range = [HEIGHT - SPACE.bottom, SPACE.top];
     this.y =
       this.upright === "layer"
-        ? { of: (index) => Math.floor(index / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
+        ? { of: (at) => Math.floor(at / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
         : this.axis((index) => overview.strength[index], range);
   }
 
@@ -64,7 +64,8 @@ export class Scatter {
       if (value > high) high = value;
     }
     if (!high) [low, high] = [0.1, 1];
-    return { of, ticks: powersOfTen(low, high * 1.0001), ...logarithmic([low / 1.2, high * 1.2], range) };
+    const ticks = powersOfTen(low, high * 1.0001);
+    return { of, ticks, ...logarithmic([low / 1.2, high * 1.2], range) };
   }
 
   context(canvas) {
@@ -81,7 +82,8 @@ export class Scatter {
     const context = this.context(this.sheet);
     this.drawAxes(context);
     const ramp = this.host.state.ramps.sequential;
-    const colour = (layer) => ramp.fill[Math.round(70 + (185 * layer) / Math.max(1, overview.L - 1))];
+    const last = Math.max(1, overview.L - 1);
+    const colour = (layer) => ramp.fill[Math.round(70 + (185 * layer) / last)];
     const matching = new Uint8Array(overview.fires.length);
     for (const index of found) matching[index] = 1;
     for (const match of [0, 1]) {
@@ -188,14 +190,14 @@ export class Scatter {
   }
 
   released(event) {
-    const dragged = this.start && Math.hypot(...this.at(event).map((v, n) => v - this.start[n])) >= 5;
-    const near = this.nearest(...this.at(event));
+    const [x, y] = this.at(event);
+    const dragged = this.start && Math.hypot(x - this.start[0], y - this.start[1]) >= 5;
+    const near = this.nearest(x, y);
     this.start = null;
     if (dragged) {
       const [left, top, right, bottom] = this.box;
-      const { x, y } = this;
       const range = (axis, ...ends) => [axis.of, ...ends.map(axis.from).sort((a, b) => a - b)];
-      this.brushed([range(x, left, right), range(y, top, bottom)]);
+      this.brushed([range(this.x, left, right), range(this.y, top, bottom)]);
     } else if (near !== null) this.chosen(near);
     else this.clear();
   }

@@ -38,10 +38,12 @@ export function search(catalog, query) {
     if (!overview.fires) return true;
     const alive = overview.fires[index] > 0;
     if (query.state !== "all" && alive !== (query.state === "alive")) return false;
-    return !query.box || query.box.every(([of, low, high]) => of(index) >= low && of(index) <= high);
+    const between = ([of, low, high]) => of(index) >= low && of(index) <= high;
+    return !query.box || query.box.every(between);
   };
   const found = [];
-  for (let index = 0; index < overview.L * overview.N; index++) if (inside(index)) found.push(index);
+  for (let index = 0; index < overview.L * overview.N; index++)
+    if (inside(index)) found.push(index);
   const { [query.sort]: sizes } = { ...overview, rate: overview.fires, match: score };
   const size = sizes ?? (query.sort === "match" && overview.strength);
   const tie = overview.strength ?? [];
@@ -65,7 +67,8 @@ function matches(catalog, overview, { where }, words) {
     }
     return { score };
   }
-  if (!overview.about.words) return { error: "Words are known only where there is a model." };
+  if (!overview.about.words)
+    return { error: "Promoted words are known only where there is a model with its last norm." };
   const layers = Array.from({ length: overview.L }, (_, n) => catalog.chunk(`words-${n}`));
   const wrong = layers.find((chunk) => chunk?.error);
   if (wrong || layers.includes(undefined)) return { waiting: !wrong, error: wrong?.error };

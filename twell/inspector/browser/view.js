@@ -104,8 +104,8 @@ export class View {
     const of = this.state.header.same ? 0 : number;
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
-      const ask = (name) => (model.chunk ? model.chunk(`${of}:${name}`) : this.ask(`${of}:${name}`));
-      const catalog = new Catalog(ask, () => this.schedule());
+      const load = (key) => (model.chunk ? model.chunk(key) : this.ask(key));
+      const catalog = new Catalog((name) => load(`${of}:${name}`), () => this.schedule());
       if (!model.chunk)
         catalog.write = (layer, neuron, text) => {
           catalog.noted.set(`${layer}:${neuron}`, text);
