@@ -145,7 +145,7 @@ def test_paths_that_would_take_too_long_are_left_out(dense_kernels, monkeypatch)
 def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
     dense_kernels, tmp_path, monkeypatch, mode
 ):
-    def wrong(path, x, w_gate, *weights, activity=None):
+    def wrong(path, x, w_gate, *weights, **_):
         bad = path == "decode" and float(counts_of(x, w_gate).double().mean()) > 6
         # In a graph each output is checked: one of them is wrong.
         if mode == "graph":
@@ -182,7 +182,7 @@ def timed(dense_kernels, monkeypatch):
     """Paths take the ms of a formula; the dict has them by (tokens, entries, path)."""
     log = {}
 
-    def run(path, x, w_gate, *weights, activity=None):
+    def run(path, x, w_gate, *weights, **_):
         active = torch.relu(x.double() @ w_gate.double().t()) != 0
         m, union = (
             len(x),

@@ -27,6 +27,7 @@ from twell.cli import (
     measure_quality,
     measure_serve,
     measure_train_step,
+    relufy,
     runs,
     spelling,
     trace,
@@ -56,6 +57,7 @@ app = _app(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
 _add(app, train, "train", MODELS)
+_add(app, relufy, "relufy", MODELS)
 _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
