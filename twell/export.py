@@ -185,13 +185,12 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         "inactive": [f"{100 - 100 * one.layers['active_fraction'].mean():.2f}%" for one in runs],
     }
     share = 100 * active / row["intermediate_size"]
+    known = row["activation"] in ("relu", "silu") and not row.get("threshold")
     return CARD.format(
         row=row,
         start=start,
         name=out.resolve().name,
-        stock=STOCK[
-            row["gated"] and row["activation"] in ("relu", "silu") and not row["threshold"]
-        ],
+        stock=STOCK[row["gated"] and known],
         millions=row["parameters"] / 1e6,
         millions_of_tokens=row["tokens"] / 1e6,
         active=active,
