@@ -102,15 +102,7 @@ def check_tensors(
         if tensor is not None:
             check_tensor(name, tensor, tuple(shape), dtype)
             _check_storage(name, tensor, x.device)
-    gate_in_fp8 = in_fp8 and w_gate is not None
-    for name, tensor, belongs in (
-        ("x_scale", x_scale, in_fp8),
-        ("s_gate", s_gate, gate_in_fp8),
-        ("s_up", s_up, in_fp8),
-    ):
-        if (tensor is not None) != belongs:
-            given = "missing" if belongs else "given"
-            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
+    _check_scales(x, x_scale=x_scale, s_gate=s_gate, s_up=s_up, gated=w_gate is not None)
     if activity is not None:
         given = activity.dtype, tuple(activity.shape)
         if given != (torch.int64, (4,)):
@@ -119,6 +111,14 @@ def check_tensors(
     if out is not None:
         check_tensor("out", out, tuple(x.shape), rest)
         _check_storage("out", out, x.device)
+
+
+def _check_scales(x: Tensor, *, gated: bool, **scales: Tensor | None) -> None:
+    for name, scale in scales.items():
+        belongs = x.dtype == float8.FLOAT8 and (gated or name != "s_gate")
+        if (scale is not None) != belongs:
+            given = "missing" if belongs else "given"
+            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
 
 
 def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
