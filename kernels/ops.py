@@ -67,9 +67,6 @@ def check_tensors(
     x_scale=None,
     s_gate=None,
     s_up=None,
-    *,
-    activity=None,
-    out=None,
 ) -> None:
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
     if x.dim() != 2:
@@ -111,13 +108,18 @@ def check_tensors(
         if (tensor is not None) != belongs:
             given = "missing" if belongs else "given"
             raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
+
+
+def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:
+    """Raise ValueError or TypeError for tensors that results cannot be written to."""
     if activity is not None:
         given = activity.dtype, tuple(activity.shape)
         if given != (torch.int64, (4,)):
             raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
         _check_device("activity", activity, x.device)
     if out is not None:
-        check_tensor("out", out, tuple(x.shape), rest)
+        dtype = torch.bfloat16 if x.dtype == float8.FLOAT8 else x.dtype
+        check_tensor("out", out, tuple(x.shape), dtype)
         _check_storage("out", out, x.device)
 
 
@@ -162,7 +164,8 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 def launch(ffn, x: Tensor, *tensors: Tensor | None, act: Activation = RELU, **options) -> Tensor:
     """y [M, K] by the function `ffn` of a kernel file, after all checks."""
-    check_tensors(x, *tensors, activity=options.get("activity"), out=options.get("out"))
+    check_tensors(x, *tensors)
+    _check_results(x, options.get("activity"), options.get("out"))
     if x.shape[0] == 0:
         return options.get("out", empty_output(x))
     # Optional tensors at the end may be left out.

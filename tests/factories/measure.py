@@ -134,15 +134,15 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, x, w_gate, w_up, w_down, *rest, act=RELU, **_):
+def run(path, x, *tensors, activity=None, act=RELU):
     """ops.run by dense products."""
-    if x.dtype == float8.FLOAT8:
-        return float8.ffn(x, w_gate, w_up, w_down, *rest, act=act)
-    return reference.ffn(x, w_gate, w_up, w_down, *rest, act=act)
+    ffn = float8.ffn if x.dtype == float8.FLOAT8 else reference.ffn
+    return ffn(x, *tensors, act=act)
 
 
-def train(path, capacity, x, w_gate, w_up, w_down, *biases, **_):
+def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):
     """ops.train by dense products; NaN where the capacity does not suffice."""
+    assert act == RELU
     assert not any(bias is not None for bias in biases)
     y, l1 = step.dense(x, w_gate, w_up, w_down)
     g = torch.relu(x @ (w_up if w_gate is None else w_gate).t()).detach()

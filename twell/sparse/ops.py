@@ -35,8 +35,8 @@ def ffn(
 ) -> Tensor:
     """Return y [..., K] of a feed-forward layer with sparse activations.
 
-        gated:      g = relu(x w_gate^T + b_gate)   h = g (x w_up^T + b_up)   y = h w_down_t + b_down
-        non-gated:  h = relu(x w_up^T + b_up)                   (w_gate and b_gate are None)
+        gated:      g = relu(x w_gate^T + b_gate)  h = g (x w_up^T + b_up)  y = h w_down_t + b_down
+        non-gated:  h = relu(x w_up^T + b_up)                  (w_gate and b_gate are None)
 
     Args:
         x: [..., K], any strides.
@@ -59,7 +59,7 @@ def ffn(
     all-reduce over the ranks; give b_down to one rank.
 
     Compilation. The number of tokens chooses the path when the operator runs, so torch.compile
-    makes one graph for all of them. Before a CUDA graph is captured, `warm_up` compiles the kernels.
+    makes one graph for all of them. `warm_up` compiles the kernels before a CUDA graph is captured.
 
     Raises ValueError or TypeError with the name of what does not fit, RuntimeError for `out` with
     gradients.
