@@ -12,7 +12,7 @@ import twell
 from tests.factories import SEED, measure
 from twell.measure import imposed
 from twell.measure.providers import Provider
-from twell.measure.quality import quality
+from twell.measure.precision import quality
 from twell.measure.rows import COLUMNS
 from twell.sparse import float8
 
