@@ -181,7 +181,7 @@ def test_a_click_silences_a_neuron(live, pair):
     after = widget.sides[1]
     losses = [-np.nanmean(side.trace.logprob) for side in widget.sides]
     strip = texts(page, ".tw-strip-of-changes")[0]
-    assert f"loss {losses[0]:.3g} \u2192 {losses[1]:.3g} nats" in strip
+    assert f"loss {losses[0]:.3f} \u2192 {losses[1]:.3f} nats" in strip
     pairs, _ = shown_predictions(page, 1)
     expected = 100 * after.predictions.probability[token]
     np.testing.assert_allclose([p for _, p in pairs[:10]], expected, rtol=0.06)

@@ -15,6 +15,8 @@ export async function unpack(bytes) {
   const sides = header.sides.map(
     (about, number) => new Side(number, about, (name) => arrays[`${number}.${name}`]),
   );
+  // How alike a neuron is in two models, [L * N]; of one model nothing.
+  header.alike = ["alike_in", "alike_out"].map((name) => arrays[name] && fromBytes(arrays[name]));
   return { header, sides, cards: arrays.cards };
 }
 

@@ -1,6 +1,7 @@
 // The card of the selected neuron: its firings in the passage, and its statistics beyond it.
 
 import { changeControls } from "./changes.js";
+import { alikeness } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
@@ -48,7 +49,9 @@ export class NeuronCard {
     const label = { "aria-label": "neuron" };
     const head = this.head(side, layer, neuron);
     const controls = changeControls(this.state, layer, neuron);
-    return element("section.tw-card.tw-neuron", label, head, controls, body);
+    const alike = alikeness(this.state, layer, neuron);
+    const of = this.state.sides.length === 2 && element("div.tw-of", side.about.name);
+    return element("section.tw-card.tw-neuron", label, of, head, alike, controls, body);
   }
 
   head(side, layer, neuron) {
@@ -63,7 +66,6 @@ export class NeuronCard {
     return element(
       "div.tw-card-head",
       title,
-      state.sides.length === 2 && element("span.tw-quiet", side.about.name),
       closer("let go of the neuron", () => state.letGo()),
     );
   }
