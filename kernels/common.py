@@ -1,7 +1,9 @@
 """Device functions and integer helpers of all kernels.
 
 Values are stored in bf16 or fp16 and accumulated in fp32. A neuron is active for a token where its
-value after ReLU *and rounding to the storage type* is `!= 0`: NaN is active, -0.0 is not.
+value after ReLU *and rounding to the storage type* is `!= 0`: NaN is active, -0.0 is not. How g
+and u make h is the activation ACT, by the names of twell/sparse/activations.py. A threshold is a
+number, or None for 0.
 
 Without a GPU, kernels run under TRITON_INTERPRET=1. There bf16 is a bare 16-bit integer: arithmetic
 and tl.dot use its bits as a number, and rounding to it truncates. `wide` and `narrow` stand at each
@@ -19,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twell.sparse.activations import RELU, Activation
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 DTYPES = torch.bfloat16, torch.float16
 
@@ -28,7 +32,8 @@ class Layer(NamedTuple):
 
     w_gate (None in a non-gated layer), w_up and w_down_t, the transpose of w_down: [N, K]
     contiguous. b_gate and b_up: [N], b_down: [K], or None. In FP8 are w_gate and w_up alone, with
-    scales s_gate and s_up [N] fp32 (float8.py); everything else is in bf16 then.
+    scales s_gate and s_up [N] fp32 (float8.py); everything else is in bf16 then. act: how they
+    make h.
     """
 
     w_gate: Tensor | None
@@ -39,6 +44,7 @@ class Layer(NamedTuple):
     b_down: Tensor | None = None
     s_gate: Tensor | None = None
     s_up: Tensor | None = None
+    act: Activation = RELU
 
     @property
     def gated(self) -> bool:
@@ -91,6 +97,50 @@ def narrow(value, dtype):
 def relu(value):
     """max(value, 0), NaN where the value is NaN."""
     return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def rectified(value, threshold):
+    """relu, or 0 up to the threshold; NaN stays NaN. What meets a threshold is rounded before."""
+    if threshold is None:
+        return relu(value)
+    else:
+        return tl.where(value <= threshold, 0.0, value)
+
+
+@triton.jit
+def gate_value(value, threshold, dtype):
+    """g of the first projection's result in fp32, rounded to the storage type."""
+    if threshold is not None:
+        value = narrow(value, dtype).to(tl.float32)
+    return narrow(rectified(value, threshold), dtype)
+
+
+@triton.jit
+def of_gate(g, dtype, ACT):
+    """The factor of h that g makes, both in fp32; a square is rounded, as torch.square rounds."""
+    if ACT == "relu2":
+        return narrow(g * g, dtype).to(tl.float32)
+    else:
+        return g
+
+
+@triton.jit
+def of_up(u, ACT):
+    """The factor of h that u makes, both in fp32."""
+    if ACT == "drelu":
+        return relu(u)
+    else:
+        return u
+
+
+@triton.jit
+def through_gate(gradient, g, ACT):
+    """The gradient of the first projection's result, from that of `of_gate`."""
+    if ACT == "relu2":
+        return gradient * (2 * g)
+    else:
+        return gradient
 
 
 @triton.jit

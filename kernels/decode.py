@@ -39,10 +39,12 @@ from twell.kernels.common import (
     cdiv,
     chunks,
     empty_output,
+    gate_value,
     load,
     narrow,
     next_power_of_2,
-    relu,
+    of_gate,
+    of_up,
     round_up,
     scaled,
     wide,
@@ -68,11 +70,13 @@ def decode_few_up_kernel(
     h_ptr,
     flags_ptr,
     activity_ptr,
+    threshold,
     N,
     K,
     M: tl.constexpr,
     TOKENS: tl.constexpr,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -95,13 +99,14 @@ def decode_few_up_kernel(
     g = scaled(g, x_scale_ptr, s_ptr, tokens, neurons, M, N, True)
     if b_ptr is not None:
         g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
-    h = narrow(relu(g), h_ptr.dtype.element_ty).to(tl.float32)
+    h = gate_value(g, threshold, h_ptr.dtype.element_ty).to(tl.float32)
     active = (h != 0) & (neurons < N)[:, None] & (tokens < M)[None, :]
     flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
     if activity_ptr is not None:
         entries = tl.sum(active.to(tl.int32))
         add_activity(activity_ptr, tl.program_id(0) == 0, M, entries, tl.sum(flags, 0))
+    h = of_gate(h, h_ptr.dtype.element_ty, ACT)
     if GATED:
         if tl.max(flags, 0) != 0:
             mask = (flags != 0)[:, None] & (k < K)[None, :]
@@ -114,7 +119,7 @@ def decode_few_up_kernel(
             u = scaled(u, x_scale_ptr, su_ptr, tokens, neurons, M, N, True)
             if bu_ptr is not None:
                 u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
-            h *= u
+            h *= of_up(u, ACT)
     h_ptrs = h_ptr + neurons[:, None] * BM + tokens[None, :]
     h = narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty)
     tl.store(h_ptrs, h, mask=(tokens < M)[None, :])
@@ -133,11 +138,13 @@ def decode_up_kernel(
     h_ptr,
     flags_ptr,
     activity_ptr,
+    threshold,
     M,
     N,
     K,
     width,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -156,7 +163,7 @@ def decode_up_kernel(
     acc = scaled(acc, x_scale_ptr, s_ptr, rows, neurons, M, N, True)
     if b_ptr is not None:
         acc += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
-    h = narrow(relu(acc), dtype).to(tl.float32)
+    h = gate_value(acc, threshold, dtype).to(tl.float32)
     # Rows beyond M may hold relu(bias), neurons beyond N the NaN of a row of x.
     active = (h != 0) & (rows < M)[None, :] & (neurons < N)[:, None]
     flags = tl.max(active.to(tl.int32), 1)
@@ -168,6 +175,7 @@ def decode_up_kernel(
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         entries = tl.sum(active.to(tl.int32))
         add_activity(activity_ptr, first, M, entries, tl.sum(in_unions))
+    h = of_gate(h, dtype, ACT)
     if GATED:
         k = tl.arange(0, BK)
         w_ptrs = wu_ptr + neurons.to(tl.int64)[:, None] * K + k[None, :]
@@ -181,7 +189,7 @@ def decode_up_kernel(
         u = scaled(u, x_scale_ptr, su_ptr, rows, neurons, M, N, True)
         if bu_ptr is not None:
             u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
-        h *= u
+        h *= of_up(u, ACT)
     h = tl.where(active, h, 0.0)
     tl.store(h_ptr + place[:, None] * BM + tl.arange(0, BM)[None, :], narrow(h, dtype))
 
@@ -302,7 +310,9 @@ def _up(
     h = empty_output(x[:0]).new_empty(num_blocks * width, block_m)
     flags = torch.empty(num_blocks, width // 8, dtype=torch.int64, device=x.device)
     up = layer.w_up, layer.b_up, layer.s_up
-    rest = b, layer.first_scale, *up, h, flags.view(torch.int8), activity
+    results = h, flags.view(torch.int8), activity
+    rest = b, layer.first_scale, *up, *results, layer.act.threshold or None
+    given = dict(GATED=layer.gated, ACT=layer.act.name, BM=block_m)
     if num_tokens <= FEW_UP_TOKENS:
         options = decode_few_up(num_tokens, hidden_size)
         decode_few_up_kernel[(width // options["BN"],)](
@@ -314,9 +324,8 @@ def _up(
             hidden_size,
             M=num_tokens,
             TOKENS=next_power_of_2(num_tokens),
-            GATED=layer.gated,
             EVEN=options["BK"] == hidden_size and width == intermediate_size,
-            BM=block_m,
+            **given,
             **options,
         )
     else:
@@ -332,8 +341,7 @@ def _up(
             intermediate_size,
             hidden_size,
             width,
-            GATED=layer.gated,
-            BM=block_m,
+            **given,
             **options,
         )
     return h, flags
@@ -368,7 +376,12 @@ def chunk_tokens(hidden_size: int, intermediate_size: int, device: torch.device)
 
 
 def ffn(
-    x: Tensor, layer: Layer, x_scale: Tensor | None = None, *, activity: Tensor | None = None
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 64.
 
@@ -377,7 +390,7 @@ def ffn(
     more tokens are taken in chunks that keep it below WORKSPACE_BYTES. Ours: the paper has no
     kernel for decoding.
     """
-    y = empty_output(x)
+    y = empty_output(x) if out is None else out
     if len(x) <= MAX_TOKENS:
         _down(*_up(x, x_scale, layer, activity), layer, y)
         return y

@@ -7,7 +7,8 @@ half has a bit for each token, the high half the place of the first entry. So th
 stands as many places later as bits below i are set.
 
     index      [M / 32, width] int64   a quarter of a byte for each token and neuron
-    entries    [capacity * M] int64    token (32 bits), g and u (16 each): 8 bytes an entry
+    entries    [capacity * M] int64    token (32 bits), g and u (16 each): 8 bytes an entry; drelu
+                                       has relu(u) in place of u, which is 0 as its gradient is
     gradients  [capacity * M] int32    du and dg (16 each), in backward only
     spans      [3, N] int32            each neuron's first entry, the one after its last, has a row
     backup     [rows] int32            the neurons with a dense row (weight_gradients.py)
@@ -31,8 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, narrow, popcount
+from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, popcount, through_gate
 from twell.kernels.options import launch_options
+from twell.sparse.activations import Activation
 
 
 class UnionSaved(NamedTuple):
@@ -150,6 +152,7 @@ def entries_forward_kernel(
     width,
     capacity,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -180,8 +183,13 @@ def entries_forward_kernel(
         entry = (tokens.to(tl.int64) << 32)[None, :] | (value_bits(g).to(tl.int64) << 16)
         if GATED:
             u = tl.load(h_ptrs, mask=active, other=0.0)
+            if ACT == "drelu":
+                u = narrow(of_up(u.to(tl.float32), ACT), dtype)
             entry |= value_bits(u).to(tl.int64)
-            h = narrow(tl.where(active, g.to(tl.float32) * u.to(tl.float32), 0.0), dtype)
+            h = of_gate(g.to(tl.float32), dtype, ACT) * u.to(tl.float32)
+            h = narrow(tl.where(active, h, 0.0), dtype)
+        elif ACT == "relu2":
+            h = narrow(of_gate(g.to(tl.float32), dtype, ACT), dtype)
         else:
             h = g
         tl.store(h_ptrs, h)
@@ -205,6 +213,7 @@ def entries_backward_kernel(
     M,
     width,
     capacity,
+    ACT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -231,17 +240,21 @@ def entries_backward_kernel(
         active, place, stored = entry_places(index, lane, capacity)
         column = rows[:, None] * BM + (tokens % BM)[None, :]
         dh = tl.load(dh_ptr + column, mask=active, other=0.0).to(tl.float32)
-        du = dh
-        if GATED:
+        if GATED or ACT == "relu2":
             entry = tl.load(entries_ptr + place, mask=stored, other=0)
             g = low_value(entry >> 16, dtype)
+        if GATED:
             u = low_value(entry, dtype)
-            h = narrow(g * u, dtype).to(tl.float32)
+            factor = of_gate(g, dtype, ACT)
+            h = narrow(factor * u, dtype).to(tl.float32)
             sign = tl.where(h > 0, 1.0, tl.where(h < 0, -1.0, h))  # of 0 it is 0, of NaN NaN
             dh += sign * dl1[None, :]
-            dg = narrow(tl.where(active, dh * u, 0.0), dtype)
-            du = tl.where(active, dh * g, 0.0)
+            dg = narrow(tl.where(active, through_gate(dh * u, g, ACT), 0.0), dtype)
+            reached = active & (u != 0) if ACT == "drelu" else active
+            du = tl.where(reached, dh * factor, 0.0)
             tl.store(dg_ptr + column, dg)
+        else:
+            du = through_gate(dh, g, ACT) if ACT == "relu2" else dh
         du = narrow(du, dtype)
         tl.store(dh_ptr + column, du)
         if gradients_ptr is not None:
@@ -284,7 +297,7 @@ def make_index(
 
 
 def forward(
-    g: Tensor, h: Tensor, num_tokens: int, gated: bool, saved: UnionSaved
+    g: Tensor, h: Tensor, num_tokens: int, layer: Layer, saved: UnionSaved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h = g u over u; writes the entries; returns l1 [M] fp32, l0 [M] int32, needed 0-d int64.
 
@@ -297,14 +310,18 @@ def forward(
     tensors = g, h, saved.index, saved.lists, saved.counts, saved.entries
     sizes = num_tokens, g.shape[1], width, len(saved.entries)
     options = launch_options("training_elements", g.device)
-    entries_forward_kernel[(num_words,)](
-        *tensors, l1, l0, saved.totals, needed, *sizes, GATED=gated, BM=h.shape[1], **options
-    )
+    options |= dict(GATED=layer.gated, ACT=layer.act.name, BM=h.shape[1])
+    entries_forward_kernel[(num_words,)](*tensors, l1, l0, saved.totals, needed, *sizes, **options)
     return l1, l0, needed
 
 
 def backward(
-    dh: Tensor, dg: Tensor | None, gradients: Tensor | None, dl1: Tensor, saved: UnionSaved
+    dh: Tensor,
+    dg: Tensor | None,
+    gradients: Tensor | None,
+    dl1: Tensor,
+    saved: UnionSaved,
+    act: Activation,
 ) -> None:
     """Writes du over dh, dg, and the gradients of the entries.
 
@@ -314,6 +331,5 @@ def backward(
     num_words, width = saved.index.shape
     tensors = dh, dg, saved.index, saved.lists, saved.counts, saved.entries, gradients, dl1
     options = launch_options("training_elements", dh.device)
-    entries_backward_kernel[(num_words,)](
-        *tensors, len(dl1), width, len(saved.entries), BM=dh.shape[1], **options
-    )
+    options |= dict(ACT=act.name, BM=dh.shape[1])
+    entries_backward_kernel[(num_words,)](*tensors, len(dl1), width, len(saved.entries), **options)

@@ -1,5 +1,7 @@
 """The gate: g = relu(x w^T + b) for all neurons, and one bit an entry: active or not.
 
+With a threshold, g is 0 up to it.
+
 One matrix product. A fixed number of programs stays resident and takes tiles in turn. Operands come
 through tensor descriptors, which read zeros outside the matrices, so the loop needs no masks. The
 epilogue sums 32 bits to a word in registers, at a few percent of the product. The lists of the
@@ -21,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, narrow, relu, round_up, scaled, wide
+from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide
 from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 
@@ -46,12 +48,12 @@ def tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, BY_NEURON):
 
 
 @triton.jit
-def activate(acc, b_ptr, neurons, N, BY_NEURON):
-    """relu(acc + b), not yet rounded; 0 beyond neuron N, except for tokens with NaN."""
+def with_bias(acc, b_ptr, neurons, N, BY_NEURON):
+    """acc + b; 0 beyond neuron N, except for tokens with NaN."""
     if b_ptr is not None:
         b = tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
         acc += b[:, None] if BY_NEURON else b[None, :]
-    return relu(acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -64,6 +66,7 @@ def gate_bits_kernel(
     g_desc,
     bits_ptr,
     zero_ptr,
+    threshold,
     M,
     N,
     K,
@@ -91,7 +94,8 @@ def gate_bits_kernel(
         acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, BY_NEURON)
         tokens, neurons = token + tl.arange(0, BM), neuron + tl.arange(0, BN)
         acc = scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, BY_NEURON)
-        g = narrow(activate(acc, b_ptr, neurons, N, BY_NEURON), g_desc.dtype)
+        acc = with_bias(acc, b_ptr, neurons, N, BY_NEURON)
+        g = gate_value(acc, threshold, g_desc.dtype)
         row, column = (neuron, token) if BY_NEURON else (token, neuron)
         g_desc.store([row, column], g)
         active = (g.to(tl.uint16, bitcast=True).to(tl.int32) & 0x7FFF) != 0  # not 0 and not -0
@@ -127,6 +131,7 @@ def gate_bits(
     by_neuron: bool,
     zero: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """g in x.dtype and its bits, by tokens or by neurons, for an M of at least 1; shapes as above.
 
@@ -161,6 +166,7 @@ def gate_bits(
         TensorDescriptor.from_tensor(g, block),
         bits,
         zero,
+        threshold or None,
         num_tokens,
         intermediate_size,
         hidden_size,

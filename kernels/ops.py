@@ -1,14 +1,18 @@
-"""The layer as PyTorch operators for inference: one for each sparse path, and one dispatch point.
+"""The layer as a PyTorch operator, twell::ffn, and the dispatch point of its paths.
 
-    twell::ffn_rowwise   any M; weight rows of each token's active neurons (rowwise.py)
-    twell::ffn_union     many tokens; products over unions of 64 or 128 tokens (union.py)
-    twell::ffn_decode    1 to 64 tokens, more 64 at a time; each weight row read once (decode.py)
+    rowwise   any M; weight rows of each token's active neurons (rowwise.py)
+    union     many tokens; products over unions of 64 or 128 tokens (union.py)
+    decode    1 to 64 tokens, more 64 at a time; each weight row read once (decode.py)
+    dense     any M; three matrix products (dense.py)
 
-training_ops.py has the operators with gradients, paper/ops.py the paper's own. For x [M, K] all
-compute the same y [M, K]:
+`twell.ffn` (twell/sparse/ops.py) is its public face. training_ops.py has the operators of sparse
+training, paper/ops.py the paper's own. For x [M, K] all compute the same y [M, K]:
 
     gated       y = (relu(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T + b_down
     non-gated   y = relu(x w_up^T + b_up) w_down^T + b_down             (w_gate is None)
+
+twell/sparse/activations.py has the other activations and thresholds. Without a path the operator
+decides when it runs (`choose`), so that compiled code serves every number of tokens.
 
 Shapes: w_gate and w_up [N, K] contiguous; w_down [K, N] with strides (1, K), so that w_down.t() is
 contiguous; b_gate and b_up [N], b_down [K]. K is a multiple of 16, N at most 65,536, M any number;
@@ -18,15 +22,16 @@ ValueError or TypeError for anything else, with the name of the tensor.
 In FP8 (twell.sparse.float8) x, w_gate and w_up are float8_e4m3fn, with scales x_scale [M], s_gate
 and s_up [N] in fp32 behind the other tensors; the rest and y are bf16.
 
-`run` is the dispatch point: a path by name, or "dense". Eagerly it calls the kernels without
+`run` is the dispatch point: a path by name. Eagerly it calls the kernels without
 PyTorch's dispatcher, which takes as long as a small layer. The sparse paths then add to `activity`
 [4] int64 on x's device, if given: tokens; blocks of 64 consecutive tokens, a part of one counts;
 active neurons, summed over tokens; neurons of each block's union, summed over blocks. Compiled,
 a dense layer is plain PyTorch, which fuses with its surroundings.
 
-The operators keep no state and never wait for the device. The same call gives the same bits. They
-work under torch.compile(fullgraph=True), in CUDA graphs and on any stream. They have no gradients:
-backward() raises.
+The operator keeps no state and never waits for the device. The same call gives the same bits. It
+works under torch.compile(fullgraph=True), in CUDA graphs and on any stream. Its gradients are
+dense: backward keeps x and the weights alone and computes the layer again in torch's operators
+(reference.gradients). Those of FP8 raise.
 
 Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or NaN in the weights of
 an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
@@ -35,6 +40,8 @@ in which another token activates the neuron, and any weight of a dense layer.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -42,6 +49,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from twell.kernels import decode, dense, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.sparse import float8, reference
+from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 
 PLAIN = Tensor, nn.Parameter
@@ -61,6 +69,7 @@ def check_tensors(
     s_up=None,
     *,
     activity=None,
+    out=None,
 ) -> None:
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
     if x.dim() != 2:
@@ -107,6 +116,9 @@ def check_tensors(
         if given != (torch.int64, (4,)):
             raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
         _check_device("activity", activity, x.device)
+    if out is not None:
+        check_tensor("out", out, tuple(x.shape), rest)
+        _check_storage("out", out, x.device)
 
 
 def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -136,9 +148,11 @@ def prepare(x: Tensor) -> Tensor:
     return _aligned(x.contiguous())
 
 
-def to_layer(w_gate, w_up, w_down, *biases_and_scales: Tensor | None) -> Layer:
+def to_layer(
+    w_gate, w_up, w_down, *biases_and_scales: Tensor | None, act: Activation = RELU
+) -> Layer:
     """The tensors as the kernels read them."""
-    return Layer(_aligned(w_gate), _aligned(w_up), w_down.t(), *biases_and_scales)
+    return Layer(_aligned(w_gate), _aligned(w_up), w_down.t(), *biases_and_scales, act=act)
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
@@ -146,14 +160,14 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
-def launch(ffn, x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
+def launch(ffn, x: Tensor, *tensors: Tensor | None, act: Activation = RELU, **options) -> Tensor:
     """y [M, K] by the function `ffn` of a kernel file, after all checks."""
-    check_tensors(x, *tensors, activity=options.get("activity"))
+    check_tensors(x, *tensors, activity=options.get("activity"), out=options.get("out"))
     if x.shape[0] == 0:
-        return empty_output(x)
+        return options.get("out", empty_output(x))
     # Optional tensors at the end may be left out.
     *weights, x_scale, s_gate, s_up = *tensors, *(None,) * (9 - len(tensors))
-    x, layer = prepare(x), to_layer(*weights, s_gate, s_up)
+    x, layer = prepare(x), to_layer(*weights, s_gate, s_up, act=act)
     if x_scale is not None:
         options["x_scale"] = x_scale
     with on_device(x):
@@ -166,23 +180,54 @@ def fake(x, *tensors: Tensor | None) -> Tensor:
     return empty_output(x)
 
 
-def _register(path: str) -> torch.library.CustomOpDef:
-    """Registers twell::ffn_`path`."""
-
-    def compute(*tensors):
-        return launch(FUNCTIONS[path], *tensors)
-
-    optional = "b_gate b_up b_down x_scale s_gate s_up".split()
-    optional = ", ".join(f"Tensor? {name}=None" for name in optional)
-    schema = f"(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, {optional}) -> Tensor"
-    name = f"twell::ffn_{path}"
-    operator = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
-    return operator
+OPTIONAL = (f"Tensor? {name}=None" for name in "b_gate b_up b_down x_scale s_gate s_up".split())
 
 
-# The operators of the sparse paths.
-PATHS = {path: _register(path) for path in ("rowwise", "union", "decode")}
+@torch.library.custom_op(
+    "twell::ffn",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, {', '.join(OPTIONAL)}, *, "
+    "str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
+)
+def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
+    """y by a path of FUNCTIONS; None: by the number of tokens."""
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    ffn = FUNCTIONS[known_path(path) or choose(x.shape[0])]
+    return launch(ffn, x, w_gate, *tensors, act=act)
+
+
+@operator.register_fake
+def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
+    get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    known_path(path)
+    return fake(x, w_gate, *tensors)
+
+
+def known_path(path: str | None) -> str | None:
+    """The path. Raises ValueError for one that does not exist."""
+    if path is not None and path not in FUNCTIONS:
+        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(FUNCTIONS)} or None")
+    return path
+
+
+def _save(ctx, inputs, keyword_only_inputs, output) -> None:
+    if inputs[0].dtype == float8.FLOAT8:
+        raise RuntimeError("FP8 weights have no gradients; use torch.no_grad()")
+    ctx.save_for_backward(*inputs[:7])
+    gated = inputs[1] is not None
+    options = keyword_only_inputs["activation"], keyword_only_inputs["threshold"]
+    ctx.act = get_activation(*options, gated=gated)
+
+
+def _differentiate(ctx, dy):
+    needs = ctx.needs_input_grad[:7]
+    gradients = reference.gradients(*ctx.saved_tensors, dy=dy, needs=needs, act=ctx.act)
+    return *gradients, None, None, None
+
+
+operator.register_autograd(_differentiate, setup_context=_save)
+# The operator by each sparse path.
+PATHS = {path: partial(operator, path=path) for path in FUNCTIONS if path != "dense"}
 
 
 def takes(x: Tensor, intermediate_size: int) -> bool:
@@ -192,11 +237,18 @@ def takes(x: Tensor, intermediate_size: int) -> bool:
     return here and known and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
 
 
-def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None = None) -> Tensor:
-    """y [M, K] by a path of PATHS or "dense", for the tensors of the operators; no gradients.
+def run(
+    path: str,
+    x: Tensor,
+    *tensors: Tensor | None,
+    activity: Tensor | None = None,
+    act: Activation = RELU,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y [M, K] by a path of FUNCTIONS, for the tensors of the operator; no gradients.
 
-    `activity`: see the module; dense ignores it. Raises ValueError for `activity` under
-    torch.compile, RuntimeError where a tensor requires gradients.
+    `activity`: see the module; dense ignores it. `out` [M, K]: where y goes. Raises ValueError for
+    either under torch.compile, RuntimeError where a tensor requires gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
         raise RuntimeError(
@@ -207,11 +259,15 @@ def run(path: str, x: Tensor, *tensors: Tensor | None, activity: Tensor | None =
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
         if path != "dense":
-            return PATHS[path](x, *tensors)
+            given = {"activation": act.name, "threshold": act.threshold, "path": path}
+            return operator(x, *tensors, **given)
         check_tensors(x, *tensors)
-        return float8.dense(x, *tensors) if x.dtype == float8.FLOAT8 else reference.ffn(x, *tensors)
+        dense_ffn = float8.dense if x.dtype == float8.FLOAT8 else reference.ffn
+        return dense_ffn(x, *tensors, act=act)
     options = {} if activity is None or path == "dense" else {"activity": activity}
-    return launch(FUNCTIONS[path], x, *tensors, **options)
+    if out is not None:
+        options["out"] = out
+    return launch(FUNCTIONS[path], x, *tensors, act=act, **options)
 
 
 def choose(num_tokens: int) -> str:

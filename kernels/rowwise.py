@@ -37,6 +37,8 @@ from twell.kernels.common import (
     load,
     narrow,
     next_power_of_2,
+    of_gate,
+    of_up,
     popcount,
     round_up,
 )
@@ -88,7 +90,7 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
 
 
 @triton.jit
-def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN):
+def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN):
     """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK].
 
     su_ptr: the scales of w_up in FP8, or None.
@@ -96,6 +98,7 @@ def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype
     neuron = word & 0xFFFF
     h = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     weights = neuron.to(tl.int64) * K + k
+    h = of_gate(h, dtype, ACT)
     down = load(wd_ptr + weights, inside, EVEN).to(tl.float32)
     if GATED:
         u = tl.sum(x * load(wu_ptr + weights, inside, EVEN).to(tl.float32), 0)
@@ -103,7 +106,7 @@ def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype
             u *= tl.load(su_ptr + neuron)
         if bu_ptr is not None:
             u += tl.load(bu_ptr + neuron).to(tl.float32)
-        h *= u
+        h *= of_up(u, ACT)
     return acc + h * down
 
 
@@ -121,6 +124,7 @@ def rowwise_kernel(
     K,
     stride,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -137,7 +141,7 @@ def rowwise_kernel(
     for slot in range(1, tl.load(words_ptr) + 1):
         word = tl.load(words_ptr + slot)
         acc = add_neuron(
-            acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, EVEN
+            acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN
         )
     if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -207,6 +211,7 @@ def up_down(x: Tensor, x_scale: Tensor | None, words: Tensor, layer: Layer, y: T
         y,
         hidden_size,
         words.shape[1],
+        ACT=layer.act.name,
         **options,
     )
 
@@ -218,7 +223,12 @@ def chunk_tokens(intermediate_size: int) -> int:
 
 
 def ffn(
-    x: Tensor, layer: Layer, x_scale: Tensor | None = None, *, activity: Tensor | None = None
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The layer by rows: y [M, K] of x [M, K], M at least 1. Only g is rounded to y.dtype.
 
@@ -226,11 +236,11 @@ def ffn(
     chunks that keep it below WORKSPACE_BYTES.
     """
     intermediate_size = len(layer.w_up)
-    y = empty_output(x)
+    y = empty_output(x) if out is None else out
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(intermediate_size))), 256)
     for x_chunk, x_scales, y_chunk in chunks(size, x, x_scale, y):
-        scales = x_scales, layer.first_scale
-        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False, scales=scales)
+        given = dict(scales=(x_scales, layer.first_scale), threshold=layer.act.threshold)
+        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False, **given)
         if activity is not None:
             count_activity(bits, len(x_chunk), intermediate_size, activity)
         # The words have no name, so that they are freed before the next chunk.

@@ -8,7 +8,7 @@ and sums the weight gradients over the active tokens of each neuron (weight_grad
                l1 = the sum over neurons of |h|
     backward:  dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
                dWu = du^T x    dWg = dg^T x    dWd^T = h^T dy    dbu, dbg: the sums of du, dg
-    non-gated: h = g = relu(x Wu^T + bu) and du = dh
+    non-gated: h = g = relu(x Wu^T + bu) and du = dh; other activations: activations.py
 
     g        [N, tokens], neuron-major, forward only
     u, h, dh, du, dg over the unions [blocks * width, 64]
@@ -74,7 +74,8 @@ def forward(
     """
     num_tokens, intermediate_size = len(x), len(layer.w_up)
     saved = saved_like(x, layer, capacity)
-    g, bits = gate_bits(x, *layer.first, by_neuron=True, zero=saved.queue)
+    given = dict(zero=saved.queue, threshold=layer.act.threshold)
+    g, bits = gate_bits(x, *layer.first, by_neuron=True, **given)
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     union.make_lists(bits, unions, num_tokens, intermediate_size, BLOCK)
     dense_count = num_tokens // DENSE_FROM
@@ -82,7 +83,7 @@ def forward(
     h = x.new_empty(saved.lists.numel(), BLOCK)
     if layer.gated:
         union.product(x, layer.w_up, layer.b_up, unions, h)
-    l1, token_counts, needed = entries.forward(g, h, num_tokens, layer.gated, saved)
+    l1, token_counts, needed = entries.forward(g, h, num_tokens, layer, saved)
     y = torch.empty_like(x)
     union.down(h, layer.w_down_t, layer.b_down, unions, y)
     return y, l1, token_counts, neuron_counts, needed, *saved
@@ -109,11 +110,11 @@ def backward(
         # neurons.
         add = None if layer.gated else F.pad(dl1, (0, -len(x) % BLOCK))
         union.product(dy, layer.w_down_t, None, unions, du, add)
-        entries.backward(du, dg, entry_gradients, dl1, saved)
+        entries.backward(du, dg, entry_gradients, dl1, saved, layer.act)
     if dx is not None:
         second = (dg, layer.w_gate) if layer.gated else None
         union.down(du, layer.w_up, None, unions, dx, second)
-    step = Step(x, dy, saved, entry_gradients, layer.gated, gradients)
+    step = Step(x, dy, saved, entry_gradients, layer.gated, layer.act, gradients)
     if d_b_gate is not None or d_b_up is not None:
         weight_gradients.of_biases(step)
     if any(gradient is not None for gradient in (d_gate, d_up, d_down)):

@@ -24,6 +24,7 @@ from torch import Tensor
 from twell.kernels import entries, training
 from twell.kernels.common import Gradients, Layer, on_device
 from twell.kernels.ops import check_tensors, prepare, to_layer
+from twell.sparse.activations import ACTIVATIONS, RELU, Activation, get_activation
 
 TRAIN_PATHS = "union", "hybrid"
 # Places of entries are 32-bit integers, and kernels step past the last one by up to 256.
@@ -60,18 +61,20 @@ def train(
     b_down: Tensor | None = None,
     *,
     token_mask: Tensor | None = None,
+    act: Activation = RELU,
 ) -> Trained:
     """The layer with gradients for x, weights, biases and the L1 term.
 
     `path` is one of TRAIN_PATHS. `capacity`, at least 1, is the number of entries per token that
     the buffers hold; "hybrid" uses it for backup rows. `token_mask`, of M entries in any shape, is
-    0 for tokens that neuron_counts leaves out. Raises ValueError for another path, and as ops.py
-    says. Paper: App. B.2.
+    0 for tokens that neuron_counts leaves out. Raises ValueError for another path, for other
+    activations than ReLU with "hybrid", and as ops.py says. Paper: App. B.2.
     """
     if path not in TRAIN_PATHS:
         raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
     tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
-    return Trained(*operator(path)(*tensors, token_mask, capacity)[:5])
+    arguments = *tensors, token_mask, capacity, act.name, act.threshold
+    return Trained(*operator(path)(*arguments)[:5])
 
 
 def operator(path: str) -> torch.library.CustomOpDef:
@@ -93,11 +96,16 @@ class _Step:
     def __init__(self, path: ModuleType, saved_type: type):
         self.path = path
         self.saved_type = saved_type
+        self.every_activation = path is training
         self.backward_operator: torch.library.CustomOpDef | None = None
 
-    def check(self, x, *rest) -> None:
-        *tensors, token_mask, capacity = rest
+    def check(self, x, *rest) -> Activation:
+        """The activation, after all checks."""
+        *tensors, token_mask, capacity, name, threshold = rest
         check_tensors(x, *tensors)
+        act = get_activation(name, threshold, gated=tensors[0] is not None, sparse=True)
+        if act != RELU and not self.every_activation:
+            raise ValueError(f"path 'hybrid' takes 'relu'; use path 'union' for {act}")
         num_tokens = x.shape[0]
         if num_tokens == 0:
             raise ValueError("x has no token, expected at least 1")
@@ -111,11 +119,12 @@ class _Step:
                 f"token_mask has shape {tuple(token_mask.shape)}, "
                 f"expected {num_tokens} entries, one a token"
             )
+        return act
 
     def forward(self, x, *rest):
-        self.check(x, *rest)
-        *tensors, token_mask, capacity = rest
-        x, layer = prepare(x), to_layer(*tensors)
+        act = self.check(x, *rest)
+        *tensors, token_mask, capacity, _, _ = rest
+        x, layer = prepare(x), to_layer(*tensors, act=act)
         with on_device(x):
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
@@ -123,7 +132,7 @@ class _Step:
 
     def fake_forward(self, x, *rest):
         self.check(x, *rest)
-        *tensors, _, capacity = rest
+        *tensors, _, capacity, _, _ = rest
         layer = Layer(*tensors)
         num_tokens, intermediate_size = x.shape[0], layer.w_up.shape[0]
         return (
@@ -136,12 +145,13 @@ class _Step:
         )
 
     def backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
-        *saved, dy, dl1, needs = rest
+        *saved, dy, dl1, needs, name = rest
         x, dy = prepare(x), prepare(dy.to(x.dtype))
         # Copied even where it is fp32: in autograd's threads the device has no context before
         # PyTorch runs something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        layer = to_layer(w_gate, w_up, w_down, b_gate, b_up, None)
+        # The threshold has done its work: g is 0 up to it.
+        layer = to_layer(w_gate, w_up, w_down, b_gate, b_up, None, act=ACTIVATIONS[name])
         pairs = zip((x, *layer), needs, strict=False)
         gradients = [torch.empty_like(tensor) if need else None for tensor, need in pairs]
         with on_device(x):
@@ -153,13 +163,14 @@ class _Step:
         given = x, w_gate, w_up, w_down.t(), b_gate, b_up
         return tuple(
             tensor.new_empty(tensor.shape) if need else x.new_empty(0)
-            for tensor, need in zip(given, rest[-1], strict=True)
+            for tensor, need in zip(given, rest[-2], strict=True)
         )
 
     def save(self, ctx, inputs, output) -> None:
         # Else autograd makes zeros for the gradients of all saved tensors.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:6], *output[5:])
+        ctx.activation = inputs[-2]
 
     def differentiate(self, ctx, dy, dl1, *_):
         tensors = ctx.saved_tensors
@@ -171,14 +182,14 @@ class _Step:
         needs = [tensor is not None and need for tensor, need in requires]
         gradients = [None] * 6
         if any(needs):
-            computed = self.backward_operator(*tensors, dy, dl1, needs)
+            computed = self.backward_operator(*tensors, dy, dl1, needs, ctx.activation)
             gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
         if needs[3]:
             gradients[3] = gradients[3].t()
         d_b_down = None
         if ctx.needs_input_grad[6]:
             d_b_down = dy.sum(0, dtype=torch.float32).to(x.dtype)
-        return *gradients, d_b_down, None, None
+        return *gradients, d_b_down, None, None, None, None
 
 
 def register(name: str, path: ModuleType, saved_type: type) -> torch.library.CustomOpDef:
@@ -192,13 +203,14 @@ def register(name: str, path: ModuleType, saved_type: type) -> torch.library.Cus
         f"twell::train_{name}",
         step.forward,
         mutates_args=(),
-        schema=f"({layer}, Tensor? b_down, Tensor? token_mask, SymInt capacity) -> ({outputs})",
+        schema=f"({layer}, Tensor? b_down, Tensor? token_mask, SymInt capacity, "
+        f"str activation, float threshold) -> ({outputs})",
     )
     step.backward_operator = torch.library.custom_op(
         f"twell::train_{name}_backward",
         step.backward,
         mutates_args=(),
-        schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs)"
+        schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs, str activation)"
         f" -> ({', '.join(['Tensor'] * 6)})",
     )
     forward_operator.register_fake(step.fake_forward)

@@ -38,6 +38,8 @@ from twell.kernels.common import (
     empty_output,
     load,
     narrow,
+    of_gate,
+    of_up,
     popcount,
     round_up,
     scaled,
@@ -177,12 +179,13 @@ def union_up_kernel(
     max_tiles,
     num_programs,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """h = u * g over the unions, tile by tile; without a gate a copy of g."""
+    """h = u * g over the unions, tile by tile; without a gate h is made of g alone."""
     for number in range(tl.program_id(0), tl.load(queue_ptr), num_programs):
         block, count, places, neurons = _tile(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
@@ -194,8 +197,9 @@ def union_up_kernel(
             u = _biased(u, b_ptr, neurons)
         h = tl.load(g_ptr + neurons[:, None] * tokens + columns[None, :]).to(tl.float32)
         active = (h != 0) & (places < count)[:, None]
+        h = of_gate(h, h_ptr.dtype.element_ty, ACT)
         if GATED:
-            h *= u
+            h *= of_up(u, ACT)
         # Select, do not multiply: u may be infinite where the token is inactive.
         _store(h_ptr, tl.where(active, h, 0.0), block, places, width, BM)
 
@@ -351,7 +355,8 @@ def up(
     """
     h = g.new_empty(unions.lists.numel(), block_m)
     rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (len(x), *g.shape)
-    return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, GATED=layer.gated)
+    flags = dict(GATED=layer.gated, ACT=layer.act.name)
+    return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, **flags)
 
 
 def product(
@@ -420,7 +425,8 @@ def _chunk(
     num_tokens, intermediate_size = len(x), len(layer.w_up)
     unions = empty_unions(num_tokens, intermediate_size, block_m, x.device)
     scales = x_scale, layer.first_scale
-    g, bits = gate_bits(x, *layer.first, by_neuron=True, zero=unions.queue, scales=scales)
+    options = dict(zero=unions.queue, scales=scales, threshold=layer.act.threshold)
+    g, bits = gate_bits(x, *layer.first, by_neuron=True, **options)
     make_lists(bits, unions, num_tokens, intermediate_size, block_m, activity)
     h = up(x, layer, g, unions, block_m, x_scale)
     down(h, layer.w_down_t, layer.b_down, unions, y)
@@ -432,6 +438,7 @@ def ffn(
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The layer by unions: y [M, K] of x [M, K], M at least 1.
 
@@ -439,7 +446,7 @@ def ffn(
     4 bytes for each token and neuron, and 9/64 more for bits and lists. Tokens are taken in chunks
     that keep it below WORKSPACE_BYTES, since the lengths of lists are not known.
     """
-    y = empty_output(x)
+    y = empty_output(x) if out is None else out
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(len(layer.w_up)))), 256)
     for chunk in chunks(size, x, x_scale, y):
         _chunk(*chunk, layer, block_tokens(len(x)), activity)

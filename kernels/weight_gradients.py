@@ -27,9 +27,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, wide
+from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, of_gate, wide
 from twell.kernels.entries import UnionSaved, entry_places, low_value
 from twell.kernels.options import launch_options, num_processors, with_fusion
+from twell.sparse.activations import Activation
 
 # Gathered rows of x and dy should stay in the cache (50 MB on an H200) beside all else.
 CACHE_BYTES = 2**24
@@ -44,11 +45,12 @@ class Step(NamedTuple):
     saved: UnionSaved
     entry_gradients: Tensor | None
     gated: bool
+    act: Activation
     gradients: Gradients
 
 
 @triton.jit
-def _add_entry(sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN):
+def _add_entry(sums, place, operands, k, inside, K, dtype, GATED, ACT, EVEN, GATE, UP, DOWN):
     """Adds dg x, du x and h dy of one entry to the sums dwg, dwu and dwd, as the flags ask."""
     dwg, dwu, dwd = sums
     entries_ptr, gradients_ptr, x_ptr, dy_ptr = operands
@@ -62,7 +64,7 @@ def _add_entry(sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP
         if GATE:
             dwg += low_value(gradients, dtype) * x
     if DOWN:
-        h = low_value(entry >> 16, dtype)
+        h = of_gate(low_value(entry >> 16, dtype), dtype, ACT)
         if GATED:
             h = narrow(h * low_value(entry, dtype), dtype).to(tl.float32)
         dwd += h * load(dy_ptr + row, inside, EVEN).to(tl.float32)
@@ -82,6 +84,7 @@ def list_gradients_kernel(
     N,
     K,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -105,11 +108,11 @@ def list_gradients_kernel(
         for first in range(begin, whole, UNROLL):
             for i in tl.static_range(UNROLL):
                 sums = _add_entry(
-                    sums, first + i, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
+                    sums, first + i, operands, k, inside, K, dtype, GATED, ACT, EVEN, GATE, UP, DOWN
                 )
         for place in range(whole, end):
             sums = _add_entry(
-                sums, place, operands, k, inside, K, dtype, GATED, EVEN, GATE, UP, DOWN
+                sums, place, operands, k, inside, K, dtype, GATED, ACT, EVEN, GATE, UP, DOWN
             )
         dwg, dwu, dwd = sums
         row = neuron.to(tl.int64) * K + k
@@ -157,6 +160,7 @@ def backup_fill_kernel(
     capacity,
     backup_rows,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     GATE: tl.constexpr,
     UP: tl.constexpr,
     DOWN: tl.constexpr,
@@ -176,7 +180,7 @@ def backup_fill_kernel(
         column = row * size + words[:, None] * 32 + lane[None, :]
         if DOWN:
             entry = tl.load(entries_ptr + place, mask=stored, other=0)
-            h = low_value(entry >> 16, dtype)
+            h = of_gate(low_value(entry >> 16, dtype), dtype, ACT)
             if GATED:
                 h *= low_value(entry, dtype)
             tl.store(dense_ptr + column, narrow(h, dtype), mask=real[:, None])
@@ -264,6 +268,7 @@ def from_lists(step: Step) -> None:
         intermediate_size,
         hidden_size,
         GATED=step.gated,
+        ACT=step.act.name,
         EVEN=hidden_size % block_k == 0,
         BK=block_k,
         num_warps=max(block_k // WARP_COLUMNS, 1),
@@ -319,6 +324,7 @@ def _fill(step: Step, dense: Tensor, first_row: int, num_rows: int) -> None:
         len(saved.entries),
         num_rows,
         GATED=step.gated,
+        ACT=step.act.name,
         GATE=gate is not None,
         UP=up is not None,
         DOWN=down is not None,

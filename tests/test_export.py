@@ -69,6 +69,8 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         assert line in card, line
     assert str(tmp_path) not in card and str(runs) not in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
+    assert "`LlamaForCausalLM` loads these weights and computes densely" in card
+    assert "import SparseLlamaConfig" in (out / "modeling_twell.py").read_text()
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
     counted = Aggregate.load(out / "aggregate.npz")
     assert counted.num_tokens == len(blocks) * 32 and counted.meta["run"] == "sparse"

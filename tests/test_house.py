@@ -116,7 +116,6 @@ def test_every_public_name_loads():
         ("model", "SparseLlamaConfig SparseLlamaForCausalLM SparseCausalLMOutput sparse_ffns"),
         ("model", "sparsify densify l1_by_layer silence save load load_config CALIBRATION"),
         ("model", "MASKED SPARSIFIABLE HYBRID DTYPES SIZES NO_WEIGHTS"),
-        ("ffn", "SparseFFN ActivityStats summarize_activity backend_status ACTIVATIONS"),
         ("train", "TrainConfig CONFIGS train evaluate Log DeadWindow reinitialize balance"),
         ("train", "run_text text_hashes cache_folder l1_schedule activity_columns"),
         ("corpus", "documents split source_files checked_text prepare Corpus Blocks Stream"),

@@ -1,13 +1,16 @@
 """twell: sparse feed-forward layers for transformer language models, and the notebook around them.
 
 Importing this package is cheap: public names are loaded on first use, so neither Triton kernels
-nor transformers are touched until something needs them.
+nor transformers are touched until something needs them. Once transformers' `AutoModelForCausalLM`
+is loaded too, before or after, it knows SparseLlamaForCausalLM.
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
+
+from twell.lazy import load_after
 
 if not Path(__file__).with_name("kernels").is_dir():
     raise ImportError(
@@ -27,6 +30,8 @@ _HOME = {
     "BufferOverflow": "sparse.formats",
     "SparseFFN": "sparse.layer",
     "backend_status": "sparse.layer",
+    "ffn": "sparse.ops",
+    "warm_up": "sparse.ops",
     "SparseLlamaConfig": "models",
     "SparseLlamaForCausalLM": "models",
     "sparsify": "models",
@@ -46,8 +51,7 @@ _HOME = {
     "inspect": "inspector.widget",
 }
 _MODULES = set(
-    "format reference ffn model corpus results analysis plots measure evaluate train "
-    "inspector".split()
+    "format reference model corpus results analysis plots measure evaluate train inspector".split()
 )
 __all__ = sorted(_HOME)
 
@@ -62,3 +66,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})
+
+
+load_after("transformers.models.auto.modeling_auto", "twell.models.llama")  # which registers itself

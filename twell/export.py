@@ -56,9 +56,11 @@ inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=60, do_sample=True, top_k=40)[0]))
 ```
 
-`twell trace {name} --text "..." --out trace.npz` records which neurons fire; without twell, \
-transformers' `LlamaForCausalLM` with
-`hidden_act="relu"` loads the weights (gated layers).
+`AutoModelForCausalLM.from_pretrained("{name}")` of transformers loads the same model after
+`import twell`, or with `trust_remote_code=True`, which runs the file `modeling_twell.py` of this \
+folder. {stock}
+
+`twell trace {name} --text "..." --out trace.npz` records which neurons fire.
 
 ## Training
 
@@ -79,6 +81,12 @@ A small model for looking at sparse activity, not for answers: what it writes is
 and often wrong. It has not been tuned to
 follow instructions, nor checked for bias; it repeats what its text holds.
 """
+
+# By whether the layers are gated: what there is without twell.
+STOCK = {
+    True: "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely.",
+    False: "It needs twell:\n`LlamaForCausalLM` has gates, and this model has none.",
+}
 
 
 class _Run:
@@ -133,6 +141,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     card = _card(out, runs, loss, len(tokens), text)
 
     out.mkdir(parents=True)
+    if model.config.hidden_act == "relu":
+        model.set_ffn_backend("auto")  # dense where there are no kernels
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         save(model, tokenizer, out)
@@ -179,6 +189,7 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         row=row,
         start=start,
         name=out.resolve().name,
+        stock=STOCK[row["gated"]],
         millions=row["parameters"] / 1e6,
         millions_of_tokens=row["tokens"] / 1e6,
         active=active,

@@ -1,10 +1,13 @@
-"""A package hands on the public names of its modules, which load at first use."""
+"""Modules load when they are needed: those of a package at first use, others after a given one."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 
@@ -27,3 +30,31 @@ def hand_on(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return load, listed, sorted(homes)
+
+
+def load_after(trigger: str, module: str) -> None:
+    """Import a module as soon as `trigger`, another module, has been imported; now if it has."""
+    if trigger in sys.modules:
+        importlib.import_module(module)
+    else:
+        sys.meta_path.insert(0, _Follower(trigger, module))
+
+
+class _Follower(MetaPathFinder):
+    """Finds `trigger` as Python does, and lets the import of `module` follow."""
+
+    def __init__(self, trigger: str, module: str):
+        self.trigger, self.module = trigger, module
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self.trigger else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_both(loaded: ModuleType) -> None:
+            execute(loaded)
+            importlib.import_module(self.module)
+
+        spec.loader.exec_module = execute_both
+        return spec

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, narrow
-from twell.kernels.gate import activate, check_gate, tile_of, tile_product
+from twell.kernels.common import cdiv, narrow, relu
+from twell.kernels.gate import check_gate, tile_of, tile_product, with_bias
 from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 TILE_N = 256  # the paper's tile, and the widest product of one tensor-core instruction of Hopper
@@ -51,7 +51,7 @@ def gate_words_kernel(
         columns = column_tile * BN + tl.arange(0, BN)
         token, neuron = row_tile * BM, column_tile * BN
         acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, False)
-        acc = activate(acc, b_ptr, columns, N, False)
+        acc = relu(with_bias(acc, b_ptr, columns, N, False))
         g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
         active = g.to(tl.float32) != 0
         # The first non-zero of a row goes to word 1, its inclusive prefix sum: word 0 is the count.

@@ -80,7 +80,7 @@ def twell_rowwise_kernel(
         for slot in range(1, listed + 1):
             word = tl.load(words_ptr + tile * S + slot)
             acc = add_neuron(
-                acc, word, x, wu_ptr, bu_ptr, None, wd_ptr, k, inside, K, dtype, GATED, EVEN
+                acc, word, x, wu_ptr, bu_ptr, None, wd_ptr, k, inside, K, dtype, GATED, "relu", EVEN
             )
         if listed != count:
             for first in range(tile * TILE, tl.minimum(tile * TILE + TILE, N), AGAIN_N):

@@ -18,9 +18,9 @@ from twell.cli.spelling import RENAMED
 # Overrides of a configuration, and the error; tests/test_config.py has more.
 FIELDS = {
     "l1_coeficient=1": r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
-    "activation=gelu": r"activation 'gelu' is unknown; use one of relu, silu",
+    "activation=gelu": r"activation 'gelu' is unknown; use one of relu, relu2, drelu, silu",
     "backend=cuda": r"backend 'cuda' is unknown; use one of dense",
-    "activation=silu backend=reference": r"needs activation 'relu'; .*'silu'",
+    "activation=silu backend=reference": r"needs an activation that makes zeros; .*'silu'",
     "vocab_size=100": r"vocab_size is 100; .* at least 257",
     "num_layers=1e12": r"not enough memory: lower the sizes \(1\.33e\+16 weights in fp32 need ",
     "source=hf:some/data": r"is streamed, so no tokenizer is trained on it",

@@ -9,7 +9,7 @@ from twell.measure import clock, imposed, step
 from twell.measure.case import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
-from twell.sparse import reference
+from twell.sparse import float8, reference
 
 K, N = 32, 96
 SIZES = {"hidden_size": K, "intermediate_size": N}
@@ -133,8 +133,10 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, x, w_gate, w_up, w_down, *_, activity=None):
+def run(path, x, w_gate, w_up, w_down, *rest, activity=None):
     """ops.run by dense products."""
+    if x.dtype == float8.FLOAT8:
+        return float8.ffn(x, w_gate, w_up, w_down, *rest)
     return reference.ffn(x, w_gate, w_up, w_down)
 
 

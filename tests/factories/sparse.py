@@ -114,11 +114,17 @@ def tensors_of(num_tokens, n, pattern, g, gated=True, biases=True, dtype=torch.f
 
 
 def make(
-    gated=True, bias=False, activation="relu", backend="dense", dtype=torch.float64, sizes=(24, 70)
+    gated=True,
+    bias=False,
+    activation="relu",
+    backend="dense",
+    dtype=torch.float64,
+    sizes=(24, 70),
+    threshold=0.0,
 ):
     """A layer with normal weights."""
     options = {"gated": gated, "bias": bias, "activation": activation, "backend": backend}
-    ffn = SparseFFN(*sizes, **options, dtype=dtype)
+    ffn = SparseFFN(*sizes, **options, threshold=threshold, dtype=dtype)
     with torch.no_grad():
         for parameter in ffn.parameters():
             parameter.normal_()

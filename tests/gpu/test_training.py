@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests import fuzz
+from tests import fuzz, fuzz_training
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import results
 from twell.kernels import training_ops
@@ -37,7 +37,7 @@ def gradients_of(trained, leaves, dy, dl1):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(SEED, SEED + 25))
 def test_random_case(path, seed):
-    fuzz.check_training(fuzz.draw(seed, large=True), "cuda", path)
+    fuzz_training.check_training(fuzz.draw(seed, large=True), "cuda", path)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -48,9 +48,9 @@ def test_gradients_at_full_width(active, skew, path):
     tensors = skewed(num_tokens, active=active, pattern=SKEWED if skew else EVEN)
     dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
     dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
-    exact = fuzz.exact_training(tensors, dy, dl1)
-    edges = fuzz.EDGE, -fuzz.EDGE
-    fewest, most = (fuzz.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
+    exact = fuzz_training.exact_training(tensors, dy, dl1)
+    edges = fuzz_training.EDGE, -fuzz_training.EDGE
+    fewest, most = (fuzz_training.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
     leaves = leaves_of(tensors)
     trained = training_ops.train(path, 5632, **leaves)
     results = {"y": trained.y, "l1": trained.l1, **gradients_of(trained, leaves, dy, dl1)}
@@ -245,17 +245,19 @@ def test_more_than_2_to_the_31_entries(path, shape):
 
     def exact(edge):
         some = {**tensors, "x": tensors["x"][rows]}
-        of_rows = fuzz.exact_training(some, dy[rows], dl1[rows], edge=edge)
+        of_rows = fuzz_training.exact_training(some, dy[rows], dl1[rows], edge=edge)
         sums = {name: of_rows[name][0] for name in ("y", "l1", "x")}
         for chunk in torch.arange(num_tokens, device="cuda").split(8192):
             some = {**part, "x": tensors["x"][chunk]}
-            of_chunk = fuzz.exact_training(some, dy[chunk], dl1[chunk], edge=edge)
+            of_chunk = fuzz_training.exact_training(some, dy[chunk], dl1[chunk], edge=edge)
             for name in ("w_gate", "w_up", "w_down"):
                 sums[name] = sums.get(name, 0) + of_chunk[name][0]
         return sums
 
     # A gate within the rounding of fp32 sums from zero may be active or not.
-    expected, fewest, most = (exact(edge) for edge in (0.0, fuzz.EDGE, -fuzz.EDGE))
+    expected, fewest, most = (
+        exact(edge) for edge in (0.0, fuzz_training.EDGE, -fuzz_training.EDGE)
+    )
     for name, value in results.items():
         error = (value.double() - expected[name]).norm() - (most[name] - fewest[name]).norm()
         assert error <= 6e-3 * expected[name].norm(), name

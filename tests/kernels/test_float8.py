@@ -149,6 +149,4 @@ def test_the_operator_obeys_the_rules_of_operators():
     given, _ = fuzz.quantized(integer_case(), fuzz.layer(integer_case(), DEVICE))
     tensors = tuple(given.get(name) for name in float8.Layer._fields)
     # The test of the schema multiplies, which torch cannot do in FP8.
-    torch.library.opcheck(
-        torch.ops.twell.ffn_union.default, tensors, test_utils=("test_faketensor",)
-    )
+    torch.library.opcheck(torch.ops.twell.ffn.default, tensors, test_utils=("test_faketensor",))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import fuzz
+from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
 from twell.kernels import training, training_ops, weight_gradients
@@ -34,7 +34,7 @@ def case_of(path, *sizes, **changes):
 
 
 def step_of(path, *sizes, **changes):
-    return fuzz.Step.of(case_of(path, *sizes, **changes), path, DEVICE)
+    return fuzz_training.Step.of(case_of(path, *sizes, **changes), path, DEVICE)
 
 
 def assert_same(results, expected):
@@ -60,7 +60,7 @@ def test_random_case(path, seed, monkeypatch):
         most = 70 if case.pattern == "full" else 257
         case = replace(case, intermediate_size=min(case.intermediate_size, most))
     monkeypatch.setattr(training, "DENSE_FROM", random.Random(seed).choice([1, 16, 64]))
-    fuzz.check_training(case, DEVICE, path)
+    fuzz_training.check_training(case, DEVICE, path)
 
 
 # Tokens, neurons, hidden size, pattern and gated. A list of hybrid holds 128 neurons or 64 tokens.
@@ -78,7 +78,7 @@ def test_exact(path, num_tokens, num_neurons, hidden_size, pattern, gated):
     dtype = torch.float16 if hidden_size == 48 else torch.bfloat16
     sizes = num_tokens, num_neurons, hidden_size
     case = case_of(path, *sizes, pattern=pattern, gated=gated, dtype=dtype)
-    assert fuzz.check_training(case, DEVICE, path) == 0
+    assert fuzz_training.check_training(case, DEVICE, path) == 0
 
 
 @quick_union
@@ -109,7 +109,10 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
     run_as(architecture, monkeypatch)
     monkeypatch.setattr(training, "DENSE_FROM", 16)
     for pattern in ("skewed", "full"):  # hybrid has lists of tokens, then rows of the backup
-        assert fuzz.check_training(case_of(path, 9, 140, 80, pattern=pattern), DEVICE, path) == 0
+        assert (
+            fuzz_training.check_training(case_of(path, 9, 140, 80, pattern=pattern), DEVICE, path)
+            == 0
+        )
 
 
 # Lists and backup of unions
@@ -137,7 +140,7 @@ def rounds(monkeypatch):
 @both
 def test_lists_and_backup_give_the_same(dense_from, gated, rounds):
     case = case_of("union", 33, 70, 16, gated=gated)
-    assert fuzz.check_training(case, DEVICE, "union") == 0
+    assert fuzz_training.check_training(case, DEVICE, "union") == 0
     needed = 0 if dense_from == 1 else rounds[0]
     assert rounds == [needed] * RUNS and (0 < needed <= 70 or dense_from == 1)
 
@@ -146,7 +149,7 @@ def test_lists_and_backup_give_the_same(dense_from, gated, rounds):
 def test_a_backup_that_needs_two_rounds(gated, monkeypatch, rounds):
     monkeypatch.setattr(training, "DENSE_FROM", 10**6)
     case = case_of("union", 33, 200, 16, pattern="full", gated=gated)
-    assert fuzz.check_training(case, DEVICE, "union") == 0
+    assert fuzz_training.check_training(case, DEVICE, "union") == 0
     assert rounds == [200, 200] * RUNS
 
 
@@ -321,7 +324,7 @@ def test_only_the_gradients_that_are_needed(path, names, gated, monkeypatch):
     trained = training_ops.train(path, 40, **leaves)
     needs = [name in names for name in NAMES[:6]]
     backward = getattr(torch.ops.twell, f"train_{path}_backward")
-    returned = backward(*trained.y.grad_fn.saved_tensors, step.dy, step.dl1, needs)
+    returned = backward(*trained.y.grad_fn.saved_tensors, step.dy, step.dl1, needs, "relu")
     assert [t.numel() > 0 for t in returned] == needs
     outputs, gradients = [trained.y, trained.l1], [step.dy, step.dl1]
     for name, gradient in zip(names, torch.autograd.grad(outputs, given, gradients), strict=True):
@@ -333,7 +336,7 @@ def test_only_the_gradients_that_are_needed(path, names, gated, monkeypatch):
 def test_operators_keep_the_rules_of_pytorch(path, gated):
     tensors = step_of(path, 5, 20, 48, gated=gated, values="normal").tensors
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors.values()]
-    arguments = *leaves, torch.ones(5, device=DEVICE), 20
+    arguments = *leaves, torch.ones(5, device=DEVICE), 20, "relu", 0.0
     # On a GPU two calls may store entries in another order, which no result depends on; there
     # tests/gpu compares the code compiled by Inductor instead.
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]

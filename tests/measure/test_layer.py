@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.factories import SEED
-from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, fresh_mask
+from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, fresh_mask, relative
 from tests.factories.measure import run as by_reference
 from twell import cli
 from twell.measure import calibration as calibrations
 from twell.measure import case as cases
-from twell.measure import grid, layer
+from twell.measure import grid, layer, weight_only
 from twell.measure.calibration import BEHIND, Layers, calibrate
 from twell.measure.check import TOLERANCE
 from twell.measure.costs import kernel_formulas, roofline, work
@@ -24,6 +24,7 @@ from twell.measure.step import ffn_steps
 from twell.sparse.calibration import DEPENDS_ON, Calibration, Point
 
 ops = pytest.importorskip("twell.kernels.ops")
+INT8, INT4 = (f"dense int{bits} weights torch.compile" for bits in (8, 4))
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
 
@@ -35,7 +36,8 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, energy=True, out=tmp_path)
     assert all(list(row) == COLUMNS["ffn"] for row in rows)
     table = pd.read_csv(tmp_path / "ffn.csv")
-    assert list(table["provider"]) == 2 * 2 * PROVIDERS and len(rows) == len(table)
+    few = [*PROVIDERS[:-1], INT8, "auto"]  # int4 has groups of 128 weights
+    assert list(table["provider"]) == 2 * few + 2 * PROVIDERS and len(rows) == len(table)
     assert table["date"].nunique() == 1  # one command, one date
     few = table["tokens"] == 5
     assert (table["mode"] == few.map({True: "graph", False: "stream"})).all()
@@ -54,6 +56,23 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     product = parts.query(query).iloc[0]
     assert (product["flops"], product["launches"], product["ms"]) == (6 * 5 * N * K, 3.0, 1.5)
     assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == [4000.0, 800.0]
+
+
+@pytest.mark.parametrize("kind, error", [(weight_only.Int8, 0.01), (weight_only.Int4, 0.1)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_integer_weights_are_those_of_the_layer(gpu, kind, error, gated):
+    g = torch.Generator().manual_seed(SEED)
+    inputs = [torch.randn(*shape, generator=g).bfloat16() for shape in ((5, 128), (256, 128))]
+    inputs += [torch.randn(256, 128, generator=g).bfloat16() for _ in range(2)]
+    x, gate, up, down = inputs
+    several = cases.Case.of("even", (x, gate, up, down.t()), gated)
+    assert set(weight_only.providers(several).values()) == {weight_only.Int8, weight_only.Int4}
+    calls, (exact, allowed) = weight_only.calls(several, kind)
+    assert exact.check(calls[0](), "integers", allowed) > 1e-4
+    for weight in (gate, down):
+        wide = kind.of(weight).wide()
+        assert error / 5 < relative(wide, weight) < error
+        assert wide.shape == weight.shape
 
 
 @pytest.mark.slow

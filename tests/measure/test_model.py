@@ -11,8 +11,9 @@ from twell.measure import imposed, model, sides
 from twell.measure.decode import Decoder, Joined
 from twell.measure.model import FILES, language_model
 from twell.measure.parts import BETWEEN, PARTS, split_kernels
-from twell.measure.providers import model_providers
+from twell.measure.providers import FP8, FP8_ALL, Provider, model_providers
 from twell.measure.rows import COLUMNS
+from twell.sparse.float8 import FLOAT8
 
 ops = pytest.importorskip("twell.kernels.ops")
 LAYER = [("nvjet", 0.1), ("sdpa", 0.2), *3 * [("nvjet", 0.1)], ("triton_poi", 0.1)]
@@ -80,7 +81,8 @@ def test_rows_of_passes(tables):
     assert table["layer_rms"].between(1e-4, 5e-3).all()
     assert (table["profile"] == "paper").all() and (table["hidden_size"] == 32).all()
     weights = 2 * table["parameters"]
-    assert (table["peak"] == weights + 500_000).all()  # the weights once, and what a pass takes
+    # The weights once, what a pass takes, and the frequencies of rotary embeddings.
+    assert (table["peak"] == weights + 500_000 + 64).all()
     first = next(line for line in tables["output"] if "  provider triton torch.compile" in line)
     assert first.startswith("model:  model quick  tokens 128  batch 2  context 64  active ")
     assert "path union 3  p50 1.0  tokens_per_ms 128.0  energy 20.0" in first
@@ -141,6 +143,42 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
     assert not rows["decode"] and not rows["model_parts"]
     files = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert files == ["model.csv", "model_layers.csv"]
+
+
+def test_layers_in_fp8_join_passes_and_decoding(quick, monkeypatch):
+    monkeypatch.setattr(model.float8, "why_not", lambda device: None)
+    monkeypatch.setattr(model, "GRAPH_TOKENS", 100)
+    options = {"shapes": [(2, 64)], "active": [10], "decode": [2], "decode_context": 20}
+    rows = language_model("quick", TINY, **options, compiled=True, fp8=True)
+    dense, *others = [row["provider"] for row in rows["model"]]
+    assert [dense, *others] == names(True, precisions=(None, FP8, FP8_ALL))
+    assert [row["provider"] for row in rows["decode"]] == names(True, precisions=(None, FP8))
+    assert [Provider.parse(name).name for name in others] == others
+    table = pd.DataFrame(rows["model"]).set_index("provider")
+    in_fp8 = table.index.str.contains("FP8")
+    # Weights in FP8 take less memory; the outputs of layers are those of these weights.
+    assert (table.loc[in_fp8, "peak"] < table["peak"].iloc[0]).all()
+    assert table.loc[in_fp8, "layer_rms"].between(1e-4, 5e-2).all()
+    order = [dense, "dense FP8 torch.compile", "dense FP8 all torch.compile"]
+    assert table.loc[order, "relative_rms"].is_monotonic_increasing
+    assert table["relative_rms"].max() < 0.1
+
+
+def test_a_wrong_layer_in_fp8_is_found(quick, monkeypatch):
+    monkeypatch.setattr(model.float8, "why_not", lambda device: None)
+
+    def wrong(path, x, *tensors, **_):
+        return measure.run(path, x, *tensors) * (1.05 if x.dtype == FLOAT8 else 1.0)
+
+    monkeypatch.setattr(ops, "run", wrong)
+    with pytest.raises(ArithmeticError, match="^layer 0 of triton FP8 of quick"):
+        language_model("quick", TINY, shapes=[(2, 32)], active=[20], compiled=True, fp8=True)
+
+
+def test_a_gpu_without_fp8_is_refused(quick, monkeypatch):
+    monkeypatch.setattr(model.float8, "why_not", lambda device: "old (sm_80) has none")
+    with pytest.raises(ValueError, match="FP8 cannot be measured here: old"):
+        language_model("quick", TINY, active=[20], fp8=True)
 
 
 DECODING = r"decoding 2 x 1 behind 20 tokens .*"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import twell
 from tests.factories.models import make, stock, tokens
@@ -40,10 +40,10 @@ def saved(tmp_path):
 @torch.no_grad()
 def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
     model, folder = saved
-    loaded, _ = twell.load(folder)
     ids = tokens(2, 9)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert all(type(ffn.gate_proj) is Float8Linear for ffn in loaded.ffns)
+    for loaded in (AutoModelForCausalLM.from_pretrained(folder), twell.load(folder)[0]):
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert all(type(ffn.gate_proj) is Float8Linear for ffn in loaded.ffns)
     loaded.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -111,7 +111,9 @@ def test_other_ways_to_load_are_refused(saved, tmp_path):
     twell.dequantize_(model.ffns[0])
     with pytest.raises(ValueError, match="some layers are in FP8 and others not"):
         model.save_pretrained(tmp_path / "mixed")
-    with pytest.raises(ValueError, match="is of FP8 weights; load them with twell.load"):
-        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="is of FP8 weights; load them with from_pretrained"):
+        AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no SparseFFN layer"):
+        LlamaForCausalLM.from_pretrained(folder)  # it would take FP8 values for the weights
     with pytest.raises(ValueError, match="dtype is torch.float32, and .* has FP8 weights"):
         twell.load(folder, dtype=torch.float32)

@@ -244,7 +244,7 @@ class Float8WeightOnlyConfig:
     [
         (lambda: nn.Linear(16, 16), None, "has no SparseFFN layer"),
         (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32; expected"),
-        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for 'relu'"),
+        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for kinds of ReLU"),
         (lambda: _with_nan(layer()), None, "up_proj of layer 0 has NaN or infinite weights"),
         (lambda: _with_hook(layer()), None, "gate_proj of layer 0 is an nn.Linear with hooks"),
         (lambda: _twice(layer()), None, "layer 0 is in FP8 already"),

@@ -15,6 +15,7 @@ from tests.factories.sparse import (
     triton_here,
 )
 from twell.sparse import reference
+from twell.sparse.activations import get_activation
 from twell.sparse.edit import Edit
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
 
@@ -35,7 +36,8 @@ def test_dense_is_the_formula(gated, bias, activation):
     x = torch.randn(3, 5, 24, dtype=torch.float64)
     parts = (ffn.gate_proj, ffn.up_proj, ffn.down_proj)
     weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
-    expected = reference.ffn(x.reshape(15, 24), *weights, activation=activation).reshape(3, 5, 24)
+    act = get_activation(activation)
+    expected = reference.ffn(x.reshape(15, 24), *weights, act=act).reshape(3, 5, 24)
     torch.testing.assert_close(ffn(x), expected, rtol=1e-12, atol=1e-12)
     _, h = ffn.activations(x)
     torch.testing.assert_close(ffn.l1, h.abs().sum(-1), rtol=1e-12, atol=1e-12)
@@ -246,10 +248,10 @@ def test_edited_neurons_add_other_values(backend, gated, bias):
 
 def test_errors_name_the_value():
     for message, options in (
-        ("'gelu' is unknown; use one of relu, silu", {"activation": "gelu"}),
+        ("'gelu' is unknown; use one of relu, relu2, drelu, silu", {"activation": "gelu"}),
         ("'cuda' is unknown", {"backend": "cuda"}),
         (
-            "needs activation 'relu'; this layer has 'silu'",
+            "needs an activation that makes zeros; this layer has 'silu'",
             {"activation": "silu", "backend": "auto"},
         ),
         ("hidden_size is 0", {"sizes": (0, 8)}),

@@ -208,7 +208,7 @@ def test_activity_is_counted_as_a_loop_counts():
     x, weight, bias = torch.randn(5, 7, 16), torch.randn(40, 16), torch.randn(40) - 2
     x[2, 3, 1] = float("nan")
     counters = torch.tensor([1, 2, 3, 4])
-    plan.count_activity(x, lambda blocks: F.linear(blocks, weight, bias), counters)
+    plan.count_activity(x, lambda blocks: F.linear(blocks, weight, bias).relu(), counters)
     neurons = list(zip(weight, bias, strict=True))
     active = [
         [[bool((w @ token + b).relu() != 0) for w, b in neurons] for token in block] for block in x

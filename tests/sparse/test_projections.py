@@ -4,12 +4,14 @@ tests/models/test_convert.py has the adapters of peft.
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch.nn.utils import parametrize, prune
 
 from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
+from twell.sparse.projections import warn_dense
 
 
 class Scaled(torch.nn.Linear):
@@ -107,6 +109,22 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
     assert sparse.path == "dense" and not sparse.readable
     assert f"path=dense ({part} is a" in repr(sparse) and "path=dense" not in repr(dense)
     assert sparse.plan == ((2**20, "dense"),)
+
+
+def test_a_projection_of_another_class_is_said_once():
+    """As servers do that put linear layers of their own in place; see docs/serving.md."""
+    ffn, x = make(sizes=(32, 48)).eval(), torch.randn(2, 32).double()
+    ffn.backend = "reference"
+    ffn.up_proj.__class__ = type("ColumnParallelLinear", (torch.nn.Linear,), {})
+    warn_dense.cache_clear()
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ffn(x), ffn(x)
+    (warning,) = caught
+    assert "densely and skips nothing: up_proj is a" in str(warning.message)
+    assert "ColumnParallelLinear" in str(warning.message) and "Merge adapters" in str(
+        warning.message
+    )
 
 
 @triton_here

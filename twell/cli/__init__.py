@@ -20,9 +20,11 @@ from twell.cli import (
     export,
     info,
     inspect,
+    layer,
     measure_calibrate,
     measure_ffn,
     measure_model,
+    measure_quality,
     measure_train_step,
     runs,
     spelling,
@@ -57,11 +59,13 @@ _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
 _add(app, export, "export", MODELS)
+_add(app, layer, "layer", MODELS)
 measure = _app("Time layers and models on this GPU. A result is checked before it is timed.")
 _add(measure, measure_ffn, "ffn")
 _add(measure, measure_train_step, "train-step")
 _add(measure, measure_model, "model")
 _add(measure, measure_calibrate, "calibrate")
+_add(measure, measure_quality, "quality")
 app.add_typer(measure, name="measure", rich_help_panel=RESULTS)
 _add(app, runs, "runs", RESULTS)
 _add(app, info, "info", RESULTS)

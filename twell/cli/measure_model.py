@@ -68,6 +68,14 @@ def command(
             name="--tuned",
         ),
     ] = False,
+    fp8: Annotated[
+        bool,
+        option(
+            "Also time everything with feed-forward layers in FP8, and passes with attention's "
+            "linear layers too.",
+            name="--fp8",
+        ),
+    ] = False,
     calibration: CalibrationFile = None,
     energy: Energy = False,
     out: Bench = BENCH,
@@ -107,6 +115,7 @@ def command(
         decode_context=context,
         compiled=compile,
         tuned=tuned,
+        fp8=fp8,
         calibration=load_calibration(calibration),
         energy=energy,
         out=out,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twell.measure.patterns import Weights
-from twell.sparse import reference
+from twell.sparse import float8, reference
 from twell.sparse.layer import SparseFFN
 
 TOLERANCE = {
@@ -32,6 +32,10 @@ TOLERANCE = {
     # Relative RMS of the dense model's last hidden states against fp32: rounding adds up over
     # layers, to 0.5% with 4 layers and 1.5% with 38.
     "hidden states": 5e-2,
+    # As "hidden states", of a model whose linear layers are in FP8, against its bf16 weights; and
+    # of a dense layer in FP8 against fp64, which does not quantise h.
+    "FP8 hidden states": 0.1,
+    "FP8 layer": 5e-2,
     # Relative, of a sparse optimiser step against dense ones.
     "loss": 1e-2,
     "gradient norm": 3e-2,
@@ -182,10 +186,16 @@ class Judge:
         self.first: Tensor | None = None
         self.error = TOLERANCE["hidden states"] / AS_DENSE
 
-    def check(self, name: str, result: Tensor) -> float:
-        """Return the relative RMS against fp32; ArithmeticError for one above the limits."""
+    def check(self, name: str, result: Tensor, in_fp8: bool = False) -> float:
+        """Return the relative RMS against fp32; ArithmeticError for one above the limits.
+
+        A result in FP8 has one limit, and is not compared with the first.
+        """
         error = relative(self.cut(result), self.exact)
-        _require(error, AS_DENSE * self.error, f"{self.what} of {name} are wrong")
+        limit = TOLERANCE["FP8 hidden states"] if in_fp8 else AS_DENSE * self.error
+        _require(error, limit, f"{self.what} of {name} are wrong")
+        if in_fp8:
+            return error
         if self.first is None:
             self.first, self.error = result, error
         distance = relative(result, self.first)
@@ -200,6 +210,22 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
 
+def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
+    """Return what is exact for a layer's rows, with its weights as they are, and its limit."""
+    parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
+    if not ffn.quantized:
+        weights = [part and part.weight for part in parts]
+        exact = Exact.of(rows, weights)
+        return exact, allowed(exact, rows, weights)
+    in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
+    weights = [
+        part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
+        for part, quantized in zip(parts, in_fp8, strict=True)
+    ]
+    limit = TOLERANCE["FP8 layer" if in_fp8[2] else "trained layer"]
+    return Exact.of(float8.wide(*float8.quantize(rows)), weights), limit
+
+
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
     """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of a pass.
 
@@ -211,10 +237,7 @@ def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str
     def compare(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         rows = inputs[0].flatten(0, -2)
         sample = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
-        gate = ffn.gate_proj and ffn.gate_proj.weight
-        weights = gate, ffn.up_proj.weight, ffn.down_proj.weight
-        exact = Exact.of(rows[sample], weights)
-        limit = allowed(exact, rows[sample], weights)
+        exact, limit = exact_layer(ffn, rows[sample])
         outputs = y.flatten(0, -2)[sample]
         errors.append(exact.check(outputs, f"layer {index} of {what}", limit))
 

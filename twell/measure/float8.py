@@ -1,4 +1,4 @@
-"""A layer in FP8: our paths with gate and up in FP8, and what a dense layer in FP8 takes.
+"""A layer or a model in FP8: our paths with gate and up in FP8, and what dense layers take.
 
 Dense FP8 has all three products in FP8, compiled, so that quantising x and h is fused with what is
 around it: by rows (one scale a token and a neuron), by tensors (one scale each), and torchao's own
@@ -10,28 +10,31 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from twell.measure.case import Call, Case
-from twell.measure.check import Exact
+from twell.measure.check import TOLERANCE, Exact
 from twell.measure.providers import (
     DENSE_FP8,
     DENSE_FP8_TENSOR,
     DENSE_FP8_TORCHAO,
     FP8,
+    FP8_ALL,
     Provider,
 )
-from twell.models.quantize import quantize_
+from twell.models.llama import SparseLlamaForCausalLM
+from twell.models.quantize import QUANTIZED, quantize_
 from twell.sparse import float8
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
-# Relative RMS from fp64, which does not quantise h. FP8 has four significant bits: some 2.6%.
-ALLOWED = dict.fromkeys((DENSE_FP8, DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO), 5e-2)
+# These quantise h too, which fp64 does not.
+ALL_IN_FP8 = DENSE_FP8, DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
 def dense_rows(x: Tensor, *weights: Tensor | None) -> Tensor:
@@ -87,12 +90,11 @@ class _Torchao(nn.Module):
         return self.down(torch.relu(u) if self.gate is None else torch.relu(self.gate(x)) * u)
 
 
-def _wide(tensor: Tensor | None, rule: Callable = float8.quantize) -> Tensor | None:
+def widened(tensor: Tensor | None, rule: Callable = float8.quantize) -> Tensor | None:
     """The tensor in fp64 after a round trip through FP8."""
     if tensor is None:
         return None
-    values, scale = rule(tensor.contiguous())
-    return values.double() * scale.double()[..., None]
+    return float8.wide(*rule(tensor.contiguous()))
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,15 @@ class Quantized:
     def sparse(self) -> Exact:
         """Of x, gate and up by rows."""
         x, (gate, up, down) = self.case.x, self.case.sets[0]
-        return Exact.of(_wide(x), (_wide(gate), _wide(up), down))
+        return Exact.of(widened(x), (widened(gate), widened(up), down))
 
     def exact(self, provider: Provider) -> tuple[Exact, float]:
         """Return what a provider's result is compared with, and the error it may have."""
-        if provider not in ALLOWED:
+        if provider not in ALL_IN_FP8:
             return self.sparse, 0.0
         rule = _by_tensor if provider == DENSE_FP8_TENSOR else float8.quantize
-        x, *weights = (_wide(tensor, rule) for tensor in (self.case.x, *self.case.sets[0]))
-        return Exact.of(x, weights), ALLOWED[provider]
+        x, *weights = (widened(tensor, rule) for tensor in (self.case.x, *self.case.sets[0]))
+        return Exact.of(x, weights), TOLERANCE["FP8 layer"]
 
     def dense_calls(self) -> dict[Provider, list[Call]]:
         """Return the calls of the dense layers, one for each set of weights."""
@@ -155,3 +157,36 @@ class Quantized:
             gate = (None, None) if gate is None else float8.quantize(gate)
             calls.append(functools.partial(call, *gate, *float8.quantize(up), down))
         return calls
+
+
+class Linears:
+    """The linear layers of a model in bf16, of which those of a provider are in FP8.
+
+    A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
+    of attention are in FP8 too.
+    """
+
+    def __init__(self, model: SparseLlamaForCausalLM):
+        self.model = model
+        self.replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+        self.quantized: dict[nn.Linear, float8.Float8Linear] = {}  # of the weights they had first
+
+    def become(self, provider: Provider) -> None:
+        for module, name, part in self.replaced:
+            setattr(module, name, part)
+        self.replaced = []
+        names = () if not provider.in_fp8 else QUANTIZED
+        if names and provider.backend == "dense":
+            names = *QUANTIZED, "down_proj"
+        for layer in self.model.model.layers:
+            self._quantize(layer.mlp, names)
+            self._quantize(layer.self_attn, ATTENTION if provider.precision == FP8_ALL else ())
+
+    def _quantize(self, module: nn.Module, names: Sequence[str]) -> None:
+        for name in names:
+            part = getattr(module, name)
+            if part is not None:
+                if part not in self.quantized:
+                    self.quantized[part] = float8.Float8Linear.of(part)
+                self.replaced.append((module, name, part))
+                setattr(module, name, self.quantized[part])

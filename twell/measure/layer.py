@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from twell.measure import clock
+from twell.measure import clock, weight_only
 from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
 from twell.measure.check import Exact
 from twell.measure.clock import Gpu
@@ -90,7 +90,9 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
         DENSE_COMPILED: case.calls(compiled, plain=True),
         **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
     }
-    quantized = None
+    quantized, others = None, {}  # others: what is exact for their widened weights
+    for provider, kind in weight_only.providers(case).items():
+        calls[provider], others[provider] = weight_only.calls(case, kind)
     if float8.why_not(bench.gpu.device) is None:
         quantized = Quantized(case)
         calls |= quantized.dense_calls() | quantized.sparse_calls()
@@ -100,9 +102,9 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
     runs: dict[Provider, clock.Run] = {}
 
     def check(provider: Provider) -> tuple[dict, Callable]:
-        exact = quantized.exact(provider) if provider.in_fp8 else (case.exact,)
+        exact = quantized.exact(provider) if provider.in_fp8 else others.get(provider)
         run = f"{provider} at {case}", calls[provider], mode
-        columns, times, runs[provider] = checked(bench.gpu, exact, *run)
+        columns, times, runs[provider] = checked(bench.gpu, exact or (case.exact,), *run)
         return columns, functools.partial(times, clock.LAYER_TURN)
 
     rows, parts = [], []
@@ -168,8 +170,8 @@ class Bench:
         c, exact, p50 = case.columns, case.exact, columns["p50"]
         shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
         row = c | {"provider": provider.name} | columns
-        cost = None  # in FP8 other ceilings apply
-        if not provider.in_fp8:
+        cost = None  # in other types other ceilings apply
+        if provider.precision is None:
             cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
         return row | self._work(cost, p50) | clock.energy(self.gpu, run, calls, p50)
 

@@ -8,6 +8,7 @@ random and the activity is imposed (imposed.py). Energy is counted over the same
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from twell.measure.decode import GENERATION, joined_projections, measure_decode
 from twell.measure.layer import checked
 from twell.measure.parts import decode_parts, measure_parts
 from twell.measure.patterns import IMPOSED
-from twell.measure.providers import DENSE_EAGER, Provider, model_providers
+from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider, model_providers
 from twell.measure.rows import LAYER_TIMES, Rows, require, significant
 from twell.measure.sides import Bench, check_model, exact_hidden_states, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
-from twell.sparse import reference
+from twell.sparse import float8, reference
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -49,6 +50,7 @@ def language_model(
     decode_context: int = 512,
     compiled: bool | None = None,
     tuned: bool = False,
+    fp8: bool = False,
     calibration: Calibration | None = None,
     energy: bool = False,
     out: str | Path | None = None,
@@ -67,6 +69,7 @@ def language_model(
         decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
         compiled: True: only with compiled layers; False: only eager; None: both.
         tuned: also time decoding with layers that Inductor tunes.
+        fp8: also time all with feed-forward layers in FP8, and passes with attention's too.
         calibration: the times that "auto", which knows the activity, chooses by.
         energy: also measure energy, over the same turns.
         out: the folder of model.csv, model_layers.csv, model_parts.csv and decode.csv.
@@ -76,9 +79,8 @@ def language_model(
     RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu = clock.gpu(energy)
-    plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned)
-    unfit = "active is imposed on random weights; a checkpoint has its own activity"
-    require(checkpoint is None or active is None, unfit)
+    plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
+    plan.check(gpu, checkpoint, active)
     rows = Rows(out, FILES)
     if checkpoint is None:
         name, given = size, _random(size, overrides, profile, active, plan.longest, gpu.device)
@@ -107,6 +109,7 @@ class Plan:
     parts: bool
     compiled: bool | None
     tuned: bool
+    fp8: bool
 
     def __post_init__(self):
         sizes = [number for shape in self.shapes for number in shape]
@@ -121,6 +124,13 @@ class Plan:
         unfit = f"tuned: decoding is timed so with compiled layers, and {reason}"
         require(possible or not self.tuned, unfit)
 
+    def check(self, gpu: clock.Gpu, checkpoint: Checkpoint | None, active: object) -> None:
+        """Raise ValueError for what this GPU, or this kind of model, does not have."""
+        unfit = "active is imposed on random weights; a checkpoint has its own activity"
+        require(checkpoint is None or active is None, unfit)
+        reason = float8.why_not(gpu.device) if self.fp8 else None
+        require(reason is None, f"FP8 cannot be measured here: {reason}")
+
     @property
     def longest(self) -> int:
         """The most tokens of a document."""
@@ -129,16 +139,18 @@ class Plan:
 
     def run(self, bench: Bench, draw: Draw, means: Sequence[float] | None, rows: Rows) -> None:
         """Measure one level of activity: `means` by layer, or a checkpoint's own."""
+        in_passes = (None, FP8, FP8_ALL) if self.fp8 else (None,)
+        providers = model_providers(self.compiled, precisions=in_passes)
         for index, (batch, context) in enumerate(self.shapes):
             ids, first = draw(batch, context), index == 0
-            passes, activity = measure_forward(bench, ids, model_providers(self.compiled))
+            passes, activity = measure_forward(bench, ids, providers)
             rows.add("model", passes)
             if self.parts and first:
                 rows.add("model_parts", measure_parts(bench, ids, activity))
             times = measure_layers(bench, ids) if self.layers and first else None
             rows.add("model_layers", layer_rows(bench.case(ids, activity), means, activity, times))
             torch.cuda.empty_cache()
-        providers = model_providers(self.compiled, self.tuned)
+        providers = model_providers(self.compiled, self.tuned, in_passes[:2])
         for batch in self.decode:
             script = draw(batch, self.decode_context + GENERATION)
             with joined_projections(bench.model):
@@ -213,7 +225,8 @@ def measure_forward(
         call, (hidden, _) = run, run()
         # With one copy of the weights.
         before, most = bench.gpu.peak(run)
-        peak = sum(parameter.nbytes for parameter in model.parameters()) + most - before
+        weights = itertools.chain(model.parameters(), model.buffers())  # those in FP8 are buffers
+        peak = sum(weight.nbytes for weight in weights) + most - before
         if mode == "graph":
             call, ((hidden, _),) = bench.gpu.capture([run])
             call()

@@ -5,14 +5,17 @@ A leaf: it imports no torch, so tables and figures use it too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BACKENDS = "dense", "triton", "auto"
 SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
 # "Tuned": Inductor searches for launch options, and generates its own products of a single row.
 EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
-# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py).
-FP8, FP8_TENSOR, FP8_TORCHAO = "FP8", "FP8 by tensors", "FP8 torchao"
+# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py). "FP8 all":
+# attention's too.
+FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL = "FP8", "FP8 by tensors", "FP8 torchao", "FP8 all"
+INT8, INT4 = "int8 weights", "int4 weights"  # of a dense layer (measure/weight_only.py)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Provider:
     backend: "dense" (plain torch), "triton" (our kernels) or "auto".
     path: the path that the kernels are forced to take; None where the layer takes its own.
     compilation: EAGER, COMPILED or TUNED.
-    precision: None for the layer's own type, or FP8, FP8_TENSOR or FP8_TORCHAO.
+    precision: None for the layer's own type, or FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, INT8, INT4.
     """
 
     backend: str
@@ -55,7 +58,7 @@ class Provider:
 
     @property
     def in_fp8(self) -> bool:
-        return self.precision is not None
+        return (self.precision or "").startswith(FP8)
 
     @property
     def untuned(self) -> Provider:
@@ -79,18 +82,24 @@ UNION_COMPILED = Provider("triton", "union", COMPILED)
 DENSE_FP8 = Provider("dense", None, COMPILED, FP8)
 DENSE_FP8_TENSOR = Provider("dense", None, COMPILED, FP8_TENSOR)
 DENSE_FP8_TORCHAO = Provider("dense", None, COMPILED, FP8_TORCHAO)
+DENSE_INT8 = Provider("dense", None, COMPILED, INT8)
+DENSE_INT4 = Provider("dense", None, COMPILED, INT4)
 DENSE_FP8_KERNELS = Provider("triton", "dense", EAGER, FP8)  # down in bf16
 AUTO_FP8 = Provider("auto", precision=FP8)
 _BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
     provider.name: provider
-    for precision in (None, FP8)
+    for precision in (None, FP8, FP8_ALL)
     for kind in (EAGER, COMPILED, TUNED)
     for provider in (
         *(Provider(backend, None, kind, precision) for backend in BACKENDS),
         *(Provider("triton", path, kind, precision) for path in SPARSE_PATHS),
     )
 }
-for _provider in (DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS):
+for _provider in (
+    *(DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS),
+    *(DENSE_INT8, DENSE_INT4),
+    *(Provider("reference", precision=one) for one in (FP8, FP8_ALL)),
+):
     _BY_NAME[_provider.name] = _provider
 
 
@@ -105,7 +114,14 @@ def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:
     return plain + [TUNED] * tuned
 
 
-def model_providers(compiled: bool | None, tuned: bool = False) -> list[Provider]:
+def model_providers(
+    compiled: bool | None, tuned: bool = False, precisions: Sequence[str | None] = (None,)
+) -> list[Provider]:
     """Return the providers of a whole model, by compilation; the first one is dense."""
     kinds = compilations(compiled, tuned)
-    return [Provider(backend, None, kind) for kind in kinds for backend in BACKENDS]
+    return [
+        Provider(backend, None, kind, precision)
+        for kind in kinds
+        for precision in precisions
+        for backend in BACKENDS
+    ]

@@ -22,7 +22,8 @@ LAYER_TIMES = "dense sparse auto auto_path relative_rms"
 # What is printed of a row, where it is known.
 SHOWN = (
     "metric value unit model tokens batch context pattern active layer provider path part "
-    "p50 ms roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest"
+    "p50 ms roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest "
+    "cross_entropy difference low high"
 ).split()
 
 COLUMNS = {
@@ -44,6 +45,8 @@ COLUMNS = {
         "model_parts": f"{MODEL} {ACTIVITY} layer provider part ms",
         "decode": f"{MODEL} {ACTIVITY} steps provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
+        "quality": "model parameters source tokens sequences provider cross_entropy difference low "
+        "high dense_difference dense_low dense_high active",
     }.items()
 }
 

@@ -12,6 +12,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from twell.config import TrainConfig
 from twell.measure import check, clock, imposed
 from twell.measure.case import check_sizes
-from twell.measure.providers import COMPILED, TUNED, Provider
+from twell.measure.float8 import Linears
+from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration
@@ -103,7 +105,8 @@ class Sides:
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
 
     def take_weights(self) -> None:
-        """Copy the present down projections in both layouts."""
+        """Copy the present down projections in both layouts; called in bf16."""
+        self.linears = Linears(self.model)
         self.down = [ffn.down_proj.weight for ffn in self.model.ffns]
         self.plain = [weight.detach().contiguous() for weight in self.down]
         self.by_neuron = [weight.t().contiguous().t() for weight in self.plain]
@@ -117,6 +120,11 @@ class Sides:
         layouts = self.plain if provider.backend == "dense" else self.by_neuron
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
+        self.linears.become(provider)
+        for ffn in self.model.ffns:
+            if ffn.chooser.quantized != provider.in_fp8:
+                ffn.chooser.quantized = provider.in_fp8
+                ffn.calibration = None if provider.in_fp8 else self.calibration
         self.model.set_ffn_backend(provider.backend)
 
     def observe(self, activity: Sequence[dict], tokens: int) -> None:
@@ -136,7 +144,7 @@ class Sides:
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
     """Return the columns of a model."""
     if any(ffn.quantized for ffn in model.ffns):
-        raise ValueError(f"{name} has FP8 weights; whole models are measured in bf16")
+        raise ValueError(f"{name} has FP8 weights; measure the bf16 model with --fp8")
     config = model.config
     return {
         "model": name,
@@ -191,21 +199,24 @@ class Bench(Sides):
     ) -> dict[Provider, dict]:
         """Check passes of the model by each provider, then time them in turns; return the columns.
 
-        once: a pass. Its layers are compared with fp64, once for each backend. prepare: returns the
-        result to be judged, the call to be timed, and columns; the model has become the provider.
+        once: a pass. Its layers are compared with fp64, once for each backend and precision.
+        prepare: returns the result to be judged, the call to be timed, and columns; the model has
+        become the provider.
         """
-        worst: dict[str, float] = {}
+        worst: dict[Provider, float] = {}
         clocks: dict[Provider, clock.Clock] = {}
 
         def checked(provider: Provider) -> tuple[dict, Callable]:
-            backend = provider.backend
-            if backend not in worst:
-                self.become(Provider(backend))
-                worst[backend] = check.check_layers(self.model.ffns, once, f"{backend} of {title}")
+            eager = replace(provider, compilation=EAGER)
+            if eager not in worst:
+                self.become(eager)
+                what = " ".join(filter(None, (provider.backend, provider.precision, "of", title)))
+                worst[eager] = check.check_layers(self.model.ffns, once, what)
             self.become(provider)
             result, call, columns = prepare(provider)
-            columns["relative_rms"] = significant(judge.check(provider.name, result), 3)
-            columns["layer_rms"] = significant(worst[backend], 3)
+            error = judge.check(provider.name, result, provider.in_fp8)
+            columns["relative_rms"] = significant(error, 3)
+            columns["layer_rms"] = significant(worst[eager], 3)
             clocks[provider] = clock.Clock(self.gpu, call, per_call)
             return columns, functools.partial(turn, provider)
 

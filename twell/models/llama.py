@@ -2,14 +2,18 @@
 
 SparseLlamaForCausalLM is transformers' Llama with SparseFFN as its feed-forward layer. Attention,
 norms, rotary positions, caching and generation are transformers' own. Weights have Llama's names: a
-stock `LlamaForCausalLM` with `hidden_act="relu"` loads the checkpoints of gated models.
+stock `LlamaForCausalLM` with `hidden_act="relu"` loads the checkpoints of gated models. A saved
+folder also holds modeling_twell.py, by which `trust_remote_code=True` finds these classes.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,16 +21,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twell.models.l1 import divisor, l1_by_layer, token_mask
-from twell.sparse import float8
+from twell.models.quantize import quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
+# The file that goes into saved folders, and the classes that it has for transformers' Auto classes
+CODE = Path(__file__).with_name("modeling_twell.py")
+AUTO_MAP = {
+    "AutoConfig": f"{CODE.stem}.SparseLlamaConfig",
+    "AutoModelForCausalLM": f"{CODE.stem}.SparseLlamaForCausalLM",
+}
+
 
 class SparseLlamaConfig(LlamaConfig):
-    """Llama's configuration with four more fields; defaults: the paper's 1.5B model (Table 2).
+    """Llama's configuration with five more fields; defaults: the paper's 1.5B model (Table 2).
 
     Args:
-        hidden_act: "relu", or "silu" for comparison.
+        hidden_act: "relu" or another activation of twell/sparse/activations.py.
+        activation_threshold: the threshold of every SparseFFN.
         gated_mlp: gated or non-gated feed-forward layers.
         l1_coefficient: weight of the L1 term in the training loss, which SparseLlamaForCausalLM
             defines. None after `from_dict` read a list: a forward pass in training mode with
@@ -45,6 +57,7 @@ class SparseLlamaConfig(LlamaConfig):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
+    activation_threshold: float = 0.0
     gated_mlp: bool = True
     l1_coefficient: float | None = 0.0
     ffn_backend: str = "dense"
@@ -65,6 +78,10 @@ class SparseLlamaConfig(LlamaConfig):
         if isinstance(config_dict.get("l1_coefficient"), list):
             config_dict = config_dict | {"l1_coefficient": None}
         return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: saved folders get modeling_twell.py, not the source of this module."""
 
 
 @dataclass
@@ -107,8 +124,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     recording = False  # set it to count evaluation passes too; training passes always are
 
     def __init__(self, config: SparseLlamaConfig):
-        if getattr(config, "quantization_config", None):
-            raise ValueError("the configuration is of FP8 weights; load them with twell.load")
+        if isinstance(getattr(config, "quantization_config", None), dict):  # not `from_pretrained`
+            raise ValueError(
+                "the configuration is of FP8 weights; load them with from_pretrained or twell.load"
+            )
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = SparseFFN(
@@ -116,6 +135,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 config.intermediate_size,
                 gated=config.gated_mlp,
                 activation=config.hidden_act,
+                threshold=config.activation_threshold,
                 bias=config.mlp_bias,
                 backend=config.ffn_backend,
             )
@@ -123,19 +143,27 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As in transformers. Raises ValueError for FP8 weights, which `twell.load` reads."""
+        """As in transformers. `twell.load` also reads other layouts, and checks every tensor."""
         loaded = super().from_pretrained(*args, **kwargs)
         for ffn in (loaded[0] if isinstance(loaded, tuple) else loaded).ffns:
             ffn.backend = ffn.backend  # restores the kernels' strides: the weights were assigned
         return loaded
 
-    def save_pretrained(self, *args, **kwargs):
-        """As in transformers. Raises ValueError where some layers are in FP8 and others not."""
-        in_fp8 = {ffn.quantized for ffn in self.ffns}
-        if len(in_fp8) == 2:
-            raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
-        self.config.quantization_config = dict(float8.QUANTIZATION) if in_fp8 == {True} else None
-        return super().save_pretrained(*args, **kwargs)
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs):
+        """As in transformers, with modeling_twell.py, for loading with `trust_remote_code=True`.
+
+        Raises ValueError where some layers are in FP8 and others not.
+        """
+        self.config.quantization_config = quantization_of(self)
+        self.config.auto_map = dict(AUTO_MAP)
+        if is_main_process:  # before transformers pushes the folder to the hub
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(CODE, Path(save_directory, CODE.name))
+        return super().save_pretrained(save_directory, is_main_process, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing, as SparseLlamaConfig."""
 
     @property
     def ffns(self) -> list[SparseFFN]:
@@ -218,3 +246,8 @@ def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:
 
 AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)
 AutoModelForCausalLM.register(SparseLlamaConfig, SparseLlamaForCausalLM)
+# `transformers serve` looks for the class in the module `transformers`. transformers loads itself a
+# second time, so the server may hold another such module than `sys.modules`.
+_server = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in {sys.modules["transformers"], getattr(_server, "transformers", None)} - {None}:
+    _module.SparseLlamaForCausalLM = SparseLlamaForCausalLM

@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from twell.models.checkpoint import read_config, read_json, read_weights
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.quantize import fill_quantized, widened
 from twell.sparse.calibration import FLOAT8, Calibration
 
 CALIBRATION = "calibration.json"  # beside the weights
@@ -64,19 +63,16 @@ def load(
     if backend is not None:
         config.ffn_backend = backend
     tensors = read_weights(folder, config)
-    quantization, config.quantization_config = config.quantization_config, None
-    values = {}
+    quantization = config.quantization_config
     if quantization is not None:
         if dtype not in (None, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
-        values, tensors, dtype = tensors, widened(tensors), torch.bfloat16
+        dtype = torch.bfloat16
     dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
         model = SparseLlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype
         )
-    if quantization is not None:
-        fill_quantized(model, values)
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         calibration = _calibration_of(folder)
         if (calibration.dtype == FLOAT8) == (quantization is not None):

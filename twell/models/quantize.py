@@ -6,7 +6,10 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from twell.models.convert import sparse_ffns
 from twell.sparse import float8
@@ -80,8 +83,8 @@ def _note(module: nn.Module, quantization: dict | None) -> None:
 
 def _check(ffn: SparseFFN, owner: str) -> None:
     """Raise an error for a layer that `quantize_` does not take."""
-    if ffn.activation != "relu":
-        raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for 'relu'")
+    if not ffn.act.sparse:
+        raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for kinds of ReLU")
     if ffn.quantized:
         raise ValueError(f"{owner} is in FP8 already")
     if ffn.hidden_size % float8.MULTIPLE:
@@ -147,25 +150,40 @@ def empty_quantized(module: nn.Module) -> None:
         ffn.chooser.quantized = True
 
 
-def widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file with bf16 weights in place of FP8 values and their scales."""
-    wide = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype == float8.FLOAT8:
-            wide[name] = float8.widen(tensor, tensors[f"{name}_scale"])
-        elif not name.endswith(".weight_scale"):
-            wide[name] = tensor
-    return wide
+def quantization_of(module: nn.Module) -> dict | None:
+    """Return what config.json says of the weights; ValueError where only some are in FP8."""
+    in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
+    if len(in_fp8) == 2:
+        raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
+    return dict(float8.QUANTIZATION) if in_fp8 == {True} else None
 
 
-def fill_quantized(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a model in bf16 the FP8 weights in `tensors`, the state of such a model."""
-    empty_quantized(model)
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            module.weight = tensors[f"{name}.weight"]
-            module.weight_scale = tensors[f"{name}.weight_scale"].float()
-    _note(model, dict(float8.QUANTIZATION))
+@register_quantization_config(float8.QUANTIZATION["quant_method"])
+class _Config(QuantizationConfigMixin):
+    """`float8.QUANTIZATION` as transformers keeps it while it loads a model."""
+
+    def __init__(self, **fields: str):
+        if fields != float8.QUANTIZATION:
+            raise ValueError(f"quantization_config is {fields}; expected {float8.QUANTIZATION}")
+        self.quant_method = fields["quant_method"]
+
+
+@register_quantizer(float8.QUANTIZATION["quant_method"])
+class _Quantizer(HfQuantizer):
+    """Lets `from_pretrained` of transformers load FP8 weights, as they are stored."""
+
+    requires_calibration = True  # transformers' word for: other weights cannot be loaded so
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        empty_quantized(model)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        self.remove_quantization_config(model)  # the layers are those of `quantize_`
+        _note(model, dict(float8.QUANTIZATION))
 
 
 def num_weights(model: nn.Module) -> int:

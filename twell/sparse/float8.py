@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from twell.sparse.activations import RELU, Activation
 from twell.sparse.reference import add_bias
 
 FLOAT8 = torch.float8_e4m3fn
@@ -84,6 +85,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     ).squeeze(-1)
 
 
+def wide(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values * scale in fp64, with one scale, or one for each row."""
+    return values.double() * scale.double()[..., None]
+
+
 def widen(values: Tensor, scale: Tensor) -> Tensor:
     """Return values * scale [M, K], rounded to bf16."""
     return (values.float() * scale[:, None]).bfloat16()
@@ -133,7 +139,7 @@ class Layer(NamedTuple):
     s_up: Tensor | None = None
 
 
-def ffn(*tensors: Tensor | None) -> Tensor:
+def ffn(*tensors: Tensor | None, act: Activation = RELU) -> Tensor:
     """Return y [M, K] bf16 of a `Layer`: the reference of all sparse paths.
 
     Sums are in fp32; g and h are rounded to bf16.
@@ -142,27 +148,27 @@ def ffn(*tensors: Tensor | None) -> Tensor:
     x = layer.x.float() * layer.x_scale[:, None]
     h = add_bias(x @ (layer.w_up.float() * layer.s_up[:, None]).t(), layer.b_up)
     if layer.w_gate is None:
-        h = torch.relu(h)
+        h = act.of_gate(act.gate(h.bfloat16()))
     else:
         gate = x @ (layer.w_gate.float() * layer.s_gate[:, None]).t()
-        g = torch.relu(add_bias(gate, layer.b_gate)).bfloat16()
+        g = act.gate(add_bias(gate, layer.b_gate).bfloat16())
         # Select, do not multiply: an inactive neuron's u may be infinite.
-        h = torch.where(g != 0, g.float() * h, 0)
+        h = torch.where(g != 0, act.of_gate(g).float() * act.of_up(h), 0)
     return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
 
 
-def dense(*tensors: Tensor | None, **named: Tensor | None) -> Tensor:
+def dense(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | None) -> Tensor:
     """Return y [M, K] bf16 of a `Layer` by three products, of which down is in bf16.
 
     g, u and h are rounded to bf16.
     """
     layer = Layer(*tensors, **named)
-    h = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
+    u = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
     if layer.w_gate is None:
-        h = torch.relu(h)
+        h = act.hidden(act.gate(u), None)
     else:
         gate = linear(layer.x, layer.x_scale, layer.w_gate, layer.s_gate, layer.b_gate)
-        h = torch.relu(gate) * h
+        h = act.hidden(act.gate(gate), u)
     return nn.functional.linear(h, layer.w_down, layer.b_down)
 
 
@@ -178,7 +184,8 @@ class Float8Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         shape = out_features, in_features
         self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
-        self.register_buffer("weight_scale", torch.empty(out_features, device=device))
+        scale = torch.empty(out_features, dtype=torch.float32, device=device)
+        self.register_buffer("weight_scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.original: Tensor | None = None
         self.trained = True, True  # whether weight and bias were parameters to train

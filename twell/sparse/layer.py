@@ -2,11 +2,12 @@
 
 A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
 
-    gated:      g = act(x Wg)   u = x Wu   h = u * g   y = h Wd
-    non-gated:  h = act(x Wu)              y = h Wd
+    gated:      g = relu(x Wg)   u = x Wu   h = u * g   y = h Wd
+    non-gated:  g = relu(x Wu)              h = g       y = h Wd
 
-With ReLU, g (non-gated: h) is zero for most neurons once the model is trained with an L1 term on h.
-A neuron is *active* for a token where that entry is `!= 0`. Four backends compute the same y:
+activations.py has the other activations. With ReLU, g is zero for most neurons once the model is
+trained with an L1 term on h. A neuron is *active* for a token where g is `!= 0`. Four backends
+compute the same y:
 
     dense      three matrix products, for every activation
     reference  the sparse steps in plain torch (reference.py): exact and slow
@@ -29,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
+from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.edit import Edit
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
-from twell.sparse.projections import HOOKS, is_plain, why_called
-from twell.sparse.reference import ACTIVATIONS
+from twell.sparse.projections import HOOKS, is_plain, warn_dense, why_called
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -77,8 +78,10 @@ class SparseFFN(nn.Module):
     Args:
         hidden_size: K, width of input and output.
         intermediate_size: N, number of neurons.
-        gated: y = (act(x Wg) * (x Wu)) Wd, else y = act(x Wu) Wd.
-        activation: "relu", or "silu" for comparison (backend "dense" only).
+        gated: whether the layer has a gate projection.
+        activation: "relu", "relu2", "drelu" (gated only), or "silu" for comparison (backend
+            "dense" only); see twell/sparse/activations.py.
+        threshold: neurons are active where the first projection is above this number.
         bias: whether the two or three projections have biases.
         backend: "dense", "reference", "triton" or "auto".
 
@@ -114,6 +117,7 @@ class SparseFFN(nn.Module):
         *,
         gated: bool = True,
         activation: str = "relu",
+        threshold: float = 0.0,
         bias: bool = False,
         backend: str = "dense",
         device: torch.device | str | None = None,
@@ -123,11 +127,10 @@ class SparseFFN(nn.Module):
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
-        _check_known("activation", activation, ACTIVATIONS)
+        self.act = get_activation(activation, threshold, gated=gated)
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
@@ -144,18 +147,21 @@ class SparseFFN(nn.Module):
         self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
+    activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
     l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
     record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
     token_mask = _handed_on("observer", "token_mask")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
 
     @classmethod
-    def around(cls, mlp: nn.Module, *, backend: str = "dense") -> SparseFFN:
-        """Return a gated ReLU layer with the projections and hooks of an MLP with Llama's names.
+    def around(cls, mlp: nn.Module, *, backend: str = "dense", **options: Any) -> SparseFFN:
+        """Return a gated layer with the projections and hooks of an MLP with Llama's names.
+
+        `options`: activation and threshold, as of the class.
 
         The layer keeps `mlp` for `restored`.
         """
-        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta")
+        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta", **options)
         ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         ffn.backend = backend
         ffn.replaced = (mlp,)
@@ -199,9 +205,10 @@ class SparseFFN(nn.Module):
         _check_known("backend", name, status)
         if status[name] is not None:
             raise RuntimeError(f"backend {name!r} cannot be used: {status[name]}")
-        if name != "dense" and self.activation != "relu":
+        if name != "dense" and not self.act.sparse:
             raise ValueError(
-                f"backend {name!r} needs activation 'relu'; this layer has {self.activation!r}"
+                f"backend {name!r} needs an activation that makes zeros; "
+                f"this layer has {self.activation!r}"
             )
         self._backend = name
         # Set here, not in forward, which torch.compile traces.
@@ -280,8 +287,10 @@ class SparseFFN(nn.Module):
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
         backend = self._backend
-        if backend != "dense" and self._why_dense() is not None:
+        if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
+            if not torch.compiler.is_compiling():
+                warn_dense(reason)
         result = getattr(self, f"_{backend}")(rows, *wants)
         observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
@@ -302,13 +311,12 @@ class SparseFFN(nn.Module):
         return x
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0.
-
-        In a non-gated layer g is h.
-        """
-        gate = self.up_proj if self.gate_proj is None else self.gate_proj
-        g = ACTIVATIONS[self.activation](gate(x))
-        return g, g if self.gate_proj is None else g * self.up_proj(x)
+        """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
+        if self.gate_proj is None:
+            g = self.act.gate(self.up_proj(x))
+            return g, self.act.hidden(g, None)
+        g = self.act.gate(self.gate_proj(x))
+        return g, self.act.hidden(g, self.up_proj(x))
 
     @torch.no_grad()
     def direction(self, neuron: int) -> Tensor:
@@ -381,12 +389,13 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             if self.quantized:
-                return Result(float8.ffn(*tensors))
+                return Result(float8.ffn(*tensors, act=self.act))
             if wants_l1 or torch.is_grad_enabled():
-                y, l1, active = reference.union_train(*tensors)
+                y, l1, active = reference.union_train(*tensors, act=self.act)
             else:
-                g = reference.gate_pack(tensors[0], *reference.Layer(*tensors).first)
-                y, l1 = reference.rowwise_ffn(g, *tensors), None
+                first = reference.Layer(*tensors).first
+                g = reference.gate_pack(tensors[0], *first, act=self.act)
+                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
                 active = g.unpack() != 0 if wants_activity else None
         activity = Activity.of(active, self.token_mask) if wants_activity else None
         return Result(y, l1 if wants_l1 else None, activity)
@@ -412,9 +421,8 @@ class SparseFFN(nn.Module):
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
         with torch.autocast(rows.device.type, enabled=False):
-            trained = training_ops.train(
-                self.train_path, self.capacity, *tensors, token_mask=self.token_mask
-            )
+            given = {"token_mask": self.token_mask, "act": self.act}
+            trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
         activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
         return Result(trained.y, trained.l1 if wants_l1 else None, activity)
 
@@ -426,7 +434,8 @@ class SparseFFN(nn.Module):
         tensors = self._tensors(rows)
         with torch.autocast(rows.device.type, enabled=False):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
-            return Result(ops.run(self._path or ops.choose(rows.shape[0]), *tensors))
+            path = self._path or ops.choose(rows.shape[0])
+            return Result(ops.run(path, *tensors, act=self.act))
 
     def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
         if not self._has_kernels:
@@ -448,16 +457,19 @@ class SparseFFN(nn.Module):
                 self.chooser.probe(rows, self._first(tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
-            return Result(ops.run(path, *tensors, activity=activity))
+            return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 
     def _first(self, tensors: list[Tensor | None]) -> Callable[[Tensor], Tensor]:
-        """The projection that decides which neurons are active."""
+        """The function that gives g, which is not 0 where a neuron is active."""
         if self.quantized:
-            return self.up_proj if self.gate_proj is None else self.gate_proj
+            part = self.up_proj if self.gate_proj is None else self.gate_proj
+            return lambda blocks: self.act.gate(part(blocks))
         weight, bias = reference.Layer(*tensors).first
-        return lambda blocks: nn.functional.linear(blocks.to(weight.dtype), weight, bias)
+        linear = nn.functional.linear
+        return lambda blocks: self.act.gate(linear(blocks.to(weight.dtype), weight, bias))
 
     def extra_repr(self) -> str:
-        text = f"activation={self.activation}, backend={self.backend}"
+        threshold = f", threshold={self.threshold:g}" if self.threshold else ""
+        text = f"activation={self.activation}{threshold}, backend={self.backend}"
         reason = None if self.backend == "dense" else self._why_dense(sharded=True)
         return text if reason is None else f"{text}, path=dense ({reason})"

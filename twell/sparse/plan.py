@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from twell.sparse.calibration import BLOCK, Calibration, default, require, require_up_to
 
@@ -197,13 +196,13 @@ class Chooser:
         if changed:
             self._make_plan()
 
-    def probe(self, x: Tensor, first: Callable[[Tensor], Tensor]) -> None:
+    def probe(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> None:
         """Count the activity of some of the tokens x [M, K] when due: the dense path counts none.
 
-        `first` is the gate projection, in a non-gated layer up.
+        `gate` gives g of tokens.
         """
         if self._unprobed >= PROBE_EVERY:
-            count_activity(sampled_blocks(x), first, self.counters(len(x), x.device))
+            count_activity(sampled_blocks(x), gate, self.counters(len(x), x.device))
             self._unprobed = 0
 
 
@@ -218,9 +217,9 @@ def sampled_blocks(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_activity(blocks: Tensor, first: Callable[[Tensor], Tensor], counters: Tensor) -> None:
+def count_activity(blocks: Tensor, gate: Callable[[Tensor], Tensor], counters: Tensor) -> None:
     """Add tokens, blocks, active and union entries of `blocks` [B, T, K] without waiting."""
-    active = F.relu(first(blocks)) != 0
+    active = gate(blocks) != 0
     # Host numbers are kernel arguments here; as tensors they would have to be copied.
     counters[0] += active.shape[0] * active.shape[1]
     counters[1] += active.shape[0]

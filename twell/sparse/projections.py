@@ -8,6 +8,9 @@ layer calls the projection and computes densely. The kernels also read the FP8 w
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 from torch import Tensor, nn
 
 from twell.sparse.float8 import Float8Linear
@@ -58,11 +61,24 @@ def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
     return None
 
 
+@functools.cache
+def warn_dense(reason: str) -> None:
+    """Say, once for each reason, that a layer with a sparse backend computes densely."""
+    warnings.warn(
+        f"SparseFFN computes densely and skips nothing: {reason}. The kernels read the weights of "
+        "plain nn.Linear layers. Merge adapters, remove hooks, or serve the model with software "
+        "that keeps these layers; backend 'dense' silences this",
+        stacklevel=4,
+    )
+
+
 def _only_moves_inputs(part: nn.Module) -> bool:
     """Whether `part.forward` is Accelerate's for a device map, and the weights stay in place."""
+    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
+    if hook is None:
+        return False
     from accelerate.hooks import AlignDevicesHook
 
-    hook, forward = part.__dict__.get("_hf_hook"), part.__dict__.get("_old_forward")
     if type(hook) is not AlignDevicesHook or hook.offload:
         return False
     return getattr(forward, "__func__", None) is type(part).forward

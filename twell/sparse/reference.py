@@ -31,7 +31,7 @@ is multiplied by 0 for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,23 +39,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from twell.sparse.activations import RELU, Activation, wide
 from twell.sparse.formats import SparseRows, TileUnion, TwELL, check_tensor
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
 
+def matmul(sparse: SparseRows, weight: Tensor, act: Activation = RELU) -> Tensor:
+    """Sparse [M, N] times dense [N, K], not rounded; reads rows of active columns only.
 
-def wide(tensor: Tensor) -> Tensor:
-    """The type to accumulate in: fp64 stays, anything else becomes fp32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def matmul(sparse: SparseRows, weight: Tensor) -> Tensor:
-    """Sparse [M, N] times dense [N, K], not rounded; reads rows of active columns only."""
+    The values are `act.of_gate` of the sparse ones.
+    """
     check_tensor("weight", weight, (sparse.shape[1], weight.shape[1]))
     weight = wide(weight)
     out = weight.new_zeros(sparse.shape[0], weight.shape[1])
     for m, (columns, values) in enumerate(sparse.rows()):
-        out[m] = wide(values) @ weight[columns]
+        out[m] = wide(act.of_gate(values)) @ weight[columns]
     return out
 
 
@@ -109,44 +106,83 @@ def activations(
     w_up: Tensor,
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
-    activation: str = "relu",
+    act: Activation = RELU,
 ) -> tuple[Tensor, Tensor]:
-    """Return (g, h) [M, N] of the dense layer.
+    """Return (g, h) [M, N] of the dense layer; activations.py says how a makes g, and g and u h.
 
-    g = act(x w_gate^T + b_gate), h = g (x w_up^T + b_up); non-gated, both are act(x w_up^T + b_up).
-    A neuron is active for a token where g != 0. Raises ValueError for an unknown activation.
+    A neuron is active for a token where g != 0.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}, expected one of {sorted(ACTIVATIONS)}")
-    act, u = ACTIVATIONS[activation], F.linear(x, w_up, b_up)
+    u = F.linear(x, w_up, b_up)
     if w_gate is None:
-        return (g := act(u)), g
-    g = act(F.linear(x, w_gate, b_gate))
-    return g, g * u
+        g = act.gate(u)
+        return g, act.hidden(g, None)
+    g = act.gate(F.linear(x, w_gate, b_gate))
+    return g, act.hidden(g, u)
 
 
-def ffn(*tensors: Tensor | None, activation: str = "relu", **named: Tensor | None) -> Tensor:
+def ffn(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | None) -> Tensor:
     """Return the dense layer y [M, K] = h w_down^T + b_down in torch's operators, differentiable.
 
     Takes x, w_gate, w_up, w_down, b_gate, b_up, b_down (biases may be left out) of any dtype; g, u
     and h (`activations`) are rounded to it. Paper: the feed-forward block.
     """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = Layer.checked(*tensors, **named)
-    _, h = activations(x, w_gate, w_up, b_gate, b_up, activation)
+    _, h = activations(x, w_gate, w_up, b_gate, b_up, act)
     return F.linear(h, w_down, b_down)
+
+
+def gradients(
+    *tensors: Tensor | None, dy: Tensor, needs: Sequence[bool], act: Activation = RELU
+) -> Gradients:
+    """Gradients of sum(y * dy) of `ffn`, None where `needs` is False, in torch's operators.
+
+    dy [M, K]. g, u, h and their gradients are rounded to x.dtype.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, _ = tensors
+    needed, du, da = Gradients(*needs), None, None
+    g, h = activations(x, w_gate, w_up, b_gate, b_up, act)
+    dh = dy @ w_down
+    if w_gate is None:
+        du = torch.where(g != 0, act.through_gate(dh, g), 0)
+    else:
+        u = act.of_up(F.linear(x, w_up, b_up))
+        da = torch.where(g != 0, act.through_gate(dh * u, g), 0)
+        du = dh * act.of_gate(g)
+        du = torch.where(u != 0, du, 0) if act.both else du
+
+    def product(needed: bool, value: Tensor, rows: Tensor) -> Tensor | None:
+        return value.t() @ rows if needed else None
+
+    dx = None
+    if needed.x:
+        dx = du @ w_up if da is None else du @ w_up + da @ w_gate
+    return Gradients(
+        dx,
+        product(needed.w_gate, da, x),
+        product(needed.w_up, du, x),
+        product(needed.w_down, dy, h),
+        da.sum(0) if needed.b_gate else None,
+        du.sum(0) if needed.b_up else None,
+        dy.sum(0) if needed.b_down else None,
+    )
 
 
 # Inference: one kernel for the gate, which packs, and one for all the rest.
 
 
 def gate_pack(
-    x: Tensor, w: Tensor, b: Tensor | None = None, tile_n: int = 256, compression: int = 8
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    tile_n: int = 256,
+    compression: int = 8,
+    act: Activation = RELU,
 ) -> TwELL:
-    """relu(x w^T + b) [M, N], rounded to x.dtype and packed; w [N, K] is `Layer.first`.
+    """g [M, N] of x w^T + b rounded to x.dtype, packed; w [N, K] is `Layer.first`.
 
     Raises ValueError for tile sizes that `TwELL.pack` refuses. Paper: inference, gate kernel.
     """
-    return TwELL.pack(torch.relu(linear(x, w, b)).to(x.dtype), tile_n, compression)
+    return TwELL.pack(act.gate(linear(x, w, b).to(x.dtype)), tile_n, compression)
 
 
 def up_down(
@@ -156,11 +192,13 @@ def up_down(
     w_down: Tensor,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    act: Activation = RELU,
 ) -> Tensor:
-    """y [M, K]: per token the sum over active n of g[n] (x . w_up[n] + b_up[n]) w_down[:, n].
+    """y [M, K]: per token the sum over active n of h[n] w_down[:, n].
 
-    y is in x.dtype; b_down is added. g [M, N] is a TwELL, whose overflow rows come from beside the
-    slots, or another format. u and h are not rounded. Paper: inference, fused up and down.
+    h[n] is made of g[n] and u[n] = x . w_up[n] + b_up[n]. y is in x.dtype; b_down is added.
+    g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another format. u and h
+    are not rounded. Paper: inference, fused up and down.
     """
     _check_up_down(x, g, w_up, w_down, b_up, b_down)
     wide_x, wide_up, wide_down = wide(x), wide(w_up), wide(w_down.t())
@@ -169,7 +207,7 @@ def up_down(
         u = wide_up[neurons] @ wide_x[m]
         if b_up is not None:
             u += b_up[neurons]
-        y[m] = (gate * u) @ wide_down[neurons]
+        y[m] = (wide(act.of_gate(gate)) * act.of_up(u)) @ wide_down[neurons]
     return add_bias(y, b_down).to(x.dtype)
 
 
@@ -180,12 +218,14 @@ def _check_up_down(x, g: SparseRows, w_up, w_down, b_up, b_down) -> None:
         raise ValueError(f"g is {given}, expected {expected}")
 
 
-def down(h: SparseRows, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
-    """y [M, K] in h's dtype: per token the sum of h[n] w_down[:, n] over its active n, plus b_down.
+def down(
+    g: SparseRows, w_down: Tensor, b_down: Tensor | None = None, act: Activation = RELU
+) -> Tensor:
+    """y [M, K] in g's dtype: per token the sum of h[n] w_down[:, n] over its active n, plus b_down.
 
-    h [M, N] is any format. Paper: inference, non-gated layer.
+    g [M, N] is any format, and h is `act.of_gate(g)`. Paper: inference, non-gated layer.
     """
-    return add_bias(matmul(h, w_down.t()), b_down).to(h.dtype)
+    return add_bias(matmul(g, w_down.t(), act), b_down).to(g.dtype)
 
 
 def union_up_down(
@@ -195,6 +235,7 @@ def union_up_down(
     w_down: Tensor,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    act: Activation = RELU,
 ) -> Tensor:
     """As `up_down`, by blocks: two dense products with the weight rows of the block's union.
 
@@ -208,28 +249,31 @@ def union_up_down(
         neurons = neurons.long()
         u = linear(x[tokens], w_up[neurons], None if b_up is None else b_up[neurons])
         # Where a token is inactive u may be anything, also infinite, and 0 * inf is NaN.
-        h = torch.where(gate != 0, gate * u, 0)
+        h = torch.where(gate != 0, wide(act.of_gate(gate)) * act.of_up(u), 0)
         y[tokens] = h @ wide(w_down.t()[neurons])
     return add_bias(y, b_down).to(x.dtype)
 
 
-def union_down(h: TileUnion, w_down: Tensor, b_down: Tensor | None = None) -> Tensor:
+def union_down(
+    g: TileUnion, w_down: Tensor, b_down: Tensor | None = None, act: Activation = RELU
+) -> Tensor:
     """As `down`, by blocks: one dense product with the weight rows of the block's union."""
-    check_tensor("w_down", w_down, (w_down.shape[0], h.shape[1]))
+    check_tensor("w_down", w_down, (w_down.shape[0], g.shape[1]))
     w_down = wide(w_down)
-    y = w_down.new_zeros(h.shape[0], w_down.shape[0])
-    for b in range(len(h.offsets) - 1):
-        neurons, values = h.block(b)
-        y[b * h.block_m : (b + 1) * h.block_m] = wide(values) @ w_down.t()[neurons.long()]
-    return add_bias(y, b_down).to(h.dtype)
+    y = w_down.new_zeros(g.shape[0], w_down.shape[0])
+    for b in range(len(g.offsets) - 1):
+        neurons, gate = g.block(b)
+        h = wide(act.of_gate(gate))
+        y[b * g.block_m : (b + 1) * g.block_m] = h @ w_down.t()[neurons.long()]
+    return add_bias(y, b_down).to(g.dtype)
 
 
-def rowwise_ffn(g: SparseRows, *tensors: Tensor | None) -> Tensor:
+def rowwise_ffn(g: SparseRows, *tensors: Tensor | None, act: Activation = RELU) -> Tensor:
     """Return y [M, K] of the layer from its packed gate g [M, N] (`gate_pack`)."""
     x, w_gate, w_up, w_down, _, b_up, b_down = tensors
     if w_gate is None:
-        return down(g, w_down, b_down)
-    return up_down(x, g, w_up, w_down, b_up, b_down)
+        return down(g, w_down, b_down, act)
+    return up_down(x, g, w_up, w_down, b_up, b_down, act)
 
 
 # Training by unions: dense products over each block's union, weight gradients over active entries.
@@ -238,14 +282,15 @@ def rowwise_ffn(g: SparseRows, *tensors: Tensor | None) -> Tensor:
 class SavedStep(NamedTuple):
     """What `union_train_backward` needs of a forward pass.
 
-    g and u [M, N]: the gate and, in a gated layer, the up projection, rounded, 0 where inactive.
-    The kernels keep their active entries alone.
+    g and u [M, N]: the gate and, in a gated layer, the factor `act.of_up` of the up projection,
+    rounded, 0 where inactive. The kernels keep their active entries alone.
     """
 
     layer: Layer
     g: Tensor
     u: Tensor | None
     block: int
+    act: Activation
 
 
 def _unions(active: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
@@ -256,9 +301,9 @@ def _unions(active: Tensor, block: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def union_train_forward(
-    *tensors: Tensor | None, block: int = 64, **named: Tensor | None
+    *tensors: Tensor | None, block: int = 64, act: Activation = RELU, **named: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, SavedStep]:
-    """The forward half of a training step by unions of `block` tokens (ReLU); takes those of `ffn`.
+    """The forward half of a training step by unions of `block` tokens; takes those of `ffn`.
 
     Returns y [M, K] in x.dtype; l1 [M], the sum over neurons of |h|, fp32 (fp64 for fp64);
     token_counts [M] int32, the active neurons of each token; neuron_counts [N] int32, the tokens of
@@ -267,15 +312,15 @@ def union_train_forward(
     """
     layer = Layer.checked(*tensors, **named)
     x, w_gate, w_up, w_down, _, b_up, b_down = layer
-    g = torch.relu(linear(x, *layer.first)).to(x.dtype)
+    g = act.gate(linear(x, *layer.first).to(x.dtype))
     active = g != 0
     u = None if w_gate is None else torch.zeros_like(g)
     y, l1 = wide(torch.zeros_like(x)), wide(x.new_zeros(len(x)))
     for tokens, neurons in _unions(active, block):
-        h = g[tokens, neurons]
+        h = act.of_gate(g[tokens, neurons])
         if u is not None:
             bias = None if b_up is None else b_up[neurons]
-            product = linear(x[tokens], w_up[neurons], bias).to(x.dtype)
+            product = act.of_up(linear(x[tokens], w_up[neurons], bias).to(x.dtype))
             # Select, do not multiply: inactive entries may hold infinite products; 0 * inf is NaN.
             u[tokens, neurons] = torch.where(active[tokens, neurons], product, 0)
             h = (wide(h) * wide(u[tokens, neurons])).to(x.dtype)
@@ -283,7 +328,7 @@ def union_train_forward(
         y[tokens] = wide(h) @ wide(w_down.t()[neurons])
     y = add_bias(y, b_down).to(x.dtype)
     token_counts, neuron_counts = active.sum(1).int(), active.sum(0).int()
-    return y, l1, token_counts, neuron_counts, SavedStep(layer, g, u, block)
+    return y, l1, token_counts, neuron_counts, SavedStep(layer, g, u, block, act)
 
 
 def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients:
@@ -291,26 +336,32 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
 
     dy [M, K]; dl1 [M], the gradient of each token's l1, so that h gets sign(h) * dl1[m]:
 
-        dh = dy Wd + sign(h) dl1    du = dh g    dg = dh u    dx = du Wu + dg Wg
-        dWu = du^T x    dWg = dg^T x    dWd = dy^T h             (non-gated: h is g, du is dh)
+        dh = dy Wd + sign(h) dl1    du = dh G    dg = dh U dG/dg    dx = du Wu + dg Wg
+        dWu = du^T x    dWg = dg^T x    dWd = dy^T h
 
-    The gradient of ReLU at 0 is 0. Ours.
+    G, U and what is 0: activations.py. Non-gated, du is dh dG/dg. Ours.
     """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = saved.layer
     check_step(x, dy, dl1)
-    g, u, active = saved.g, saved.u, saved.g != 0
-    h = g if u is None else (wide(g) * wide(u)).to(x.dtype)
+    g, u, act, active = saved.g, saved.u, saved.act, saved.g != 0
+    h = factor = act.of_gate(g)
+    if u is not None:
+        h = torch.where(active, wide(factor) * wide(u), 0).to(x.dtype)
     dx, du, dg = wide(torch.zeros_like(x)), torch.zeros_like(g), torch.zeros_like(g)
     for tokens, neurons in _unions(active, saved.block):
         here = tokens, neurons
         dh = wide(dy[tokens]) @ wide(w_down.t()[neurons]).t()
         sign = wide(h[here]).sign() * dl1[tokens, None]
         if u is None:
-            du[here] = torch.where(active[here], dh + sign, 0).to(x.dtype)
+            dh = wide((dh + sign).to(x.dtype))
+            da = act.through_gate(dh, wide(g[here]))
+            du[here] = torch.where(active[here], da, 0).to(x.dtype)
         else:
             dh = wide(dh.to(x.dtype)) + sign
-            du[here] = torch.where(active[here], dh * wide(g[here]), 0).to(x.dtype)
-            dg[here] = torch.where(active[here], dh * wide(u[here]), 0).to(x.dtype)
+            reached = active[here] & (u[here] != 0) if act.both else active[here]
+            du[here] = torch.where(reached, dh * wide(factor[here]), 0).to(x.dtype)
+            da = act.through_gate(dh * wide(u[here]), wide(g[here]))
+            dg[here] = torch.where(active[here], da, 0).to(x.dtype)
             dx[tokens] += wide(dg[here]) @ wide(w_gate[neurons])
         dx[tokens] += wide(du[here]) @ wide(w_up[neurons])
     return Gradients(
@@ -340,8 +391,8 @@ def _weight_gradient(values: Tensor, rows: Tensor, active: Tensor) -> Tensor:
 
 class _UnionTraining(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *tensors):
-        y, l1, _, _, saved = union_train_forward(*tensors)
+    def forward(ctx, act, *tensors):
+        y, l1, _, _, saved = union_train_forward(*tensors, act=act)
         active = saved.g != 0
         ctx.mark_non_differentiable(active)
         ctx.save_for_backward(*tensors)
@@ -353,10 +404,10 @@ class _UnionTraining(torch.autograd.Function):
     def backward(ctx, dy, dl1, _):
         saved = SavedStep(Layer(*ctx.saved_tensors), *ctx.entries)
         gradients = union_train_backward(saved, dy, dl1)
-        needs = ctx.needs_input_grad
-        return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+        needs = ctx.needs_input_grad[1:]
+        return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-def union_train(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def union_train(*tensors: Tensor | None, act: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, l1 and the active entries [M, N] bool of `union_train_forward`, differentiable."""
-    return _UnionTraining.apply(*tensors)
+    return _UnionTraining.apply(act, *tensors)

@@ -40,15 +40,21 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 
 
 def held_out(
-    source: str, model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tokens: int
+    source: str,
+    model: SparseLlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    *,
+    whole: bool = False,
 ) -> list[Sequence[int]]:
     """Return the first held-out documents of a source as sequences, at least `tokens` in all.
 
-    Each document is cut by `cut`, so each sequence is of one document. Raises ValueError where the
-    source holds out fewer tokens.
+    whole: of a source that is held out as a whole. Each document is cut by `cut`, so each sequence
+    is of one document. Raises ValueError where the source holds out fewer tokens.
     """
     sequences, total = [], 0
-    for part, text in corpus.split(source):
+    documents = (("valid", text) for text in corpus.documents(source))
+    for part, text in documents if whole else corpus.split(source):
         for sequence in cut(encode(tokenizer, text), model) if part == "valid" else ():
             sequences.append(sequence)
             total += len(sequence)

@@ -1,0 +1,179 @@
+"""The public operator: twell.ffn."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import twell
+from tests import fuzz
+from tests.factories.kernels import DEVICE, integer_case
+from twell.kernels import ops
+
+NAMES = "x", "w_gate", "w_up", "w_down_t", "b_gate", "b_up", "b_down"
+SCHEMA = (
+    "twell::ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate=None, "
+    "Tensor? b_up=None, Tensor? b_down=None, Tensor? x_scale=None, Tensor? s_gate=None, "
+    'Tensor? s_up=None, *, str activation="relu", float threshold=0., str? path=None) -> Tensor'
+)
+
+
+def arguments(**changes):
+    """Arguments of twell.ffn of small integers, whose sums are exact, by name."""
+    sizes = dict(num_tokens=9, intermediate_size=40, hidden_size=16, pattern="skewed", biases=True)
+    tensors = fuzz.layer(integer_case("union", **sizes | changes), DEVICE)
+    values = [t.t() if name == "w_down" else t for name, t in tensors.items()]
+    return dict(zip(NAMES, values, strict=True))
+
+
+def dense(x, w_gate, w_up, w_down_t, b_gate, b_up, b_down):
+    """The formula for ReLU in fp64."""
+    x, w_gate, w_up, w_down_t, b_gate, b_up, b_down = (
+        None if t is None else t.double() for t in (x, w_gate, w_up, w_down_t, b_gate, b_up, b_down)
+    )
+    u = F.linear(x, w_up, b_up)
+    h = u.relu() if w_gate is None else F.linear(x, w_gate, b_gate).relu() * u
+    return F.linear(h, w_down_t.t(), b_down)
+
+
+def test_the_schema_is_the_documented_one():
+    assert str(torch.ops.twell.ffn.default._schema) == SCHEMA
+
+
+@pytest.mark.parametrize("path", [None, "union", "decode", "rowwise", "dense"])
+def test_every_path_any_leading_shape_and_out(path):
+    given = arguments()
+    y = twell.ffn(**given, path=path)
+    assert fuzz.relative_rms(y, dense(**given)) < 5e-3
+    given["x"] = given["x"].view(3, 3, 16)
+    assert torch.equal(twell.ffn(**given, path=path), y.view(3, 3, 16))
+    out = torch.full_like(given["x"], torch.nan)
+    assert twell.ffn(**given, path=path, out=out) is out and torch.equal(out, y.view(3, 3, 16))
+    out = torch.full_like(out[0], torch.nan)
+    rows = {**given, "x": given["x"][0], "b_down": None}
+    twell.ffn(**rows, path=path, out=out)
+    assert torch.equal(out, twell.ffn(**rows, path=path))
+    assert twell.ffn(**{**given, "x": given["x"][:, :0]}, path=path).shape == (3, 0, 16)
+
+
+def test_halves_of_a_merged_weight_are_not_copied(monkeypatch):
+    given, cloned = arguments(), []
+    merged = torch.cat([given["w_gate"], given["w_up"]])
+    gate, up = merged.chunk(2)
+    assert up.storage_offset() and up.data_ptr() % 16 == 0
+    monkeypatch.setattr(torch.Tensor, "clone", lambda t, **_: cloned.append(t))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t, **_: t)
+    y = twell.ffn(**{**given, "w_gate": gate, "w_up": up})
+    assert not cloned and torch.equal(y, twell.ffn(**given))
+
+
+@pytest.mark.parametrize("path", ["union", "decode", "rowwise"])
+def test_partial_sums_of_slices_of_neurons_are_the_layer(path):
+    """As two ranks compute them: the weights are views, and one rank has the bias."""
+    given = arguments(dtype=torch.float16)
+    whole, parts = twell.ffn(**given, path=path), []
+    for rank, part in enumerate((slice(0, 24), slice(24, 40))):
+        shard = {name: None if t is None else t[part] for name, t in given.items()}
+        shard |= {"x": given["x"], "b_down": given["b_down"] if rank == 0 else None}
+        parts.append(twell.ffn(**shard, path=path))
+    torch.testing.assert_close(sum(parts), whole, rtol=2**-9, atol=0.5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation, threshold", [("relu", 1.5), ("relu2", 0.0), ("drelu", 0.0)])
+@pytest.mark.parametrize("path", [None, "dense"])
+def test_gradients(gated, activation, threshold, path):
+    if activation == "drelu" and not gated:
+        pytest.skip("dReLU has a gate")
+    given = arguments(gated=gated, values="normal", dtype=torch.float16)
+    leaves = {n: None if t is None else t.detach().requires_grad_() for n, t in given.items()}
+    dy = torch.randn(9, 16, device=DEVICE)
+    options = {"activation": activation, "threshold": threshold, "path": path}
+    tensors = [t for t in leaves.values() if t is not None]
+    y = twell.ffn(**leaves, **options)
+    computed = torch.autograd.grad(y, tensors, dy.to(y.dtype))
+
+    exact = {
+        n: None if t is None else t.detach().double().requires_grad_() for n, t in given.items()
+    }
+    a = F.linear(
+        exact["x"], *[exact[n] for n in (["w_gate", "b_gate"] if gated else ["w_up", "b_up"])]
+    )
+    h = torch.where(a > threshold, a, 0)
+    h = h.square() if activation == "relu2" else h
+    if gated:
+        u = F.linear(exact["x"], exact["w_up"], exact["b_up"])
+        h = h * (u.relu() if activation == "drelu" else u)
+    y = F.linear(h, exact["w_down_t"].t(), exact["b_down"])
+    expected = torch.autograd.grad(y, [t for t in exact.values() if t is not None], dy.double())
+    for ours, theirs in zip(computed, expected, strict=True):
+        assert fuzz.relative_rms(ours, theirs) < 5e-3
+    only = torch.autograd.grad(twell.ffn(**leaves, **options).sum(), leaves["w_up"])
+    assert only[0].shape == given["w_up"].shape
+
+
+def test_the_operator_keeps_the_rules_of_pytorch():
+    given = arguments(num_tokens=3, values="normal", activation="relu2")
+    given["w_down"] = given.pop("w_down_t").t()
+    tensors = [given[name.removesuffix("_t")].detach().requires_grad_() for name in NAMES]
+    torch.library.opcheck(ops.operator, tuple(tensors), {"activation": "relu2", "threshold": 0.5})
+
+
+def test_one_compiled_graph_serves_every_number_of_tokens():
+    """Across the numbers at which the path changes, and for every threshold."""
+    given, graphs = arguments(num_tokens=70), []
+    rest = list(given.values())[1:]
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def compiled(x):
+        return twell.ffn(x, *rest) + 1
+
+    for size in (70, 2, 64, 65):
+        x = given["x"][:size].clone()
+        assert torch.equal(compiled(x), twell.ffn(x, *rest) + 1)
+    assert len(graphs) == 1
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def training(x, out=None):
+        x = x.detach().requires_grad_()
+        return twell.ffn(x, *rest, activation="relu2", out=out).sum()
+
+    training(given["x"]).backward()
+    with torch.no_grad():
+        compiled = torch.compile(twell.ffn, fullgraph=True, backend=backend)
+        out = torch.empty_like(given["x"])
+        assert torch.equal(compiled(given["x"], *rest, out=out), twell.ffn(given["x"], *rest))
+
+
+def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
+    given = arguments(values="normal")
+    wide = {name: t.double().cpu() for name, t in given.items()}
+    torch.testing.assert_close(twell.ffn(**wide), dense(**wide))
+    odd = {n: t[..., :13] if t.shape[-1] == 16 else t for n, t in wide.items()}
+    odd = {name: t.contiguous() for name, t in odd.items()}
+    torch.testing.assert_close(twell.ffn(**odd), dense(**odd))
+    out = torch.empty_like(odd["x"])
+    assert twell.ffn(**odd, out=out) is out and torch.equal(out, twell.ffn(**odd))
+
+
+def test_bad_arguments_are_named():
+    given = arguments()
+    for change, message in (
+        ({"w_down_t": given["w_down_t"].t()}, r"w_down_t has shape \(16, 40\)"),
+        ({"w_down_t": given["w_down_t"].t().contiguous().t()}, r"strides \(1, 40\)"),
+        ({"path": "fast"}, "path 'fast' is unknown; use one of dense, rowwise"),
+        ({"activation": "silu"}, "activation 'silu' makes no zeros"),
+        ({"activation": "gelu"}, "activation 'gelu' is unknown"),
+        ({"out": torch.empty(3, 16, device=DEVICE)}, "out has shape"),
+        ({"b_up": given["b_up"][:3]}, r"b_up has shape \(3,\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            twell.ffn(**{**given, **change})
+    given["w_up"].requires_grad_()
+    with pytest.raises(RuntimeError, match="out is given, and a tensor requires gradients"):
+        twell.ffn(**given, out=torch.empty_like(given["x"]))
+    with torch.no_grad():
+        twell.warm_up([1, 5, 70], *list(given.values())[1:], activation="relu2")

@@ -1,0 +1,122 @@
+"""What FP8 costs in cross-entropy: every row against the loss of a model made otherwise."""
+
+import copy
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import twell
+from tests.factories import SEED, measure
+from twell.measure import imposed
+from twell.measure.providers import Provider
+from twell.measure.quality import quality
+from twell.measure.rows import COLUMNS
+from twell.sparse import float8
+
+NAMES = "dense eager,dense FP8 eager,reference FP8,dense FP8 all eager,reference FP8 all".split(",")
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = measure.model(max_position_embeddings=64)
+    imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
+    return model
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    tokens = imposed.draw_tokens(640, 12, 30, seed=SEED)
+    return [row[: 30 if number < 9 else 11].tolist() for number, row in enumerate(tokens)] + [[5]]
+
+
+class Rounded(nn.Module):
+    """A linear layer whose input and weight are rounded to FP8 and back."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.weight = float8.wide(*float8.quantize(part.weight)).float()
+
+    def forward(self, x):
+        rows = float8.wide(*float8.quantize(x.flatten(0, -2))).float()
+        return (rows @ self.weight.t()).bfloat16().view(*x.shape[:-1], -1)
+
+
+def exact(model, sequences, names, attention):
+    """The summed loss of each sequence, with these projections of every layer in FP8."""
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        for module in (layer.mlp, layer.self_attn)[: 1 + attention]:
+            for name in names if module is layer.mlp else ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(module, name, Rounded(getattr(module, name)))
+    losses = []
+    for sequence in sequences:
+        ids = torch.tensor([sequence])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1].double()
+        losses.append(float(nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
+    return np.array(losses)
+
+
+def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    said = []
+    rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path, say=said.append)
+    table = pd.read_csv(tmp_path / "quality.csv").set_index("provider")
+    assert list(table.index) == NAMES and all(list(row) == COLUMNS["quality"] for row in rows)
+    assert [Provider.parse(name).name for name in NAMES] == NAMES
+    state = model.state_dict()
+    assert list(state) == list(before) and model.config.ffn_backend == "dense"
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+    known = sequences[:-1]  # the last one has nothing to predict
+    predicted = sum(map(len, known)) - len(known)
+    assert (table["tokens"] == predicted).all() and (table["sequences"] == len(known)).all()
+    ffn, sparse = ("gate_proj", "up_proj", "down_proj"), ("gate_proj", "up_proj")
+    cases = ((), False), (ffn, False), (sparse, False), (ffn, True), (sparse, True)
+    losses = [exact(model, known, *case).sum() / predicted for case in cases]
+    assert np.allclose(table["cross_entropy"], losses, atol=2e-4)
+    assert np.allclose(table["difference"], table["cross_entropy"] - losses[0], atol=2e-4)
+    for one, other in ((1, 2), (3, 4)):
+        distance = table["cross_entropy"].iloc[other] - table["cross_entropy"].iloc[one]
+        assert table["dense_difference"].iloc[other] == pytest.approx(distance, abs=1e-5)
+    assert (table["difference"].iloc[1:].abs() > 1e-6).all()
+    for prefix in ("", "dense_"):
+        ends = (table[f"{prefix}{name}"] for name in ("low", "difference", "high"))
+        low, middle, high = ends
+        assert ((low <= middle) & (middle <= high)).all()
+    assert (table.filter(like="dense_").iloc[[0, 1, 3]] == 0).all(axis=None)
+    assert (table["active"] - 20).abs().max() < 6
+
+
+def test_intervals_are_over_sequences(model, sequences, monkeypatch):
+    """Alike sequences leave no doubt; the interval of different ones has about normal's width."""
+    alike = quality("tiny", model, [sequences[0]] * 5, batch=1)
+    assert all(row["low"] == row["difference"] == row["high"] for row in alike)
+    row = quality("tiny", model, sequences[:9], batch=3)[1]
+    ffn = "gate_proj", "up_proj", "down_proj"
+    pair = (exact(model, sequences[:9], *case) for case in ((ffn, False), ((), False)))
+    means = np.subtract(*pair) / 29
+    width = 2 * 1.96 * means.std() / 3
+    assert row["high"] - row["low"] == pytest.approx(width, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda model: model.float(), "tiny is in torch.float32; load it in torch.bfloat16"),
+        (twell.quantize_, "tiny has FP8 weights already"),
+    ],
+)
+def test_models_that_have_no_such_rows(model, sequences, change, message):
+    model = copy.deepcopy(model)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        quality("tiny", model, sequences)
+
+
+def test_one_sequence_has_no_interval(model, sequences):
+    with pytest.raises(ValueError, match="at least two sequences"):
+        quality("tiny", model, [sequences[0], [3]])

@@ -1,0 +1,111 @@
+"""The shipped model behind transformers' continuous batching, by call and by HTTP."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+import twell
+from twell import results
+
+MODEL = results.root() / "data" / "checkpoints" / "twell-6m"
+PROMPTS = [
+    "The United States",
+    "My fellow citizens, in the year of",
+    "To the Congress:",
+    "Peace",
+] * 2
+SMALL = {"num_blocks": 16, "max_batch_tokens": 256}  # the defaults fill the memory
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A folder of the model, and its greedy text after each prompt, one at a time.
+
+    A neuron that is never active has infinite weights, so dense layers would compute NaN.
+    """
+    folder = tmp_path_factory.mktemp("served")
+    model, tokenizer = twell.load(MODEL, backend="reference", dtype=torch.float32)
+    with torch.no_grad():
+        model.ffns[0].gate_proj.weight[0] = 0
+        model.ffns[0].up_proj.weight[0] = torch.inf
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        new = model.generate(ids, **options)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True))
+    model.set_ffn_backend("dense")
+    assert model(ids).logits.isnan().any()
+    return folder, texts
+
+
+@pytest.mark.slow
+def test_generate_batch_writes_what_generate_writes(served):
+    folder, texts = served
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    _, tokenizer = twell.load(MODEL)
+    answers = model.generate_batch(
+        [tokenizer(prompt).input_ids for prompt in PROMPTS],
+        generation_config=GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
+    )
+    tokens = [answer.generated_tokens for answer in answers.values()]
+    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == texts
+
+
+@contextlib.contextmanager
+def server(folder, log):
+    """`transformers serve` in a process of its own, which does not import twell by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--trust-remote-code --continuous-batching --device cpu --port {port}"
+    options += " --host 127.0.0.1 --attn-implementation sdpa"
+    options += "".join(f" --cb-{name.replace('_', '-')} {size}" for name, size in SMALL.items())
+    code = "from transformers.cli.transformers import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(folder), *options.split()]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
+        try:
+            for _ in range(300):
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                    break
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1/completions"
+        finally:
+            process.terminate()
+
+
+def streamed(address, folder, prompt):
+    """The pieces of text that the server sends for a prompt."""
+    body = {"model": str(folder), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(address, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line.decode().removeprefix("data: ") for line in answer if line.strip()]
+    return [json.loads(line)["choices"][0]["text"] for line in lines if line[0] == "{"]
+
+
+@pytest.mark.slow
+def test_requests_over_http_are_streamed_together(served, tmp_path):
+    folder, texts = served
+    with server(folder, tmp_path / "log") as address, ThreadPoolExecutor(len(PROMPTS)) as clients:
+        answers = list(clients.map(lambda prompt: streamed(address, folder, prompt), PROMPTS))
+    assert ["".join(pieces) for pieces in answers] == texts
+    assert min(map(len, answers)) > 2

@@ -1,0 +1,100 @@
+"""The sparse layer as a folder for Hugging Face's package `kernels`, without the package twell.
+
+The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND` with
+a module `layers`, metadata.json and the launch options as options.json. Its modules are copies of
+twell's own, with relative imports and a name of their own for the operators, so that it works with
+any version of twell beside it, and without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import twell
+from twell.kernels.options import OPTIONS
+from twell.results import write_atomically
+
+MODULES = {
+    "kernels": "common decode dense float8 gate ops options rowwise union",
+    "sparse": "float8 formats projections reference rows stateless",
+}
+BACKENDS = ("cuda", "rocm", "cpu")  # on the CPU in Triton's interpreter alone
+INIT = '"""Sparse feed-forward layers for transformers\' models; see README.md."""\n\nfrom . import layers\n'
+LAYERS = '''"""The layer; its kernels are launched with options.json."""
+
+import json
+from pathlib import Path
+
+from .kernels import options
+from .sparse.stateless import SparseMLP
+
+options.OPTIONS.update(json.loads(Path(__file__).with_name("options.json").read_text()))
+__all__ = ["SparseMLP"]
+'''
+README = """---
+library_name: kernels
+license: apache-2.0
+---
+# Sparse feed-forward layer
+
+`SparseMLP` computes the feed-forward layers of Llama-like models with ReLU by Triton kernels that \
+skip inactive
+neurons; arXiv 2603.23198 describes such models. It is for inference in bf16 or fp16, and worth it \
+where at least 95%
+of the neurons are inactive, as after training with an L1 term. Written by twell {version}.
+
+```python
+from pathlib import Path
+
+import torch
+from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub
+from kernels import use_kernel_mapping
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+relu = lambda mlp: isinstance(mlp.act_fn, torch.nn.ReLU)
+replace_kernel_forward_from_hub(LlamaMLP, "SparseMLP", relu)
+layer = LocalLayerRepository(Path("{folder}"), layer_name="SparseMLP")
+with use_kernel_mapping({{"SparseMLP": {{"cuda": layer}}}}):
+    model = kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cuda")
+```
+
+Run the model once before `torch.compile`: the first call stores the down projections as the \
+kernels read them.
+`options.json` has the launch options by kernel and architecture.
+"""
+
+
+def write_layer(folder: Path) -> Path:
+    """Write the folder. Raises FileExistsError where it exists."""
+    if folder.exists():
+        raise FileExistsError(f"{folder} already exists; choose another folder")
+    root = Path(twell.__file__).parent
+    sources = {
+        f"{part}/{name}.py": (root / part / f"{name}.py").read_text(encoding="utf-8")
+        for part, names in MODULES.items()
+        for name in names.split()
+    }
+    files = {name: _relative(text) for name, text in sources.items()}
+    files |= {"__init__.py": INIT, "layers.py": LAYERS}
+    files |= {f"{part}/__init__.py": "" for part in MODULES}
+    files["options.json"] = json.dumps(OPTIONS, indent=1) + "\n"
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+    for backend in BACKENDS:
+        name = f"_twell_ffn_{backend}_{digest}"  # of the module and its operators
+        metadata = {"id": name, "name": "twell-ffn", "version": 1, "license": "Apache-2.0"}
+        metadata |= {"python-depends": [], "backend": {"type": backend}}
+        files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
+        for path, text in files.items():
+            target = folder / "build" / f"torch-{backend}" / path
+            write_atomically(target, text.replace('"twell::', f'"{name}::'))
+    page = README.format(version=twell.__version__, folder=folder)
+    write_atomically(folder / "README.md", page)
+    return folder
+
+
+def _relative(source: str) -> str:
+    """Source code of a module of twell with imports relative to the folder."""
+    return re.sub(r"^( *from )twell\.(?=kernels|sparse)", r"\1..", source, flags=re.M)

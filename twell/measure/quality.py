@@ -1,0 +1,134 @@
+"""What FP8 costs in quality: one model's cross-entropy on the same tokens in several precisions.
+
+Differences are paired: the same tokens, summed by sequence, and bootstrapped over sequences. The
+sparse rows have gate and up in FP8 and down in bf16, the dense ones all three; "FP8 all" adds
+attention's linear layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twell.measure.float8 import Linears
+from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
+from twell.measure.rows import Rows, require, significant
+from twell.models.llama import SparseLlamaForCausalLM
+from twell.models.quantize import num_weights
+from twell.sparse import float8
+from twell.sparse.layer import SparseFFN
+from twell.trace.watch import Progress, score
+
+DRAWS = 2000  # bootstrap samples
+LEVEL = 0.025, 0.975  # ends of the 95% intervals
+
+
+def quality(
+    name: str,
+    model: SparseLlamaForCausalLM,
+    sequences: Sequence[Sequence[int]],
+    *,
+    batch: int = 8,
+    source: str = "",
+    out: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[dict]:
+    """Return rows of quality.csv for a model in bf16, one for each precision.
+
+    On a GPU with FP8 the kernels compute the sparse rows, elsewhere plain torch with the same
+    roundings. `difference` is from bf16, `dense_difference` from the dense layers of the same
+    precision, in nats a predicted token, with 95% intervals.
+
+    Args:
+        sequences: token ids; the first of each is not predicted.
+        batch: sequences of a pass.
+        source: where the text is from, a column of the rows.
+        out: the folder of quality.csv.
+        say: gets lines about the progress.
+
+    Raises ValueError for a model that is not in bf16, has FP8 weights, or another activation than
+    ReLU, and for fewer than two sequences with a predicted token.
+    """
+    _check(name, model)
+    sequences = [sequence for sequence in sequences if len(sequence) > 1]
+    require(len(sequences) > 1, "the text has to have at least two sequences of two tokens")
+    by_kernels = float8.why_not(model.device) is None
+    sparse = "triton" if by_kernels else "reference"
+    dense = Provider("dense", precision=FP8), Provider("dense", precision=FP8_ALL)
+    providers = (
+        DENSE_EAGER,
+        *(one for other in dense for one in (other, replace(other, backend=sparse))),
+    )
+    rows, linears = Rows(out, ["quality"]), Linears(model)
+    predicted = np.array([len(sequence) - 1 for sequence in sequences])
+    about = {"model": name, "parameters": num_weights(model), "source": source}
+    about |= {"tokens": int(predicted.sum()), "sequences": len(sequences)}
+    losses: dict[Provider, np.ndarray] = {}
+    backend = model.config.ffn_backend
+    try:
+        for provider in providers:
+            linears.become(provider)
+            model.set_ffn_backend(provider.backend)
+            told = say and (lambda line, who=provider: say(f"{who}: {line}"))
+            loss, active = _run(model, sequences, batch, told)
+            losses[provider] = loss
+            row = about | {"provider": provider.name, "active": significant(active, 5)}
+            row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
+            row |= _difference("", loss - losses[DENSE_EAGER], predicted)
+            other = losses[replace(provider, backend="dense")]
+            rows.add("quality", [row | _difference("dense_", loss - other, predicted)])
+    finally:
+        linears.become(DENSE_EAGER)
+        model.set_ffn_backend(backend)
+    return rows.by_file["quality"]
+
+
+def _check(name: str, model: SparseLlamaForCausalLM) -> None:
+    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
+    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
+    activation = model.config.hidden_act
+    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
+
+
+def _run(
+    model: SparseLlamaForCausalLM,
+    sequences: Sequence[Sequence[int]],
+    batch: int,
+    say: Callable[[str], None] | None,
+) -> tuple[np.ndarray, float]:
+    """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
+    losses: list[np.ndarray] = []
+    active = torch.zeros((), dtype=torch.int64, device=model.device)
+    progress = Progress(len(sequences), "sequences", say)
+
+    def count(ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        active.add_((ffn.activations(inputs[0])[0] != 0).sum())
+
+    def end(logprob: Tensor) -> None:
+        losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
+        progress.add(len(logprob))
+
+    with contextlib.ExitStack() as hooks:
+        for ffn in model.ffns:
+            hooks.callback(ffn.register_forward_hook(count).remove)
+        score(model, sequences, batch, end)
+    tokens = sum(map(len, sequences))
+    return np.concatenate(losses), float(active) / tokens / len(model.ffns)
+
+
+def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:
+    """Columns of a paired difference in nats a token, with the ends of its 95% interval."""
+    random, count = np.random.default_rng(0), len(predicted)
+    means = []
+    for _ in range(DRAWS):
+        drawn = random.integers(0, count, count)
+        means.append(difference[drawn].sum() / predicted[drawn].sum())
+    mean, low, high = difference.sum() / predicted.sum(), *np.quantile(means, LEVEL)
+    names = (f"{prefix}{name}" for name in ("difference", "low", "high"))
+    return dict(zip(names, (round(float(x), 7) for x in (mean, low, high)), strict=True))

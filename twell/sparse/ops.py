@@ -1,0 +1,121 @@
+"""The layer as a function of tensors, for modules of your own: `twell.ffn`.
+
+It computes with the kernels where they take the tensors, and else in torch's operators, so the same
+call also runs on a CPU and in fp32. It wraps the operator twell::ffn (kernels/ops.py).
+
+Versions. Within a major version of twell, arguments keep their names, order, defaults and meaning,
+here and in the schema of twell::ffn, which tests/kernels/test_ffn.py holds. New arguments come at
+the end and have defaults. A change of meaning gets a new operator, twell::ffn_v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from twell.sparse import reference
+from twell.sparse.activations import get_activation
+
+
+def ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    path: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return y [..., K] of a feed-forward layer with sparse activations.
+
+        gated:      g = relu(x w_gate^T + b_gate)   h = g (x w_up^T + b_up)   y = h w_down_t + b_down
+        non-gated:  h = relu(x w_up^T + b_up)                   (w_gate and b_gate are None)
+
+    Args:
+        x: [..., K], any strides.
+        w_gate, w_up: [N, K], contiguous. The halves of a merged weight [2 N, K] are, and so are
+            slices of N; neither is copied.
+        w_down_t: [N, K], contiguous: the transpose of the weight that `nn.Linear` holds.
+        b_gate, b_up: [N]. b_down: [K].
+        activation, threshold: see twell/sparse/activations.py.
+        path: "union", "decode", "rowwise" or "dense". None: decode up to 64 tokens, else union;
+            dense where the kernels do not take the tensors.
+        out: a contiguous tensor like y to write to; it may share memory with no other argument.
+
+    The kernels take bf16 and fp16 on a GPU, K a multiple of 16, N up to 65,536. All tensors have
+    one dtype and one device.
+
+    Gradients are dense: forward keeps x and the weights, and backward computes the layer again in
+    torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones.
+
+    Tensor parallelism. For a slice of N in each weight and bias y is a partial sum, for an
+    all-reduce over the ranks; give b_down to one rank.
+
+    Compilation. The number of tokens chooses the path when the operator runs, so torch.compile
+    makes one graph for all of them. Before a CUDA graph is captured, `warm_up` compiles the kernels.
+
+    Raises ValueError or TypeError with the name of what does not fit, RuntimeError for `out` with
+    gradients.
+    """
+    if w_down_t.shape != w_up.shape or not w_down_t.is_contiguous():
+        raise ValueError(
+            f"w_down_t has shape {tuple(w_down_t.shape)} and strides {w_down_t.stride()}, expected "
+            f"contiguous {tuple(w_up.shape)} as w_up; transpose the weight of an nn.Linear once"
+        )
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    rows, tensors = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t.t(), b_gate, b_up, b_down)
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, *tensors)
+    )
+    if out is not None and (out.shape != x.shape or not out.is_contiguous()):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}, expected contiguous "
+            f"{tuple(x.shape)}"
+        )
+    if out is not None and learns:
+        raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
+    given = None if out is None else out.view(rows.shape)
+    if path is None and not _takes(rows, len(w_up)) or path == "dense" and learns:
+        y = reference.ffn(rows, *tensors, act=act)
+    else:
+        from twell.kernels import ops
+
+        if learns or torch.compiler.is_compiling():
+            options = {"activation": act.name, "threshold": act.threshold, "path": path}
+            y = ops.operator(rows, *tensors, **options)
+        else:
+            path = ops.known_path(path) or ops.choose(len(rows))
+            y = ops.run(path, rows, *tensors, act=act, out=given)
+    if given is not None:
+        if y is not given:
+            given.copy_(y)
+        return out
+    return y.reshape(x.shape)
+
+
+def _takes(rows: Tensor, intermediate_size: int) -> bool:
+    """Whether the kernels are here and take the rows."""
+    try:
+        from twell.kernels import ops
+    except ImportError:  # without triton
+        return False
+    return ops.takes(rows, intermediate_size)
+
+
+def warm_up(sizes: Iterable[int], *weights: Tensor | None, **options) -> None:
+    """Compile and load the kernels of `ffn` for numbers of tokens that a CUDA graph will capture.
+
+    weights, options: those of `ffn` behind x. Which kernels run depends on the number of tokens,
+    and not on the values.
+    """
+    w_up = weights[1]
+    with torch.no_grad():
+        for size in sizes:
+            ffn(w_up.new_zeros(size, w_up.shape[1]), *weights, **options)
