@@ -1,7 +1,5 @@
 """The loss around a word against slow loops."""
 
-import dataclasses
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +13,6 @@ def test_the_rise_of_the_loss_around_a_word():
     before = make_trace(SEED, num_tokens=320, context=16)[0]
     random = np.random.default_rng(SEED)
     logprob = before.logprob + random.normal(0.1, 1, 320).astype(np.float32)
-    after = dataclasses.replace(before, logprob=logprob)
     word = before.strings[17]
     groups = {where: [] for where in analysis.WHERE}
     sequences = [range(start, start + 16) for start in range(0, 320, 16)]
@@ -25,7 +22,7 @@ def test_the_rise_of_the_loss_around_a_word():
             follows = before.strings[token - 1] == word
             where = 0 if follows else 1 if has else 2
             groups[analysis.WHERE[where]].append(before.logprob[token] - logprob[token])
-    table = analysis.around_word(before, after, word).set_index("where")
+    table = analysis.around_word(before, logprob, word).set_index("where")
     for where, rises in groups.items():
         row = table.loc[where]
         assert row["tokens"] == len(rises)
@@ -35,12 +32,12 @@ def test_the_rise_of_the_loss_around_a_word():
             assert row["high"] - row["low"] == pytest.approx(2 * spread, rel=0.5)
             assert row["low"] < row["rise"] < row["high"]
     assert table["low"].notna().sum() >= 2
-    few = analysis.around_word(before.part(0, 64), after.part(0, 64), word)
+    few = analysis.around_word(before.part(0, 64), logprob[:64], word)
     assert few["low"].isna().all()  # four sequences
     with pytest.raises(ValueError, match="the token 'nothing' does not occur in the text"):
-        analysis.around_word(before, after, "nothing")
-    with pytest.raises(ValueError, match="the traces have different tokens"):
-        analysis.around_word(before, after.part(0, 64), word)
+        analysis.around_word(before, logprob, "nothing")
+    with pytest.raises(ValueError, match="logprob has 64 tokens, the trace 320"):
+        analysis.around_word(before, logprob[:64], word)
 
 
 def test_the_neuron_of_a_word():

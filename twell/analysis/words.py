@@ -24,17 +24,18 @@ def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:
 
 
 def around_word(
-    before: twell.Trace, after: twell.Trace, word: str, draws: int = 1000, seed: int = 0
+    before: twell.Trace, logprob: np.ndarray, word: str, draws: int = 1000, seed: int = 0
 ) -> pd.DataFrame:
-    """Return the rise of the loss from one trace to another of the same tokens, by place.
+    """Return the rise of the loss from a trace to other log probabilities of its tokens, by place.
 
-    Columns: where (WHERE), tokens, rise (nats a token, above 0 where `after` predicts worse), low,
-    high: the 95% interval of `draws` bootstrap samples of sequences, NaN below 8 sequences. First
-    tokens of sequences are not predicted. Raises ValueError for traces of different tokens, and for
-    a token that does not occur. Ours.
+    logprob [T]: of a changed model, from `trace.logprobs`. Columns: where (WHERE), tokens, rise
+    (nats a token, above 0 where the changed model predicts worse), low, high: the 95% interval of
+    `draws` bootstrap samples of sequences, NaN below 8 sequences. First tokens of sequences are not
+    predicted. Raises ValueError for another number of tokens, and for a token that does not occur.
+    Ours.
     """
-    if not np.array_equal(before.token_ids, after.token_ids):
-        raise ValueError("the traces have different tokens; trace one text twice")
+    if len(logprob) != before.num_tokens:
+        raise ValueError(f"logprob has {len(logprob)} tokens, the trace {before.num_tokens}")
     at = np.flatnonzero(np.array(before.strings, dtype=object) == word)
     if not len(at):
         raise ValueError(f"the token {word!r} does not occur in the text")
@@ -43,7 +44,7 @@ def around_word(
     following[at + 1] = True
     following = following[:-1]
     having = np.isin(before.sequence, before.sequence[at])
-    rise = before.logprob.astype(np.float64) - after.logprob
+    rise = before.logprob.astype(np.float64) - logprob
     random, rows = np.random.default_rng(seed), []
     for where, place in zip(WHERE, (following, having & ~following, ~having), strict=True):
         chosen = place & predicted

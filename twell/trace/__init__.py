@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".silence": "silenced_loss",
         ".texts": "cut encode held_out load_with_tokenizer token_strings",
         ".trace": "Trace",
+        ".watch": "logprobs",
         ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
         "trace_text trace_tokens trace_validation",
     },

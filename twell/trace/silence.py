@@ -9,7 +9,7 @@ import pandas as pd
 
 from twell.models import SparseLlamaForCausalLM, silence
 from twell.trace.tracing import record
-from twell.trace.watch import Progress, score
+from twell.trace.watch import Progress, logprobs
 
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
 
@@ -47,12 +47,11 @@ def silenced_loss(
         h = by_neuron[layer]
         fires = h.indices[h.indptr[neuron] : h.indptr[neuron + 1]]
         change = np.where(traced.position, 0.0, np.nan)  # of each token's loss
-        again, silent = np.unique(traced.sequence[fires]), []
+        again = np.unique(traced.sequence[fires])
         with silence(model, layer, neuron):
-            chosen = [sequences[number] for number in again]
-            score(model, chosen, batch, lambda logprob, to=silent: to.extend(logprob.cpu().numpy()))
+            silent = logprobs(model, [sequences[number] for number in again], batch)
         tokens = np.isin(traced.sequence, again)
-        change[tokens] = traced.logprob[tokens].astype(np.float64) - np.concatenate([[], *silent])
+        change[tokens] = traced.logprob[tokens].astype(np.float64) - silent
         total = np.add.reduceat(np.nan_to_num(change), starts)
         mean = total.sum() / predicted.sum()
         variance = np.square(total - mean * predicted).sum() * (many := len(starts))
