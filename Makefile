@@ -3,6 +3,7 @@
 # make site        the documents and the executed notebooks as one site in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
+# make installed   the package from a wheel in an empty folder: train, export, load, serve as a layer
 # make fuzz        all tests and random cases of the layer, on fresh inputs (SEED=number repeats them)
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
@@ -33,7 +34,7 @@ else
 LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
 endif
 
-.PHONY: reproduce figures site notebooks lessons test fuzz lab screenshot clean
+.PHONY: reproduce figures site notebooks lessons test installed fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
@@ -56,8 +57,8 @@ build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DR
 	$(call execute,recorded)
 
 # These run the model that ships.
-build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb build/notebooks/10_one_word.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
-build/notebooks/07_inspect.ipynb build/notebooks/10_one_word.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
+build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
+build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 build/notebooks/06_downstream.ipynb: $(wildcard twell/evaluate/*.py twell/tasks/*/*)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
@@ -98,6 +99,9 @@ TEST := TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELIS
 test: $(VENV)/installed $(VENV)/triton-older/installed
 	$(TEST) -m "$(MARK)"
 
+installed: $(VENV)/installed
+	$(BIN)/python scripts/installed.py
+
 ifndef SEED
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
@@ -125,5 +129,5 @@ $(VENV)/installed: requirements.lock pyproject.toml
 # Out of Python's path: tests/kernels/test_compile.py compiles the kernels with it in a process of its own.
 $(VENV)/triton-older/installed: requirements.gpu.lock | $(VENV)/installed
 	rm -rf $(@D) && mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps --target $(@D) -r requirements.gpu.lock
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) "$$(grep ^triton== $<) ; platform_system == 'Linux'"
 	@touch $@

@@ -67,9 +67,6 @@ def check_tensors(
     x_scale=None,
     s_gate=None,
     s_up=None,
-    *,
-    activity=None,
-    out=None,
 ) -> None:
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
     if x.dim() != 2:
@@ -111,13 +108,18 @@ def check_tensors(
         if (tensor is not None) != belongs:
             given = "missing" if belongs else "given"
             raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
+
+
+def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:
+    """Raise ValueError or TypeError for tensors that results cannot be written to."""
     if activity is not None:
         given = activity.dtype, tuple(activity.shape)
         if given != (torch.int64, (4,)):
             raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
         _check_device("activity", activity, x.device)
     if out is not None:
-        check_tensor("out", out, tuple(x.shape), rest)
+        dtype = torch.bfloat16 if x.dtype == float8.FLOAT8 else x.dtype
+        check_tensor("out", out, tuple(x.shape), dtype)
         _check_storage("out", out, x.device)
 
 
@@ -162,7 +164,8 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 def launch(ffn, x: Tensor, *tensors: Tensor | None, act: Activation = RELU, **options) -> Tensor:
     """y [M, K] by the function `ffn` of a kernel file, after all checks."""
-    check_tensors(x, *tensors, activity=options.get("activity"), out=options.get("out"))
+    check_tensors(x, *tensors)
+    _check_results(x, options.get("activity"), options.get("out"))
     if x.shape[0] == 0:
         return options.get("out", empty_output(x))
     # Optional tensors at the end may be left out.
@@ -180,14 +183,15 @@ def fake(x, *tensors: Tensor | None) -> Tensor:
     return empty_output(x)
 
 
-OPTIONAL = (f"Tensor? {name}=None" for name in "b_gate b_up b_down x_scale s_gate s_up".split())
+OPTIONAL = "b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up"
 
 
 @torch.library.custom_op(
     "twell::ffn",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, {', '.join(OPTIONAL)}, *, "
-    "str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
+    schema="(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, "
+    + "".join(f"Tensor? {name}=None, " for name in OPTIONAL)
+    + "*, str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
 )
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of FUNCTIONS; None: by the number of tokens."""
@@ -238,7 +242,7 @@ def takes(x: Tensor, intermediate_size: int) -> bool:
 
 
 def run(
-    path: str,
+    path: str | None,
     x: Tensor,
     *tensors: Tensor | None,
     activity: Tensor | None = None,
@@ -247,23 +251,26 @@ def run(
 ) -> Tensor:
     """y [M, K] by a path of FUNCTIONS, for the tensors of the operator; no gradients.
 
-    `activity`: see the module; dense ignores it. `out` [M, K]: where y goes. Raises ValueError for
-    either under torch.compile, RuntimeError where a tensor requires gradients.
+    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it. `out`
+    [M, K]: where y goes. Raises ValueError for `activity` under torch.compile, RuntimeError where a
+    tensor requires gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
         raise RuntimeError(
             "ops.run computes no gradients, and a tensor requires them; "
-            "use torch.no_grad() or training_ops.train"
+            "use torch.no_grad(), twell.ffn or training_ops.train"
         )
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
         if path != "dense":
             given = {"activation": act.name, "threshold": act.threshold, "path": path}
-            return operator(x, *tensors, **given)
-        check_tensors(x, *tensors)
-        dense_ffn = float8.dense if x.dtype == float8.FLOAT8 else reference.ffn
-        return dense_ffn(x, *tensors, act=act)
+            y = operator(x, *tensors, **given)
+        else:
+            check_tensors(x, *tensors)
+            y = (float8.dense if x.dtype == float8.FLOAT8 else reference.ffn)(x, *tensors, act=act)
+        return y if out is None else out.copy_(y)
+    path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}
     if out is not None:
         options["out"] = out

@@ -330,8 +330,6 @@ def check_number(
         from twell.kernels.training_ops import TRAIN_PATHS
 
         case = replace(case, path=random.Random(seed).choice(sorted(TRAIN_PATHS)))
-        if case.path == "hybrid":
-            case = replace(case, activation="relu", threshold=0.0)
         # Else few tokens would hardly leave any list.
         training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
     try:

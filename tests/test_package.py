@@ -1,5 +1,7 @@
 """What a user installs: the wheel holds every file that the code opens; pins fit the ranges."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,9 +34,10 @@ def tracked(*command):
     return done.stdout.splitlines()
 
 
-def test_pins_lie_within_the_ranges_and_conda_takes_them():
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    pairs = [line.split(" ;")[0].split("==") for line in lines if "==" in line]
+@pytest.mark.parametrize(("gpu", "python"), [("", "3.11"), (".gpu", "3.12")])
+def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
+    lines = (ROOT / f"requirements{gpu}.lock").read_text().splitlines()
+    pairs = [line.split(" ;")[0].split("==") for line in lines if re.match(r"[\w.-]+==", line)]
     pins = {name.lower().replace("_", "-"): version for name, version in pairs}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
@@ -43,37 +46,23 @@ def test_pins_lie_within_the_ranges_and_conda_takes_them():
             requirement = Requirement(text)
             version = pins[requirement.name.lower().replace("_", "-")]
             assert requirement.specifier.contains(version), text
-    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert ("nvidia-cublas" in pins) == bool(gpu)
+    listed = yaml.safe_load((ROOT / f"environment{gpu}.yml").read_text())["dependencies"]
     pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
-    assert pip == ["-r requirements.lock", "-e ."] and "python=3.11" in listed
-
-
-# Run with -P: the repository, as the working folder, must not lend its own files.
-INSTALLED = """
-import sys; sys.path.insert(0, sys.argv[1])
-import lm_eval.tasks, twell, twell.train as t, twell.kernels.ops, twell.evaluate as e
-import twell.analysis.claims, twell.inspector, twell.sparse.calibration as c
-[t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]
-twell.inspector.script(), twell.inspector.script('widget.js'), twell.inspector.style()
-c.default(2048, 5632, True), twell.analysis.claims.load()
-manager, folders = lm_eval.tasks.TaskManager, ('both', 'hub', 'local')
-tasks = [manager(include_path=e.TASKS / f, include_defaults=False).all_tasks for f in folders]
-print(twell.__file__, sorted(file.name for file in t.CONFIGS.iterdir()), tasks, sep='\\n')
-"""
+    assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
 
 
 @pytest.mark.slow
-def test_the_wheel_works_elsewhere(tmp_path):
-    subprocess.run([*WHEEL, str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
-    (wheel,), site = tmp_path.glob("*.whl"), str(tmp_path / "site")
-    shutil.unpack_archive(wheel, site, "zip")
-    done = run([sys.executable, "-P", "-c", INSTALLED, site], cwd=tmp_path)
+def test_the_pins_for_a_gpu_can_be_installed_together(tmp_path):
+    """Resolved by the registry, the pins need each other and no other package."""
+    lock, target = ROOT / "requirements.gpu.lock", "--python-platform x86_64-manylinux_2_28"
+    command = f"{sys.executable} -m uv pip compile {lock} -q --python-version 3.12 {target}"
+    command = f"{command} --no-annotate --no-header --system-certs"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = run(command.split(), cwd=tmp_path, env=environment)  # uv builds some packages
     assert done.returncode == 0, done.stderr
-    where, configs, tasks = done.stdout.splitlines()
-    assert where.startswith(site)
-    assert configs == str(sorted(f.name for f in (ROOT / "twell" / "configs").iterdir()))
-    folders = [ROOT / "twell" / "tasks" / name for name in ("both", "hub", "local")]
-    assert tasks == str([sorted(file.stem for file in f.glob("*.yaml")) for f in folders])
+    pins = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+    assert done.stdout.splitlines() == pins
 
 
 def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):

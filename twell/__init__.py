@@ -36,6 +36,7 @@ _HOME = {
     "SparseLlamaForCausalLM": "models",
     "sparsify": "models",
     "densify": "models",
+    "register_adapter": "models",
     "load": "models",
     "l1_by_layer": "models",
     "intervene": "models",

@@ -72,6 +72,12 @@ class TrainConfig:
     # Share of noise mixed into the gate weights of dead neurons, once a window; the paper: 0.1.
     reinit: float = 0.0
     balance_every: int = 0  # steps between two calls of `balance`; 0: none
+    threshold: float = 0.0  # a neuron is active where its gate is above
+    # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
+    teacher: str | None = None
+    active_share: float = 0.0  # of the neurons, wanted; 0: the L1 coefficient stays
+    l1_growth: float = 1.5  # factor on the coefficient after a stage with more active neurons
+    l1_stage_steps: int = 100
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last
@@ -98,6 +104,16 @@ class TrainConfig:
             raise ValueError(
                 f"valid_tokens is {self.valid_tokens}; "
                 f"it has to hold one context of {self.context} tokens"
+            )
+        if self.active_share and not self.l1_coefficient:
+            raise ValueError(
+                f"active_share is {self.active_share}, and l1_coefficient 0; "
+                "an L1 term has to grow from more than 0"
+            )
+        if self.active_share and self.l1_stage_steps % self.log_every:
+            raise ValueError(
+                f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
+                f"{self.log_every}, at which activity is known"
             )
         if self.balance_every and not self.gated and self.activation != "relu":
             raise ValueError(
@@ -214,6 +230,7 @@ class TrainConfig:
             max_position_embeddings=self.context,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             hidden_act=self.activation,
+            activation_threshold=self.threshold,
             gated_mlp=self.gated,
             l1_coefficient=self.l1_coefficient,
             ffn_backend=self.backend,
@@ -245,11 +262,12 @@ _DIVISORS = {
 # Fields, the test of their values, and what an error says of fit ones. No comparison holds for NaN.
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
-    "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon"
+    "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon "
+    "l1_stage_steps"
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
-    "checkpoint_every balance_every"
+    "checkpoint_every balance_every threshold"
 )
 _MICRO_BATCH = "be at least 1, or null for the whole share of the step"
 # Fields, the test of their values (which NaN fails), and what they have to do.
@@ -261,9 +279,10 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("micro_batch", lambda x: x is None or x >= 1, _MICRO_BATCH),
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
-    ("reinit", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
+    ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
+    ("l1_growth", lambda x: 1 < x < math.inf, "be a finite number above 1"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
-    ("source valid_source tokenizer", lambda x: x != "", "name something"),
+    ("source valid_source tokenizer teacher", lambda x: x != "", "name something"),
 ]
 
 

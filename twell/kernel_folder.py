@@ -1,9 +1,9 @@
 """The sparse layer as a folder for Hugging Face's package `kernels`, without the package twell.
 
-The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND` with
-a module `layers`, metadata.json and the launch options as options.json. Its modules are copies of
-twell's own, with relative imports and a name of their own for the operators, so that it works with
-any version of twell beside it, and without one.
+The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND`
+with a module `layers`, metadata.json and the launch options as options.json. Its modules are copies
+of twell's own, with relative imports and a name of their own for the operators, so that it works
+with any version of twell beside it, and without one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import twell
 from twell.kernels.options import OPTIONS
 from twell.results import write_atomically
 
-MODULES = {
-    "kernels": "common decode dense float8 gate ops options rowwise union",
-    "sparse": "float8 formats projections reference rows stateless",
-}
+IMPORT = re.compile(r"^ *from twell\.(kernels|sparse)(?:\.(\w+))? import ([\w, ]*)", re.M)
 BACKENDS = ("cuda", "rocm", "cpu")  # on the CPU in Triton's interpreter alone
-INIT = '"""Sparse feed-forward layers for transformers\' models; see README.md."""\n\nfrom . import layers\n'
+INIT = '"""Sparse feed-forward layers; see README.md."""\n\nfrom . import layers\n'
 LAYERS = '''"""The layer; its kernels are launched with options.json."""
 
 import json
@@ -71,15 +68,9 @@ def write_layer(folder: Path) -> Path:
     """Write the folder. Raises FileExistsError where it exists."""
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; choose another folder")
-    root = Path(twell.__file__).parent
-    sources = {
-        f"{part}/{name}.py": (root / part / f"{name}.py").read_text(encoding="utf-8")
-        for part, names in MODULES.items()
-        for name in names.split()
-    }
-    files = {name: _relative(text) for name, text in sources.items()}
+    files = {f"{name}.py": _relative(text) for name, text in _sources("sparse/stateless").items()}
     files |= {"__init__.py": INIT, "layers.py": LAYERS}
-    files |= {f"{part}/__init__.py": "" for part in MODULES}
+    files |= {"kernels/__init__.py": "", "sparse/__init__.py": ""}
     files["options.json"] = json.dumps(OPTIONS, indent=1) + "\n"
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
     for backend in BACKENDS:
@@ -93,6 +84,20 @@ def write_layer(folder: Path) -> Path:
     page = README.format(version=twell.__version__, folder=folder)
     write_atomically(folder / "README.md", page)
     return folder
+
+
+def _sources(name: str) -> dict[str, str]:
+    """Return the source code of a module of twell, and of all that it imports from twell."""
+    root, sources, names = Path(twell.__file__).parent, {}, [name]
+    while names:
+        name = names.pop()
+        if name not in sources:
+            sources[name] = (root / f"{name}.py").read_text(encoding="utf-8")
+            for part, module, imported in IMPORT.findall(sources[name]):
+                names += [
+                    f"{part}/{one}" for one in [module] * bool(module) or imported.split(", ")
+                ]
+    return dict(sorted(sources.items()))
 
 
 def _relative(source: str) -> str:

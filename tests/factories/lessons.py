@@ -105,6 +105,18 @@ NUMBERS = {
         r"loss is ([\d.]+) nats lower": "-scaled['cross_entropy'].diff().iloc[-1]",
         r"GPUs are ([\d.]+) times": "subjects['training']['devices_times']",
     },
+    "10_clusters": {
+        r"training takes ([\d.]+) hours": "row(costs, gpus=8)['hours'].iloc[0]",
+        r"densely and ([\d.]+) sparsely": "row(costs, gpus=8)['hours'].iloc[1]",
+        r"and ([\d.]+) instead of": "row(costs, gpus=8)['energy'].iloc[0]",
+        r"instead of ([\d.]+) MWh": "row(costs, gpus=8)['energy'].iloc[1]",
+        r"it takes ([\d.]+) and": "row(costs, gpus=64, shards='a node')['hours'].iloc[0]",
+        r"it takes [\d.]+ and ([\d.]+)": "row(costs, gpus=64, shards='a node')['hours'].iloc[1]",
+        r"both take ([\d.]+) hours": "row(costs, gpus=512, shards='all GPUs')['hours'].max()",
+        r"waits from (\d+) GPUs": "row(stops, shards='all GPUs')['gpus'].iloc[1]",
+        r"dense one from (\d+)": "row(stops, shards='all GPUs')['gpus'].iloc[0]",
+        r"scale to (\d+) GPUs": "row(stops, shards='a node')['gpus'].min() / 2",
+    },
 }
 # By lesson: what "Try it" proposes as other parameters.
 TRY = {
@@ -113,6 +125,7 @@ TRY = {
     "05_speedup": [{"widths": [4096, 14336], "level": 73}],
     "08_models": [{"trained_model": "twell-6m"}],
     "09_training_choices": [{"family": "85m-50m-l1-*-seed-0"}],
+    "10_clusters": [{"size": "1.5b", "active": 29}],
 }
 
 

@@ -10,6 +10,7 @@ from twell.measure.case import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
 from twell.sparse import float8, reference
+from twell.sparse.activations import RELU
 
 K, N = 32, 96
 SIZES = {"hidden_size": K, "intermediate_size": N}
@@ -133,15 +134,15 @@ def active_entries(model, tokens):
     return layers
 
 
-def run(path, x, w_gate, w_up, w_down, *rest, activity=None):
+def run(path, x, *tensors, activity=None, act=RELU):
     """ops.run by dense products."""
-    if x.dtype == float8.FLOAT8:
-        return float8.ffn(x, w_gate, w_up, w_down, *rest)
-    return reference.ffn(x, w_gate, w_up, w_down)
+    ffn = float8.ffn if x.dtype == float8.FLOAT8 else reference.ffn
+    return ffn(x, *tensors, act=act)
 
 
-def train(path, capacity, x, w_gate, w_up, w_down, *biases, token_mask=None):
+def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):
     """ops.train by dense products; NaN where the capacity does not suffice."""
+    assert act == RELU
     assert not any(bias is not None for bias in biases)
     y, l1 = step.dense(x, w_gate, w_up, w_down)
     g = torch.relu(x @ (w_up if w_gate is None else w_gate).t()).detach()

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration, Point
@@ -31,9 +31,38 @@ def make(**changes):
 
 def stock(kind, act="relu", **changes):
     """A model of transformers."""
-    heads = {"num_key_value_heads": 2, "head_dim": 8}
-    config = AutoConfig.for_model(kind, hidden_act=act, **SHAPE | heads | changes)
+    config = AutoConfig.for_model(kind, hidden_act=act, **SHAPE | HEADS | changes)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+FAMILIES = {  # fields of their configurations
+    "nemotron": HEADS,
+    "arcee": HEADS,
+    "nanochat": HEADS,
+    "opt": {"ffn_dim": 84, "word_embed_proj_dim": 32},
+    "t5": {
+        **{"d_model": 32, "d_ff": 84, "num_decoder_layers": 1, "num_heads": 4, "d_kv": 8},
+        "decoder_start_token_id": 0,
+    },
+}
+
+
+def family(kind, **changes):
+    """A model of transformers whose layers have other names, with random weights and biases."""
+    config = AutoConfig.for_model(kind, **SHAPE | FAMILIES.get(kind, HEADS) | changes)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+def inputs_of(model, x):
+    """x [B, S] for the model; an encoder-decoder's decoder reads the last 7 tokens."""
+    both = model.config.is_encoder_decoder
+    return {"input_ids": x} | ({"decoder_input_ids": x[:, -7:]} if both else {})
 
 
 def tokens(*shape):

@@ -65,6 +65,18 @@ def sizes(active_noise=0.1, loss_noise=0.2):
     return table, analysis.paper_sizes(results.paper()), noise
 
 
+def clusters():
+    """Two providers on 8 and 64 GPUs, sharded in two ways; sending exceeds computing once."""
+    columns = "provider gpus shards compute send hours hours_apart".split()
+    rows = []
+    for provider, ms in (("dense torch.compile", 800.0), ("triton union torch.compile", 400.0)):
+        rows.append((provider, 8, "all GPUs", ms, 100.0, ms / 10, ms / 10 + 10))
+        for shards, send in (("all GPUs", 75.0), ("a node", 50.0)):
+            longer, both = max(ms / 8, send), ms / 8 + send
+            rows.append((provider, 64, shards, ms / 8, send, longer / 10, both / 10))
+    return pd.DataFrame(rows, columns=columns)
+
+
 def computed(*runs):
     """One training in several ways; rows of its curves in another order."""
     runs = made.tables(*runs)
@@ -280,6 +292,7 @@ CASES = {
     "choices": ("choices_frontier", lambda: [choices()]),
     "sizes": ("scale_activity", sizes),
     "sizes without noise": ("scale_activity", lambda: sizes(np.nan, np.nan)),
+    "clusters": ("cluster_costs", lambda: [clusters(), "A training."]),
     "ways": ("computed_otherwise", lambda: computed(made.SPARSELY, made.BY_TWO, made.DENSELY)),
     "no memory": ("computed_otherwise", on_a_cpu),
     "memory of one": ("computed_otherwise", lambda: on_a_cpu([1, 2])),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.factories import SEED
 from twell.sparse import reference
+from twell.sparse.activations import RELU
 from twell.sparse.calibration import DEPENDS_ON, Calibration, default
 from twell.sparse.layer import SparseFFN, backend_status
 
@@ -230,9 +231,9 @@ class FakeKernels:
     def __init__(self, scale=1):
         self.scale, self.extra, self.calls = scale, 0, []
 
-    def __call__(self, path, capacity, x, *weights, token_mask=None):
+    def __call__(self, path, capacity, x, *weights, act=RELU, token_mask=None):
         w_gate, w_up, w_down, b_gate, b_up, b_down = (*weights, None, None, None)[:6]
-        g, h = reference.activations(x, w_gate, w_up, b_gate, b_up)
+        g, h = reference.activations(x, w_gate, w_up, b_gate, b_up, act=act)
         active = g != 0
         counts = active.sum(1).int() // self.scale
         needed = math.ceil(int(counts.sum()) / len(x)) + self.extra

@@ -29,6 +29,7 @@ from twell.kernels import decode, dense, float8, options, rowwise, training, tra
 from twell.kernels.common import Gradients, Layer
 from twell.kernels.paper import hybrid
 from twell.kernels.paper import rowwise as twell_rowwise
+from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.float8 import FLOAT8
 
 # CUDA's limits for x, y and z.
@@ -112,19 +113,27 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
         if architecture in WITH_FP8:
             compile_float8(w, gated, activity)
     dense.relu_times(w, w)
+    others = [("relu2", 0.1, True), ("relu2", 0.0, False), ("drelu", 0.0, True)]
+    for name, threshold, gated in others if variants == "all" else []:
+        act = get_activation(name, threshold)
+        compile_layers(w, gated, None, act)
+        dense.relu_times(w, w if gated else None, act)
     return shared, sorted(problems)
 
 
-def compile_layers(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) -> None:
+def compile_layers(
+    w: torch.Tensor, gated: bool, activity: torch.Tensor | None, act: Activation = RELU
+) -> None:
     """Every path for 256 tokens; counting activity, with biases and a mask too."""
-    x, layer, mask = w[:256].clone(), Layer(w if gated else None, w, w), None
+    x, layer, mask = w[:256].clone(), Layer(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    twell_rowwise.ffn(x, layer)
     compile_inference(x, layer, activity)
-    for path in SAVED:
-        step(path, x, layer, mask, 29)
+    step(training, x, layer, mask, 29)
+    if act == RELU:  # the paper's
+        twell_rowwise.ffn(x, layer)
+        step(hybrid, x, layer, mask, 29)
 
 
 def compile_inference(

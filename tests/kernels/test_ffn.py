@@ -111,6 +111,7 @@ def test_gradients(gated, activation, threshold, path):
     assert only[0].shape == given["w_up"].shape
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_the_rules_of_pytorch():
     given = arguments(num_tokens=3, values="normal", activation="relu2")
     given["w_down"] = given.pop("w_down_t").t()
@@ -119,8 +120,8 @@ def test_the_operator_keeps_the_rules_of_pytorch():
 
 
 def test_one_compiled_graph_serves_every_number_of_tokens():
-    """Across the numbers at which the path changes, and for every threshold."""
-    given, graphs = arguments(num_tokens=70), []
+    """Across the number at which the path changes."""
+    given, graphs = arguments(num_tokens=65, intermediate_size=20), []
     rest = list(given.values())[1:]
 
     def backend(graph, inputs):
@@ -131,17 +132,27 @@ def test_one_compiled_graph_serves_every_number_of_tokens():
     def compiled(x):
         return twell.ffn(x, *rest) + 1
 
-    for size in (70, 2, 64, 65):
+    for size in (65, 2):
         x = given["x"][:size].clone()
         assert torch.equal(compiled(x), twell.ffn(x, *rest) + 1)
     assert len(graphs) == 1
 
-    @torch.compile(fullgraph=True, backend=backend)
-    def training(x, out=None):
-        x = x.detach().requires_grad_()
-        return twell.ffn(x, *rest, activation="relu2", out=out).sum()
 
-    training(given["x"]).backward()
+@pytest.mark.slow
+def test_gradients_and_out_under_compilation():
+    given = arguments()
+    rest, backend = list(given.values())[1:], "aot_eager"
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def compute(x):
+        return twell.ffn(x, *rest, activation="relu2").sum()
+
+    gradients = []
+    for function in (compute, compute._torchdynamo_orig_callable):
+        x = given["x"].detach().requires_grad_()
+        function(x).backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
     with torch.no_grad():
         compiled = torch.compile(twell.ffn, fullgraph=True, backend=backend)
         out = torch.empty_like(given["x"])
@@ -176,4 +187,4 @@ def test_bad_arguments_are_named():
     with pytest.raises(RuntimeError, match="out is given, and a tensor requires gradients"):
         twell.ffn(**given, out=torch.empty_like(given["x"]))
     with torch.no_grad():
-        twell.warm_up([1, 5, 70], *list(given.values())[1:], activation="relu2")
+        twell.warm_up([1, 9], *list(given.values())[1:], activation="relu2")

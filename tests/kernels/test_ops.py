@@ -79,7 +79,8 @@ def test_operator_obeys_the_rules_of_operators(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["dense", "rowwise", "union", pytest.param("decode", marks=pytest.mark.slow)]
+    "path",
+    ["dense", "union", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rowwise", "decode"))],
 )
 def test_run_under_compilation_is_the_operator(path):
     """In one graph for any number of tokens. A dense layer is torch's own operators, which fuse."""

@@ -83,6 +83,19 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
+def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for activation, gated, bias in (("relu2", False, True), ("drelu", True, False)):
+        options = {"activation": activation, "gated": gated, "bias": bias, "mode": "stream"}
+        rows = ffn([70], [9], **SIZES, **options)
+        assert [row["provider"] for row in rows] == PROVIDERS
+        assert {row["pattern"] for row in rows} == {f"skewed {activation}{' biases' * bias}"}
+        assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
+    with pytest.raises(ValueError, match="'drelu' needs a gate"):
+        ffn([70], activation="drelu", gated=False)
+
+
 def test_layers_in_fp8_are_measured_beside_the_others(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
     monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
@@ -132,7 +145,7 @@ def test_paths_that_would_take_too_long_are_left_out(dense_kernels, monkeypatch)
 def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
     dense_kernels, tmp_path, monkeypatch, mode
 ):
-    def wrong(path, x, w_gate, *weights, activity=None):
+    def wrong(path, x, w_gate, *weights, **_):
         bad = path == "decode" and float(counts_of(x, w_gate).double().mean()) > 6
         # In a graph each output is checked: one of them is wrong.
         if mode == "graph":
@@ -169,7 +182,7 @@ def timed(dense_kernels, monkeypatch):
     """Paths take the ms of a formula; the dict has them by (tokens, entries, path)."""
     log = {}
 
-    def run(path, x, w_gate, *weights, activity=None):
+    def run(path, x, w_gate, *weights, **_):
         active = torch.relu(x.double() @ w_gate.double().t()) != 0
         m, union = (
             len(x),

@@ -1,5 +1,6 @@
 """Saved folders in transformers' Auto classes: with twell, with consent, and without either."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import twell
 from tests.factories.models import make, tokens
 from tests.models.test_quantize import in_bf16
 from twell import results
+from twell.lazy import load_after
 
 ROOT = results.root()
 NO_TWELL = "sys.modules['twell'] = None"  # importing it raises ImportError
@@ -113,3 +115,17 @@ def test_without_its_head_the_model_is_not_built():
     """vLLM's backend for models of transformers builds them so; it would bypass the kernels."""
     with pytest.raises(ValueError, match="Unrecognized configuration class.*SparseLlamaConfig"):
         AutoModel.from_config(make().config)
+
+
+def test_a_module_is_loaded_after_another(tmp_path, monkeypatch):
+    for name in ("leading_here", "following_here", "late_here"):
+        (tmp_path / f"{name}.py").write_text("value = 1\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    load_after("leading_here", "following_here")
+    assert importlib.util.find_spec("leading_here") and "following_here" not in sys.modules
+    importlib.import_module("leading_here")
+    assert "following_here" in sys.modules
+    load_after("leading_here", "late_here")  # which is there already
+    assert sys.modules.pop("late_here").value == 1

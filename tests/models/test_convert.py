@@ -156,7 +156,7 @@ def test_feed_forward_modules_that_compute_something_else_are_refused():
             sparsify(model)
 
     mlp.__class__ = Other
-    refused(r"a feed-forward module is a .*Other, not the one of 'llama'")
+    refused(r"a feed-forward module is a .*Other, not a transformers.*LlamaMLP; sparsify before")
     mlp.__class__ = Other.__base__
     mlp.forward = lambda x: x
     refused("has a forward of its own, which SparseFFN would replace")
@@ -170,7 +170,7 @@ def test_silu_needs_relufy():
     model = stock("llama", "silu")
     x = tokens(2, 12)
     before = model(input_ids=x).logits
-    message = "activation is 'silu', which makes nothing zero; relufy=True"
+    message = "activation is 'silu', which makes nothing zero; .*relufy=True"
     with pytest.raises(ValueError, match=message):
         sparsify(model)
     assert torch.equal(model(input_ids=x).logits, before)
@@ -189,5 +189,5 @@ def test_models_of_another_type_are_refused():
     with pytest.raises(ValueError, match="has no SparseFFN layer"):
         sparse_ffns(model)
     other = stock("gpt2", activation_function="relu", n_inner=84, hidden_size=32)
-    with pytest.raises(ValueError, match="type 'gpt2' cannot be made sparse; supported are llama"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no .* it knows those of llama, "):
         sparsify(other)

@@ -6,7 +6,6 @@ import torch
 
 from tests.factories.sparse import (
     DEVICE,
-    call,
     make,
     make_auto,
     positive,
@@ -166,15 +165,6 @@ def test_the_down_weight_keeps_the_strides_of_the_kernels():
     ):
         load()
         assert ffn.down_proj.weight.shape == (32, 70) and ffn.down_proj.weight.stride() == (1, 32)
-    mlp = torch.nn.Module()
-    mlp.hidden_size, mlp.intermediate_size = 32, 70
-    for name, sizes in (("gate_proj", (32, 70)), ("up_proj", (32, 70)), ("down_proj", (70, 32))):
-        part = torch.nn.Linear(*sizes, bias=False, dtype=torch.float16, device=DEVICE)
-        mlp.add_module(name, part)
-    ffn = SparseFFN.around(mlp, backend="triton").eval().requires_grad_(False)
-    assert ffn.down_proj is mlp.down_proj and ffn.down_proj.weight.stride() == (1, 32)
-    ffn.path = "union"
-    call(ffn, torch.randn(4, 32, dtype=torch.float16, device=DEVICE))
 
 
 @triton_here

@@ -1,66 +1,79 @@
-"""The layer for Hugging Face's package `kernels`: in a folder, offline, in place of an MLP."""
+"""The layer without state, and the folder that it goes into; `make installed` loads that folder."""
 
-import subprocess
-import sys
+import ast
+import json
+import re
 
 import pytest
-
-from tests.factories.sparse import triton_here
-from twell import results
-from twell.__main__ import main
-
-# The program of a user: this file's folder is not on its path, so it has no twell.
-PROGRAM = """
-import sys, torch
-from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub
-from kernels import use_kernel_mapping
-from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, vocab_size=90)
-sizes |= dict(num_attention_heads=2, mlp_bias=True)
-device = "cuda" if torch.cuda.is_available() else "cpu"
-make = lambda act: LlamaForCausalLM(LlamaConfig(hidden_act=act, **sizes)).bfloat16().to(device)
-model, ids = make("relu").eval(), torch.arange(60, device=device)[None]
-for layer in model.model.layers:
-    layer.mlp.gate_proj.bias.data.fill_(-0.3)
-    layer.mlp.up_proj.weight.data[5], layer.mlp.gate_proj.bias.data[5] = torch.inf, -1e4
-with torch.no_grad():
-    assert model(ids).logits.isnan().all()  # densely, 0 * inf
-relu = lambda mlp: isinstance(mlp.act_fn, torch.nn.ReLU)
-replace_kernel_forward_from_hub(LlamaMLP, "SparseMLP", relu)
-layer = LocalLayerRepository(Path(sys.argv[1]), layer_name="SparseMLP")
-with use_kernel_mapping({"SparseMLP": {device: layer}}):
-    kernelize(model, mode=Mode.INFERENCE, device=device, use_fallback=False)
-    other = kernelize(make("silu"), mode=Mode.INFERENCE, device=device)
-with torch.no_grad():
-    logits = model(ids).logits
-    assert logits.isfinite().all()
-    for layer in model.model.layers:
-        layer.mlp.up_proj.weight.data[5] = 0
-        del layer.mlp.forward
-    expected = model(ids).logits
-    assert (logits - expected).float().norm() < 0.02 * expected.float().norm()
-    assert other(ids).logits.isfinite().all()  # SiLU layers keep their own forward
-operators = [name for name in dir(torch.ops) if "twell" in name]
-print(len(operators), "twell" in sys.modules)
-"""
+from tests.factories.models import DEVICE
+from tests.factories.sparse import relative, triton_here
+from twell.__main__ import main
+from twell.kernels.options import OPTIONS
+from twell.sparse.stateless import SparseMLP
+
+BACKENDS = {"torch-cuda", "torch-rocm", "torch-cpu"}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    assert main(["layer", "--out", str(tmp_path / "layer")]) == 0
-    return tmp_path / "layer"
+def make(act="relu"):
+    """An MLP whose neuron 5 is never active and has infinite weights, and its input."""
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "mlp_bias": True}
+    mlp = LlamaMLP(LlamaConfig(hidden_act=act, **sizes)).bfloat16().to(DEVICE)
+    mlp.requires_grad_(False)
+    mlp.gate_proj.bias -= 0.5
+    mlp.gate_proj.bias[5], mlp.up_proj.weight[5] = -1e4, torch.inf
+    return mlp, torch.randn(2, 35, 32, device=DEVICE).bfloat16()
 
 
 @triton_here
-@pytest.mark.slow
-def test_the_folder_works_without_twell(folder):
-    environment = {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    paths = [path for path in sys.path if path and not path.startswith(str(results.root()))]
-    command = [sys.executable, "-P", "-c", "import sys; sys.path[:] = sys.argv.pop(1).split(':')"]
-    command[-1] += "; sys.modules['twell'] = None\n" + PROGRAM
-    command += [":".join(paths), str(folder)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_inactive_neurons_are_skipped():
+    mlp, x = make()
+    assert mlp(x).isnan().all()
+    for rows in (x, x[0, :3]):  # unions and decoding
+        y = SparseMLP.forward(mlp, rows)
+        assert y.shape == rows.shape and mlp.down_proj.weight.t().is_contiguous()
+        finite, _ = make()
+        finite.load_state_dict(mlp.state_dict())
+        finite.up_proj.weight[5] = 0
+        assert relative(y, finite(rows)) < 0.01
+
+
+def test_the_mlp_computes_where_the_kernels_cannot():
+    mlp, x = make()
+    handle = mlp.up_proj.register_forward_hook(lambda module, args, y: 0 * y.nan_to_num())
+    assert torch.equal(SparseMLP.forward(mlp, x), mlp(x))
+    handle.remove()
+    assert SparseMLP.forward(mlp.float(), x.float()).isnan().all()
+    mlp.bfloat16().requires_grad_(True)
+    mlp.up_proj.weight.data[5] = 0
+    SparseMLP.forward(mlp, x).sum().backward()
+    assert mlp.gate_proj.weight.grad.any()
+    with pytest.raises(ValueError, match="is for layers with ReLU, and this one has SiLU"):
+        SparseMLP.forward(*make("silu"))
+
+
+def test_the_folder_has_all_that_it_imports(tmp_path, capsys):
+    folder = tmp_path / "layer"
+    assert main(["layer", "--out", str(folder)]) == 0
+    variants = list((folder / "build").iterdir())
+    assert {variant.name for variant in variants} == BACKENDS
+    for variant in variants:
+        metadata = json.loads((variant / "metadata.json").read_text())
+        assert variant.name == f"torch-{metadata['backend']['type']}"
+        assert json.loads((variant / "options.json").read_text()) == OPTIONS
+        assert f'"{metadata["id"]}::ffn_' in (variant / "kernels" / "ops.py").read_text()
+        for file in variant.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == 2:
+                    module = variant / node.module.replace(".", "/")
+                    names = (
+                        [module / one.name for one in node.names] if module.is_dir() else [module]
+                    )
+                    assert all(name.with_suffix(".py").is_file() for name in names), file
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    assert not re.search(r"import twell|from twell", ast.unparse(node)), file
+    assert main(["layer", "--out", str(folder)]) == 2
+    assert "already exists" in capsys.readouterr().err

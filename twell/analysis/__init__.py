@@ -9,6 +9,7 @@ activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
+clusters  what a training would cost on many GPUs
 tasks     accuracies of downstream tasks
 trained   quantities of runs: the numbers behind the claims, by name
 measured  quantities of measured rows
@@ -29,6 +30,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "per_token places specific strongest surprise surprise_correlation tile_overflow together "
         "union_sizes value_histogram",
         ".bench": "Bench",
+        ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described "

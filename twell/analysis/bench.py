@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
+_QUALITY = "quality.csv"  # has no times, so that a CPU's rows serve as well
+
 
 class Bench:
-    """The CSV files of `twell measure` in a folder, of the device that measured last.
+    """The CSV files of `twell measure` in a folder, of the device that timed last.
 
     device: its name, "" where the folder has no rows. Raises FileNotFoundError for a `required`
     file that is not there.
@@ -23,7 +25,8 @@ class Bench:
                     f"nothing is recorded in {self.folder / file}; "
                     "docs/benchmarks.md says which command measures it"
                 )
-        files = [pd.read_csv(path) for path in sorted(self.folder.glob("*.csv"))]
+        timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name != _QUALITY]
+        files = [pd.read_csv(path) for path in timed]
         dated = [rows[["date", "device"]] for rows in files if {"date", "device"} <= {*rows}]
         newest = pd.concat(dated).sort_values("date") if dated else pd.DataFrame()
         self.device = newest["device"].iloc[-1] if len(newest) else ""

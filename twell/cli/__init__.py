@@ -25,7 +25,9 @@ from twell.cli import (
     measure_ffn,
     measure_model,
     measure_quality,
+    measure_serve,
     measure_train_step,
+    relufy,
     runs,
     spelling,
     trace,
@@ -55,6 +57,7 @@ app = _app(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
 _add(app, train, "train", MODELS)
+_add(app, relufy, "relufy", MODELS)
 _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
@@ -66,6 +69,7 @@ _add(measure, measure_train_step, "train-step")
 _add(measure, measure_model, "model")
 _add(measure, measure_calibrate, "calibrate")
 _add(measure, measure_quality, "quality")
+_add(measure, measure_serve, "serve")
 app.add_typer(measure, name="measure", rich_help_panel=RESULTS)
 _add(app, runs, "runs", RESULTS)
 _add(app, info, "info", RESULTS)

@@ -97,19 +97,20 @@ def command(
 
 def _check_models(model: str | None, compare: str | None, aggregate: Path | None) -> None:
     """Refuse models without tokenizer and statistics of another model before weights load."""
-    from twell.models import load_config
+    from twell.models import load_empty, sparse_ffns
     from twell.models.loading import TOKENIZER
     from twell.trace import Aggregate
 
     for name in filter(None, (model, compare)):
         if name.endswith(".npz"):
             continue
-        folder, config = load_config(name)
+        folder, empty = load_empty(name)
         if not any((folder / file).is_file() for file in TOKENIZER):
             raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
         if name == model and aggregate is not None:
             counted = Aggregate.load(aggregate).value_sum.shape
-            shape = config.num_hidden_layers, config.intermediate_size
+            ffns = sparse_ffns(empty)
+            shape = len(ffns), ffns[0].intermediate_size
             if counted != shape:
                 raise ValueError(
                     f"{name}: the model has {shape[0]} layers of {shape[1]} neurons, the aggregate "

@@ -50,7 +50,7 @@ def command(
     for the activity up to which sparse ones are faster. This takes a minute or two.
     """
     from twell import measure, results
-    from twell.models import CALIBRATION, load_config
+    from twell.models import CALIBRATION, load_empty, sparse_ffns
 
     sizes = hidden_size, intermediate_size, not non_gated
     default = BUILD / CALIBRATION
@@ -60,12 +60,14 @@ def command(
                 f"{model} has its own layers; leave out --hidden-size, --intermediate-size and "
                 "--non-gated"
             )
-        folder, config = load_config(model)
-        if config.hidden_act != "relu":
+        folder, empty = load_empty(model)
+        ffn = sparse_ffns(empty)[0]
+        if ffn.activation != "relu":
             raise ValueError(
-                f"{folder} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
+                f"{folder} has the activation {ffn.activation!r}, and layers of 'relu' are timed; "
+                "give their sizes in place of the model"
             )
-        sizes = config.hidden_size, config.intermediate_size, config.gated_mlp
+        sizes = ffn.hidden_size, ffn.intermediate_size, ffn.gated
         default = folder / CALIBRATION
         if out is None and results.is_recorded(folder):
             raise ValueError(

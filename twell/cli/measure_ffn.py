@@ -44,6 +44,13 @@ def command(
     hidden_size: HiddenSize = None,
     intermediate_size: IntermediateSize = None,
     non_gated: NonGated = False,
+    activation: Annotated[
+        Literal["relu", "relu2", "drelu"],
+        option("Another activation joins the column `pattern`. Not with --backward.", LAYER),
+    ] = "relu",
+    bias: Annotated[
+        bool, option("Projections with biases. Not with --backward.", LAYER, name="--bias")
+    ] = False,
     trace: Annotated[
         Path | None,
         option("A trace for the recorded pattern (`twell trace`), with --layer.", LAYER),
@@ -77,6 +84,9 @@ def command(
         raise ValueError(
             f"--mode {mode} is for forward passes; with --backward calls come one after the other"
         )
+    if backward and (bias or activation != "relu"):
+        given = "--bias" if bias else f"--activation {activation}"
+        raise ValueError(f"{given} is for forward passes; --backward times ReLU without biases")
     if backward and calibration is not None:
         raise ValueError("--calibration is for auto, which --backward does not time")
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
@@ -96,7 +106,8 @@ def command(
     if backward:
         measure.ffn_steps(*cases, **options)
     else:
-        measure.ffn(*cases, **options, mode=mode, calibration=load_calibration(calibration))
+        options |= {"activation": activation, "bias": bias, "mode": mode}
+        measure.ffn(*cases, **options, calibration=load_calibration(calibration))
 
 
 def _mask(path: Path, layer: int) -> dict:

@@ -144,6 +144,8 @@ def _checkpoint(name: str, text: str) -> tuple:
     import torch
 
     from twell import results, trace
+    from twell.models import check_llama
 
     model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
+    check_llama(name, model)
     return results.model_name(name), model, trace.encode(tokenizer, text)

@@ -39,17 +39,25 @@ def command(
     ] = False,
 ) -> None:
     """Train a model with the L1 term."""
-    from torch import distributed
-
     from twell.train import TrainConfig, train
 
     loaded = TrainConfig.load(config, overrides or ())
     name = f"{Path(config).stem}-l1-{loaded.l1_coefficient:g}-seed-{loaded.seed}"
     train(loaded, out or RUNS / name, overwrite=overwrite, resume=resume)
-    if distributed.is_initialized():
-        # Every process has finished. Gloo's threads may abort an interpreter that shuts down (one
-        # FSDP2 run in four on two CPU processes), so it ends at once.
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(0)
+    end_processes()
+
+
+def end_processes() -> None:
+    """End a process of several at once: all have finished.
+
+    Gloo's threads may abort an interpreter that shuts down (one FSDP2 run in four on two CPU
+    processes).
+    """
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)

@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from twell.models import sparse_ffns
 from twell.trace import load_with_tokenizer
 from twell.trace.watch import Progress
 
@@ -96,7 +97,7 @@ class LM(HFLM):
             softmax_dtype=torch.float32,
             add_bos_token=add_bos_token,
         )
-        if loaded.config.ffn_backend == "triton" and loaded.dtype == torch.float32:
+        if sparse_ffns(loaded)[0].backend == "triton" and loaded.dtype == torch.float32:
             raise ValueError(
                 "backend 'triton' computes in bfloat16 or float16, and the model is float32; "
                 "give a dtype"

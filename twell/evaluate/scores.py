@@ -14,12 +14,13 @@ import pandas as pd
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.utils import handle_non_serializable, sanitize_list
+from transformers import PreTrainedModel
 
 from twell import corpus, results
 from twell.config import TrainConfig
 from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
-from twell.models import SparseLlamaForCausalLM, load_config, num_weights
+from twell.models import check_llama, num_weights, resolve, sparse_ffns
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
 
@@ -27,7 +28,6 @@ from twell.train.validation import evaluate as validate
 evaluator.get_git_commit_hash = results.commit
 
 DTYPES = ("float32", "bfloat16", "float16")
-FIELDS = "hidden_act gated_mlp l1_coefficient num_hidden_layers hidden_size intermediate_size"
 
 
 def run(
@@ -106,7 +106,7 @@ def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) 
         origin["versions"][package] = importlib.metadata.version(package)
     return {
         "model": _describe(model, lm.model),
-        "backend": lm.model.config.ffn_backend,
+        "backend": sparse_ffns(lm.model)[0].backend,
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "tasks": facts,
         **origin,
@@ -133,8 +133,8 @@ def _plain(scores: dict) -> dict:
     return scores
 
 
-def _describe(model: str | Path, loaded: SparseLlamaForCausalLM) -> dict:
-    folder, config = load_config(model)
+def _describe(model: str | Path, loaded: PreTrainedModel) -> dict:
+    folder, config, ffns = resolve(model), loaded.config, sparse_ffns(loaded)
     weights = sorted(folder.glob("*.safetensors"))
     tokens = getattr(config, "training_tokens", None)  # an exported model says it
     if (path := Path(model) / "config.yaml").is_file():
@@ -146,7 +146,13 @@ def _describe(model: str | Path, loaded: SparseLlamaForCausalLM) -> dict:
         "parameters": num_weights(loaded),
         "training_tokens": tokens,
         "context": config.max_position_embeddings,
-        **{field: getattr(config, field) for field in (*FIELDS.split(), "vocab_size")},
+        "hidden_act": ffns[0].activation,
+        "gated_mlp": ffns[0].gated,
+        "l1_coefficient": getattr(config, "l1_coefficient", 0.0),
+        "num_hidden_layers": len(ffns),
+        "hidden_size": ffns[0].hidden_size,
+        "intermediate_size": ffns[0].intermediate_size,
+        "vocab_size": config.vocab_size,
     }
 
 
@@ -172,6 +178,7 @@ def rolling(
     with quietly(None):
         where = find_device(device)
         lm = LM(model, CPU_BATCH_SIZE, backend=backend, device=where, add_bos_token=False)
+    check_llama(model, lm.model)
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
     encoded = [lm.tok_encode(document) for document in texts]

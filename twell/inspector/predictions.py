@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-
-from twell.models import SparseLlamaForCausalLM
+from transformers import PreTrainedModel
 
 WORDS = 10
 
@@ -23,7 +22,7 @@ class Predictions(NamedTuple):
 
 
 @contextlib.contextmanager
-def watch_predictions(model: SparseLlamaForCausalLM) -> Iterator[list[Predictions]]:
+def watch_predictions(model: PreTrainedModel) -> Iterator[list[Predictions]]:
     """Yield a list that grows by the predictions of each batch which the model runs inside."""
     seen = []
 

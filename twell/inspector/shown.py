@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor, nn
 
 from twell import analysis, plots, trace
 from twell.inspector.side import Side
+from twell.models import last_norm, sparse_ffns
 from twell.trace import TILE_N, Aggregate, Trace
 
 # The state of a view with its defaults. The widget has a trait for each: the number of the selected
@@ -193,7 +195,8 @@ def cards(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
     h, and the places top and quantiles, each [h, quantile, before, token, after, sequence,
     position]. With a model: promotes and suppresses, the words whose logits an h of 1 raises and
     lowers most, relative to the mean over the vocabulary, without the effect of later layers:
-    [word, change]. Raises IndexError for a neuron that does not exist.
+    [word, change]. They need the model's last norm, whose place an adapter names. Raises IndexError
+    for a neuron that does not exist.
     """
     layers, size = side.shape
     for layer, neuron in neurons:
@@ -237,12 +240,23 @@ def _statistics(aggregate: Aggregate, layer: int, neuron: int) -> dict:
     return card
 
 
+def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
+    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
+    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
+        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
+        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
+    weight = getattr(norm, "weight", None)
+    return directions if weight is None else directions * weight
+
+
 @torch.no_grad()
 def _words(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
-    model = side.model
-    unembedding, norm = model.get_output_embeddings().weight, model.base_model.norm.weight
-    directions = torch.stack([model.ffns[layer].direction(n) for layer, n in neurons], 1)
-    logits = (unembedding @ (directions * norm[:, None])).float()  # [V, n]
+    ffns, norm = sparse_ffns(side.model), last_norm(side.model)
+    unembedding = side.model.get_output_embeddings().weight
+    if norm is None:
+        return [{} for _ in neurons]
+    directions = torch.stack([ffns[layer].direction(n) for layer, n in neurons])
+    logits = (unembedding @ _normed(norm, directions).t()).float()  # [V, n]
     logits = (logits - logits.mean(0)).t()
     lists = []
     for largest in (True, False):

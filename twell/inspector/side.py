@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
 from twell.inspector.predictions import Predictions, joined, watch_predictions
-from twell.models import SparseLlamaForCausalLM, intervene
+from twell.models import intervene, sparse_ffns
 from twell.trace import Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown
 AGGREGATE = "aggregate.npz"  # beside a model
 # A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
-Source = Trace | str | Path | tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]
+Source = Trace | str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Side:
     name: str
     trace: Trace
     aggregate: Aggregate | str | Path | None = None  # or its file, which is read
-    model: SparseLlamaForCausalLM | None = None
+    model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
     predictions: Predictions | None = None  # of each token, where a model ran them
@@ -52,7 +52,8 @@ class Side:
             if value is not None
         }
         if self.model is not None:
-            shapes["the model"] = (len(self.model.ffns), self.model.config.intermediate_size)
+            ffns = sparse_ffns(self.model)
+            shapes["the model"] = (len(ffns), ffns[0].intermediate_size)
         first, self.shape = next(iter(shapes.items()), ("", (0, self.trace.intermediate_size)))
         for part, (layers, neurons) in shapes.items():
             if (layers, neurons) != self.shape:
@@ -106,7 +107,7 @@ class Side:
 
 
 @contextlib.contextmanager
-def changing(model: SparseLlamaForCausalLM, changes: Sequence[dict]) -> Iterator[None]:
+def changing(model: PreTrainedModel, changes: Sequence[dict]) -> Iterator[None]:
     """Change neurons inside a `with` block.
 
     changes: dicts with layer, neuron, and scale or value, as of `twell.intervene`. Raises what it

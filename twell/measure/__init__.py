@@ -12,6 +12,7 @@ versions, commit and command.
     layer, calibration  inference of one layer, and the times that "auto" chooses by
     step, trainer       training: one layer forward and backward, one optimiser step of a model
     grid                a few cases of one layer in both, for a device that nobody measured yet
+    serving             requests a second of transformers' continuous batching
     quality             what FP8 costs in cross-entropy, on any device
     sides, model, parts, decode
                         whole models: forward passes, layers, a layer's kernels, decoding
@@ -35,6 +36,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".providers": "Provider",
         ".quality": "quality",
         ".rows": "COLUMNS",
+        ".serving": "Load serve",
         ".sides": "Compiled",
         ".step": "crossover ffn_steps",
         ".trainer": "train_step",

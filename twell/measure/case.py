@@ -14,6 +14,7 @@ from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
 from twell.measure.patterns import Pattern, Weights
 from twell.measure.rows import require
+from twell.sparse.activations import RELU, Activation
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -43,15 +44,26 @@ class Case:
     sets: list[Weights]
     exact: Exact
     columns: dict
+    act: Activation = RELU
+    biases: tuple[Tensor | None, ...] = ()  # b_gate, b_up and b_down, of zeros
 
     @classmethod
     def of(
-        cls, pattern: str, inputs: tuple[Tensor, ...], gated: bool, weight_sets: int = 1
+        cls,
+        pattern: str,
+        inputs: tuple[Tensor, ...],
+        gated: bool,
+        weight_sets: int = 1,
+        act: Activation = RELU,
+        bias: bool = False,
     ) -> Case:
         """pattern: the column; inputs: x, w_gate, w_up and w_down (not gated: w_gate is w_up)."""
         x, w_gate, w_up, w_down = inputs
         weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        exact = Exact.of(x, weights)
+        exact, biases = Exact.of(x, weights, act=act), ()
+        if bias:
+            b_up, b_down = x.new_zeros(len(w_up)), x.new_zeros(x.shape[1])
+            biases = b_up if gated else None, b_up, b_down
         columns = {
             "tokens": len(x),
             "hidden_size": x.shape[1],
@@ -64,7 +76,12 @@ class Case:
             "union": round(float(exact.unions.double().mean()), 1),
         }
         sets = [weights, *(patterns.permuted(weights, seed) for seed in range(1, weight_sets))]
-        return cls(x, sets, exact, columns)
+        return cls(x, sets, exact, columns, act, biases)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the layer has ReLU and no biases."""
+        return self.act == RELU and not self.biases
 
     def __str__(self) -> str:
         c = self.columns
@@ -73,7 +90,9 @@ class Case:
     def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
         """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
         return [
-            functools.partial(function, self.x, *others, w_down.contiguous() if plain else w_down)
+            functools.partial(
+                function, self.x, *others, w_down.contiguous() if plain else w_down, *self.biases
+            )
             for *others, w_down in self.sets
         ]
 
@@ -81,7 +100,7 @@ class Case:
         """Return the calls of one path of the kernels."""
         from twell.kernels import ops
 
-        return self.calls(lambda *tensors: ops.run(path, *tensors, None, None, None))
+        return self.calls(functools.partial(ops.run, path, act=self.act))
 
     def paths(self) -> list[str]:
         """Return the paths of the kernels, dense first, without those that would take too long."""
@@ -103,11 +122,14 @@ class Case:
         c, layers = self.columns, []
         for weights in self.sets:
             sizes = c["hidden_size"], c["intermediate_size"]
-            layer = SparseFFN(*sizes, gated=c["gated"], backend="auto", device="meta")
+            options = {"activation": self.act.name, "bias": bool(self.biases), "device": "meta"}
+            layer = SparseFFN(*sizes, gated=c["gated"], backend="auto", **options)
             projections = layer.gate_proj, layer.up_proj, layer.down_proj
-            for part, weight in zip(projections, weights, strict=True):
+            biases = self.biases or (None,) * 3
+            for part, weight, bias in zip(projections, weights, biases, strict=True):
                 if part is not None:
                     part.weight = nn.Parameter(weight, requires_grad=False)
+                    part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
             if prepare is not None:
                 prepare(layer)
             layer.calibration = calibration
@@ -127,6 +149,8 @@ class Grid:
     intermediate_size: int
     gated: bool
     masks: Mapping[str, np.ndarray] | None
+    act: Activation = RELU
+    bias: bool = False
 
     def __post_init__(self):
         for name in self.patterns:
@@ -137,7 +161,9 @@ class Grid:
     def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
         """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
         for column, inputs in self._inputs(num_tokens, device):
-            yield Case.of(column, inputs, self.gated, weight_sets)
+            column += "" if self.act == RELU else f" {self.act.name}"
+            column += " biases" if self.bias else ""
+            yield Case.of(column, inputs, self.gated, weight_sets, self.act, self.bias)
             del inputs
             torch.cuda.empty_cache()
 

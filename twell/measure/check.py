@@ -17,6 +17,7 @@ from torch import Tensor
 
 from twell.measure.patterns import Weights
 from twell.sparse import float8, reference
+from twell.sparse.activations import RELU, Activation
 from twell.sparse.layer import SparseFFN
 
 TOLERANCE = {
@@ -61,7 +62,7 @@ class Exact:
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
     either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it.
+    on either side of it. slack: what the tolerance is multiplied by.
     """
 
     tensors: dict[str, Tensor]
@@ -69,18 +70,27 @@ class Exact:
     unions: Tensor
     touched: int
     either: dict[str, float]
+    slack: float = 1.0
 
     @classmethod
     @torch.no_grad()
     def of(
-        cls, x: Tensor, weights: Weights, dy: Tensor | None = None, dl1: Tensor | None = None
+        cls,
+        x: Tensor,
+        weights: Weights,
+        dy: Tensor | None = None,
+        dl1: Tensor | None = None,
+        act: Activation = RELU,
     ) -> Exact:
-        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1)."""
+        """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1).
+
+        Gradients are those of ReLU.
+        """
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
         tensors: dict[str, Tensor] = {}
         for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
-            for name, part in _chunk(wide, *chunk).items():
+            for name, part in _chunk(wide, act, *chunk).items():
                 if name not in tensors:
                     tensors[name] = part
                 elif name in OVER_TOKENS:
@@ -92,7 +102,8 @@ class Exact:
         first = "dw_up" if wide[0] is None else "dw_gate"
         edges = {"dx": tensors.pop("edge", None), first: tensors.pop("weight edge", None)}
         either = {name: float(edge.norm()) for name, edge in edges.items() if edge is not None}
-        return cls(tensors, counts, unions, touched, either)
+        # The error of a g that is squared counts twice.
+        return cls(tensors, counts, unions, touched, either, 1.5 if act.squared else 1.0)
 
     @property
     def y(self) -> Tensor:
@@ -124,7 +135,7 @@ class Exact:
 
     def _limit(self, kind: str) -> float:
         few = self.entries < FEW_ENTRIES
-        return TOLERANCE[f"{kind} of few entries" if few else "layer"]
+        return self.slack * TOLERANCE[f"{kind} of few entries" if few else "layer"]
 
     def _error(self, name: str, result: Tensor, limit: float, what: str) -> float:
         exact = self.tensors[name]
@@ -135,16 +146,20 @@ class Exact:
 
 
 def _chunk(
-    weights: Sequence[Tensor | None], x: Tensor, dy: Tensor | None = None, dl1: Tensor | None = None
+    weights: Sequence[Tensor | None],
+    act: Activation,
+    x: Tensor,
+    dy: Tensor | None = None,
+    dl1: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of some tokens, those OVER_TOKENS summed over them."""
     w_gate, w_up, w_down = weights
     first, rows = (w_up if w_gate is None else w_gate), x.double()
     gate = rows @ first.t()
-    active = torch.relu(gate).to(x.dtype) != 0  # as rounded to x's type
+    active = act.gate(gate.to(x.dtype)) != 0
     u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t()
     g = torch.where(active, gate, 0.0)
-    h = g * u
+    h = act.of_gate(g) * act.of_up(u)
     unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
     tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
     tensors["y"] = h @ w_down.t()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from twell.measure.providers import (
 )
 from twell.measure.rows import Rows, require, significant
 from twell.sparse import float8, reference
+from twell.sparse.activations import get_activation
 from twell.sparse.calibration import Calibration
 
 
@@ -37,6 +38,8 @@ def ffn(
     hidden_size: int | None = None,
     intermediate_size: int = 5632,
     gated: bool = True,
+    activation: str = "relu",
+    bias: bool = False,
     mode: str | None = None,
     masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
@@ -55,6 +58,9 @@ def ffn(
         hidden_size: default 2048, for recorded patterns 1024; as many tokens of a mask are used.
         intermediate_size: of even and skewed layers; a recorded one has that of its mask.
         gated: whether the layer has a gate.
+        activation: of the layer; one other than "relu" joins the column `pattern`.
+        bias: whether the projections have biases, of zeros; they join the column `pattern`. Then,
+            and for other activations, neither FP8 nor integer weights are timed.
         mode: "stream" or "graph" (see `clock`); default: graph up to 4,096 tokens.
         masks: name -> [T, N] bool; default: those of `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
@@ -68,13 +74,14 @@ def ffn(
     Ours.
     """
     gpu = clock.gpu(energy)
-    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
+    act = get_activation(activation, gated=gated, sparse=True)
+    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act, bias)
     known = mode in (None, "stream", "graph")
     require(known, f"mode {mode!r} is unknown; use 'stream' or 'graph'")
     bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
     for num_tokens in tokens:
         how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
-        compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
+        compiled = torch.compile(partial(reference.ffn, act=act), fullgraph=True, dynamic=False)
         for case in grid.cases(num_tokens, WEIGHT_SETS if how == "graph" else 1, gpu.device):
             _measure(bench, case, how, compiled, calibration)
             del case
@@ -86,26 +93,26 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
     """Add the rows of ffn.csv and kernels.csv for one case."""
     layers = {AUTO: case.auto_layers(calibration)}
     calls = {
-        DENSE_EAGER: case.calls(reference.ffn, plain=True),
+        DENSE_EAGER: case.calls(partial(reference.ffn, act=case.act), plain=True),
         DENSE_COMPILED: case.calls(compiled, plain=True),
         **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
     }
     quantized, others = None, {}  # others: what is exact for their widened weights
-    for provider, kind in weight_only.providers(case).items():
+    for provider, kind in weight_only.providers(case).items() if case.plain else ():
         calls[provider], others[provider] = weight_only.calls(case, kind)
-    if float8.why_not(bench.gpu.device) is None:
+    if case.plain and float8.why_not(bench.gpu.device) is None:
         quantized = Quantized(case)
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()
     for provider, several in layers.items():
-        calls[provider] = [functools.partial(layer, case.x) for layer in several]
+        calls[provider] = [partial(layer, case.x) for layer in several]
     runs: dict[Provider, clock.Run] = {}
 
     def check(provider: Provider) -> tuple[dict, Callable]:
         exact = quantized.exact(provider) if provider.in_fp8 else others.get(provider)
         run = f"{provider} at {case}", calls[provider], mode
         columns, times, runs[provider] = checked(bench.gpu, exact or (case.exact,), *run)
-        return columns, functools.partial(times, clock.LAYER_TURN)
+        return columns, partial(times, clock.LAYER_TURN)
 
     rows, parts = [], []
     formulas = kernel_formulas(case.columns, case.exact)
@@ -133,11 +140,11 @@ def checked(
     """
     if mode == "stream":
         run, outputs = calls[0], [calls[0]()]
-        times = functools.partial(gpu.stream_times, run)
+        times = partial(gpu.stream_times, run)
     else:
         run, outputs = gpu.capture(calls)
         run()
-        times = functools.partial(clock.graph_times, gpu, run, len(calls))
+        times = partial(clock.graph_times, gpu, run, len(calls))
     result, *allowed = exact
     error = max(result.check(y, what, *allowed) for y in outputs)
     return {"relative_rms": significant(error, 3)}, times, run

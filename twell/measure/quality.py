@@ -19,7 +19,7 @@ from torch import Tensor
 from twell.measure.float8 import Linears
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
 from twell.measure.rows import Rows, require, significant
-from twell.models.llama import SparseLlamaForCausalLM
+from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
 from twell.sparse.layer import SparseFFN
@@ -90,6 +90,7 @@ def quality(
 
 
 def _check(name: str, model: SparseLlamaForCausalLM) -> None:
+    check_llama(name, model)
     require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
     require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
     activation = model.config.hidden_act

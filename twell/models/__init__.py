@@ -1,7 +1,8 @@
 """Language models with sparse feed-forward layers.
 
 llama       SparseLlamaForCausalLM: transformers' Llama with SparseFFN layers
-convert     sparsify and densify models of transformers, in place
+convert     sparsify and densify models, in place
+adapters    where the feed-forward layers of other models are, and what they compute
 intervene   silence layers and neurons, scale neurons, set their value
 l1          the L1 term of each layer, and which tokens of a batch are padding
 quantize    FP8 weights for these layers, and back
@@ -12,10 +13,16 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 `AutoModelForCausalLM`. `twell.model` is its public name.
 """
 
+from twell.models.adapters import Adapter, last_norm, register_adapter
 from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES
 from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, l1_by_layer
-from twell.models.llama import SparseCausalLMOutput, SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.loading import CALIBRATION, load, load_config, save
+from twell.models.llama import (
+    SparseCausalLMOutput,
+    SparseLlamaConfig,
+    SparseLlamaForCausalLM,
+    check_llama,
+)
+from twell.models.loading import CALIBRATION, load, load_config, load_empty, resolve, save
 from twell.models.quantize import dequantize_, num_weights, quantize_

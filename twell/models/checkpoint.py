@@ -21,12 +21,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import empty_quantized
+from twell.sparse.activations import ACTIVATIONS
 from twell.sparse.float8 import FLOAT8, QUANTIZATION
 
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
 SIZES = tuple(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 )
@@ -64,7 +66,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
-    if kind not in (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu"):
+    if kind not in LLAMAS:
         raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     # The type has a newer and an older name.
     names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]
@@ -90,7 +92,9 @@ def _translated(folder: Path, kind: str, fields: dict) -> dict:
     """Return our fields for a Llama's and for the paper's, whose names begin with `sparsity_`."""
     sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
     activation = fields.get("hidden_act")
-    if not sparsity and kind == "llama" and activation != "relu":
+    known = ACTIVATIONS.get(str(activation))
+    makes_zeros = known is not None and known.sparse
+    if not sparsity and kind == "llama" and not makes_zeros:
         raise ValueError(
             f"{folder} holds a Llama with activation {activation!r}; "
             "load it with transformers and use twell.sparsify(model, relufy=True)"
@@ -100,7 +104,7 @@ def _translated(folder: Path, kind: str, fields: dict) -> dict:
     # Llama's own defaults, which differ from those of SparseLlamaConfig
     fields = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6} | fields
     return fields | {
-        "hidden_act": "relu",  # the paper's files may say "silu" and mean ReLU
+        "hidden_act": activation if makes_zeros else "relu",  # the paper's may say "silu"
         "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
         "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
         "intermediate_size": size,

@@ -18,14 +18,21 @@ def l1_by_layer(
 
     A term is the sum over tokens of sum_n |h|, divided by `num_tokens`: by default the tokens of
     this pass. `token_mask` [B, S] is zero for padding, which neither counts. Where all tokens are
-    padding the terms are 0. For any model in training mode: add
-    `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1 loss, in the definition of
-    SparseLlamaForCausalLM. Raises RuntimeError when the layers kept no L1 term, or one without a
-    gradient, and ValueError for a mask of another shape.
+    padding the terms are 0. An encoder and a decoder, such as T5's, have a mask each. For any
+    model in training mode: add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1
+    loss, in the definition of SparseLlamaForCausalLM. Raises RuntimeError when the layers kept no
+    L1 term, or one without a gradient, and ValueError for a mask of another shape.
     """
     ffns = sparse_ffns(model)
     if any(ffn.observer.l1 is None for ffn in ffns):
         raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
+    if len({ffn.observer.l1.shape for ffn in ffns}) > 1 or _has_two_parts(model):
+        if token_mask is not None or num_tokens is not None:
+            raise ValueError(
+                "the layers of an encoder and of a decoder see tokens of their own; "
+                "call l1_by_layer on model.encoder and on model.decoder, with a mask each"
+            )
+        return torch.cat([l1_by_layer(ffn) for ffn in ffns])
     per_token = torch.stack([ffn.observer.l1 for ffn in ffns])
     learns = ffns[0].training and torch.is_grad_enabled()
     learns = learns and any(p.requires_grad for ffn in ffns for p in ffn.parameters())
@@ -36,6 +43,8 @@ def l1_by_layer(
         )
     counted = per_token[0].numel()
     if token_mask is not None:
+        if token_mask.numel() == counted and per_token.dim() == 2:  # OPT's layers see [B * S]
+            token_mask = token_mask.reshape(-1)
         if token_mask.shape != per_token.shape[1:]:
             raise ValueError(
                 f"token_mask has shape {tuple(token_mask.shape)}; "
@@ -46,6 +55,10 @@ def l1_by_layer(
         per_token = torch.where(token_mask != 0, per_token, 0.0)
     total = counted if num_tokens is None else num_tokens
     return per_token.flatten(1).sum(1) / divisor(total, counted)
+
+
+def _has_two_parts(model: nn.Module) -> bool:
+    return hasattr(model, "encoder") and hasattr(model, "decoder")
 
 
 def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:

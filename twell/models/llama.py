@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -235,6 +235,15 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if self.training:
             loss = cross_entropy + l1_scale * self.config.l1_coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
+
+
+def check_llama(name: object, model: nn.Module) -> None:
+    """Raise ValueError for a model of another class, which `name` names."""
+    if not isinstance(model, SparseLlamaForCausalLM):
+        raise ValueError(
+            f"{name} is a {type(model).__name__}; here only a SparseLlamaForCausalLM will do, "
+            "which twell.load makes of Llamas with ReLU"
+        )
 
 
 def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:

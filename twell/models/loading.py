@@ -13,10 +13,19 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from twell.models.checkpoint import read_config, read_json, read_weights
+from twell.models.checkpoint import LLAMAS, read_config, read_json, read_weights
+from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import FLOAT8, Calibration
 
@@ -41,8 +50,11 @@ def save(
 
 def load(
     name_or_path: str | Path, *, backend: str | None = None, dtype: torch.dtype | None = None
-) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase | None]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model, in evaluation mode, and its tokenizer (None when there is none).
+
+    A Llama with ReLU becomes a SparseLlamaForCausalLM. Any other model is loaded by transformers
+    and changed by `twell.sparsify`.
 
     `name_or_path` is a run folder, a folder of `save_pretrained`, or a name on the hub. Every
     layout of the paper's checkpoints loads (`SakanaAI/SparseLM1.5B` and others). Where config.json
@@ -59,7 +71,12 @@ def load(
     Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
     configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name.
     """
-    folder, config = load_config(name_or_path)
+    folder = resolve(name_or_path)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
+    if not _is_llama(folder):
+        model = _load_other(name_or_path, folder, backend or "dense", dtype)
+        return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
+    config = read_config(folder)
     if backend is not None:
         config.ffn_backend = backend
     tensors = read_weights(folder, config)
@@ -84,17 +101,28 @@ def load(
                 f"weights are {has}; `twell measure calibrate{option}` measures them",
                 stacklevel=2,
             )
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 
 
 def load_config(name_or_path: str | Path) -> tuple[Path, SparseLlamaConfig]:
-    """Return the folder with a model's weights, and its configuration; see `load`."""
-    folder = _resolve(name_or_path)
+    """Return the folder with a Llama's weights, and its configuration; see `load`."""
+    folder = resolve(name_or_path)
     return folder, read_config(folder)
 
 
-def _resolve(name: str | Path) -> Path:
+def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
+    """Return the folder with a model's weights, and the model of `load` on the meta device."""
+    folder = resolve(name_or_path)
+    with torch.device("meta"):
+        if _is_llama(folder):
+            config = read_config(folder)
+            config.ffn_backend, config.quantization_config = "dense", None
+            return folder, SparseLlamaForCausalLM(config)
+        config, auto = _other_config(folder)
+        return folder, sparsify(auto.from_config(config))
+
+
+def resolve(name: str | Path) -> Path:
     """Return the folder with config.json, downloaded if `name` is no folder here."""
     folder = Path(name)
     if (folder / "model" / "config.json").is_file():
@@ -114,6 +142,59 @@ def _resolve(name: str | Path) -> Path:
     except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
         reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
     raise FileNotFoundError(reason)
+
+
+# --- models of other families
+
+
+def _is_llama(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("model_type") in LLAMAS
+
+
+def _other_config(folder: Path) -> tuple[PreTrainedConfig, type]:
+    """Return the configuration of a model, and the class that loads it."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises a dozen kinds
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{folder / 'config.json'} describes no model that can be loaded: {reason}; "
+            "put back the file that came with the weights"
+        ) from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{folder} has quantised weights of a {config.model_type!r}; load bf16 weights "
+            "(twell.dequantize_ before saving) and quantise them then"
+        )
+    return config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _load_other(
+    name: str | Path, folder: Path, backend: str, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    """Return a model of another family than Llama. Raises ValueError for missing weights."""
+    config, auto = _other_config(folder)
+    load_empty(folder)  # refuses what cannot become sparse, before weights load
+    source = folder if Path(name).is_dir() else name  # transformers downloads other files too
+    with _no_progress_bar():
+        model, report = auto.from_pretrained(
+            source, config=config, dtype=dtype or "auto", output_loading_info=True
+        )
+    for problem in ("missing_keys", "unexpected_keys"):
+        if report[problem]:
+            raise ValueError(
+                f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
+                f"{sorted(report[problem])[0]}; put back a whole copy"
+            )
+    sparsify(model, backend=backend)
+    if backend == "auto" and (folder / CALIBRATION).is_file():
+        calibration = _calibration_of(folder)
+        for ffn in sparse_ffns(model):
+            ffn.calibration = calibration
+    return model
+
+
+# --- files
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:

@@ -10,6 +10,7 @@ Each module stands on `base` alone:
     speed     a layer's speed
     models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
     parts     a decoder layer's parts, and decoding; stands on `models`, too
+    clusters  what a training would cost on many GPUs
     glance    the picture at the top of README
 
 The package hands on their public names: `from twell import plots`, then `plots.frontier`.
@@ -24,6 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "visible fig_around_word fig_inspector fig_passage fig_silenced fig_specific fig_surprise",
         ".base": "ACTIVE_FLOOR AUTO BLUE COLUMN DECODE DENSE DOWN DRAWN_WITH GATE GREEN HYBRID "
         "MODULES ORANGE OURS PAGE PAPER PURPLE RED ROWWISE SPARSE UP save style",
+        ".clusters": "cluster_costs",
         ".formats": "fig01_bytes fig01_formats",
         ".glance": "overview",
         ".keep": "Keep",

@@ -54,7 +54,7 @@ class Activation:
         """g of the first projection's rounded result a, of any shape."""
         if not self.sparse:
             return F.silu(a)
-        # Not F.threshold, which rounds t to a's type on a GPU, and on a CPU does not.
+        # Not F.threshold, which does not document the type of its comparison.
         return torch.where(wide(a) <= self.threshold, 0, a) if self.threshold else torch.relu(a)
 
     def of_gate(self, g: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from twell.sparse.calibration import DEPENDS_ON
 from twell.sparse.edit import Edit
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
-from twell.sparse.projections import HOOKS, is_plain, warn_dense, why_called
+from twell.sparse.projections import is_plain, warn_dense, why_called
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -104,11 +104,14 @@ class SparseFFN(nn.Module):
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
-    of `capacity` active entries per token.
+    of `capacity` active entries per token. With `dropout` above 0 entries of h are dropped at this
+    rate in training mode, and the layer computes densely.
 
     Raises ValueError for an unknown activation or backend, and RuntimeError with the reason for one
     that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
+
+    dropout = 0.0
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class SparseFFN(nn.Module):
         self.edit: Edit | None = None
         self.train_path: str | None = None
         self.capacity = 0
-        self.replaced: tuple[nn.Module] | None = None  # in a tuple, so that it is no submodule
+        self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend
         self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
@@ -152,39 +155,6 @@ class SparseFFN(nn.Module):
     record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
     token_mask = _handed_on("observer", "token_mask")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
-
-    @classmethod
-    def around(cls, mlp: nn.Module, *, backend: str = "dense", **options: Any) -> SparseFFN:
-        """Return a gated layer with the projections and hooks of an MLP with Llama's names.
-
-        `options`: activation and threshold, as of the class.
-
-        The layer keeps `mlp` for `restored`.
-        """
-        ffn = cls(mlp.hidden_size, mlp.intermediate_size, device="meta", **options)
-        ffn.gate_proj, ffn.up_proj, ffn.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        ffn.backend = backend
-        ffn.replaced = (mlp,)
-        for name in HOOKS:
-            setattr(ffn, name, getattr(mlp, name))
-        if "_hf_hook" in mlp.__dict__:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(ffn, mlp._hf_hook)
-        return ffn.train(mlp.training)
-
-    @torch.no_grad()
-    def restored(self) -> nn.Module:
-        """Return the module of `around` with ReLU, and this layer's projections and hooks."""
-        (mlp,) = self.replaced
-        mlp.gate_proj, mlp.up_proj, mlp.down_proj = self.gate_proj, self.up_proj, self.down_proj
-        mlp.act_fn = nn.ReLU()
-        for name in HOOKS:
-            setattr(mlp, name, getattr(self, name))
-        for parameter in mlp.down_proj.parameters():  # an adapter may stand around the weight
-            if parameter.shape == (self.hidden_size, self.intermediate_size):
-                parameter.data = parameter.data.contiguous()
-        return mlp.train(self.training)
 
     @property
     def gated(self) -> bool:
@@ -238,6 +208,8 @@ class SparseFFN(nn.Module):
     def _why_dense(self, *, sharded: bool = False) -> str | None:
         if _has_any_global_hook():
             return "every module has hooks"
+        if self.dropout and self.training:
+            return "h has dropout while training"
         if not torch.compiler.is_compiling() and all(map(is_plain, self._modules.values())):
             return None
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -346,6 +318,8 @@ class SparseFFN(nn.Module):
             activity = Activity.of(g != 0, self.token_mask)
         if self.edit is not None:
             h = self.edit.of_h(h)
+        if self.dropout:
+            h = nn.functional.dropout(h, self.dropout, self.training)
         return Result(self.down_proj(h), l1, activity)
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:

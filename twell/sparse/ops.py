@@ -29,14 +29,14 @@ def ffn(
     b_down: Tensor | None = None,
     *,
     activation: str = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     path: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return y [..., K] of a feed-forward layer with sparse activations.
 
-        gated:      g = relu(x w_gate^T + b_gate)   h = g (x w_up^T + b_up)   y = h w_down_t + b_down
-        non-gated:  h = relu(x w_up^T + b_up)                   (w_gate and b_gate are None)
+        gated:      g = relu(x w_gate^T + b_gate)  h = g (x w_up^T + b_up)  y = h w_down_t + b_down
+        non-gated:  h = relu(x w_up^T + b_up)                  (w_gate and b_gate are None)
 
     Args:
         x: [..., K], any strides.
@@ -59,7 +59,7 @@ def ffn(
     all-reduce over the ranks; give b_down to one rank.
 
     Compilation. The number of tokens chooses the path when the operator runs, so torch.compile
-    makes one graph for all of them. Before a CUDA graph is captured, `warm_up` compiles the kernels.
+    makes one graph for all of them. `warm_up` compiles the kernels before a CUDA graph is captured.
 
     Raises ValueError or TypeError with the name of what does not fit, RuntimeError for `out` with
     gradients.
@@ -84,20 +84,16 @@ def ffn(
     given = None if out is None else out.view(rows.shape)
     if path is None and not _takes(rows, len(w_up)) or path == "dense" and learns:
         y = reference.ffn(rows, *tensors, act=act)
+        y = y if out is None else given.copy_(y)
     else:
         from twell.kernels import ops
 
-        if learns or torch.compiler.is_compiling():
+        if learns:
             options = {"activation": act.name, "threshold": act.threshold, "path": path}
             y = ops.operator(rows, *tensors, **options)
         else:
-            path = ops.known_path(path) or ops.choose(len(rows))
             y = ops.run(path, rows, *tensors, act=act, out=given)
-    if given is not None:
-        if y is not given:
-            given.copy_(y)
-        return out
-    return y.reshape(x.shape)
+    return y.reshape(x.shape) if out is None else out
 
 
 def _takes(rows: Tensor, intermediate_size: int) -> bool:

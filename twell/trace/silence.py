@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
+from transformers import PreTrainedModel
 
-from twell.models import SparseLlamaForCausalLM, silence
+from twell.models import silence
 from twell.trace.tracing import record
 from twell.trace.watch import Progress, logprobs
 
@@ -15,7 +16,7 @@ COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
 
 
 def silenced_loss(
-    model: SparseLlamaForCausalLM,
+    model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
     neurons: Sequence[tuple[int, int]],
     *,

@@ -6,21 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from twell import corpus
-from twell.models import SparseLlamaForCausalLM, load
+from twell.models import load
 
 
 def load_with_tokenizer(
     name_or_path: str | Path, **options
-) -> tuple[SparseLlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return the model and tokenizer of `twell.load`. Raises ValueError without a tokenizer."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and tokenizer of `twell.load`.
+
+    Raises ValueError without a tokenizer, and for an encoder-decoder model.
+    """
     model, tokenizer = load(name_or_path, **options)
+    check_causal(model)
     if tokenizer is None:
         raise ValueError(f"{name_or_path} has no tokenizer; put tokenizer.json beside the model")
     return model, tokenizer
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise ValueError for an encoder-decoder model."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; traces, the inspector and "
+            "evaluations take causal language models"
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -33,7 +46,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequence[int]]:
+def cut(token_ids: Sequence[int], model: PreTrainedModel) -> list[Sequence[int]]:
     """Cut tokens into sequences of the model's context length; the last one may be shorter."""
     context = model.config.max_position_embeddings
     return [token_ids[start : start + context] for start in range(0, len(token_ids), context)]
@@ -41,7 +54,7 @@ def cut(token_ids: Sequence[int], model: SparseLlamaForCausalLM) -> list[Sequenc
 
 def held_out(
     source: str,
-    model: SparseLlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tokens: int,
     *,

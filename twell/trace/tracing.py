@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import results
 from twell.config import TrainConfig
-from twell.models import SparseLlamaForCausalLM
+from twell.models import sparse_ffns
 from twell.trace.aggregates import Aggregate
 from twell.trace.counter import Counter
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
@@ -48,9 +48,10 @@ class Recorder:
         self.logprob.append(logprob.reshape(-1).cpu().numpy())
 
 
-def record(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
+def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
     """Return `trace_tokens` without the strings of the tokens."""
-    recorder = Recorder(len(model.ffns))
+    ffns = sparse_ffns(model)
+    recorder = Recorder(len(ffns))
     watch(model, sequences, batch, recorder)
     parts = [part for layer in recorder.layers for part in layer]
     counts, indices, values = (
@@ -67,12 +68,12 @@ def record(model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], ba
         indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         indices=indices,
         values=values,
-        intermediate_size=model.config.intermediate_size,
+        intermediate_size=ffns[0].intermediate_size,
     )
 
 
 def trace_tokens(
-    model: SparseLlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sequences: Sequence[Sequence[int]],
     *,
@@ -90,9 +91,7 @@ def trace_tokens(
     return traced
 
 
-def trace_text(
-    model: SparseLlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str
-) -> Trace:
+def trace_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Trace:
     """Trace a text, cut into sequences of the model's context length.
 
     Raises ValueError for an empty text.
@@ -112,7 +111,7 @@ def trace_validation(run: str | Path) -> Trace:
 
 
 def aggregate(
-    model: SparseLlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sequences: Sequence[Sequence[int]],
     *,
@@ -128,7 +127,8 @@ def aggregate(
     and for a model whose counts exceed max_bytes; FloatingPointError for activations that are not
     finite.
     """
-    layers, size = len(model.ffns), model.config.intermediate_size
+    ffns = sparse_ffns(model)
+    layers, size = len(ffns), ffns[0].intermediate_size
     needed = layers * size * BYTES_A_NEURON
     if needed > max_bytes:
         raise ValueError(
@@ -172,5 +172,5 @@ def aggregate_run(
         raise ValueError(f"{tokens} tokens were asked for; there are {len(ids)}")
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    meta |= {"l1_coefficient": model.config.l1_coefficient}
+    meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
     return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from twell.models import SparseLlamaForCausalLM
+from twell.models import sparse_ffns
+from twell.trace.texts import check_causal
 
 SAY_EVERY = 5  # seconds between two lines about the progress
 
@@ -43,7 +45,7 @@ class Progress:
 
 
 def watch(
-    model: SparseLlamaForCausalLM, sequences: Iterable[Sequence[int]], batch: int, observer: Any
+    model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int, observer: Any
 ) -> None:
     """Run sequences of token ids through the model, in batches of one length.
 
@@ -54,7 +56,7 @@ def watch(
     have, and for an empty sequence.
     """
     with contextlib.ExitStack() as hooks:
-        for layer, ffn in enumerate(model.ffns):
+        for layer, ffn in enumerate(sparse_ffns(model)):
             hooks.callback(ffn.register_forward_hook(_hook(observer, layer)).remove)
         score(model, sequences, batch, observer.end, observer.begin)
 
@@ -71,13 +73,14 @@ def _hook(observer: Any, layer: int) -> Callable:
 
 @torch.no_grad()
 def score(
-    model: SparseLlamaForCausalLM,
+    model: PreTrainedModel,
     sequences: Iterable[Sequence[int]],
     batch: int,
     end: Callable[[Tensor], object],
     begin: Callable[[Tensor], object] = lambda ids: None,
 ) -> None:
     """Call `begin` and `end` of an observer for every batch, in evaluation mode. As `watch`."""
+    check_causal(model)
     training, size = model.training, model.config.vocab_size
     model.eval()
     try:

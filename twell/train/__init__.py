@@ -11,6 +11,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     text            the tokens of a run, which must not change under it
     validation      loss and activity of a model on held-out text
     dead            dead neurons: windows and remedies
+    relufy          a pretrained model that learns from itself, with ReLU
     log             the rows of log.csv
     checkpoint      the last two checkpoints, and which of them is whole
     interrupt, lock Ctrl-C, and one process at a time in a folder
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
         ".dead": "DeadWindow balance reinitialize",
         ".log": "Log activity_columns",
+        ".relufy": "Student relufy_config",
         ".start": "train",
         ".text": "run_text text_hashes",
         ".validation": "evaluate",

@@ -1,21 +1,30 @@
-"""The model of a configuration, how its layers are compiled, and its optimiser."""
+"""The model of a configuration, how its layers are compiled, its optimiser, and how it is saved."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast
 
 from twell.config import TrainConfig
-from twell.models import SparseLlamaForCausalLM
+from twell.models import SparseLlamaForCausalLM, save
 from twell.sparse.training import SparseTraining
+from twell.train.relufy import Student
 
 
-def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> SparseLlamaForCausalLM:
-    """Return a model with random weights, which depend on the random state alone."""
+def build_model(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device
+) -> SparseLlamaForCausalLM | Student:
+    """Return a model with random weights, which depend on the random state alone, or a student.
+
+    device: where a student's teacher computes.
+    """
+    if config.teacher is not None:
+        return Student.of(config, device)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     # The kernels store weights in an order of their own, and so would draw them in another order.
     dense = dataclasses.replace(config, backend="dense")
@@ -64,3 +73,19 @@ def adamw(
         weight_decay=config.weight_decay,
         fused=device.type == "cuda" or None,  # one pass over weights and moments
     )
+
+
+def save_model(
+    model: SparseLlamaForCausalLM | Student,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+) -> None:
+    """Write the trained model, a student's without its teacher."""
+    if isinstance(model, Student):
+        model, prefix = model.student, "student."
+        weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    # A saved model does not say which backend trained it: kernels are not for fp32.
+    if hasattr(model.config, "ffn_backend"):
+        model.config.ffn_backend = "dense"
+    save(model, tokenizer, folder, state_dict=weights)

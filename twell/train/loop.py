@@ -22,16 +22,18 @@ from transformers import get_cosine_schedule_with_warmup
 
 from twell import results
 from twell.config import TrainConfig, l1_schedule
-from twell.models import save, silence
+from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw, build_model, prepare_layers
+from twell.train.build import adamw, build_model, prepare_layers, save_model
 from twell.train.checkpoint import WHOLE, Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
+
+CLOSE = 0.9  # a share of active neurons that is this near to the wanted one needs no other L1
 
 
 class Run:
@@ -47,7 +49,7 @@ class Run:
         self.tokenizer, self.blocks, self.valid_blocks = text
         self.text = text_hashes(config, self.blocks, self.valid_blocks)
 
-        self.model = build_model(config, self.tokenizer)
+        self.model = build_model(config, self.tokenizer, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         path = "union" if config.precision == "bf16" else None  # the kernels take 16-bit inputs
         self.sparse = SparseTraining(self.model, path=path)
@@ -62,8 +64,10 @@ class Run:
         )
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
         self.checkpoints = Checkpoints(folder, main=self.main)
-        # Since the last row: sums of losses, and seconds before a resume.
-        self.sums, self.spent = torch.zeros(4, device=self.device), 0.0
+        self.losses = ["loss", "cross_entropy", "l1", *["kl"] * (config.teacher is not None)]
+        # Since the last row: sums of these and of the gradient norm; seconds before a resume.
+        self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
+        self.l1_factor = 1.0  # on the L1 coefficient, raised by `steer_l1`
 
     def train(self, resume: bool) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
@@ -122,16 +126,17 @@ class Run:
     # --- a step
 
     def step(self, step: int) -> torch.Tensor:
-        """Take one optimiser step; return [loss, cross-entropy, L1, gradient norm], on the device.
+        """Take one optimiser step; return [losses, gradient norm], on the device.
 
         They are of the whole step, over all processes.
         """
         config = self.config
+        warmed = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         sequences = config.batch_tokens // config.context
         totals = {
             "num_items_in_batch": sequences * (config.context - 1),
             "num_tokens_in_batch": config.batch_tokens,
-            "l1_scale": l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps),
+            "l1_scale": warmed * self.l1_factor,
         }
         first = (step - 1) * sequences
         batches = self.draw(range(first + self.rank, first + sequences, self.world))
@@ -161,8 +166,8 @@ class Run:
         return [tokens.to(self.device, non_blocking=True) for tokens in drawn]
 
     def accumulate(self, batches: list[torch.Tensor], totals: dict) -> torch.Tensor:
-        """Accumulate the gradients of all micro-batches; return their [loss, cross-entropy, L1]."""
-        sums = torch.zeros(3, device=self.device)
+        """Accumulate the gradients of all micro-batches; return the sums of their losses."""
+        sums = torch.zeros(len(self.losses), device=self.device)
         for number, tokens in enumerate(batches, 1):
             last = number == len(batches)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
@@ -171,8 +176,7 @@ class Run:
                         input_ids=tokens, labels=tokens, use_cache=False, **totals
                     )
                 self.accelerator.backward(output.loss * self.world)  # gradients are averaged
-            losses = output.loss, output.cross_entropy, output.l1
-            sums += torch.stack([loss.detach() for loss in losses])
+            sums += torch.stack([getattr(output, name).detach() for name in self.losses])
         return sums
 
     def autocast(self) -> torch.autocast:
@@ -191,17 +195,19 @@ class Run:
         tokens = steps * config.batch_tokens
         counts = self.accelerator.reduce([ffn.stats.take() for ffn in self.model.ffns])
         dead = self.window.add([neurons for neurons, _ in counts], tokens)
-        loss, cross_entropy, l1, norm = (self.sums / steps).tolist()
+        *losses, norm = (self.sums / steps).tolist()
         self.sums.zero_()
-        self.check_finite("loss", loss, step)
-        values = {
-            "loss": loss,
-            "cross_entropy": cross_entropy,
-            "l1": l1,
-            "lr": self.learning_rate,
-            "grad_norm": norm,
-            "tokens_per_second": tokens / (time.perf_counter() - self.since),
-        } | activity_columns([summarize_activity(*pair) for pair in counts])
+        losses = dict(zip(self.losses, losses, strict=True))
+        self.check_finite("loss", losses["loss"], step)
+        values = (
+            losses
+            | {
+                "lr": self.learning_rate,
+                "grad_norm": norm,
+                "tokens_per_second": tokens / (time.perf_counter() - self.since),
+            }
+            | activity_columns([summarize_activity(*pair) for pair in counts])
+        )
         del values["dead_fraction"]  # of these steps alone; the log has that of a whole window
         if self.sparse.active:
             summary = self.sparse.summary()
@@ -214,17 +220,40 @@ class Run:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
 
         active = sum(values["active_mean"]) / config.num_layers
+        if config.active_share:
+            values["l1_coefficient"] = config.l1_coefficient * self.l1_factor
+            self.steer_l1(step, active)
         pace = (time.perf_counter() - self.start) / (step - self.done)
         minutes, seconds = divmod(int(pace * (config.steps - step)), 60)
         self.write(
             step,
             "train",
             values,
-            f"cross-entropy {cross_entropy:.3f}  "
-            f"active {active:.1f} of {config.intermediate_size}  "
+            f"cross-entropy {losses['cross_entropy']:.3f}  "
+            + (f"KL {losses['kl']:.4f}  " if "kl" in losses else "")
+            + f"active {active:.1f} of {config.intermediate_size}  "
             f"{values['tokens_per_second']:,.0f} tokens/s  "
             f"{minutes}:{seconds:02d} left",
         )
+
+    def steer_l1(self, step: int, active: float) -> None:
+        """At the end of a stage raise the L1 coefficient where too many neurons are active.
+
+        It falls again where less than CLOSE times the wanted share is. active: the mean since the
+        last row.
+        """
+        config = self.config
+        share = active / config.intermediate_size
+        if step % config.l1_stage_steps == 0:
+            if share > config.active_share:
+                self.l1_factor *= config.l1_growth
+            elif share < CLOSE * config.active_share:
+                self.l1_factor /= config.l1_growth
+        if step == config.steps and share > config.active_share:
+            self.say(
+                f"{self.folder.name}  {share:.1%} of the neurons are active, not "
+                f"{config.active_share:.1%}: raise tokens, l1_coefficient or l1_growth"
+            )
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
@@ -233,12 +262,14 @@ class Run:
             result = evaluate(self.model, self.valid_blocks)
         loss = result["cross_entropy"]
         self.check_finite("validation loss", loss, step)  # the last step may be the one
-        values = {"cross_entropy": loss} | activity_columns(result["layers"])
+        values = {name: result[name] for name in ("cross_entropy", "kl") if name in result}
+        values |= activity_columns(result["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
                 silenced = evaluate(self.model, self.valid_blocks)
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
-        self.write(step, "valid", values, f"validation {loss:.3f}")
+        kl = f"  KL {result['kl']:.4f}" if "kl" in result else ""
+        self.write(step, "valid", values, f"validation {loss:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
         """Write rows of the log and print a line; speed is then measured from now."""
@@ -296,6 +327,7 @@ class Run:
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
             "sparse": self.sparse.state(),
+            "l1_factor": self.l1_factor,
             "random": torch.get_rng_state(),
             "streams": gather_object([self.blocks.state()]),
         }
@@ -324,6 +356,7 @@ class Run:
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.device)
         self.sparse.restore(state["sparse"])
+        self.l1_factor = state.get("l1_factor", 1.0)  # older versions wrote none
         self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
         if row := state.get("row"):
@@ -335,9 +368,7 @@ class Run:
         """Write the model, mark the run complete and remove its checkpoints."""
         weights = get_model_state_dict(self.wrapped, options=WHOLE)
         if self.main:
-            # A saved model does not say which backend trained it: kernels are not for fp32.
-            self.model.config.ffn_backend = "dense"
-            save(self.model.eval(), self.tokenizer, self.folder / "model", state_dict=weights)
+            save_model(self.model.eval(), self.tokenizer, self.folder / "model", weights)
             complete = self.origin | {"complete": True}
             results.write_run(self.folder, dataclasses.asdict(self.config), complete)
             self.checkpoints.remove()

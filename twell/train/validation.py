@@ -7,14 +7,15 @@ import torch
 from twell.corpus import Blocks
 from twell.models import SparseLlamaForCausalLM
 from twell.sparse.layer import summarize_activity
+from twell.train.relufy import Student
 
 
 @torch.no_grad()
-def evaluate(model: SparseLlamaForCausalLM, blocks: Blocks, batch: int = 32) -> dict:
+def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int = 32) -> dict:
     """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
 
     Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
-    blocks. The layers' own counters keep their values.
+    blocks; of a student also "kl" (relufy.py). The layers' own counters keep their values.
     """
     training, before = model.training, counters(model)
     model.eval()
@@ -22,17 +23,18 @@ def evaluate(model: SparseLlamaForCausalLM, blocks: Blocks, batch: int = 32) -> 
     for ffn in model.ffns:
         ffn.stats.take()
 
-    total = 0.0
+    totals = {"cross_entropy": 0.0} | ({"kl": 0.0} if isinstance(model, Student) else {})
     for start in range(0, len(blocks), batch):
         tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
         output = model(input_ids=tokens, labels=tokens, use_cache=False)
-        total += float(output.cross_entropy) * len(tokens)
+        for name in totals:
+            totals[name] += float(getattr(output, name)) * len(tokens)
 
     model.train(training)
     model.recording = False
     layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
     restore_counters(model, before)
-    return {"cross_entropy": total / len(blocks), "layers": layers}
+    return {name: total / len(blocks) for name, total in totals.items()} | {"layers": layers}
 
 
 def counters(model: SparseLlamaForCausalLM) -> list[tuple]:

@@ -1,0 +1,80 @@
+"""twell.ffn on a GPU: graphs captured after warm_up, one compiled graph, two GPUs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import twell
+from tests import fuzz
+from tests.factories import SEED
+from twell.measure import synthetic_layer
+from twell.sparse.activations import get_activation
+
+KINDS = [("relu", 0.0), ("relu", 0.1), ("relu2", 0.0), ("drelu", 0.0)]
+
+
+def layer(num_tokens, device="cuda"):
+    """x, w_gate, w_up and w_down_t."""
+    x, w_gate, w_up, w_down = synthetic_layer(num_tokens, 2048, 5632, seed=SEED, device=device)
+    return x, w_gate, w_up, w_down.t()
+
+
+@pytest.mark.parametrize("activation, threshold", KINDS)
+@pytest.mark.parametrize("path, num_tokens", [("decode", 1), ("decode", 16), ("union", 2048)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_real_shapes(activation, threshold, path, num_tokens, gated):
+    if activation == "drelu" and not gated:
+        pytest.skip("dReLU has a gate")
+    x, w_gate, w_up, w_down_t = layer(num_tokens)
+    weights = (w_gate if gated else None, w_up if gated else w_gate, w_down_t)
+    options = {"activation": activation, "threshold": threshold}
+    y = twell.ffn(x, *weights, **options, path=path)
+    names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+    tensors = dict(zip(names, (x, *weights[:2], w_down_t.t(), None, None, None), strict=True))
+    _, expected = fuzz.exact(tensors, act=get_activation(activation, threshold))
+    assert fuzz.relative_rms(y, expected) < 1.5 * fuzz.TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 64, 65, 4096])
+def test_a_graph_is_captured_after_warm_up(num_tokens):
+    x, *weights = layer(num_tokens)
+    options = {"activation": "relu2", "threshold": 0.1}
+    twell.warm_up([num_tokens], *weights, **options)
+    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        twell.ffn(x, *weights, **options, out=out)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, twell.ffn(x, *weights, **options))
+
+
+def test_inductor_compiles_once_for_every_number_of_tokens():
+    x, *weights = layer(300)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(
+        lambda rows: twell.ffn(rows, *weights) + rows, fullgraph=True, dynamic=True
+    )
+    for size in (300, 64, 65, 2, 17):
+        rows = x[:size].clone()
+        expected = twell.ffn(rows, *weights) + rows
+        torch.testing.assert_close(compiled(rows), expected, rtol=2**-7, atol=2**-7)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("activation, threshold", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
+def test_two_gpus_are_one(num_tokens, activation, threshold):
+    """Each has half of the neurons; their partial sums are added."""
+    x, *weights = layer(num_tokens)
+    options = {"activation": activation, "threshold": threshold}
+    whole = twell.ffn(x, *weights, **options)
+    parts = []
+    for rank, neurons in enumerate((slice(0, 2816), slice(2816, 5632))):
+        shard = [weight[neurons].to(f"cuda:{rank}") for weight in weights]
+        parts.append(twell.ffn(x.to(f"cuda:{rank}"), *shard, **options).to("cuda:0"))
+    assert fuzz.relative_rms(sum(parts), whole.double()) < 8e-3

@@ -1,0 +1,80 @@
+"""Serving at toy size: the numbers of answers whose times are known, and what is refused."""
+
+import functools
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from transformers import ContinuousBatchingConfig, GenerationMixin
+
+from tests.factories.measure import TINY
+from twell.__main__ import main
+from twell.measure import Load, serve
+from twell.measure import serving as module
+
+LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
+
+
+@pytest.fixture
+def answers(dense_kernels, monkeypatch):
+    """Continuous batching that takes 2 s densely, 1 s else, and half of it to the first tokens."""
+    calls = []
+
+    def generate_batch(model, prompts, generation_config, record_timestamps, **_):
+        backend = model.ffns[0].backend
+        calls.append((backend, prompts))
+        seconds, start, number = 2.0 if backend == "dense" else 1.0, 100.0, len(prompts)
+        tokens = [0] * generation_config.max_new_tokens
+        times = [start + seconds * (i + 1) / len(tokens) for i in range(len(tokens))]
+        times[0] = start + seconds / 2
+        one = {
+            "created_time": start,
+            "timestamps": times,
+            "generated_tokens": tokens,
+            "error": None,
+        }
+        return {f"{i}": SimpleNamespace(**one) for i in range(number)}
+
+    monkeypatch.setattr(GenerationMixin, "generate_batch", generate_batch)
+    return calls
+
+
+def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
+    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
+    assert main(command) == 0
+    rows = pd.read_csv(tmp_path / "serve.csv").set_index("provider")
+    assert list(rows.index) == ["dense eager", "triton", "auto"]
+    assert rows["requests_per_second"].tolist() == [1.5, 3, 3]
+    assert rows["tokens_per_second"].tolist() == [7.5, 15, 15]
+    assert rows["first_token"].tolist() == [1000, 500, 500]
+    assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 5).all()
+    assert (rows["active"] - 9).abs().max() < 4 and rows["layer_rms"].max() < 0.02
+    backends, prompts = zip(*answers, strict=True)
+    assert backends[:6] == ("auto", "triton", "dense", "dense", "triton", "auto")
+    assert len(backends) == 18 and all(one == prompts[0] for one in prompts)
+    lengths = [len(prompt) for prompt in prompts[0]]
+    assert len(set(lengths)) > 1 and 4 <= min(lengths) <= max(lengths) <= 40
+    assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
+
+
+@pytest.mark.slow
+def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
+    small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
+    monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    rows = serve("2b", TINY, load=Load(3, 4, 40, 5), active=9)
+    assert min(row["requests_per_second"] for row in rows) > 0
+    assert all(0 < row["first_token"] <= row["p50"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "128"], "--prompts is '128'; write two numbers, such as 128-1024"),
+        (["--prompts", "9-8"], "prompts of 9 to 8 tokens: there are none"),
+        (["--requests", "0"], "requests is 0; it has to be at least 1"),
+    ],
+)
+def test_loads_that_are_none_are_refused(options, message, capsys):
+    assert main(["measure", "serve", "2b", *options]) == 2
+    assert message in capsys.readouterr().err

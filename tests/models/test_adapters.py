@@ -1,0 +1,448 @@
+"""Models whose feed-forward layers have other names, activations or parts than Llama's."""
+
+import copy
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
+
+import twell
+from tests.factories.models import (
+    DEVICE,
+    FAMILIES,
+    SHAPE,
+    assert_same,
+    calibration,
+    family,
+    inputs_of,
+    needs_triton,
+    stock,
+    tokens,
+)
+from twell.models import adapters, load, register_adapter, silence, sparse_ffns, sparsify
+from twell.sparse.layer import SparseFFN
+
+assert_close = torch.testing.assert_close
+
+
+@torch.no_grad()
+def logits(model, x):
+    return model(**inputs_of(model, x)).logits
+
+
+# --- families of transformers
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in FAMILIES),
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),  # as OPT-350m
+        ("opt", {"enable_bias": False}),
+        ("nemotron", {"mlp_bias": True}),
+        ("t5", {"feed_forward_proj": "gated-relu"}),
+        ("llama", {"hidden_act": "relu2"}),
+        ("mistral", {"hidden_act": "relu"}),
+    ],
+)
+def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backend, tmp_path):
+    model, x = family(kind, **changes), tokens(2, 12)
+    before, text = logits(model, x), repr(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = dict(model.named_modules())
+    sparsify(model, backend=backend)
+    ffns = sparse_ffns(model)
+    assert len(ffns) == (4 if kind == "t5" else 3) and {ffn.backend for ffn in ffns} == {backend}
+    active = torch.stack([(ffn.activations(torch.randn(64, 32))[0] != 0).float() for ffn in ffns])
+    assert 0.3 < active.mean() < 0.7  # activations make zeros, and not only zeros
+    assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
+
+    # Saved files are the model's own, and are read by transformers, by twell, and in place.
+    assert_same(model.state_dict(), state)
+    assert_same(copy.deepcopy(model).state_dict(), state)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval(), x), before)
+    loaded, tokenizer = load(tmp_path, backend=backend)
+    assert tokenizer is None and not loaded.training and len(sparse_ffns(loaded)) == len(ffns)
+    assert_close(logits(loaded, x), before, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
+
+    assert twell.densify(model) is model
+    assert repr(model) == text and torch.equal(logits(model, x), before)
+    assert_same(model.state_dict(), state)
+    assert list(model.state_dict()) == list(state)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    for name, tensor in model.state_dict().items():
+        assert tensor.stride() == state[name].stride(), name
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["opt", pytest.param("t5", marks=pytest.mark.slow)])
+def test_kernels_compute_biases_and_layers_without_a_gate(kind):
+    """In fp16; training with SparseTraining gives the dense model's gradients."""
+    model, x = family(kind, num_hidden_layers=1).half().to(DEVICE), tokens(1, 9).to(DEVICE)
+    exact = copy.deepcopy(model).double()
+    right, error = logits(exact, x), rounding(model, exact, x)
+    sparsify(model, backend="triton")
+    assert all(ffn.readable and ffn.path is None for ffn in sparse_ffns(model))
+    assert all(ffn.down_proj.weight.stride() == (1, 32) for ffn in sparse_ffns(model))
+    assert rounding(model, exact, x) <= 1.5 * error <= 0.05 * right.abs().max()
+    twell.densify(model)
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def rounding(model, exact, x):
+    return (logits(model, x) - logits(exact, x)).square().mean().sqrt()
+
+
+@needs_triton
+@pytest.mark.slow
+def test_opt_trains_by_the_kernels():
+    model, x = family("opt", num_hidden_layers=1, dropout=0.0), tokens(2, 12).to(DEVICE)
+    model = model.half().to(DEVICE).train()
+    exact = copy.deepcopy(model).double()
+    exact(input_ids=x, labels=x).loss.backward()
+    sparsify(model, backend="triton")
+    training = twell.SparseTraining(model)
+    for _ in training.attempts():
+        model.zero_grad()
+        model(input_ids=x, labels=x).loss.backward()
+    assert training.summary()["sparse_layers"] == 1
+    twell.densify(model)
+    expected = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, parameter in model.named_parameters():
+        # Biases of keys have no gradient: they change all scores of a query alike.
+        error = (parameter.grad - expected[name]).norm() / (expected[name].norm() + 1e-3 * largest)
+        assert error < 0.02, name
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference", "auto"])
+def test_dropout_between_the_projections_of_t5(backend):
+    model, x = family("t5", dropout_rate=0.4).train(), tokens(2, 12)
+    sparse, results = sparsify(copy.deepcopy(model), backend=backend), []
+    for one in (model, sparse):
+        torch.manual_seed(1)
+        loss = one(input_ids=x, labels=x[:, :7].contiguous()).loss
+        loss.backward()
+        results.append([loss, one.encoder.embed_tokens.weight.grad])
+    for result, expected in zip(*results, strict=True):
+        assert_close(result, expected)
+    training = twell.SparseTraining(sparse)
+    assert not training.active
+    ffn = sparse_ffns(sparse)[0]
+    assert not ffn.readable and (backend == "dense" or "h has dropout while training" in repr(ffn))
+    assert ffn.eval().readable
+    dropout = twell.densify(sparse).encoder.block[0].layer[1].DenseReluDense.dropout
+    assert type(dropout) is nn.Dropout and dropout.p == 0.4 and not dropout.training
+
+
+def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():
+    model, x, mask = sparsify(family("opt")).train(), tokens(2, 12), torch.ones(2, 12)
+    mask[1, 7:] = 0
+    model(input_ids=x, labels=x)
+    ffns = sparse_ffns(model)
+    assert ffns[0].l1.shape == (24,)
+    expected = torch.stack([(ffn.l1 * mask.reshape(-1)).sum() / 19 for ffn in ffns])
+    assert_close(twell.l1_by_layer(model, mask), expected)
+    with pytest.raises(ValueError, match=r"token_mask has shape \(2, 11\); expected \(24,\)"):
+        twell.l1_by_layer(model, mask[:, :11])
+
+    model = sparsify(family("t5")).train()
+    model(input_ids=x, labels=x[:, :7].contiguous())
+    term = twell.l1_by_layer(model)
+    assert_close(term, torch.stack([ffn.l1.mean() for ffn in sparse_ffns(model)]))
+    with pytest.raises(ValueError, match="call l1_by_layer on model.encoder and on model.decoder"):
+        twell.l1_by_layer(model, mask)
+    encoder = twell.l1_by_layer(model.encoder, mask)
+    assert encoder.shape == (3,) and not torch.allclose(encoder, term[:3])
+    term.sum().backward()
+    assert all(ffn.up_proj.weight.grad is not None for ffn in sparse_ffns(model))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_silence_and_fp8_in_other_families(kind, tmp_path):
+    model, x = sparsify(family(kind)), tokens(2, 12)
+    dense = twell.densify(copy.deepcopy(model))
+    last = [name for name, _ in dense.named_parameters() if name.endswith(LAST[kind])][-1]
+    state = dense.state_dict()
+    state[last][:, [3, 80]] = 0
+    with silence(model, len(sparse_ffns(model)) - 1, [3, 80]):
+        assert_close(logits(model, x), logits(dense, x), rtol=1e-4, atol=1e-4)
+    model = model.bfloat16()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = logits(model, x)
+    twell.quantize_(model, twell.Float8DynamicActivationFloat8WeightConfig(keep_original=True))
+    change = (logits(model, x) - before).norm() / before.norm()
+    assert 0 < change < 0.2
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"has quantised weights of a '{kind}'; load bf16"):
+        load(tmp_path)
+    twell.dequantize_(model)
+    assert_same(twell.densify(model).state_dict(), state)
+
+
+LAST = dict.fromkeys(FAMILIES, "down_proj.weight")
+LAST |= {"opt": "fc2.weight", "nanochat": "fc2.weight", "t5": "wo.weight"}
+
+
+def test_a_calibration_beside_the_weights_is_taken(tmp_path):
+    family("opt").save_pretrained(tmp_path)
+    calibration(gated=False).save(tmp_path / "calibration.json")
+    model, _ = load(tmp_path, backend="auto")
+    assert all(ffn.calibration.device == "a device" for ffn in sparse_ffns(model))
+
+
+# --- adapters of peft, and hooks
+
+
+@pytest.mark.parametrize("kind", ["opt", "t5"])
+def test_adapters_of_peft_come_after_sparsify(kind, tmp_path):
+    """peft finds the weights that it saves by the names of modules."""
+    peft = pytest.importorskip("peft")
+    options = {"r": 2, "init_lora_weights": False}
+    names = {"opt": ["fc1", "fc2"], "t5": ["wi", "wo"]}[kind]
+    first = peft.get_peft_model(family(kind), peft.LoraConfig(target_modules=names, **options))
+    with pytest.raises(ValueError, match="are no nn.Linear; sparsify before get_peft_model, and l"):
+        sparsify(first)
+    base, x = sparsify(family(kind), backend="reference"), tokens(2, 9)
+    options["target_modules"] = ["up_proj", "down_proj"]
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**options)).eval()
+    expected = logits(model, x)
+    assert not torch.allclose(expected, logits(base, x), atol=1e-2)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    assert torch.equal(logits(again, x), expected)
+    merged = model.merge_and_unload()
+    state = merged.state_dict()
+    dense = twell.densify(merged)
+    assert_same(dense.state_dict(), state)
+    assert_close(logits(dense, x), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_hooks_of_projections_act_and_of_activations_are_refused():
+    model, x, seen = family("opt"), tokens(2, 9), []
+    layer = model.model.decoder.layers[1]
+    layer.fc2.register_forward_hook(lambda module, args, y: 2 * y)
+    handle = layer.activation_fn.register_forward_hook(lambda *_: seen.append(1))
+    before = logits(model, x)
+    with pytest.raises(ValueError, match="activation_fn of a OPTDecoderLayer has hooks"):
+        sparsify(model)
+    assert not any(isinstance(module, SparseFFN) for module in model.modules())
+    handle.remove()
+    first = model.model.decoder.layers[0]
+    for part in (first.fc1, first.activation_fn, first.fc2):  # as a device map of Accelerate
+        add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
+    sparsify(model, backend="reference")
+    assert [ffn.readable for ffn in sparse_ffns(model)] == [True, False, True]
+    assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(twell.densify(model), x), before) and len(seen) == 1
+
+
+# --- modules of a user
+
+
+class Block(nn.Module):
+    """A model of one feed-forward layer, and a residual."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(32, 84), nn.Linear(84, 32, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Gated(nn.Module):
+    """Functions of both branches, by default ReLU as in TurboSparse, and dropout."""
+
+    def __init__(self, of_gate=F.relu, of_up=F.relu):
+        super().__init__()
+        self.of_gate, self.of_up = of_gate, of_up
+        self.w1, self.w3 = nn.Linear(32, 84, bias=False), nn.Linear(32, 84, bias=False)
+        self.w2, self.drop = nn.Linear(84, 32, bias=False), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.w2(self.drop(self.of_gate(self.w1(x)) * self.of_up(self.w3(x))))
+
+
+def of_prosparse():
+    return Gated(lambda a: F.threshold(a, 0.2, 0.0), lambda u: u)
+
+
+class Threshold(Squared):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+SQUARED = {"up": "c_fc", "down": "c_proj"}
+GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
+OWN = [
+    (Squared, SQUARED | {"activation": "relu2"}),
+    (Gated, GATED | {"activation": "drelu"}),
+    (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
+    (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
+    (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize(("make", "fields"), OWN)
+def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
+    model, x = nn.Sequential(Block(make()), Block(make())), torch.randn(2, 5, 32)
+    before, text = model(x) if model.eval() else None, repr(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="Sequential has no feed-forward layer that twell knows"):
+        sparsify(model)
+    register_adapter(type(model[0].mlp), **fields)
+    sparsify(model, backend=backend)
+    assert_close(model(x), before)
+    assert_same(model.state_dict(), state)
+    model.load_state_dict(state)
+    sparse_ffns(model)[0].train()
+    twell.densify(model)
+    assert model[0].mlp.training and not model[1].mlp.training
+    assert repr(model) == text and torch.equal(model.eval()(x), before)
+    sparsify(sparsify(model))
+    assert len(sparse_ffns(model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "error", "message"),
+    [
+        (Squared, SQUARED | {"activation": "relu"}, ValueError, "of Squared describes something e"),
+        (of_prosparse, GATED | {"activation": "relu"}, ValueError, "of Gated describes something"),
+        (Gated, GATED | {"activation": "relu"}, ValueError, r"a relative error of \d.* on random"),
+        (
+            Gated,
+            SQUARED | {"activation": "relu"},
+            ValueError,
+            "names 'c_fc', which the module lack",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "drop", "activation": "relu"},
+            ValueError,
+            "is a Dropout; exp",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "w3", "activation": "relu"},
+            ValueError,
+            "features .*expected",
+        ),
+        (Squared, SQUARED, ValueError, "give either act, the attribute .*, or activation"),
+        (Squared, SQUARED | {"activation": "relu3"}, ValueError, "'relu3' is unknown; use one of"),
+        (Squared, SQUARED | {"activation": "drelu"}, ValueError, "'drelu' needs a gate"),
+        (
+            Squared,
+            SQUARED | {"activation": "relu", "inline": True},
+            ValueError,
+            "inline layer need",
+        ),
+        (Squared, {"activation": "relu"}, TypeError, "'up' and 'down'"),
+        (
+            lambda: Threshold(F.relu),
+            SQUARED | {"act": "act", "inline": True},
+            ValueError,
+            "act of a Threshold is no module; an inline layer needs one",
+        ),
+        (lambda: Threshold(nn.GELU()), SQUARED | {"act": "act"}, ValueError, "'GELU', which makes"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(make, fields, error, message):
+    model = nn.Sequential(Block(make()))
+    with pytest.raises(error, match=message):
+        register_adapter(type(model[0].mlp), **fields)
+        sparsify(model)
+    assert not any(isinstance(module, SparseFFN) for module in model.modules())
+
+
+# --- refusals
+
+
+def bitnet(**_):
+    return BitNetForCausalLM(BitNetConfig(**SHAPE | {"num_key_value_heads": 2}))
+
+
+def wrapped(**_):
+    model = stock("llama")
+    model.model.layers[1].mlp = checkpoint_wrapper(model.model.layers[1].mlp)
+    return model
+
+
+def mixed(**_):
+    model = family("t5")
+    for block in model.half().encoder.block:  # as transformers loads it in fp16
+        block.layer[1].DenseReluDense.wo.float()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bitnet, "a .*BitNetMLP normalises h before its down projection, which SparseFFN does not"),
+        (wrapped, "a LlamaMLP is wrapped in a CheckpointWrapper; sparsify before"),
+        (mixed, r"have the types torch.float16 and torch.float32; load the model in one"),
+        (lambda: family("t5", feed_forward_proj="gated-gelu"), "'NewGELUActivation', which makes "),
+        (lambda: family("opt", activation_function="gelu"), "activation is 'gelu', which makes no"),
+    ],
+)
+def test_models_that_compute_something_else_are_refused_by_name(make, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        sparsify(model)
+    assert not any(isinstance(module, SparseFFN) for module in model.modules())
+
+
+def test_relufy_is_noted_in_the_configuration_or_refused(tmp_path):
+    model, x = family("opt", activation_function="gelu"), tokens(2, 9)
+    with pytest.warns(UserWarning, match="'gelu' became 'relu'"):
+        sparsify(model, relufy=True)
+    expected = logits(model, x)
+    twell.densify(model).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.activation_function == "relu"
+    assert_close(logits(again, x), expected)
+    with pytest.raises(ValueError, match="finds no activation; exchange the 'NewGELUActivation'"):
+        sparsify(family("t5", feed_forward_proj="gated-gelu"), relufy=True)
+
+
+def test_folders_without_a_model_or_all_its_weights_are_refused(tmp_path):
+    model = family("opt")
+    model.save_pretrained(tmp_path, state_dict=dict(list(model.state_dict().items())[:-2]))
+    with pytest.raises(ValueError, match="the weights have missing keys, such as model.decoder"):
+        load(tmp_path)
+    AutoConfig.for_model("bert").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BertLMHeadModel has no feed-forward layer"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(ValueError, match=r"config\.json describes no model that can be loaded: "):
+        load(tmp_path)

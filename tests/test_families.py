@@ -1,0 +1,129 @@
+"""Traces, the inspector and evaluations of models whose layers have other names than Llama's."""
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from tests.factories.evaluate import brute_force
+from tests.factories.models import family
+from twell import inspector, models, trace
+from twell.__main__ import main
+from twell.cli.measure_model import _checkpoint
+from twell.evaluate import rolling
+from twell.evaluate.adapter import LM
+from twell.inspector.side import Side
+from twell.measure import quality
+
+TEXT = "ba de fun ba ba de"
+
+
+@pytest.fixture
+def folder(tiny_run, tmp_path):
+    """A function that saves a model of a family with the tokenizer of a run, and returns both."""
+
+    def make(kind, **changes):
+        torch.manual_seed(0)
+        model = family(kind, vocab_size=320, **changes)
+        models.save(model, models.load(tiny_run)[1], tmp_path / kind)
+        return tmp_path / kind, model
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["opt", "nemotron"])
+def test_a_trace_has_what_the_activations_of_the_dense_model_say(folder, kind):
+    path, dense = folder(kind)
+    seen, inputs = [], []
+    for name, module in dense.named_modules():
+        if name.endswith(("activation_fn", "act_fn")):
+            module.register_forward_hook(lambda module, args, h: seen.append(h))
+    model, tokenizer = trace.load_with_tokenizer(path)
+    inputs = torch.tensor([trace.encode(tokenizer, TEXT)])
+    with torch.no_grad():
+        logits = dense(input_ids=inputs).logits[0]
+    traced = trace.trace_text(model, tokenizer, TEXT)
+    assert traced.intermediate_size == 84 and traced.num_layers == len(seen) == 3
+    for layer, h in enumerate(seen):
+        stored = traced.layer(layer).toarray()
+        np.testing.assert_allclose(stored, h.reshape(-1, 84), rtol=1e-4, atol=1e-4)
+        assert 0 < (stored != 0).mean() < 1
+    expected = torch.log_softmax(logits, -1)[:-1].gather(-1, inputs[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(traced.logprob[1:], expected, rtol=1e-4, atol=1e-3)
+    counted = trace.aggregate(model, tokenizer, inputs.tolist())
+    assert counted.value_sum.shape == (3, 84)
+    change = trace.silenced_loss(model, inputs.tolist(), [(2, 5)])
+    assert change["fires"].item() == (seen[2].reshape(-1, 84)[:, 5] != 0).sum()
+
+
+@pytest.mark.parametrize(("kind", "changes", "added"), [("opt", {}, 0), ("nemotron", {}, 1)])
+def test_words_go_through_the_last_norm_of_the_family(folder, kind, changes, added):
+    """They are derivatives of the logits, where the norm finds a residual stream of spread 1."""
+    path, dense = folder(kind, **changes)
+    model, tokenizer = trace.load_with_tokenizer(path)
+    side = Side("model", trace.trace_tokens(model, tokenizer, []), None, model, tokenizer)
+    last = {"opt": "model.decoder.final_layer_norm", "nemotron": "model.norm"}[kind]
+    down = {"opt": "model.decoder.layers.1.fc2", "nemotron": "model.layers.1.mlp.down_proj"}[kind]
+    weight = dense.get_submodule(last).weight + added
+    direction = dense.get_submodule(down).weight[:, 7]
+    logits = dense.lm_head.weight @ (weight * (direction - direction.mean()))
+    logits = logits - logits.mean()
+    card = inspector.cards(side, [(1, 7)])[0]
+    for name, order in (("promotes", 1), ("suppresses", -1)):
+        expected = (order * logits).topk(10).values * order
+        values = torch.tensor([value for _, value in card[name]])
+        torch.testing.assert_close(values, expected.detach(), rtol=2e-3, atol=2e-3)
+
+
+def test_a_model_without_a_last_norm_has_no_words(folder):
+    path, _ = folder("opt", do_layer_norm_before=False, word_embed_proj_dim=16)  # as OPT-350m
+    model, tokenizer = trace.load_with_tokenizer(path)
+    side = Side("model", trace.trace_tokens(model, tokenizer, []), None, model, tokenizer)
+    assert inspector.cards(side, [(1, 7)]) == [{}]
+
+
+def test_commands_take_opt_and_evaluations_score_it(folder, capsys):
+    path, dense = folder("opt")
+    out = path.parent / "out"
+    assert main(["inspect", str(path), "--text", TEXT, "--out", f"{out}.html"]) == 0
+    assert "of 84 neurons active a layer" in capsys.readouterr().out
+    assert main(["trace", str(path), "--text", TEXT, "--out", f"{out}.npz"]) == 0
+    lm = LM(path, 4, device=torch.device("cpu"), backend="reference")
+    tokenizer = lm.tokenizer
+    request = Instance("loglikelihood", {}, ("ba de", " fun"), 0, ("a task", 0, 1))
+    ((score, _),) = lm.loglikelihood([request])
+    first, whole = tokenizer("ba de").input_ids, tokenizer("ba de fun").input_ids
+    assert score == pytest.approx(brute_force(dense, first, whole[len(first) :]), rel=1e-4)
+
+
+def test_encoder_decoder_models_are_refused_by_name(folder, capsys):
+    path, _ = folder("t5")
+    message = "T5ForConditionalGeneration is an encoder-decoder model; traces, the inspector and"
+    for command in ("trace", "inspect"):
+        out = str(path.parent / "out.npz" if command == "trace" else path.parent / "out.html")
+        assert main([command, str(path), "--text", TEXT, "--out", out]) != 0
+        assert message in capsys.readouterr().err
+    model, tokenizer = models.load(path)
+    with pytest.raises(ValueError, match=message):
+        trace.trace_tokens(model, tokenizer, [[1, 2]])
+    with pytest.raises(ValueError, match=message):
+        LM(path, 4, device=torch.device("cpu"))
+
+
+def test_commands_for_llamas_refuse_others_by_name(folder):
+    path, model = folder("opt")
+    for run in (
+        lambda: _checkpoint(str(path), TEXT),  # of `measure model`
+        lambda: quality._check("opt", model),
+        lambda: rolling(path),
+    ):
+        with pytest.raises(ValueError, match="is a OPTForCausalLM; here only a SparseLlamaForCaus"):
+            run()
+
+
+def test_sizes_of_layers_to_calibrate_come_from_any_model(folder, monkeypatch):
+    path, _ = folder("opt")
+    seen = []
+    monkeypatch.setattr("twell.measure.calibrate", lambda *args, **options: seen.append(args))
+    main(["measure", "calibrate", str(path), "--fp8", "--out", str(path.parent / "out.json")])
+    assert seen == [(32, 84)]

@@ -1,0 +1,290 @@
+"""A SiLU model that learns from itself with ReLU: its loss, its L1 stages, what is saved."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.factories import SEED
+from tests.factories.train import (
+    configuration,
+    contents,
+    launch,
+    series,
+    stop_training,
+    write_config,
+)
+from twell import cli, results
+from twell.models import load
+from twell.sparse.layer import SparseFFN
+from twell.train import Student, relufy, relufy_config, train
+
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig}
+FAMILIES |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
+SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
+SHORT += "l1_zero_steps=0"
+SHORT = SHORT.split()
+
+
+def make(folder, text, kind="llama", **changes):
+    """Write a random model with the tokenizer of the tiny text."""
+    tokenizer = configuration(text).prepare_text()[0]
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(SEED)
+    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=96, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    sizes |= dict(max_position_embeddings=64, initializer_range=0.2) | ends | changes
+    AutoModelForCausalLM.from_config(FAMILIES[kind](**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tiny_text):
+    return make(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
+
+
+@pytest.fixture
+def config(teacher, tiny_text):
+    """Return the configuration of a training with some fields given."""
+
+    def with_fields(*fields, model=teacher):
+        return relufy_config(model, [f"source={tiny_text}", *SHORT, *fields], lambda line: None)
+
+    return with_fields
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_loss_is_the_divergence_from_the_original(
+    config, tmp_path, tiny_text, kind, monkeypatch
+):
+    monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
+    folder = make(tmp_path / "model", tiny_text, kind)
+    model = Student.of(config("l1_coefficient=0.5", model=folder), torch.device("cpu"))
+    dense = AutoModelForCausalLM.from_pretrained(folder)
+    before = {name: weight.clone() for name, weight in dense.state_dict().items()}
+    ids = torch.randint(320, (3, 20), generator=torch.Generator().manual_seed(SEED))
+    output = model.train()(ids, ids, l1_scale=0.1)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.student.named_parameters()}
+
+    student = model.student
+    student.zero_grad()
+    with torch.no_grad():
+        wanted = torch.log_softmax(dense(ids).logits.double(), -1)
+    hidden, sizes = student.base_model(ids).last_hidden_state, []
+    for ffn in student.modules():
+        sizes += [ffn.l1.mean()] if isinstance(ffn, SparseFFN) else []
+    logprob = torch.log_softmax(student.lm_head(hidden).double(), -1)
+    kl = (wanted.exp() * (wanted - logprob)).sum(-1).mean()
+    cross_entropy = F.nll_loss(logprob[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    l1 = torch.stack(sizes).mean()
+    loss = kl + 0.1 * 0.5 * l1
+    loss.backward()
+    for name, expected in ("kl", kl), ("cross_entropy", cross_entropy), ("l1", l1), ("loss", loss):
+        assert getattr(output, name).item() == pytest.approx(expected.item(), rel=1e-5), name
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    assert model.eval()(ids).kl.item() == pytest.approx(kl.item(), rel=1e-5)
+    # Nothing but the activation differs at the start, and the teacher is no part of the module.
+    assert all(
+        torch.equal(weight, before[n]) for n, weight in model.teacher[0].state_dict().items()
+    )
+    assert not any(name.startswith("teacher") for name in model.state_dict())
+
+
+def test_balanced_students_compute_the_same(config):
+    plain, balanced = (
+        Student.of(config(f"balance_every={n}"), torch.device("cpu")).eval() for n in (0, 1)
+    )
+    ids = torch.randint(320, (2, 20), generator=torch.Generator().manual_seed(SEED))
+    results = plain(ids).kl.item(), balanced(ids).kl.item()
+    assert results[0] == pytest.approx(results[1], rel=1e-4) and results[0] > 1e-3
+    columns = [ffn.down_proj.weight.norm(dim=0) for ffn in balanced.ffns]
+    assert all(torch.allclose(column, column[0].expand_as(column)) for column in columns)
+
+
+@pytest.fixture(scope="module")
+def trained(teacher, tiny_text, tmp_path_factory):
+    """A run of the command, and its configuration."""
+    folder = tmp_path_factory.mktemp("relufied") / "run"
+    words = "tokens=61440 l1_coefficient=2e-3 l1_zero_steps=20 l1_growth=1.5 l1_stage_steps=5 "
+    words += "active_share=0.2"
+    fields = [f"source={tiny_text}", *SHORT[:-1], *words.split()]
+    assert cli.main(["relufy", str(teacher), *fields, "--out", str(folder)]) == 0
+    return folder
+
+
+def test_it_learns_and_gets_as_sparse_as_wanted(trained):
+    row, log = results.load_run(trained)
+    assert row["complete"] and row["active_share"] == 0.2
+    kl, active = series(log, "kl"), series(log, "active_mean").groupby("step").mean() / 96
+    # ReLU alone is learnt first. Then the L1 term rises until a fifth of the neurons is active.
+    assert kl.iloc[3] < 0.7 * kl.iloc[0]
+    assert active.iloc[3] > 0.4 and active.iloc[-1] < 0.23
+    coefficient = series(log, "l1_coefficient").to_numpy()
+    assert coefficient[0] == pytest.approx(2e-3)
+    steps = coefficient[1:] / coefficient[:-1]
+    shares = active.to_numpy()[:-1]
+    expected = [1.5 if share > 0.2 else 1 / 1.5 if share < 0.18 else 1 for share in shares]
+    assert steps == pytest.approx(expected, rel=1e-3)
+    loss = series(log, "kl") + series(log, "l1_coefficient") * series(log, "l1")
+    late = loss.index.get_level_values("step") > 20
+    assert series(log, "loss")[late].to_numpy() == pytest.approx(loss[late].to_numpy(), rel=1e-3)
+    assert "kl" in set(log[log.split == "valid"].metric)
+
+
+def test_the_result_is_a_model_like_any_other(trained, teacher):
+    model, tokenizer = load(trained)
+    stock = LlamaForCausalLM.from_pretrained(
+        trained / "model", config=LlamaConfig.from_pretrained(trained / "model")
+    )
+    ids = torch.tensor([tokenizer("bain da fo kun").input_ids])
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-5)
+        original = AutoModelForCausalLM.from_pretrained(teacher)
+        assert not torch.allclose(model(ids).logits, original(ids).logits, atol=1e-2)
+    assert model.config.hidden_act == "relu" and model.config.num_key_value_heads == 1
+    assert len(tokenizer) == 320
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
+    given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2")
+    given = dataclasses.replace(given, checkpoint_every=10)
+    whole = train(given, tmp_path / "whole", quiet=True)
+    stop_training(given, tmp_path / "stopped", 20)
+    resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
+    logs = [results.load_run(folder)[1] for folder in (whole, resumed)]
+    for metric in ("kl", "loss", "active_mean", "l1_coefficient"):
+        assert series(logs[0], metric).equals(series(logs[1], metric)), metric
+    models = [load(folder)[0].state_dict() for folder in (whole, resumed)]
+    assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind):
+    folder = make(tmp_path / "model", tiny_text, kind)
+    run = train(config("tokens=2048", model=folder), tmp_path / "run", quiet=True)
+    saved = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert saved.config.model_type == kind and saved.config.hidden_act == "relu"
+    names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    assert set(saved.state_dict()) == names
+    with pytest.raises(ValueError, match=f"the teacher is a {kind}; only the configuration of a L"):
+        train(config("threshold=0.1", model=folder), tmp_path / "other", quiet=True)
+
+
+def test_a_threshold_is_part_of_the_model(config, tmp_path):
+    shares = []
+    for threshold in (0.0, 0.3):
+        folder = tmp_path / str(threshold)
+        run = train(config("tokens=1024", f"threshold={threshold}"), folder, quiet=True)
+        log = results.load_run(run)[1]
+        shares.append(series(log, "active_mean", "valid").iloc[:2].mean())
+        assert load(run)[0].ffns[0].threshold == threshold
+    assert shares[1] < 0.9 * shares[0]
+
+
+# --- text that the teacher writes -----------------------------------------------------------------
+
+
+def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
+    monkeypatch.setattr(relufy, "SAMPLES", 3000)
+    monkeypatch.setattr(relufy, "SAMPLED", 16)
+    said = []
+    whole = relufy_config(teacher, SHORT, said.append)
+    lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
+    assert len(lines) == 6 * 16 and any("the teacher writes 96 texts" in line for line in said)
+    texts = "".join(line["text"] for line in lines)
+    assert len(texts) > 3000 and len(set(texts)) > 5
+    # Stopped in its third batch, with half a line written, it goes on to the same file.
+    file, text = results.Path(whole.source), open(whole.source, encoding="utf-8").read()
+    part = file.with_suffix(".part")
+    part.write_text("".join(text.splitlines(keepends=True)[: 2 * 16 + 3]) + '{"te')
+    file.unlink()
+    assert relufy_config(teacher, SHORT, said.append) == whole
+    assert file.read_text(encoding="utf-8") == text and not part.exists()
+    run = train(dataclasses.replace(whole, tokens=1024), tmp_path / "run", quiet=True)
+    assert results.load_run(run)[0]["complete"]
+
+
+# --- what is said, and refused --------------------------------------------------------------------
+
+
+def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
+    folder, said = make(tmp_path / "model", tiny_text, hidden_act="relu"), []
+    fields = [f"source={tiny_text}", *SHORT, "tokens=1024"]
+    given = relufy_config(folder, fields, said.append)
+    assert any("has ReLU already" in line for line in said)
+    assert any("no GPU was found" in line for line in said) != torch.cuda.is_available()
+    parameters = sum(p.numel() for p in LlamaForCausalLM.from_pretrained(folder).parameters())
+    sizes = f"teacher {4 * parameters / 2**30:.2f} GiB"
+    assert any(sizes in line and "logits 0.00 GiB" in line for line in said)
+    log = results.load_run(train(given, tmp_path / "run", quiet=True))[1]
+    assert abs(series(log, "kl", "valid").iloc[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("hidden_size=64", "hidden_size is that of the teacher .*; leave it out"),
+        ("tokenizer=other", "tokenizer is that of the teacher"),
+        ("l1_growth=1", "l1_growth is 1.0; it has to be a finite number above 1"),
+        ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
+        ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),
+        ("l1_coefficient=0", "active_share is 0.1, and l1_coefficient 0"),
+        ("threshold=-1", "threshold is -1.0"),
+    ],
+)
+def test_fields_that_do_not_fit(config, field, message):
+    with pytest.raises(ValueError, match=message):
+        config(field)
+
+
+def test_sizes_are_those_of_the_teacher(config, tmp_path):
+    other = dataclasses.replace(config("tokens=1024"), intermediate_size=64)
+    with pytest.raises(ValueError, match="intermediate_size is 64, and 96 in the teacher .*relufy"):
+        train(other, tmp_path / "run", quiet=True)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a gpt2 model; relufy knows llama, mistral, qwen2, qw"):
+        relufy_config(tmp_path)
+
+
+def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_text):
+    before = contents(trained)
+    other = make(tmp_path / "other", tiny_text)
+    with pytest.raises(ValueError, match="holds a run of another configuration: .*teacher was"):
+        train(config(model=other), trained, resume=True, quiet=True)
+    assert contents(trained) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
+    given = config("tokens=4096", "l1_stage_steps=5")
+    given = dataclasses.replace(given, micro_batch=3, log_every=2, l1_stage_steps=2)
+    write_config(given, tmp_path / "config.yaml")
+    one = results.load_run(train(given, tmp_path / "one", quiet=True))[1]
+    two, model = launch(tmp_path, "two", kind)
+    for metric in ("kl", "cross_entropy", "l1", "active_mean", "l1_coefficient"):
+        numbers = series(one, metric), series(two, metric)
+        np.testing.assert_allclose(*numbers, rtol=3e-4, err_msg=metric)
+    expected = load(tmp_path / "one")[0].state_dict()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)

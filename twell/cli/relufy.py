@@ -1,0 +1,49 @@
+"""`twell relufy`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twell.cli.common import OUTPUT, RUNS, Overrides, option
+from twell.cli.train import end_processes
+
+EXAMPLE = "twell relufy HuggingFaceTB/SmolLM2-135M source=texts.jsonl active_share=0.1"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Llama, Mistral, Qwen2 or Qwen3: its folder, or its name on the hub.",
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        option(
+            f"The run's folder; default: {RUNS}/MODEL-relu-ACTIVE_SHARE.", OUTPUT, metavar="DIR"
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, option("Replace a run that is already there.", OUTPUT, name="--overwrite")
+    ] = False,
+    resume: Annotated[bool, option("Go on from the run's checkpoint.", name="--resume")] = False,
+) -> None:
+    """Exchange the SiLU of a pretrained model for ReLU, and let it learn from the original.
+
+    An L1 term rises until the wanted share of neurons is active. Without a source the original
+    writes the text.
+    """
+    from twell.train import relufy_config, train
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    config = relufy_config(model, overrides or (), say)
+    name = f"{Path(model).name}-relu-{config.active_share:g}"
+    train(config, out or RUNS / name, overwrite=overwrite, resume=resume)
+    end_processes()

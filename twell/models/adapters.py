@@ -1,0 +1,417 @@
+"""Where the feed-forward layers of other models are, and what they compute: one `Adapter` a class.
+
+`sites` finds the modules of these classes in a model. `replace` puts a SparseFFN in the place of
+one, and `put_back` undoes that. Saved files keep the names of the model's own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ReLUSquaredActivation
+
+from twell.sparse.activations import ACTIVATIONS, RELU, Activation, get_activation
+from twell.sparse.float8 import Float8Linear
+from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import CALLED_WITH, HOOKS, is_plain
+
+PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How modules of one class compute a feed-forward layer, by the names of their attributes.
+
+    gate, up, down: the projections, nn.Linear. Without a gate the layer is down(act(up(x))), else
+        down(act(gate(x)) * up(x)).
+    act: the activation, a module or function. Where the class has no such attribute, `activation`
+        and `threshold` say what it computes (twell/sparse/activations.py).
+    dropout: the nn.Dropout between h and the down projection, if any.
+    inline: whether the module computes more than this layer, as OPT's decoder layer does. SparseFFN
+        then takes the place of `up`, and identities those of `act` and `down`.
+    config: the field of the model's configuration that names the activation.
+    norm: the model's last norm, seen from its `base_model`; for the words of the inspector.
+
+    Raises ValueError for an unknown activation, and where it is missing or given twice.
+    """
+
+    up: str
+    down: str
+    gate: str | None = None
+    act: str | None = None
+    activation: str | None = None
+    threshold: float = 0.0
+    dropout: str | None = None
+    inline: bool = False
+    config: str | None = None
+    norm: str = "norm"
+
+    def __post_init__(self):
+        if (self.act is None) == (self.activation is None):
+            raise ValueError(
+                "give either act, the attribute that holds the activation, or activation, its name"
+            )
+        if self.activation is not None:
+            get_activation(self.activation, self.threshold, gated=self.gate is not None)
+        if self.inline and (self.act is None or self.dropout is not None):
+            raise ValueError("an inline layer needs act, and cannot have dropout")
+
+    @property
+    def projections(self) -> tuple[str | None, str, str]:
+        return self.gate, self.up, self.down
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the projections have other names in a SparseFFN."""
+        pairs = zip(self.projections, PARTS, strict=True)
+        return self.inline or any(own not in (None, ours) for own, ours in pairs)
+
+
+# --- the table
+
+_NON_GATED = Adapter("up_proj", "down_proj", act="act_fn", config="hidden_act")
+_GATED = Adapter("up_proj", "down_proj", gate="gate_proj", act="act_fn", config="hidden_act")
+_OPT = {"config": "activation_function", "norm": "decoder.final_layer_norm"}
+_T5 = {"act": "act", "dropout": "dropout"}
+BUILT_IN = {
+    "llama.LlamaMLP": _GATED,
+    "mistral.MistralMLP": _GATED,
+    "qwen2.Qwen2MLP": _GATED,
+    "qwen3.Qwen3MLP": _GATED,
+    "nemotron.NemotronMLP": _NON_GATED,
+    "arcee.ArceeMLP": _NON_GATED,
+    "nanochat.NanoChatMLP": Adapter("fc1", "fc2", act="activation_fn", config="hidden_act"),
+    "opt.OPTDecoderLayer": Adapter("fc1", "fc2", act="activation_fn", inline=True, **_OPT),
+    "t5.T5DenseActDense": Adapter("wi", "wo", **_T5),
+    "t5.T5DenseGatedActDense": Adapter("wi_1", "wo", gate="wi_0", **_T5),
+}
+SPARSIFIABLE = tuple(dict.fromkeys(name.partition(".")[0] for name in BUILT_IN))
+
+
+def _in_transformers(name: str) -> str:
+    family, _, kind = name.partition(".")
+    return f"transformers.models.{family}.modeling_{family}.{kind}"
+
+
+ADAPTERS = {_in_transformers(name): adapter for name, adapter in BUILT_IN.items()}
+REFUSED = {
+    _in_transformers("bitnet.BitNetMLP"): "normalises h before its down projection",
+}
+KNOWN = {nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", ReLUSquaredActivation: "relu2"}
+
+
+def register_adapter(kind: type[nn.Module], **fields: Any) -> None:
+    """Let `twell.sparsify` replace modules of a class; `fields` as of `twell.models.Adapter`.
+
+    kind: the class itself; classes that inherit from it need an adapter of their own. A second call
+    replaces the first. `sparsify` compares the results of the first module of the class with
+    SparseFFN's, and refuses an adapter that describes something else. Raises TypeError for a field
+    that does not exist, and ValueError for values that do not fit together.
+    """
+    ADAPTERS[_name(kind)] = Adapter(**fields)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _adapter_of(module: nn.Module) -> Adapter | None:
+    """Return the adapter of a module. Raises ValueError where its class cannot be replaced."""
+    for kind in type(module).__mro__:
+        name = _name(kind)
+        if name in REFUSED:
+            raise ValueError(f"a {name} {REFUSED[name]}, which SparseFFN does not compute")
+        if name in ADAPTERS and kind is not type(module):
+            raise ValueError(
+                f"a feed-forward module is a {_name(type(module))}, not a {name}; sparsify before "
+                "wrapping or sharding, or describe the class by twell.register_adapter"
+            )
+        if name in ADAPTERS:
+            return ADAPTERS[name]
+    return None
+
+
+# --- finding them
+
+
+@dataclass(frozen=True)
+class Site:
+    """A feed-forward layer that is not sparse yet: `owner.name` becomes the SparseFFN."""
+
+    owner: nn.Module
+    name: str
+    module: nn.Module
+    adapter: Adapter
+
+    @property
+    def act(self) -> Any:
+        return None if self.adapter.act is None else getattr(self.module, self.adapter.act)
+
+    @property
+    def activation(self) -> Activation | None:
+        """What the module computes; None where that is unknown or makes no zeros."""
+        adapter, act = self.adapter, self.act
+        name, threshold = adapter.activation, adapter.threshold
+        if type(act) is nn.Threshold and act.value == 0:
+            name, threshold = "relu", act.threshold
+        elif act is not None:
+            name = KNOWN.get(type(act) if isinstance(act, nn.Module) else act)
+        known = name is not None and ACTIVATIONS[name].sparse
+        return get_activation(name, threshold, gated=adapter.gate is not None) if known else None
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Return the feed-forward layers of the classes in ADAPTERS, in order, without sparse ones.
+
+    Raises ValueError for modules that are wrapped, or of a class that cannot be replaced.
+    """
+    result = []
+    for owner in model.modules():
+        for name, module in owner.named_children():
+            adapter = _adapter_of(module)
+            if adapter is None:
+                continue
+            if name.startswith("_"):
+                raise ValueError(
+                    f"a {type(module).__name__} is wrapped in a {type(owner).__name__}; "
+                    "sparsify before wrapping or sharding"
+                )
+            place = (module, adapter.up) if adapter.inline else (owner, name)
+            if not isinstance(getattr(*place, None), SparseFFN):
+                result.append(Site(*place, module, adapter))
+    return result
+
+
+def check(site: Site, config: Any, *, relufy: bool) -> str | None:
+    """Refuse a layer whose replacement would compute something else.
+
+    config: the model's. Returns the name of the activation that ReLU has to replace, if any.
+    """
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
+    own = "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
+    if own and not adapter.inline:
+        problem = f"a feed-forward module, a {_name(type(module))}, has a forward of its own"
+        raise ValueError(f"{problem}, which SparseFFN would replace")
+    for name in (*adapter.projections, adapter.act, adapter.dropout):
+        if name is not None and not hasattr(module, name):
+            raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
+    if adapter.inline and not isinstance(site.act, nn.Module):
+        raise ValueError(f"{adapter.act} of a {kind} is no module; an inline layer needs one")
+    for name in (adapter.act, adapter.dropout):
+        if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
+            raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
+    _check_shapes(site)
+    in_config, known = getattr(config, adapter.config or "", None), site.activation
+    if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
+        problem = f"the configuration says {in_config!r}, and a feed-forward module has {site.act}"
+        raise ValueError(f"{problem}; make them agree")
+    if known is not None:
+        return None
+    name = in_config or adapter.activation or type(site.act).__name__
+    if not relufy:
+        raise ValueError(
+            f"the model's activation is {name!r}, which makes nothing zero; "
+            "twell.sparsify(model, relufy=True) exchanges it for ReLU, after which the model needs "
+            "training"
+        )
+    if in_config is None or adapter.act is None:
+        raise ValueError(
+            f"relufy=True notes ReLU in the model's configuration, where the adapter of {kind} "
+            f"finds no activation; exchange the {name!r} of the modules yourself"
+        )
+    return name
+
+
+def _check_shapes(site: Site) -> None:
+    """Refuse projections that do not fit together."""
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    parts = [name for name in adapter.projections if name is not None]
+    for name in parts:
+        if not hasattr(getattr(module, name), "out_features"):
+            given = type(getattr(module, name)).__name__
+            raise ValueError(f"{name} of a {kind} is a {given}; expected an nn.Linear")
+    shapes = {name: _shape(getattr(module, name)) for name in parts}
+    size = shapes[adapter.up]
+    expected = {name: size[::-1] if name == adapter.down else size for name in parts}
+    if shapes != expected:
+        raise ValueError(
+            f"the projections of a {kind} have (out, in) features {shapes}; expected {expected}"
+        )
+    linear = all(isinstance(getattr(module, name), nn.Linear) for name in parts)
+    if adapter.renamed and not linear:
+        raise ValueError(
+            f"the projections of a {kind} are no nn.Linear; sparsify before get_peft_model, "
+            "and let peft adapt up_proj and down_proj"
+        )
+    plain = [getattr(module, name).weight for name in parts if is_plain(getattr(module, name))]
+    dtypes = {str(weight.dtype) for weight in plain}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"the projections of a {kind} have the types {' and '.join(sorted(dtypes))}; load the "
+            "model in one, such as dtype=torch.bfloat16"
+        )
+
+
+def _shape(part: nn.Module) -> tuple[int, int]:
+    return part.out_features, part.in_features
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
+    layers = (module for module in model.modules() if isinstance(module, SparseFFN))
+    replaced = next(layers).replaced
+    norm = model.base_model
+    for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
+        norm = getattr(norm, name, None)
+    return norm
+
+
+# --- replacing, and putting back
+
+
+@dataclass
+class Replaced:
+    """What a SparseFFN stands for: the module, its activation, and the hooks for saved names."""
+
+    module: nn.Module
+    adapter: Adapter
+    act: Any = None  # of an inline module, whose own is an identity meanwhile
+    handles: list = field(default_factory=list)
+
+
+def around(site: Site) -> SparseFFN:
+    """Return a SparseFFN with the projections of a module, which it shares.
+
+    An unknown activation becomes ReLU: `check` has refused it, or reported it.
+    """
+    module, adapter = site.module, site.adapter
+    act = site.activation or RELU
+    gate, up, down = (part and getattr(module, part) for part in adapter.projections)
+    options = {"activation": act.name, "threshold": act.threshold, "gated": gate is not None}
+    ffn = SparseFFN(up.in_features, up.out_features, device="meta", **options)
+    ffn.gate_proj, ffn.up_proj, ffn.down_proj = gate, up, down
+    if adapter.dropout is not None:
+        ffn.dropout = getattr(module, adapter.dropout).p
+    return ffn.train(module.training)
+
+
+@torch.no_grad()
+def check_same(site: Site, ffn: SparseFFN) -> None:
+    """Compare a module with the SparseFFN for it, on random tokens in evaluation mode.
+
+    Skipped where weights are not plain or not there: sharded, offloaded, quantised, or adapted by
+    peft. Raises ValueError where they differ.
+    """
+    parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
+    here = all(
+        is_plain(part) and part.weight.shape == _shape(part) and not part.weight.is_meta
+        for part in parts
+    )
+    if site.adapter.inline or not here:
+        return
+    modules = [*site.module.modules(), ffn]
+    training, weight = [module.training for module in modules], ffn.up_proj.weight
+    x = torch.randn(4, ffn.hidden_size, generator=torch.Generator().manual_seed(0))
+    x = x.to(weight.device, weight.dtype)
+    try:
+        for module in modules:
+            module.training = False
+        expected, result = site.module.forward(x).double(), ffn.forward(x).double()
+    finally:
+        for module, was in zip(modules, training, strict=True):
+            module.training = was
+    error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
+    if error > 0.01 and expected.isfinite().all():
+        raise ValueError(
+            f"the adapter of {type(site.module).__name__} describes something else than the module "
+            f"computes: a relative error of {error:.2g} on random tokens"
+        )
+
+
+def replace(site: Site, ffn: SparseFFN) -> None:
+    """Put the SparseFFN of `around` into the model. Saved files keep their names."""
+    module, adapter = site.module, site.adapter
+    ffn.replaced = Replaced(module, adapter)
+    setattr(site.owner, site.name, ffn)
+    if adapter.inline:
+        ffn.replaced.act = site.act
+        for name in (adapter.act, adapter.down):
+            setattr(module, name, nn.Identity())
+    else:
+        _hand_hooks(module, ffn)
+    if not adapter.renamed:
+        return
+    place = "" if adapter.inline else f"{site.name}."
+    pairs = [
+        (f"{site.name}.{ours}.", f"{place}{own}.")
+        for ours, own in zip(PARTS, adapter.projections, strict=True)
+        if own is not None
+    ]
+    ffn.replaced.handles = [
+        site.owner.register_state_dict_post_hook(partial(_rename, pairs, False)),
+        site.owner.register_load_state_dict_pre_hook(partial(_rename, pairs, True)),
+    ]
+
+
+def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
+    """Let two modules share the hooks of one, so that a handle removes them from both."""
+    for name in HOOKS:
+        setattr(taker, name, getattr(giver, name))
+    if "_hf_hook" in giver.__dict__:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(taker, giver._hf_hook)
+
+
+def _rename(
+    pairs: Sequence[tuple[str, str]],
+    back: bool,
+    owner: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Give tensors whose names begin with the first of a pair the second, in place, or back.
+
+    peft saves the weights of its adapters by the names of modules, so their names stay.
+    """
+    for old, new in pairs:
+        if not isinstance(owner.get_submodule(old[:-1]), nn.Linear | Float8Linear):
+            continue
+        old, new = (new, old) if back else (old, new)
+        for name in [name for name in state if name.startswith(prefix + old)]:
+            state[prefix + new + name.removeprefix(prefix + old)] = state.pop(name)
+
+
+@torch.no_grad()
+def put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
+    """Undo `replace`, with the present projections and hooks.
+
+    The activation is the module's own, or ReLU where `relufy` exchanged it.
+    """
+    replaced = ffn.replaced
+    module, adapter = replaced.module, replaced.adapter
+    for handle in replaced.handles:
+        handle.remove()
+    for own, ours in zip(adapter.projections, PARTS, strict=True):
+        if own is not None:
+            setattr(module, own, getattr(ffn, ours))
+    if adapter.inline:
+        setattr(module, adapter.act, replaced.act)
+    else:
+        for hooks in HOOKS:
+            setattr(module, hooks, getattr(ffn, hooks))
+        setattr(owner, name, module.train(ffn.training))
+    if Site(owner, name, module, adapter).activation is None:
+        setattr(module, adapter.act, nn.ReLU())
+    for parameter in ffn.down_proj.parameters():  # peft's adapters may stand around the weight
+        if parameter.shape == (ffn.hidden_size, ffn.intermediate_size):
+            parameter.data = parameter.data.contiguous()

@@ -1,0 +1,299 @@
+"""A pretrained model with ReLU in place of SiLU, which learns from the original.
+
+The student begins with the teacher's weights, and ReLU. It minimises the KL divergence of its
+predictions from the teacher's, over all tokens of a text, plus the L1 term. Where `active_share`
+is set, the L1 coefficient rises by `l1_growth` after each stage of `l1_stage_steps` with more
+active neurons than wanted, and falls where much fewer are active. All else is as in any training: steps, schedule, checkpoints, log.
+
+Predictions are compared CHUNK tokens at a time, and computed again in the backward pass, so that
+no logits of a whole batch exist. Ours; the paper trains from scratch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from twell import results
+from twell.config import TrainConfig, cache_folder
+from twell.models.convert import sparse_ffns, sparsify
+from twell.models.l1 import l1_by_layer
+from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.sparse.layer import SparseFFN
+from twell.train.dead import balance
+
+CHUNK = 1024  # tokens whose logits exist at a time
+# Fields of a configuration that the teacher decides, and their names in its own.
+OF_TEACHER = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+BYTES = {"fp32": 4, "bf16": 2}  # of a teacher's weight
+RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
+SAMPLES = 2**20  # tokens that a teacher writes where no text is given
+SAMPLED = 64  # texts of a batch
+
+
+@dataclass
+class StudentOutput:
+    """Losses in nats a token: loss = kl + l1_scale * l1_coefficient * l1, in training mode.
+
+    cross_entropy is of the text's own tokens. l1 is None in evaluation mode.
+    """
+
+    loss: Tensor
+    kl: Tensor
+    cross_entropy: Tensor
+    l1: Tensor | None = None
+
+
+class Student(nn.Module):
+    """A model that learns the predictions of another one, as a module with one loss.
+
+    student: a model with SparseFFN layers. The teacher is no part of the module, so that it is
+    neither trained nor saved.
+    """
+
+    recording = False  # as in SparseLlamaForCausalLM
+
+    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel, l1_coefficient: float):
+        super().__init__()
+        self.student, self.teacher = student, (teacher,)
+        self.l1_coefficient = l1_coefficient
+        self._no_split_modules = student._no_split_modules  # FSDP shards by these
+
+    @classmethod
+    def of(cls, config: TrainConfig, device: torch.device) -> Student:
+        """Return the student and the teacher of a configuration, the latter on its device."""
+        kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        teacher = AutoModelForCausalLM.from_pretrained(config.teacher, dtype=kind).to(device)
+        teacher.requires_grad_(False).eval()
+        student = relu_student(config)
+        if config.balance_every:  # before AdamW has moments: later calls change little
+            balance(student)
+        return cls(student, teacher, config.l1_coefficient)
+
+    @property
+    def ffns(self) -> list[SparseFFN]:
+        return sparse_ffns(self.student)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.student.base_model
+
+    @property
+    def config(self):
+        return self.student.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.student.device
+
+    def gradient_checkpointing_enable(self, *arguments) -> None:
+        self.student.gradient_checkpointing_enable(*arguments)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        use_cache: bool = False,
+        num_items_in_batch: int | None = None,
+        num_tokens_in_batch: int | None = None,
+        l1_scale: float = 1.0,
+    ) -> StudentOutput:
+        """Run both models on `input_ids` [B, S] without padding; the ids are the labels too.
+
+        The totals are those of a step of several micro-batches, as in SparseLlamaForCausalLM.
+        """
+        for ffn in self.ffns:
+            # Stays set after the pass: activation checkpointing repeats the layer during backward.
+            ffn.observer.collect_l1 = self.training
+            ffn.observer.record = self.training or self.recording
+        (teacher,) = self.teacher
+        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        for ffn in self.ffns:
+            ffn.observer.record = False
+        with torch.no_grad():
+            wanted = teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        following = F.pad(input_ids[:, 1:], (0, 1), value=-100)
+        pairs = [t.flatten(0, 1).split(CHUNK) for t in (hidden, wanted, following)]
+        heads = self.student.get_output_embeddings(), teacher.get_output_embeddings()
+        parts = [
+            checkpoint(_compare, *heads, *chunk, use_reentrant=False)
+            for chunk in zip(*pairs, strict=True)
+        ]
+        divergence, cross_entropy = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
+        kl = divergence / (num_tokens_in_batch or input_ids.numel())
+        cross_entropy = cross_entropy / (num_items_in_batch or input_ids[:, 1:].numel())
+        if not self.training:
+            return StudentOutput(kl, kl, cross_entropy)
+        l1 = l1_by_layer(self.student, None, num_tokens_in_batch).mean()
+        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, cross_entropy, l1)
+
+
+def _compare(
+    head: nn.Module, teacher_head: nn.Module, hidden: Tensor, wanted: Tensor, following: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums over tokens [T] of KL(teacher, student), and of -log p of the tokens that follow."""
+    with torch.no_grad():
+        target = torch.log_softmax(teacher_head(wanted).float(), -1)
+    logprob = torch.log_softmax(head(hidden).float(), -1)
+    divergence = F.kl_div(logprob, target, log_target=True, reduction="sum")
+    return divergence, F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+
+
+def relu_student(config: TrainConfig) -> PreTrainedModel:
+    """Return the teacher in fp32 with sparse ReLU layers, as it begins to learn.
+
+    A Llama becomes a SparseLlamaForCausalLM, which knows a threshold. Raises ValueError for a
+    threshold in another model, whose saved configuration has no place for it, and for sizes that
+    are not the teacher's.
+    """
+    model = AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
+    for field, own in OF_TEACHER.items():
+        size, expected = getattr(config, field), getattr(model.config, own)
+        if size != expected:
+            raise ValueError(
+                f"{field} is {size}, and {expected} in the teacher {config.teacher}; "
+                "`twell relufy` takes the sizes from there"
+            )
+    if model.config.model_type in ("llama", SparseLlamaConfig.model_type):
+        fields = model.config.to_dict() | {
+            "hidden_act": "relu",
+            "activation_threshold": config.threshold,
+            "l1_coefficient": config.l1_coefficient,
+        }
+        student = SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(fields))
+        student.load_state_dict(model.state_dict())
+        student.generation_config = model.generation_config
+        student.set_ffn_backend(config.backend)
+        return student
+    if config.threshold:
+        raise ValueError(
+            f"threshold is {config.threshold}, and the teacher is a {model.config.model_type}; "
+            "only the configuration of a Llama can save a threshold"
+        )
+    if model.config.hidden_act == "relu":
+        return sparsify(model, backend=config.backend)
+    return _quietly_relufied(model, config.backend)
+
+
+def _quietly_relufied(model: PreTrainedModel, backend: str) -> PreTrainedModel:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is trained here
+        return sparsify(model, relufy=True, backend=backend)
+
+
+# --- from a model to a configuration
+
+
+def relufy_config(
+    name: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = print
+) -> TrainConfig:
+    """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
+
+    name: a folder, or a name on the hub, of a type in RELUFIABLE. overrides: fields
+    as key=value. Without a `source` the teacher writes SAMPLES tokens of text first. Raises
+    ValueError for another type of model, and for fields that only the teacher decides.
+    """
+    teacher = str(name)
+    config = AutoConfig.from_pretrained(teacher)
+    if config.model_type not in (*RELUFIABLE, SparseLlamaConfig.model_type):
+        raise ValueError(
+            f"{name} is a {config.model_type} model; relufy knows {', '.join(RELUFIABLE)}"
+        )
+    given = [override.partition("=")[0] for override in overrides]
+    fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
+    fields |= {"teacher": teacher, "tokenizer": teacher}
+    fields["gated"] = getattr(config, "gated_mlp", True)
+    for field in fields:
+        if field in given:
+            raise ValueError(f"{field} is that of the teacher {name}; leave it out")
+    if "context" not in given:
+        fields["context"] = min(1024, config.max_position_embeddings)
+    written = [f"{field}={json.dumps(value)}" for field, value in fields.items()]
+    loaded = TrainConfig.load("relufy", [*written, *overrides])
+    if "source" not in given:
+        loaded = dataclasses.replace(loaded, source=str(_samples(teacher, loaded.context, say)))
+    if config.hidden_act == "relu":
+        say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
+    if not torch.cuda.is_available():
+        say("no GPU was found: this trains on the CPU, and each row says how long it will take")
+    say(_memory(config, loaded))
+    return loaded
+
+
+def _memory(config: PretrainedConfig, loaded: TrainConfig) -> str:
+    """What teacher and student take, without activations."""
+    with torch.device("meta"):
+        number = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    teacher, student = BYTES[loaded.precision] * number, 16 * number
+    logits = 2 * 4 * CHUNK * loaded.vocab_size
+    sizes = {"teacher": teacher, "student, gradients and AdamW": student, "logits": logits}
+    parts = ", ".join(f"{part} {size / 2**30:.2f} GiB" for part, size in sizes.items())
+    return f"memory without activations: {parts}"
+
+
+@torch.no_grad()
+def _samples(teacher: str, context: int, say: Callable[[str], None]) -> Path:
+    """Let the teacher write SAMPLES tokens; return the file, a document a line, in the cache.
+
+    An interrupted call goes on where it stopped: every batch has a seed of its own.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise ValueError(f"{teacher} has no token that a text begins with; give a source")
+    about = json.dumps([teacher, context, SAMPLES])
+    name = hashlib.sha256(about.encode()).hexdigest()[:16]
+    path = cache_folder() / f"samples-{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{path}.lock"):
+        if path.is_file():
+            return path
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(teacher, dtype=kind).to(device).eval()
+        part = path.with_suffix(".part")
+        lines = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
+        batches, written = math.ceil(SAMPLES / (SAMPLED * context)), len(lines) // SAMPLED
+        say(f"the teacher writes {batches * SAMPLED} texts of up to {context} tokens: {path}")
+        results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * SAMPLED]))
+        for batch in range(written, batches):
+            torch.manual_seed(batch)
+            ids = model.generate(
+                torch.full((SAMPLED, 1), start, device=device),
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                max_new_tokens=context - 1,
+                pad_token_id=start,
+            )
+            texts = tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True)
+            with open(part, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+            say(f"{batch + 1} of {batches} batches of texts")
+        part.rename(path)
+    return path
