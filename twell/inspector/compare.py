@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from twell.inspector.side import Side
-from twell.models import SparseLlamaForCausalLM
+from twell.models import sparse_ffns
 from twell.sparse.layer import SparseFFN
 
 ALIKE = 0.3  # median cosine below which neurons with equal numbers are hardly the same ones
@@ -51,11 +52,11 @@ def compared(shown: Sequence[Side]) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 @torch.no_grad()
-def alike(left: SparseLlamaForCausalLM, right: SparseLlamaForCausalLM) -> dict[str, np.ndarray]:
+def alike(left: PreTrainedModel, right: PreTrainedModel) -> dict[str, np.ndarray]:
     """Return alike_in and alike_out, float32 [L * N]; nothing of layers without plain weights."""
     if left.config.hidden_size != right.config.hidden_size:
         return {}
-    pairs = list(zip(left.ffns, right.ffns, strict=True))
+    pairs = list(zip(sparse_ffns(left), sparse_ffns(right), strict=True))
     if not all(one.readable for pair in pairs for one in pair):
         return {}
     parts = {"alike_in": _inputs, "alike_out": lambda ffn: ffn.down_proj.weight.t()}

@@ -100,7 +100,7 @@ def score(
 
 
 def logprobs(
-    model: SparseLlamaForCausalLM, sequences: Iterable[Sequence[int]], batch: int = 32
+    model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int = 32
 ) -> np.ndarray:
     """Return log p of each token given those before it in its sequence, float32 [T]; natural.
 
