@@ -99,19 +99,6 @@ def score(
         model.train(training)
 
 
-def logprobs(
-    model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int = 32
-) -> np.ndarray:
-    """Return log p of each token given those before it in its sequence, float32 [T]; natural.
-
-    NaN for the first of each sequence, as in a trace, which takes three times as long. Raises
-    ValueError for a token that the model does not have, and for an empty sequence.
-    """
-    parts: list[np.ndarray] = []
-    score(model, sequences, batch, lambda part: parts.append(part.reshape(-1).cpu().numpy()))
-    return concatenate(parts, np.float32)
-
-
 def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list[list[int]]]:
     """Yield groups of at most `batch` consecutive sequences of one length."""
     for length, run in itertools.groupby(sequences, len):
