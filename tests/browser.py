@@ -207,6 +207,20 @@ def click(page, selector, number=0):
     )
 
 
+def search(page, words):
+    """Type words as a script does, and return the milliseconds until what they find is drawn."""
+    return page.evaluate(
+        """async (words) => {
+            const box = document.querySelector(".tw-query"), start = performance.now();
+            box.value = words;
+            box.dispatchEvent(new Event("input"));
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            return performance.now() - start;
+        }""",
+        words,
+    )
+
+
 def texts(page, selector):
     return page.eval_on_selector_all(selector, "(nodes) => nodes.map((node) => node.textContent)")
 

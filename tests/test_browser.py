@@ -18,13 +18,14 @@ from tests.browser import (
     jupyter_lab,
     keep,
     neurons,
+    search,
     settle,
     texts,
     values,
 )
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, large_trace, make_trace
-from twell import inspector, trace
+from twell import analysis, inspector, trace
 from twell.inspector import Side
 from twell.trace import Trace
 
@@ -89,7 +90,11 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
         assert all(sign == np.sign(column[t]) for t, sign in coloured(page).items() if column[t])
         assert f"{len(fires)} of {len(HARD)}" in texts(page, ".tw-neuron .tw-fact b")[0]
         page.wait_for_selector(".tw-histogram text:has-text('tokens (n = ')", state="attached")
-        assert f"h, over {len(HARD)} tokens (n = {len(fires)})" in texts(page, ".tw-axis-name")
+        names = (
+            f"h, in powers of two, over {len(HARD)} tokens (n = {len(fires)})",
+            "tokens, log scale",
+        )
+        assert tuple(texts(page, ".tw-axis-name")) == names
         bars = texts(page, ".tw-histogram rect title")
         assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
         if len(fires) > 8:
@@ -100,9 +105,9 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
         places = np.abs(values(page, ".tw-place b"))
         np.testing.assert_allclose(places, largest, rtol=6e-3, atol=1e-12)
         click(page, ".tw-tabs button", 1)
-        top = inspector.cards(Side("", passage, counted), [(layer, neuron)])[0]["top"]
-        places = values(page, ".tw-place b")
-        np.testing.assert_allclose(places, [place[0] for place in top], rtol=6e-3)
+        top = analysis.contexts(counted, layer, neuron)
+        np.testing.assert_allclose(values(page, ".tw-place b"), top["value"], rtol=6e-3, atol=1e-12)
+        assert texts(page, ".tw-place mark") == top["token"].tolist()
         click(page, ".tw-tabs button", 0)
     keep(page, "page")
 
@@ -164,10 +169,21 @@ def test_words_and_choices(open_page, tiny_run):
     shown = [Side("tiny", passage, counted, model, tokenizer)]
     view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
     page = open_page(shown, view, wait=".tw-word")
-    card = inspector.cards(shown[0], [(1, view["neuron"])])[0]
-    words = [word for word, _ in card["promotes"] + card["suppresses"]]
+    change = model.get_output_embeddings().weight * model.model.norm.weight
+    change = (change @ model.ffns[1].direction(view["neuron"])).detach().numpy()
+    change -= change.mean()
+    order = np.argsort(-change)
+    ids = [*order[:10], *order[::-1][:10]]
+    words = trace.token_strings(tokenizer, ids)
     pairs = zip(texts(page, ".tw-word .tw-pill"), words, strict=True)
     assert all(pill == word for pill, word in pairs if word.isalpha())
+    # A gated neuron's h has both signs: the words of the second list rise when it is negative.
+    logits = change[ids] * np.repeat([1, -1], 10)
+    np.testing.assert_allclose(values(page, ".tw-word small"), logits, rtol=6e-3, atol=1e-6)
+    titles = texts(page, ".tw-both-words h5")
+    assert [title.split(" (")[0] for title in titles] == ["when positive", "when negative"]
+    shares = [float(re.search(r"\(([\d.]+)%\)", title)[1]) for title in titles]
+    assert sum(shares) == pytest.approx(100, abs=1.1)
 
     def ticks():
         return values(page, ".tw-legend:first-child .tw-ticks span")
@@ -198,21 +214,30 @@ def test_words_and_choices(open_page, tiny_run):
 
 
 def test_a_large_page_is_small_and_answers_at_once(open_page):
-    """30 active neurons a token and layer: under 3 MB, painted in 1 s, a click drawn in 100 ms."""
+    """30 active neurons a token and layer: under 5 MB, painted in 1 s, a click drawn in 50 ms."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
-    text = inspector.page([Side("large", passage)])
-    assert len(text.encode()) < 3e6
+    counted = aggregate_of(passage, max_bytes=2_000_000)
+    words = dict(zip(passage.token_ids.tolist(), passage.strings, strict=True))
+    counted.strings = [words[token] for token in counted.token_ids]
+    text = inspector.page([Side("large", passage, counted)])
+    assert len(text.encode()) < 5e6
     mark = "() => performance.getEntriesByName('twell-painted')[0].startTime"
-    painted, tokens, firings = [], [], []
+    painted, tokens, firings, searches = [], [], [], []
     for _ in range(3):
         page = open_page(text)
         painted.append(page.evaluate(mark))
         tokens += [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
         click(page, ".tw-layer-name", 5)
         firings += [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
-    print(f"painted {painted}, tokens {tokens}, neurons {firings}")
-    assert statistics.median(painted) < 1000
-    assert statistics.median(tokens) < 100 and statistics.median(firings) < 100
+        page.locator("summary").click()
+        page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
+        for words in ("senate", "the", "of the", "th", "it"):
+            searches.append(search(page, words))
+            assert page.locator("button.tw-hit").count() or words == "senate"
+        firings += [click(page, "button.tw-hit", n) for n in (0, 3, 1)]
+    print(f"painted {painted}, tokens {tokens}, neurons {firings}, searches {searches}")
+    assert statistics.median(painted) < 1000 and statistics.median(searches) < 100
+    assert statistics.median(tokens) < 50 and statistics.median(firings) < 50
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
     click(page, ".tw-link")

@@ -6,6 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from tests.factories.evaluate import brute_force
+from tests.factories.inspector import floats, unpack
 from tests.factories.models import family
 from twell import inspector, models, trace
 from twell.__main__ import main
@@ -68,10 +69,10 @@ def test_words_go_through_the_last_norm_of_the_family(folder, kind, changes, add
     direction = dense.get_submodule(down).weight[:, 7]
     logits = dense.lm_head.weight @ (weight * (direction - direction.mean()))
     logits = logits - logits.mean()
-    card = inspector.cards(side, [(1, 7)])[0]
-    for name, order in (("promotes", 1), ("suppresses", -1)):
+    _, arrays = unpack(inspector.Catalog(side).chunk("words-1"))
+    changes = torch.from_numpy(floats(arrays, "change").reshape(84, 2, 10)[7])
+    for values, order in zip(changes, (1, -1), strict=True):
         expected = (order * logits).topk(10).values * order
-        values = torch.tensor([value for _, value in card[name]])
         torch.testing.assert_close(values, expected.detach(), rtol=2e-3, atol=2e-3)
 
 
@@ -79,7 +80,9 @@ def test_a_model_without_a_last_norm_has_no_words(folder):
     path, _ = folder("opt", do_layer_norm_before=False, word_embed_proj_dim=16)  # as OPT-350m
     model, tokenizer = trace.load_with_tokenizer(path)
     side = Side("model", trace.trace_tokens(model, tokenizer, []), None, model, tokenizer)
-    assert inspector.cards(side, [(1, 7)]) == [{}]
+    catalog = inspector.Catalog(side)
+    assert not unpack(catalog.chunk("overview"))[0]["words"]
+    assert "word" not in unpack(catalog.chunk("words-1"))[1]
 
 
 def test_commands_take_opt_and_evaluations_score_it(folder, capsys):

@@ -1,7 +1,6 @@
 """The inspector against slow loops: packing, selection, cards, pages; not what a browser draws."""
 
 import base64
-import json
 import re
 import sys
 
@@ -330,108 +329,45 @@ def test_a_figure_of_a_long_passage_is_around_the_token(token, start):
     assert drawn["passage"].index.tolist() == list(range(start, start + 256))
 
 
-# --- cards
-
-
-def test_cards_have_what_the_aggregate_and_the_weights_say(model, pair, monkeypatch):
-    monkeypatch.setattr("twell.inspector.shown.BATCH", 4)
-    network, tokenizer = pair
-    (shown,) = inspector.sides(model, "ba de fun")
-    counted = trace.Aggregate.load(model / "aggregate.npz")
-    neurons = [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]
-    unembedding = (network.get_output_embeddings().weight * network.model.norm.weight).double()
-    strings = trace.token_strings(tokenizer, range(320))
-    table = analysis.by_neuron(counted).set_index(["layer", "neuron"])
-    for card, (layer, neuron) in zip(inspector.cards(shown, neurons), neurons, strict=True):
-        bins = analysis.value_histogram(counted, layer, neuron)
-        assert card["histogram"] == bins["count"].tolist()
-        assert card["edges"] == [*bins["low"], bins["high"].iloc[-1]]
-        rates = table.loc[layer, neuron]
-        assert (card["tokens"], card["fires"]) == (512, bins["count"].sum())
-        assert card["fires"] == pytest.approx(512 * rates["rate"])
-        assert card["largest"] == rates["max_abs"]
-        if card["fires"]:
-            assert card["mean"] == pytest.approx(rates["mean_value"], rel=1e-5)
-        for kind, name in (("top", "top"), ("quantile", "quantiles")):
-            rows = analysis.contexts(counted, layer, neuron, kind)
-            assert [place[2:] for place in card[name]] == rows.iloc[:, 2:].to_numpy().tolist()
-            np.testing.assert_allclose([place[0] for place in card[name]], rows["value"], rtol=1e-3)
-            quantiles = [None] * len(rows) if kind == "top" else rows["quantile"].tolist()
-            assert [place[1] for place in card[name]] == quantiles
-        change = unembedding @ network.ffns[layer].down_proj.weight[:, neuron].double()
-        change = (change - change.mean()).detach().numpy()
-        for name, sign in (("promotes", 1), ("suppresses", -1)):
-            changes = [sign * value for _, value in card[name]]
-            expected = np.sort(sign * change)[::-1][:10]
-            np.testing.assert_allclose(changes, expected, rtol=2e-3, atol=1e-6)
-            assert card[name][0][0] == strings[int((sign * change).argmax())]
-    for missing in ((2, 0), (0, 96), (-1, 0), (0, -1)):
-        with pytest.raises(IndexError, match=r"does not exist: there are 2 layers of 96"):
-            inspector.cards(shown, [missing])
-
-
-def test_the_widget_answers_the_browser(model, monkeypatch):
-    widget = twell.inspect(model, "ba de fun")
-    sent = []
-    monkeypatch.setattr(widget, "send", sent.append)
-    keys = ["0:1:5", "0:9:9", "nonsense", "7:0:0"]
-    for key in keys:
-        widget._handle_custom_msg({"ask": key}, [])
-    assert [answer["key"] for answer in sent] == keys
-    assert sent[0]["card"] == inspector.cards(widget.sides[0], [(1, 5)])[0]
-    assert "layer 9, neuron 9 does not exist" in sent[1]["card"]["error"]
-    assert sent[2]["card"]["error"] and sent[3]["card"]["error"]
-    json.dumps(sent)
-
-
 # --- pages
 
 
 def page_of(shown, view=None):
-    """A page with its header and its cards."""
+    """A page, the header of its passage, and the names of its chunks."""
     page = inspector.page(shown, view)
-    data = base64.b64decode(re.search(r'type="text/plain">([^<]*)<', page)[1])
-    header, arrays = unpack(data)
-    return page, header, json.loads(arrays["cards"].tobytes())
+    parts = dict(re.findall(r'<script id="([^"]*)" type="text/plain">([^<]*)<', page))
+    parts = {name: unpack(base64.b64decode(text)) for name, text in parts.items()}
+    return page, parts.pop("data")[0], parts
 
 
 def test_a_page_needs_nothing_else(model, tmp_path):
     widget = twell.inspect(model, "ba </script> de <b>", colour="surprise", token=1)
     path = widget.to_html(tmp_path / "deep" / "page.html")
-    page, _, cards = page_of(widget.sides, widget.view)
+    page, _, chunks = page_of(widget.sides, widget.view)
     assert path.read_text(encoding="utf-8") == page
-    assert page.count("</script>") == 2 and "https:" not in page and "import(" not in page
+    assert page.count("</script>") == 2 + len(chunks)
+    assert "https:" not in page and "import(" not in page
     assert set(re.findall(r"http:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
     assert '"colour": "surprise"' in page and '"token": 1' in page
-    passage = widget.trace
-    fires = [(layer, n) for layer in range(2) for n in np.unique(passage.layer(layer).indices)]
-    assert set(cards) == {f"0:{layer}:{n}" for layer, n in fires}  # there is room for all
-    first = inspector.cards(widget.sides[0], fires[:1])[0]
-    assert cards["0:{}:{}".format(*fires[0])] == json.loads(json.dumps(first))
+    # There is room for all.
+    assert {*chunks} == {f"0:{name}" for name in inspector.Catalog(widget.sides[0]).names}
+    two = twell.inspect(model, ("ba", "de"))  # under one model
+    assert {*page_of(two.sides)[2]} == {*chunks}
+    both = twell.inspect(model, "ba", compare=model)
+    assert len(page_of(both.sides)[2]) == 2 * len(chunks)
 
 
 def test_a_page_stays_under_its_limit(model, monkeypatch):
     shown = inspector.sides(model, "ba de fun " * 60)
-    passage = shown[0].trace
-    bare = [Side("a", passage)]
+    bare = [Side("a", shown[0].trace)]
     whole, _, every = page_of(shown)
     most, least = len(whole.encode()), len(page_of(bare)[0].encode())
     monkeypatch.setattr(pages, "PAGE_BYTES", (most + least) // 2)
-    page, header, cards = page_of(shown)
+    page, header, chunks = page_of(shown)
     assert len(page.encode()) <= pages.PAGE_BYTES
-    assert 0.2 * len(every) < len(cards) < len(every) and header["sides"][0]["strongest"] is None
-    weight = {}
-    for layer in range(2):
-        h = abs(passage.layer(layer).toarray())
-        share = h / np.maximum(h.sum(1, keepdims=True), 1e-30)
-        weight |= {f"0:{layer}:{n}": share[:, n].sum() for n in range(96)}
-    views = [preset["view"] for preset in inspector.presets(shown[0])]
-    begin = {f"0:{view['layer']}:{view['neuron']}" for view in views if "neuron" in view}
-    assert begin and begin <= set(cards)
-    lightest = min(weight[key] for key in set(cards) - begin)
-    assert lightest >= max(weight[key] for key in set(every) - set(cards)) - 1e-6
-    silent = next(n for n in range(96) if f"0:1:{n}" not in cards)
-    assert f"0:1:{silent}" in page_of(shown, {"layer": 1, "neuron": silent})[2]
+    # Statistics come first, then examples, then words.
+    assert "0:overview" in chunks and 0 < len(chunks) < len(every)
+    assert header["sides"][0]["strongest"] is None
     monkeypatch.setattr(pages, "PAGE_BYTES", least - 3000)
     page, header, _ = page_of(bare)
     assert len(page.encode()) <= least - 3000 and header["sides"][0]["strongest"] > 0

@@ -47,6 +47,12 @@ def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     return header, arrays
 
 
+def floats(arrays, name):
+    """float32 of an array's leading bytes."""
+    planes = [arrays[one] for one in sorted(arrays) if one.startswith(f"{name}_")]
+    return float32(sum(p.astype(np.uint32) << (24 - 8 * n) for n, p in enumerate(planes)), 0)
+
+
 def unpacked(data):
     """The header, and of each side its entry there and its arrays; rows: (neurons, values) each."""
     header, arrays = unpack(data)
@@ -56,10 +62,8 @@ def unpacked(data):
         side = {name.split(".")[1]: arrays[name] for name in own}
         kept = np.minimum(side["counts"].astype(int), about["strongest"] or 65536)
         gap = side["gap_low"] + 256 * side["gap_high"].astype(int)
-        planes = [side[name] for name in sorted(side) if name.startswith("value_")]
-        assert len(planes) == (3 if about["precise"] else 2)
-        bits = sum(plane.astype(np.uint32) << (24 - 8 * n) for n, plane in enumerate(planes))
-        parts = [np.split(array, kept.cumsum()[:-1]) for array in (gap, float32(bits, 0))]
+        assert ("value_2" in side) == about["precise"]
+        parts = [np.split(array, kept.cumsum()[:-1]) for array in (gap, floats(side, "value"))]
         side["rows"] = [(gaps.cumsum(), values) for gaps, values in zip(*parts, strict=True)]
         sides.append((about, side))
     return header, sides

@@ -1,11 +1,12 @@
 """Random traces with the cases that go wrong, their aggregates, and their dense form."""
 
+import itertools
+
 import numpy as np
 import torch
 
 from twell.trace import Aggregate, Trace
 from twell.trace.counter import Counter
-from twell.trace.watch import same_length
 
 LENGTHS = (40, 40, 40, 40, 7, 1, 1, 64, 64, 64, 64, 64, 100, 3)
 DEAD, OFTEN, AT_MOST_ONCE = 7, 8, 9  # neurons of `random_activity`
@@ -57,19 +58,29 @@ def aggregate_of(trace: Trace, batch=3, seed=0, max_bytes=10**9) -> Aggregate:
     sequences = np.split(trace.token_ids, starts[1:])
     longest = max(map(len, sequences))
     counter = Counter(trace.num_layers, trace.intermediate_size, 60, longest, seed=seed)
-    start = 0
-    for group in same_length(sequences, batch):
-        ids = torch.tensor(group)
-        rows = slice(start, start + ids.numel())
-        counter.begin(ids)
+    show(trace, range(len(sequences)), batch, counter)
+    near = counter.near(sequences)
+    show(trace, np.searchsorted(starts, near.starts).tolist(), batch, near)
+    return counter.finish(sequences, near, Words(), max_bytes, {})
+
+
+def show(trace, numbers, batch, observer):
+    """Show the sequences of a trace with these numbers to an observer."""
+    starts = [*np.flatnonzero(trace.position == 0), trace.num_tokens]
+    rows = [np.arange(starts[number], starts[number + 1]) for number in numbers]
+    while rows:
+        length = len(rows[0])
+        group = list(itertools.takewhile(lambda row, n=length: len(row) == n, rows[:batch]))
+        rows = rows[len(group) :]
+        every = np.concatenate(group)
+        ids = torch.from_numpy(trace.token_ids[every]).long().view(len(group), length)
+        observer.begin(ids)
         for layer in range(trace.num_layers):
-            h = trace.layer(layer)[rows]
+            h = trace.layer(layer)[every]
             token = np.repeat(np.arange(ids.numel()), np.diff(h.indptr))
             parts = (token, h.indices.astype(np.int64), h.data)
-            counter.layer(layer, *(torch.from_numpy(part) for part in parts))
-        counter.end(torch.from_numpy(trace.logprob[rows]).view(ids.shape))
-        start += ids.numel()
-    return counter.finish(sequences, Words(), max_bytes, {})
+            observer.layer(layer, *(torch.from_numpy(part) for part in parts))
+        observer.end(torch.from_numpy(trace.logprob[every]).view(ids.shape))
 
 
 def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:

@@ -105,7 +105,7 @@ def test_strongest_places(trace, counted, firings):
         for (token, value), row in zip(best, table.itertuples(), strict=True):
             assert row.value == pytest.approx(value, rel=2**-12)
             assert (row.sequence, row.position) == (trace.sequence[token], trace.position[token])
-            near = [n for n in range(token - 12, token + 5) if 0 <= n < trace.num_tokens]
+            near = [n for n in range(token - 24, token + 13) if 0 <= n < trace.num_tokens]
             near = [n for n in near if trace.sequence[n] == row.sequence]
             assert row.token == trace.strings[token]
             assert row.before == "".join(trace.strings[n] for n in near if n < token)
@@ -147,6 +147,37 @@ def test_quantile_places_are_an_even_sample():
     assert np.array_equal(other.top_at, counted.top_at)
 
 
+def test_values_around_places(trace, counted):
+    """In 127ths of the largest |h|, rounded, and not 0 where the neuron is active with h != 0."""
+    active, h = dense(trace)
+    at = np.concatenate([counted.top_at, counted.quantile_at], -1)
+    assert counted.near.shape == (*at.shape, 24 + 1 + 12) and counted.near.dtype == np.int8
+    for layer, neuron in [(0, DEAD), (0, OFTEN), (1, OFTEN), (0, AT_MOST_ONCE), (1, 599), (0, 31)]:
+        largest = np.abs(h[layer, :, neuron]).max()
+        for place, codes in zip(at[layer, neuron], counted.near[layer, neuron], strict=True):
+            for token, code in zip(range(place - 24, place + 13), codes.tolist(), strict=True):
+                inside = place >= 0 and 0 <= token < trace.num_tokens
+                same = inside and trace.sequence[token] == trace.sequence[place]
+                value = h[layer, token, neuron] if same else 0
+                assert abs(code) == (max(round(127 * abs(value) / largest), 1) if value else 0)
+                assert code * value >= 0
+
+
+def test_neurons_that_fire_together_are_those_of_the_trace():
+    trace = random_activity(SEED, rate=0.1, neurons=60)
+    counted = aggregate_of(trace)
+    for layer in range(2):
+        pairs = analysis.together(trace, layer, top=60**2)
+        phi = np.zeros((60, 60))
+        phi[pairs["neuron"], pairs["other"]] = phi[pairs["other"], pairs["neuron"]] = pairs["phi"]
+        order = np.sort(phi, 1)[:, ::-1][:, :8].clip(0)
+        np.testing.assert_allclose(counted.together[layer], order, rtol=2**-12, atol=1e-12)
+        at = counted.together_at[layer]
+        assert np.array_equal(at >= 0, order > 0) and (at[DEAD] == -1).all()
+        own = np.take_along_axis(phi, at.clip(0), 1)
+        np.testing.assert_allclose(own[at >= 0], order[at >= 0], rtol=1e-6)
+
+
 def test_words_are_stored_once():
     trace = random_activity(SEED, layers=1, neurons=10, rate=0.002)
     counted = aggregate_of(trace)
@@ -155,7 +186,7 @@ def test_words_are_stored_once():
     for at in {*counted.top_at.reshape(-1).tolist(), *counted.quantile_at.reshape(-1).tolist()}:
         if at >= 0:
             same = np.flatnonzero(trace.sequence == trace.sequence[at])
-            near |= {*same[(same >= at - 12) & (same <= at + 4)].tolist()}
+            near |= {*same[(same >= at - 24) & (same <= at + 12)].tolist()}
     assert counted.text_at.tolist() == sorted(near)
 
 
@@ -171,6 +202,7 @@ def test_places_make_way_until_the_file_fits_and_counts_never_do():
         top = smaller.top_at.shape[-1]
         kept = {"top": top, "quantiles": smaller.quantiles}
         kept |= {"before": smaller.before, "after": smaller.after}
+        kept |= {"together": smaller.together.shape[-1]}
         assert smaller.meta["kept"] == kept and smaller.meta["max_bytes"] == limit
         wanted = CONTEXTS[0]._asdict().items()
         assert smaller.meta["reduced"] == {name: v for name, v in wanted if kept[name] != v} != {}

@@ -138,7 +138,7 @@ def test_aggregate_of_a_model_has_the_tables_of_its_trace(loaded, monkeypatch):
     assert counted.meta["num_tokens"] == counted.num_tokens == 576
     layer, neuron = np.unravel_index(counted.max_abs.argmax(), counted.max_abs.shape)
     first = analysis.contexts(counted, layer, neuron).iloc[0]
-    before = sequences[first["sequence"]][max(first["position"] - 12, 0) : first["position"]]
+    before = sequences[first["sequence"]][max(first["position"] - 24, 0) : first["position"]]
     assert first["before"] == "".join(trace.token_strings(tokenizer, before))
 
 
@@ -159,9 +159,11 @@ def test_progress_says_how_far_it_is(loaded, monkeypatch):
     assert lines == [
         "18 of 36 tokens  3.0/s  0:06 left",
         "36 of 36 tokens  3.0/s  0:00 left",
+        "18 of 36 tokens of examples  3.0/s  0:06 left",
+        "36 of 36 tokens of examples  3.0/s  0:00 left",
     ]
     trace.silenced_loss(loaded[0], [[1, 2]], [(0, n) for n in range(3)], say=lines.append)
-    assert lines[2:] == ["2 of 3 neurons  0.3/s  0:03 left"]
+    assert lines[4:] == ["2 of 3 neurons  0.3/s  0:03 left"]
 
 
 def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loaded):

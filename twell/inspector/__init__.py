@@ -5,8 +5,10 @@ and its `Aggregate` where there are any. `pack` turns them into one compressed b
 widget sends it to JupyterLab, `page` writes it into an HTML file, and both run the same script.
 
     side        a side, from a model, a trace or their files
-    shown       the state of a view: presets, selected entries, cards of neurons, the figure
+    shown       the state of a view: presets, selected entries, the figure
     packing     a passage as bytes
+    catalog     all neurons of a model as bytes: cards, searches
+    notes       one's own notes on neurons, in a file beside the model
     pages       the page, and the script and style that it shares with the widget
     widget      the widget (anywidget)
     browser/    ES modules, CSS and the frame of a page
@@ -18,8 +20,10 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".side": "AGGREGATE MAX_TOKENS Side Source sides",
-        ".shown": "COLOURS SCALES VIEW WORDS cards drawn entries presets",
+        ".shown": "COLOURS SCALES VIEW drawn entries presets",
         ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack",
+        ".catalog": "Catalog",
+        ".notes": "NOTES read_notes write_note",
         ".pages": "PAGE_BYTES page script style",
         ".widget": "Inspector inspect",
     },

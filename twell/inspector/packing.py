@@ -34,16 +34,40 @@ def leading(values: np.ndarray, bits: int) -> np.ndarray:
     return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
 
 
-def pack(
-    shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, chosen: dict | None = None
-) -> bytes:
-    """Return sides as the browser reads them, compressed (zlib).
+def leading_bytes(name: str, values: np.ndarray, number: int) -> dict[str, np.ndarray]:
+    """Return the leading bytes of float32 values as arrays name_0, name_1, ..., the first first.
 
-    Inside: the length of a JSON header (uint32), the header, and arrays, little endian, each at a
-    multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset). Arrays of
-    side i begin with "i."; see `_arrays`. max_entries: active neurons of all tokens and sides that
-    are kept; where there are more, each token and layer keeps its header["sides"][i]["strongest"]
-    strongest. chosen: cards that a page takes along, by "side:layer:neuron".
+    Byte by byte they compress better.
+    """
+    whole = leading(values, 8 * number)
+    shifts = range(8 * (number - 1), -1, -8)
+    return {f"{name}_{n}": (whole >> shift).astype(np.uint8) for n, shift in enumerate(shifts)}
+
+
+def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
+    """Return a header and arrays, compressed (zlib).
+
+    Inside: the length of the header as JSON (uint32), the header, and the arrays, little endian,
+    each at a multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset).
+    """
+    header, offset = header | {"arrays": []}, 0
+    for name, array in arrays.items():
+        header["arrays"].append([name, array.dtype.str.lstrip("<|"), array.size, offset])
+        offset += -(-array.nbytes // 8) * 8
+    text = json.dumps(header).encode()
+    text += b" " * (-(4 + len(text)) % 8)
+    parts = [len(text).to_bytes(4, "little"), text]
+    for array in arrays.values():
+        parts += [array.tobytes(), bytes(-array.nbytes % 8)]
+    return zlib.compress(b"".join(parts), level)
+
+
+def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 6) -> bytes:
+    """Return sides as the browser reads them, as a `block`.
+
+    Arrays of side i begin with "i."; see `_arrays`. max_entries: active neurons of all tokens and
+    sides that are kept; where there are more, each token and layer keeps its
+    header["sides"][i]["strongest"] strongest.
     """
     strongest = _strongest([side.trace for side in shown], max_entries)
     precise = strongest is None and sum(len(side.trace.values) for side in shown) <= PRECISE_ENTRIES
@@ -52,8 +76,6 @@ def pack(
         for number, side in enumerate(shown)
         for name, array in _arrays(side, strongest, precise).items()
     }
-    if chosen is not None:
-        arrays["cards"] = np.frombuffer(json.dumps(chosen).encode(), np.uint8)
     about, alike = compared(shown)
     arrays |= {name: _bfloat16(values) for name, values in alike.items()}
     header = {
@@ -62,18 +84,8 @@ def pack(
         "compressions": [0, *COMPRESSIONS],
         "tile": TILE_N,
         "palettes": plots.PALETTES,
-        "arrays": [],
     }
-    offset = 0
-    for name, array in arrays.items():
-        header["arrays"].append([name, array.dtype.str.lstrip("<|"), len(array), offset])
-        offset += -(-array.nbytes // 8) * 8
-    text = json.dumps(header).encode()
-    text += b" " * (-(4 + len(text)) % 8)
-    parts = [len(text).to_bytes(4, "little"), text]
-    for array in arrays.values():
-        parts += [array.tobytes(), bytes(-array.nbytes % 8)]
-    return zlib.compress(b"".join(parts), 9 if chosen is not None else 6)
+    return block(header, arrays, level)
 
 
 def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
@@ -114,8 +126,6 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     neuron = passage.indices.astype(np.int64)[kept]
     first = np.diff(rows[kept], prepend=-1) > 0
     gap = np.where(first, neuron, np.diff(neuron, prepend=0)).astype(np.uint16)
-    num_bytes = 3 if precise else 2
-    value = leading(passage.values[kept], 8 * num_bytes)
     starts = np.flatnonzero(np.diff(passage.sequence, prepend=-1))
     total = np.bincount(rows, weights=np.abs(passage.values), minlength=len(counts))
     arrays = {
@@ -129,8 +139,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "gap_low": (gap & 255).astype(np.uint8),
         "gap_high": (gap >> 8).astype(np.uint8),
     }
-    for byte in range(num_bytes):
-        arrays[f"value_{byte}"] = (value >> 8 * (num_bytes - 1 - byte)).astype(np.uint8)
+    arrays |= leading_bytes("value", passage.values[kept], 3 if precise else 2)
     if strongest is not None:
         arrays["fires"] = passage.neurons()[0].reshape(-1).astype(np.uint32)
     if side.aggregate is not None:

@@ -7,18 +7,19 @@ import html
 import json
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
+from twell.inspector.catalog import Catalog
 from twell.inspector.packing import MAX_ENTRIES, pack
-from twell.inspector.shown import VIEW, cards, presets
+from twell.inspector.shown import VIEW
 from twell.inspector.side import Side
 
-PAGE_BYTES = 2_950_000  # at most, of a page
+PAGE_BYTES = 5_000_000  # at most, of a page
 FOLDER = Path(__file__).with_name("browser")
-STYLES = ("frame.css", "passage.css", "cards.css")
+HOST = 'document.getElementById("twell")'
+END_OF_DATA = "<!-- end of data -->"
+STYLES = ("frame.css", "passage.css", "cards.css", "compare.css", "find.css")
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.M)
 _DECLARED = re.compile(
     r"^(export )?(?:(?:async )?function\*?|class|const|let|var) (\w+|[\[{])", re.M
@@ -71,71 +72,59 @@ def style() -> str:
 def page(shown: Sequence[Side], view: dict | None = None) -> str:
     """Return one HTML file that shows these sides without a server, of at most PAGE_BYTES.
 
-    It takes along as many cards as there is room for, first those of the neurons that carry most of
-    the passage. Where the passage alone would be larger, fewer of its weaker entries are kept; the
-    page says how many. view: where to begin (VIEW). Raises ValueError for a passage of which even
-    the counts do not fit.
+    It takes along as many chunks of each model's neurons (see catalog.py) as there is room for.
+    Where the passage alone would be larger, fewer of its weaker entries are kept; the page says
+    how many. view: where to begin (VIEW). Raises ValueError for a passage of which even the counts
+    do not fit.
     """
     view = VIEW | (view or {})
     names = dict.fromkeys(side.name for side in shown)
-    template = string.Template((FOLDER / "page.html").read_text(encoding="utf-8"))
-    parts = {
-        "title": html.escape(" and ".join(names) + ": active neurons"),
-        "view": json.dumps({name: view[name] for name in VIEW}),
-        "css": style(),
-        "js": script(),
-    }
-
-    def written(data: bytes) -> str:
-        return template.substitute(parts, data=base64.b64encode(data).decode())
-
-    def room(data: bytes) -> int:
-        return PAGE_BYTES - len(written(data).encode())
-
+    title = html.escape(" and ".join(names) + ": active neurons")
+    begin = json.dumps({name: view[name] for name in VIEW})
     max_entries = MAX_ENTRIES
-    data = pack(shown, max_entries=max_entries, chosen={})
-    while room(data) < 0:
+
+    def written() -> str:
+        data = {"data": pack(shown, max_entries=max_entries, level=9)}
+        return document(title, "page.js", f"openPage({HOST}, {begin});", data)
+
+    while (room := PAGE_BYTES - len((text := written()).encode())) < 0:
         max_entries = max_entries * 4 // 5
         if max_entries < 1000:
             tokens = sum(side.trace.num_tokens for side in shown)
             raise ValueError(f"{tokens} tokens do not fit into {PAGE_BYTES} bytes")
-        data = pack(shown, max_entries=max_entries, chosen={})
-    order = _by_weight(shown, view)
-    if not order:
-        return written(data)
-    sample = _cards(shown, order[:256])
-    spent = room(data) - room(pack(shown, max_entries=max_entries, chosen=sample))
-    fit = int(0.97 * room(data) * len(sample) / max(spent, 1))
-    known = list(_cards(shown, order[:fit]).items())
-    while room(data := pack(shown, max_entries=max_entries, chosen=dict(known))) < 0:
-        known = known[: len(known) * 9 // 10]
-    return written(data)
+    for key, chunk in _chunks(shown):
+        more = _data(key, chunk)
+        if len(more) <= room:
+            text, room = text.replace(END_OF_DATA, more + END_OF_DATA, 1), room - len(more)
+        elif "words" in key:
+            break  # each takes long to compute, and the others are as large
+    return text
 
 
-def _by_weight(shown: Sequence[Side], view: dict) -> list[tuple[int, int, int]]:
-    """(side, layer, neuron) of those where the view and its presets begin, then by falling weight.
+def _chunks(shown: Sequence[Side]) -> Iterator[tuple[str, bytes]]:
+    """Yield the chunks of all models, first those that most need; keys "side:name"."""
+    same = len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model
+    catalogs = [Catalog(side) for side in shown[: 1 if same else None]]
+    for kind in ("overview", "layer", "text", "words"):
+        for number, catalog in enumerate(catalogs):
+            for name in catalog.names:
+                if name.startswith(kind):
+                    yield f"{number}:{name}", catalog.chunk(name)
 
-    Weight: the sum over tokens of the shares of |h|. Only of sides with an aggregate or a model.
+
+def document(
+    title: str, entry: str, call: str, data: dict[str, bytes], sources: str = "'unsafe-inline'"
+) -> str:
+    """Return an HTML page: a module's script, a call of it, and data by the ids of elements.
+
+    sources: where scripts may come from (Content-Security-Policy).
     """
-    first, weights = [(view["side"], view["layer"], view["neuron"])], []
-    for number, side in enumerate(shown):
-        views = [preset["view"] for preset in presets(side)]
-        first += [(number, begin.get("layer"), begin.get("neuron")) for begin in views]
-        for layer in range(side.trace.num_layers):
-            h = abs(side.trace.layer(layer))
-            total = h.sum(axis=1)
-            weight = h.T @ np.divide(1, total, out=np.zeros_like(total), where=total > 0)
-            fires = np.unique(h.indices).tolist()
-            weights += [(-weight[neuron], (number, layer, neuron)) for neuron in fires]
-    known = [side.aggregate is not None or side.model is not None for side in shown]
-    every = dict.fromkeys([*first, *(key for _, key in sorted(weights))])
-    return [key for key in every if None not in key and known[key[0]]]
+    template = string.Template((FOLDER / "page.html").read_text(encoding="utf-8"))
+    every = "".join(_data(key, part) for key, part in data.items())
+    parts = {"title": title, "css": style(), "js": script(entry), "call": call, "sources": sources}
+    return template.substitute(parts, data=every + END_OF_DATA)
 
 
-def _cards(shown: Sequence[Side], neurons: Sequence[tuple[int, int, int]]) -> dict[str, dict]:
-    """Cards by "side:layer:neuron", in this order."""
-    found = dict.fromkeys(neurons)
-    for number, side in enumerate(shown):
-        own = [key for key in neurons if key[0] == number]
-        found |= dict(zip(own, cards(side, [key[1:] for key in own]), strict=True))
-    return {":".join(map(str, key)): card for key, card in found.items()}
+def _data(key: str, data: bytes) -> str:
+    text = base64.b64encode(data).decode()
+    return f'<script id="{key}" type="text/plain">{text}</script>\n'

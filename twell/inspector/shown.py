@@ -1,4 +1,4 @@
-"""What a view shows: its state, presets, the selected entries, cards of neurons, the figure."""
+"""What a view shows: its state, presets, the selected entries, the figure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import torch
-from torch import Tensor, nn
 
-from twell import analysis, plots, trace
+from twell import analysis, plots
 from twell.inspector.side import Side
-from twell.models import last_norm, sparse_ffns
-from twell.trace import TILE_N, Aggregate, Trace
+from twell.trace import TILE_N, Trace
 
 # The state of a view with its defaults. The widget has a trait for each: the number of the selected
 # side, token of the passage, layer and neuron, and the colours.
@@ -31,8 +28,6 @@ VIEW = {
 }
 COLOURS = ("count", "neuron", "surprise")
 SCALES = ("all", "layer", "neuron")
-WORDS = 10  # that a neuron promotes, and suppresses
-BATCH = 256  # neurons whose logits are computed at once
 
 
 def presets(side: Side) -> list[dict]:
@@ -186,81 +181,3 @@ def _coloured(passage, view, counts, layers) -> tuple[np.ndarray, str, tuple[flo
     which = f"layer {first}" if first == last else f"mean over layers {first} to {last}"
     label = f"active neurons per token, {which}"
     return np.where(values == 0, low, values), label, (low, top)
-
-
-def cards(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
-    """Return a card for each neuron (layer, neuron): what is known of it beyond the passage.
-
-    With an aggregate: tokens (of the aggregate), fires, mean and largest h, edges and histogram of
-    h, and the places top and quantiles, each [h, quantile, before, token, after, sequence,
-    position]. With a model: promotes and suppresses, the words whose logits an h of 1 raises and
-    lowers most, relative to the mean over the vocabulary, without the effect of later layers:
-    [word, change]. They need the model's last norm, whose place an adapter names. Raises IndexError
-    for a neuron that does not exist.
-    """
-    layers, size = side.shape
-    for layer, neuron in neurons:
-        if not (0 <= layer < layers and 0 <= neuron < size):
-            raise IndexError(
-                f"layer {layer}, neuron {neuron} does not exist: "
-                f"there are {layers} layers of {size}"
-            )
-    found: list[dict] = [{} for _ in neurons]
-    if side.aggregate is not None:
-        for card, (layer, neuron) in zip(found, neurons, strict=True):
-            card |= _statistics(side.aggregate, layer, neuron)
-    if side.model is not None:
-        for start in range(0, len(neurons), BATCH):
-            part = slice(start, start + BATCH)
-            for card, words in zip(found[part], _words(side, neurons[part]), strict=True):
-                card |= words
-    return found
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def _statistics(aggregate: Aggregate, layer: int, neuron: int) -> dict:
-    histogram = aggregate.value_histogram[layer, neuron]
-    fires = int(histogram.sum())
-    card = {
-        "tokens": aggregate.num_tokens,
-        "fires": fires,
-        "mean": float(aggregate.value_sum[layer, neuron]) / max(fires, 1),
-        "largest": float(aggregate.max_abs[layer, neuron]),
-        "edges": [float(edge) for edge in aggregate.value_edges],
-        "histogram": histogram.tolist(),
-    }
-    for kind, name in (("top", "top"), ("quantile", "quantiles")):
-        card[name] = [
-            [_short(value), None if kind == "top" else quantile, *around]
-            for value, quantile, *around in analysis.places(aggregate, layer, neuron, kind)
-        ]
-    return card
-
-
-def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
-    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
-    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
-        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
-        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
-    weight = getattr(norm, "weight", None)
-    return directions if weight is None else directions * weight
-
-
-@torch.no_grad()
-def _words(side: Side, neurons: Sequence[tuple[int, int]]) -> list[dict]:
-    ffns, norm = sparse_ffns(side.model), last_norm(side.model)
-    unembedding = side.model.get_output_embeddings().weight
-    if norm is None:
-        return [{} for _ in neurons]
-    directions = torch.stack([ffns[layer].direction(n) for layer, n in neurons])
-    logits = (unembedding @ _normed(norm, directions).t()).float()  # [V, n]
-    logits = (logits - logits.mean(0)).t()
-    lists = []
-    for largest in (True, False):
-        values, ids = logits.topk(min(WORDS, logits.shape[1]), largest=largest)
-        strings = iter(trace.token_strings(side.tokenizer, ids.reshape(-1).tolist()))
-        lists.append([[[next(strings), _short(v)] for v in row] for row in values.tolist()])
-    return [{"promotes": up, "suppresses": down} for up, down in zip(*lists, strict=True)]

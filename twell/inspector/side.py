@@ -13,6 +13,7 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
+from twell.inspector.notes import NOTES, read_notes
 from twell.inspector.predictions import Predictions, joined, watch_predictions
 from twell.models import intervene, sparse_ffns
 from twell.trace import Aggregate, Trace
@@ -36,6 +37,7 @@ class Side:
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
+    notes_file: Path | None = None  # beside the model
     predictions: Predictions | None = None  # of each token, where a model ran them
     changes: Sequence[dict] = ()  # of neurons while it ran, as of `changed`
 
@@ -67,6 +69,11 @@ class Side:
         ids = trace.encode(self.tokenizer, text) if text else []
         run = self._run(trace.cut(ids[:MAX_TOKENS], self.model))
         return dataclasses.replace(run, of=(0, len(ids)))
+
+    @property
+    def notes(self) -> dict[tuple[int, int], str]:
+        """The notes on neurons, as the file has them now."""
+        return read_notes(self.notes_file, self.shape) if self.notes_file else {}
 
     def changed(self, changes: Sequence[dict]) -> Side:
         """Return the side with its tokens run again while neurons are changed, see `changing`.
@@ -184,6 +191,7 @@ def _side(what, text, aggregate, model=None, start=0) -> Side:
 
 def _load(what, aggregate) -> Side:
     """A side of a model, without a text yet."""
+    notes = None
     if isinstance(what, tuple):
         name, (model, tokenizer) = "model", what
         if tokenizer is None:
@@ -192,5 +200,6 @@ def _load(what, aggregate) -> Side:
         name, (model, tokenizer) = Path(what).name, trace.load_with_tokenizer(what)
         if aggregate is None and (Path(what) / AGGREGATE).is_file():
             aggregate = Path(what) / AGGREGATE
+        notes = Path(what) / NOTES if Path(what).is_dir() else None
     empty = trace.trace_tokens(model, tokenizer, [])
-    return Side(name, empty, aggregate, model, tokenizer)
+    return Side(name, empty, aggregate, model, tokenizer, notes_file=notes)

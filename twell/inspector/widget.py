@@ -19,9 +19,11 @@ except ModuleNotFoundError as error:
     ) from None
 
 from twell import plots, results
+from twell.inspector.catalog import Catalog
+from twell.inspector.notes import check_neuron, write_note
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
-from twell.inspector.shown import COLOURS, SCALES, VIEW, cards, drawn, entries, presets
+from twell.inspector.shown import COLOURS, SCALES, VIEW, drawn, entries, presets
 from twell.inspector.side import Side, Source, changing, sides
 from twell.trace import COMPRESSIONS, Aggregate, Trace
 
@@ -64,6 +66,7 @@ class Inspector(anywidget.AnyWidget):
 
     def __init__(self, sides: Sequence[Side], texts: Sequence[str], view: dict):
         self.sides = list(sides)
+        self.catalogs = [Catalog(side) for side in sides]
         runs = all(side.model is not None for side in sides)
         super().__init__(data=pack(sides), texts=list(texts), runs=runs)
         self.on_msg(self._asked)
@@ -135,14 +138,27 @@ class Inspector(anywidget.AnyWidget):
         return value
 
     def _asked(self, _: Inspector, message: dict, __: list) -> None:
-        """Answer the browser's question for a card, "side:layer:neuron"."""
-        key = message.get("ask", "")
+        """Answer the browser: a chunk of a catalog, "side:name", or a note for the file.
+
+        A note is "side:layer:neuron" with its text.
+        """
+        answer, chunks = {"key": message.get("ask", message.get("note"))}, []
         try:
-            side, layer, neuron = map(int, key.split(":"))
-            card = cards(self.sides[side], [(layer, neuron)])[0]
-        except (ValueError, LookupError, RuntimeError) as error:
-            card = {"error": str(error)}
-        self.send({"key": key, "card": card})
+            if "note" in message:
+                self._note(*map(int, message["note"].split(":")), message["text"])
+            else:
+                side, _, name = message["ask"].partition(":")
+                chunks = [self.catalogs[int(side)].chunk(name)]
+        except (KeyError, ValueError, LookupError, RuntimeError, OSError) as error:
+            answer["error"] = str(error)
+        self.send(answer, chunks)
+
+    def _note(self, side: int, layer: int, neuron: int, text: str) -> None:
+        shown = self.sides[side]
+        check_neuron(layer, neuron, shown.shape)
+        if shown.notes_file is None:
+            raise ValueError("there is no model's folder to keep the note in; give inspect one")
+        write_note(shown.notes_file, layer, neuron, text)
 
     def _unchanged(self) -> list[Side]:
         """The sides without the changed one."""

@@ -13,6 +13,8 @@ from twell.trace import files
 TILE_N, COMPRESSIONS = 256, (2, 4, 8, 16)  # TwELL's tiles, section 3.2
 BLOCKS = (16, 32, 64, 128, 256)  # each a multiple of the first and a divisor of the last
 OCTAVES = 12  # of |h|
+PLACES = ("top_at", "quantile_at", "together_at")  # -1 for none
+PLAIN = {"near": np.int8, "together_at": np.int64, "together": np.float32}
 
 
 @dataclass
@@ -65,7 +67,18 @@ class Aggregate(files.Record):
     cross_entropy: float  # nats per predicted token: all but the first of each sequence
     meta: dict = field(default_factory=dict)  # where model and text came from
 
+    # Older files have none of these.
+    # int8 [L, N, K + Q, before + 1 + after], the neuron's h at the tokens around the places of
+    # top_at and then quantile_at, in 127ths of its max_abs. At an active neuron at least 1 or -1.
+    near: np.ndarray = None
+    together_at: np.ndarray = None  # [L, N, J], neurons of the layer that fire with it, or -1
+    together: np.ndarray = None  # float32: the correlation (phi), falling, without first tokens
+
     def __post_init__(self):
+        absent = {"near": (0, 0), "together_at": (0,), "together": (0,)}
+        for name, shape in absent.items():
+            if getattr(self, name) is None:
+                setattr(self, name, np.zeros((*self.value_sum.shape, *shape), PLAIN[name]))
         for name, expected in self._shapes().items():
             if (shape := getattr(self, name).shape) != expected:
                 raise ValueError(f"{name} has the shape {shape}; expected {expected}")
@@ -77,6 +90,7 @@ class Aggregate(files.Record):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         layers, neurons = self.value_sum.shape
         top, quantiles = self.top_at.shape[-1], len(self.quantiles)
+        around = (top + quantiles, self.before + 1 + self.after) if self.near.shape[-1] else (0, 0)
         shapes = {
             "token_ids occurrences token_active": (len(self.strings),),
             "position_active": (layers, max(self.lengths, default=0)),
@@ -89,6 +103,8 @@ class Aggregate(files.Record):
             "top_at top_value": (layers, neurons, top),
             "quantile_at quantile_value": (layers, neurons, quantiles),
             "text": self.text_at.shape,
+            "near": (layers, neurons, *around),
+            "together": self.together_at.shape,
         }
         return {name: shape for names, shape in shapes.items() for name in names.split()}
 
@@ -152,17 +168,20 @@ class Aggregate(files.Record):
         # Gaps are small, and many are 1: they compress far better than the numbers themselves.
         arrays["text_at"] = np.diff(arrays["text_at"], prepend=0)
         # None becomes 0, so that unsigned types serve.
-        arrays |= {name: arrays[name] + 1 for name in ("top_at", "quantile_at")}
+        arrays |= {name: arrays[name] + 1 for name in PLACES}
+        arrays["near"] = arrays["near"].view(np.uint8)
         narrow = {name: array for name, array in arrays.items() if array.dtype.kind in "iu"}
         least = {name: np.min_scalar_type(int(a.max(initial=0))) for name, a in narrow.items()}
         return arrays | {name: array.astype(least[name]) for name, array in narrow.items()}
 
     @staticmethod
     def of_file(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if "near" in arrays:
+            arrays["near"] = arrays["near"].view(np.int8)
         counts = {name: array for name, array in arrays.items() if array.dtype.kind == "u"}
         arrays |= {name: array.astype(np.int64) for name, array in counts.items()}
         arrays["text_at"] = arrays["text_at"].cumsum()
-        return arrays | {name: arrays[name] - 1 for name in ("top_at", "quantile_at")}
+        return arrays | {name: arrays[name] - 1 for name in PLACES if name in arrays}
 
 
 def _column(value: int, counted: Sequence[int], name: str) -> int:

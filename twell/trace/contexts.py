@@ -1,7 +1,8 @@
 """The places in the text at which an aggregate shows a neuron.
 
 While a model runs, `Best` holds the strongest of each neuron's firings and an even sample.
-`fit` then takes as many of them, and of the words around them, as the size of the file allows.
+`Near` then reads the values of the tokens around them, in a second run of the model. `fit` takes
+as many places, and as many words around them, as the size of the file allows.
 """
 
 from __future__ import annotations
@@ -20,28 +21,33 @@ Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -
 
 
 class Contexts(NamedTuple):
-    """Places of one neuron: its `top` strongest, those at `quantiles` of h, and tokens around."""
+    """Places of one neuron: its `top` strongest, those at `quantiles` of h, and tokens around.
+
+    together: neurons that fire with it.
+    """
 
     top: int
     quantiles: list[float]
     before: int
     after: int
+    together: int
 
 
 # An aggregate takes the first row that keeps its file within its limit. Counts are never reduced.
 CONTEXTS = (
-    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 12, 4),
-    Contexts(8, [0.1, 0.5, 0.9], 12, 4),
-    Contexts(5, [0.1, 0.5, 0.9], 12, 4),
-    Contexts(3, [0.1, 0.5, 0.9], 12, 4),
-    Contexts(3, [0.1, 0.5, 0.9], 8, 3),
-    Contexts(3, [0.5], 8, 3),
-    Contexts(2, [0.5], 8, 3),
-    Contexts(2, [0.5], 5, 2),
-    Contexts(1, [0.5], 5, 2),
-    Contexts(1, [0.5], 3, 1),
-    Contexts(1, [], 3, 1),
-    Contexts(0, [], 0, 0),
+    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 24, 12, 8),
+    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 16, 8, 8),
+    Contexts(8, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(5, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(3, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(3, [0.1, 0.5, 0.9], 8, 3, 3),
+    Contexts(3, [0.5], 8, 3, 3),
+    Contexts(2, [0.5], 8, 3, 3),
+    Contexts(2, [0.5], 5, 2, 1),
+    Contexts(1, [0.5], 5, 2, 1),
+    Contexts(1, [0.5], 3, 1, 0),
+    Contexts(1, [], 3, 1, 0),
+    Contexts(0, [], 0, 0, 0),
 )
 SAMPLE = 32  # firings drawn evenly from all of a neuron's: quantiles are taken of these
 
@@ -88,20 +94,91 @@ class Best:
         return table
 
 
+def places(top: Table, sample: Table) -> Table:
+    """Return all places that an aggregate may show, [L, N, P]: of the first row of CONTEXTS.
+
+    The strongest come first, then those at the quantiles of the sampled values, which repeat where
+    a neuron fires rarely.
+    """
+    wide = CONTEXTS[0]
+    of_sample = _at_quantiles(*sample, wide.quantiles)
+    parts = zip((part[..., : wide.top] for part in top), of_sample, strict=True)
+    at, value = (np.concatenate(pair, -1) for pair in parts)
+    return at, value
+
+
+class Near:
+    """An observer that keeps the values of neurons at the tokens around their places.
+
+    at [L, N, P]: the places; max_abs [L, N]; it observes `held`, the sequences that have a place.
+    """
+
+    def __init__(self, at: np.ndarray, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
+        _, _, self.before, self.after, _ = CONTEXTS[0]
+        self.at, self.size = at.reshape(len(at), -1), at.shape[1:]
+        self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
+        self.order = np.argsort(self.at, kind="stable")
+        self.sorted = np.take_along_axis(self.at, self.order, -1)
+        ends = np.cumsum([len(sequence) for sequence in sequences])
+        numbers = np.unique(np.searchsorted(ends, at[at >= 0], side="right"))
+        self.starts = ends[numbers] - [len(sequences[number]) for number in numbers]
+        self.held = [sequences[number] for number in numbers]
+        self.values = np.zeros((*self.at.shape, self.before + 1 + self.after), np.int8)
+        self.done = 0
+
+    def begin(self, ids: Tensor) -> None:
+        """Find the places of each layer in these sequences: their order, neurons, and tokens."""
+        number, length = ids.shape
+        starts = self.starts[self.done : self.done + number]
+        self.done += number
+        self.num_tokens, self.inside = ids.numel(), []
+        for at, order in zip(self.sorted, self.order, strict=True):
+            here = slice(*np.searchsorted(at, [starts[0], starts[-1] + length]))
+            sequence = np.searchsorted(starts, at[here], side="right") - 1
+            near = (at[here] - starts[sequence])[:, None] + np.arange(-self.before, self.after + 1)
+            outside = (near < 0) | (near >= length)
+            row = np.where(outside, self.num_tokens, sequence[:, None] * length + near)
+            self.inside.append((order[here], row))
+
+    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
+        code = (value / self.unit[layer].to(value.device)[neuron]).round()
+        code = torch.where(code == 0, value.sign(), code).to(torch.int8)
+        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is of no token
+        codes[token, neuron] = code
+        place, row = self.inside[layer]
+        self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
+
+    def end(self, logprob: Tensor) -> None:
+        """The probabilities are known from the first run."""
+
+    def table(self) -> np.ndarray:
+        """Return the values, int8 [L, N, P, before + 1 + after]."""
+        return self.values.reshape(len(self.at), *self.size, -1)
+
+
 def fit(
-    counts: dict, top: Table, sample: Table, sequences: Sequence[Sequence[int]], meta: dict
+    counts: dict,
+    every: Table,
+    near: np.ndarray,
+    together: Table,
+    sequences: Sequence[Sequence[int]],
+    meta: dict,
 ) -> Aggregate:
     """Return the aggregate of these counts with the most places that meta's max_bytes allow.
 
-    counts: the other fields of Aggregate; top [L, N, 8] and sample [L, N, SAMPLE]: firings.
-    Raises ValueError when the counts alone are too large.
+    counts: the other fields of Aggregate; every: `places`; near: their values, as Near's table;
+    together: neurons and correlations [L, N, J]. Raises ValueError when the counts alone are too
+    large.
     """
 
     def aggregate(contexts: Contexts) -> Aggregate:
         kept, wanted = contexts._asdict(), CONTEXTS[0]._asdict()
         reduced = {name: wanted[name] for name in wanted if kept[name] != wanted[name]}
         described = meta | {"kept": kept, "reduced": reduced}
-        return Aggregate(**counts, **_places(contexts, top, sample, sequences), meta=described)
+        partners = {"together_at": together[0][..., : contexts.together]}
+        partners["together"] = rounded(together[1][..., : contexts.together])
+        shown = _shown(contexts, every, near, sequences)
+        return Aggregate(**counts, **partners, **shown, meta=described)
 
     def size(contexts: Contexts) -> int:
         return len(aggregate(contexts).pack())
@@ -115,19 +192,27 @@ def fit(
     return aggregate(CONTEXTS[first])
 
 
-def _places(
-    contexts: Contexts, top: Table, sample: Table, sequences: Sequence[Sequence[int]]
+def _shown(
+    contexts: Contexts, every: Table, near: np.ndarray, sequences: Sequence[Sequence[int]]
 ) -> dict:
     """Return the fields of an Aggregate that say where neurons fire."""
-    top_at, top_value = (part[..., : contexts.top] for part in top)
-    quantile_at, quantile_value = _at_quantiles(*sample, contexts.quantiles)
-    at = np.unique(np.concatenate([top_at.reshape(-1), quantile_at.reshape(-1)]))
-    text_at, text = _around(at[at >= 0], contexts.before, contexts.after, sequences)
+    wide = CONTEXTS[0]
+    columns = [wide.top + wide.quantiles.index(quantile) for quantile in contexts.quantiles]
+    (top_at, quantile_at), (top_value, quantile_value) = (
+        (part[..., : contexts.top], part[..., columns]) for part in every
+    )
+    repeated = np.diff(quantile_at, axis=-1, prepend=-1) == 0
+    quantile_at = np.where(repeated, -1, quantile_at)
+    around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
+    at = np.concatenate([top_at, quantile_at], -1)
+    near = near[:, :, [*range(contexts.top), *columns], around]
+    text_at, text = _around(np.unique(at[at >= 0]), contexts.before, contexts.after, sequences)
     return {
         "top_at": top_at,
         "top_value": rounded(top_value),
         "quantile_at": quantile_at,
-        "quantile_value": rounded(quantile_value),
+        "quantile_value": rounded(np.where(repeated, 0, quantile_value)),
+        "near": np.where(at[..., None] >= 0, near, 0).astype(np.int8),
         "text_at": text_at,
         "text": text,
         "quantiles": contexts.quantiles,
@@ -137,14 +222,12 @@ def _places(
 
 
 def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]) -> Table:
-    """Return the firings of a sample [L, N, R] at the quantiles of their values, each once."""
+    """Return the firings of a sample [L, N, R] at the quantiles of their values."""
     num_firings = (at >= 0).sum(-1, keepdims=True)
     order = np.argsort(np.where(at >= 0, value, np.inf), axis=-1, kind="stable")
     rank = np.rint(np.array(quantiles) * (num_firings - 1).clip(0)).astype(np.int64)
     chosen = np.take_along_axis(order, rank, -1)
-    at, value = np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
-    repeated = np.diff(rank, axis=-1, prepend=-1) == 0
-    return np.where(repeated, -1, at), np.where(repeated, 0, value)
+    return np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
 
 
 def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]) -> Table:

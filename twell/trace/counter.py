@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from twell.trace import contexts
 from twell.trace.aggregates import BLOCKS, COMPRESSIONS, OCTAVES, TILE_N, Aggregate
-from twell.trace.contexts import CONTEXTS, SAMPLE, Best
+from twell.trace.contexts import CONTEXTS, SAMPLE, Best, Near, Table
 from twell.trace.texts import token_strings
 
 # Counted octaves 2^(e-1) <= |h| < 2^e: these exponents e, first for h >= 0, then for h < 0.
 LOWEST, HIGHEST = -31, 32
 WIDTH = HIGHEST - LOWEST + 1
+OFTEN = 8  # firings of both neurons of a pair, below which it is not correlated
 
 
 class Counter:
@@ -52,6 +53,7 @@ class Counter:
         self.value_sum, self.abs_sum = zeros(2, *neurons, dtype=torch.float64)
         self.max_abs = zeros(*neurons, dtype=torch.float32)
         self.overflow_rows, self.overflow_tiles = zeros(2, num_layers, len(COMPRESSIONS))
+        self.both = zeros(num_layers, intermediate_size, intermediate_size, dtype=torch.int32)
         unions = zeros(3, num_layers, len(BLOCKS))
         self.union_sum, self.union_max, self.union_active = unions
         # Of each layer: token and neuron of the entries in the largest block that is not whole yet.
@@ -78,6 +80,7 @@ class Counter:
         self._count_values(layer, neuron, value)
         self._count_tiles(layer, token, neuron)
         self._count_unions(layer, token, neuron)
+        self._count_pairs(layer, token, neuron)
         group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
         self.top.add(group, at, value.abs(), value)
         self.sample.add(group, at, self.keys[token], value)
@@ -123,6 +126,14 @@ class Counter:
                 self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
                 self.union_active[layer, n] += (token < num_blocks * block).sum()
 
+    def _count_pairs(self, layer: int, token: Tensor, neuron: Tensor) -> None:
+        """Count the tokens that activate two neurons, without the first of each sequence."""
+        later = token % self.shape[1] > 0
+        # A dense product of zeros and ones, exact in fp32, costs less than the layer itself.
+        active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
+        active[token[later], neuron[later]] = 1
+        self.both[layer] += (active.t() @ active).int()
+
     def end(self, logprob: Tensor) -> None:
         self.num_predicted += logprob[:, 1:].numel()
         self.nll -= logprob[:, 1:].double().sum()
@@ -133,16 +144,27 @@ class Counter:
                 f"layer {int(wrong[0])} has values that are not finite; they cannot be counted"
             )
 
+    def places(self) -> Table:
+        """Return the places that the aggregate may show, as `contexts.places`."""
+        shape = (self.num_layers, self.intermediate_size, -1)
+        tables = self.top.table(), self.sample.table()
+        return contexts.places(*(tuple(part.reshape(shape) for part in one) for one in tables))
+
+    def near(self, sequences: Sequence[Sequence[int]]) -> Near:
+        """Return the observer of a second run, over the sequences that have places."""
+        return Near(self.places()[0], self.max_abs.cpu().numpy(), sequences)
+
     def finish(
         self,
         sequences: Sequence[Sequence[int]],
+        near: Near,
         tokenizer: PreTrainedTokenizerBase,
         max_bytes: int,
         meta: dict,
     ) -> Aggregate:
         """Return the aggregate of all batches, whose sequences these are, within max_bytes.
 
-        Raises ValueError when the counts alone are larger.
+        near: has observed the second run. Raises ValueError when the counts alone are larger.
         """
         for layer, (token, neuron) in enumerate(self.waiting):
             self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
@@ -159,12 +181,34 @@ class Counter:
             "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
             "cross_entropy": float(self.nll / self.num_predicted),  # NaN where none is predicted
         }
-        shape = (self.num_layers, self.intermediate_size, -1)
-        top, sample = (
-            tuple(part.reshape(shape) for part in best.table()) for best in (self.top, self.sample)
-        )
         meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
-        return contexts.fit(counts, top, sample, sequences, meta)
+        together = self._together(self.num_tokens - len(sequences))
+        return contexts.fit(counts, self.places(), near.table(), together, sequences, meta)
+
+    def _together(self, num_tokens: int) -> Table:
+        """Return the neurons whose firings correlate most with each one's, and phi, [L, N, J].
+
+        num_tokens: so many were counted in pairs.
+        """
+        number = CONTEXTS[0].together
+        shape = self.num_layers, self.intermediate_size, number
+        at, phi = np.full(shape, -1), np.zeros(shape, np.float32)
+        for layer, counted in enumerate(self.both):
+            both = counted.double().cpu().numpy()
+            fires = both.diagonal()
+            spread = np.sqrt(fires * (num_tokens - fires))
+            often = (fires >= OFTEN) & (spread > 0)
+            scale = np.where(often, spread, np.inf)
+            table = (both * num_tokens - np.outer(fires, fires)) / scale / scale[:, None]
+            np.fill_diagonal(table, 0)
+            kept = slice(min(number, len(table)))
+            best = np.argpartition(-table, kept.stop - 1, axis=-1)[:, kept]
+            values = np.take_along_axis(table, best, -1)
+            order = np.argsort(-values, axis=-1, kind="stable")
+            best, values = (np.take_along_axis(part, order, -1) for part in (best, values))
+            at[layer, :, kept] = np.where(values > 0, best, -1)
+            phi[layer, :, kept] = values.clip(0)
+        return at, phi
 
 
 def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

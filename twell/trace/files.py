@@ -50,7 +50,9 @@ class Record:
         try:
             with np.load(path) as file:
                 described = json.loads(file["described"].tobytes())
-                return cls(**cls.of_file({name: file[name] for name in cls.arrays()}), **described)
+                return cls(
+                    **cls.of_file({n: file[n] for n in cls.arrays() if n in file}), **described
+                )
         except damages as error:
             raise ValueError(
                 f"{path} is not {cls.kind}, or it is damaged: {error}; `twell trace` makes it again"

@@ -122,6 +122,8 @@ def aggregate(
 ) -> Aggregate:
     """Run sequences of token ids through the model, each from position 0, and count.
 
+    A second run reads the values at the tokens around the places that are shown.
+
     seed: decides which firings are sampled; max_bytes: the limit of the file; say: gets a line
     every five seconds. Raises ValueError for a token that the model does not have, for no tokens,
     and for a model whose counts exceed max_bytes; FloatingPointError for activations that are not
@@ -140,10 +142,14 @@ def aggregate(
     counter = Counter(
         layers, size, model.config.vocab_size, longest, seed=seed, device=model.device
     )
+    batch = max(BATCH_TOKENS // longest, 1)
     progress = Progress(sum(map(len, sequences)), "tokens", say)
-    watch(model, progress.over(sequences, len), max(BATCH_TOKENS // longest, 1), counter)
+    watch(model, progress.over(sequences, len), batch, counter)
+    near = counter.near(sequences)
+    progress = Progress(sum(map(len, near.held)), "tokens of examples", say)
+    watch(model, progress.over(near.held, len), batch, near)
     meta = (meta or {}) | {"context": longest, "seed": seed}
-    return counter.finish(sequences, tokenizer, max_bytes, meta)
+    return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
 
 def aggregate_run(

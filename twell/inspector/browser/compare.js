@@ -79,7 +79,7 @@ export function changedCard(state) {
 
 // How alike a neuron is in the two models; null for one model.
 export function alikeness(state, layer, neuron) {
-  const [input, output] = state.header.alike;
+  const [input, output] = state.header?.alike ?? []; // an atlas has no header
   if (!input) return null;
   const at = layer * state.sides[0].N + neuron;
   return element(

@@ -1,10 +1,21 @@
-// The packed passage (twell/inspector/packing.py), unpacked into typed arrays.
+// Packed blocks (twell/inspector/packing.py), unpacked into typed arrays, and the passage of one.
 
 import { BYTES } from "./words.js";
 
-const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
+const ARRAYS = {
+  ...{ u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array },
+  ...{ f4: Float32Array },
+};
 
-export async function unpack(bytes) {
+export function fromBase64(text) {
+  const letters = atob(text);
+  const data = new Uint8Array(letters.length); // Uint8Array.from takes half a second
+  for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
+  return data;
+}
+
+// A block's header, and functions that return its arrays by name, and its floats of leading bytes.
+export async function readBlock(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
   const start = 4 + new DataView(buffer).getUint32(0, true);
@@ -12,12 +23,24 @@ export async function unpack(bytes) {
   const arrays = {};
   for (const [name, type, length, at] of header.arrays)
     arrays[name] = new ARRAYS[type](buffer, start + at, length);
-  const sides = header.sides.map(
-    (about, number) => new Side(number, about, (name) => arrays[`${number}.${name}`]),
-  );
+  const array = (name) => arrays[name];
+  const floats = (name) => {
+    const planes = [0, 1, 2].map((byte) => arrays[`${name}_${byte}`]).filter(Boolean);
+    if (planes.length) arrays[name] ??= fromBytes(...planes);
+    return arrays[name];
+  };
+  return { header, array, floats };
+}
+
+export async function unpack(bytes) {
+  const { header, array, floats } = await readBlock(bytes);
+  const sides = header.sides.map((about, number) => {
+    const own = (read) => (name) => read(`${number}.${name}`);
+    return new Side(number, about, own(array), own(floats));
+  });
   // How alike a neuron is in two models, [L * N]; of one model nothing.
-  header.alike = ["alike_in", "alike_out"].map((name) => arrays[name] && fromBytes(arrays[name]));
-  return { header, sides, cards: arrays.cards };
+  header.alike = ["alike_in", "alike_out"].map(array).map((plane) => plane && fromBytes(plane));
+  return { header, sides };
 }
 
 // float32 from its leading bytes, the first first; from bf16 where these are 16-bit numbers.
@@ -38,13 +61,13 @@ export function strongestOf(values) {
 // One passage: T tokens under a model of L layers with N neurons each. Rows are (layer, token),
 // layer * T + token; without layers, as for `included` and `rows(0, 0)`, a row is a token.
 class Side {
-  constructor(number, about, array) {
+  constructor(number, about, array, floats) {
     Object.assign(this, { number, about, T: about.tokens, L: about.layers, N: about.neurons });
     for (const name of ["token", "starts", "position", "logprob", "counts", "fires"])
       this[name] = array(name);
     this.tileMax = array("tile_max");
     this.total = fromBytes(array("total"));
-    this.value = fromBytes(...[0, 1, 2].map((byte) => array(`value_${byte}`)).filter(Boolean));
+    this.value = floats("value");
     this.rate = array("rate") && fromBytes(array("rate"));
     this.expected = array("expected");
     this.probability = array("probability") && fromBytes(array("probability"));
@@ -70,6 +93,13 @@ class Side {
 
   text(token) {
     return this.about.strings[this.token[token]];
+  }
+
+  // Where these tokens stand in the passage: the number of the one at `here`, null if they do not.
+  find(tokens, here) {
+    for (let first = 0; first + tokens.length <= this.T; first++)
+      if (tokens.every((text, n) => this.text(first + n) === text)) return first + here;
+    return null;
   }
 
   // The characters that a token of bytes and its neighbours make together, if these are whole.

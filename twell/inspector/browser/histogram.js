@@ -2,7 +2,7 @@
 
 import { strongestOf } from "./data.js";
 import { element } from "./elements.js";
-import { integer, plural, powerOfTwo, superscript } from "./words.js";
+import { integer, percent, plural, powerOfTwo, signed, superscript } from "./words.js";
 
 const WIDE = 340;
 const TALL = 112;
@@ -27,7 +27,16 @@ const line = (name, x1, x2, y1, y2 = y1) => element(`svg:line.${name}`, { x1, x2
 const text = (x, y, anchor, words, more = {}) =>
   element("svg:text", { x, y, "text-anchor": anchor, ...more }, words);
 
-export function drawHistogram({ edges, histogram, fires, tokens, own }) {
+// Where a value stands among the edges: their index and a part of the next bin.
+function placeOf(value, edges) {
+  const bin = Math.max(0, edges.findLastIndex((edge) => edge <= value));
+  const [low, high] = [edges[bin], edges[bin + 1] ?? Infinity];
+  if (low === 0 || high === 0 || high === Infinity) return bin + 0.5;
+  return bin + (Math.log2(value / low) / Math.log2(high / low));
+}
+
+// quantiles: examples, whose values are marked below the axis.
+export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles = [] }) {
   const { left, right, top, bottom } = INNER;
   const present = (count) => count > 0;
   const low = Math.max(0, Math.min(histogram.findIndex(present), edges.length - 6));
@@ -59,13 +68,20 @@ export function drawHistogram({ edges, histogram, fires, tokens, own }) {
     parts.push(line("tw-axis", x(edge), x(edge), bottom, bottom + 3));
     parts.push(text(x(edge), bottom + 12, "middle", powerOfTwo(edges[edge])));
   }
+  for (const { value, quantile } of quantiles) {
+    const at = x(placeOf(value, edges));
+    const mark = element("svg:path.tw-quantile", { d: `M${at} ${bottom}l-3 5h6z` });
+    const below = `${percent(quantile)} of its values are below ${signed(value)}`;
+    mark.append(element("svg:title", below));
+    parts.push(mark);
+  }
   const name = { class: "tw-axis-name" };
   const among = own ? "in this passage" : `over ${integer(tokens)} tokens`;
-  const label = `h, ${among} (n = ${integer(fires)})`;
+  const label = `h, in powers of two, ${among} (n = ${integer(fires)})`;
   const middle = (top + bottom) / 2;
   parts.push(text((left + right) / 2, TALL - 3, "middle", label, name));
   const turned = { ...name, transform: `rotate(-90 8 ${middle})` };
-  parts.push(text(8, middle, "middle", "tokens", turned));
+  parts.push(text(8, middle, "middle", "tokens, log scale", turned));
   const size = { viewBox: `0 0 ${WIDE} ${TALL}` };
   const about = { role: "img", "aria-label": `histogram of h, ${fires} firings` };
   return element("svg:svg.tw-histogram", size, about, parts);

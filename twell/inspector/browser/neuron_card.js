@@ -1,57 +1,54 @@
-// The card of the selected neuron: its firings in the passage, and its statistics beyond it.
+// The card of the selected neuron: its firings in the passage, and what is known of it beyond.
 
 import { changeControls } from "./changes.js";
+import { makeScale } from "./colours.js";
 import { alikeness } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
-import { closer, fact, pill } from "./parts.js";
+import { neighbours, promoted } from "./neighbours.js";
+import { closer, fact } from "./parts.js";
 import { direction, integer, number, percent, pieces, signed } from "./words.js";
 
 const NEAR = 8; // places where a neuron fires
 const FAR = 200; // when all are asked for
-const NOT_KEPT =
-  "Statistics beyond this passage are kept in this page for the neurons that carry most of it; " +
-  "this is none of them.";
+const BEFORE = 24; // tokens of the passage around a place
+const AFTER = 12;
+const TABS = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
+const ONLY_PLACES =
+  "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
+  "keeps it at all of them.";
 
 export class NeuronCard {
-  constructor(cards) {
-    this.cards = cards;
-    this.state = cards.state;
-    this.known = new Map(); // answers by "side:layer:neuron"
+  // host: { state, show }, of the inspector or of an atlas.
+  constructor(host) {
+    this.host = host;
+    this.state = host.state;
     this.places = "passage"; // the tab that is open
     this.far = false; // all places in the passage are listed
   }
 
-  answered({ key, card }) {
-    if (key !== undefined) this.known.set(key, card);
-  }
-
-  // What is known beyond the passage; undefined until the answer comes, null if there is nothing.
-  ask(side, layer, neuron) {
-    if (side.about.aggregate === null && !side.about.words) return null;
-    const key = `${side.number}:${layer}:${neuron}`;
-    if (!this.known.has(key)) {
-      this.known.set(key, undefined);
-      this.state.model.send({ ask: key });
-    }
-    return this.known.get(key);
-  }
-
   build(side, layer, neuron) {
-    const card = this.ask(side, layer, neuron);
-    const known = card && !card.error && !card.missing ? card : null;
+    const card = side.catalog?.card(layer, neuron);
+    const known = card && !card.error ? card : {};
+    const choose = (other) => this.state.chooseNeuron(side, layer, other);
     const body = element(
       "div.tw-neuron-body",
-      this.statistics(side, layer, neuron, card, known),
-      element("div.tw-places", this.tabs(known), this.listPlaces(side, layer, neuron, known)),
+      this.statistics(side, layer, neuron, known),
+      element("div.tw-places", this.tabs(side, known), this.listPlaces(side, layer, neuron, known)),
     );
-    const label = { "aria-label": "neuron" };
-    const head = this.head(side, layer, neuron);
-    const controls = changeControls(this.state, layer, neuron);
-    const alike = alikeness(this.state, layer, neuron);
-    const of = this.state.sides.length === 2 && element("div.tw-of", side.about.name);
-    return element("section.tw-card.tw-neuron", label, of, head, alike, controls, body);
+    return element(
+      "section.tw-card.tw-neuron",
+      { "aria-label": "neuron" },
+      this.state.sides.length === 2 && element("div.tw-of", side.about.name),
+      this.head(side, layer, neuron),
+      alikeness(this.state, layer, neuron),
+      this.notes(side, layer, neuron, known),
+      changeControls(this.state, layer, neuron),
+      body,
+      neighbours(known, layer, choose),
+      this.state_(side, card),
+    );
   }
 
   head(side, layer, neuron) {
@@ -70,54 +67,85 @@ export class NeuronCard {
     );
   }
 
-  statistics(side, layer, neuron, card, known) {
+  // One's own note: a box where it can be kept, else its text.
+  notes(side, layer, neuron, { note, overview }) {
+    const { catalog } = side;
+    if (!overview?.about.keeps || !catalog.write) return note && element("p.tw-noted", note);
+    return element("input.tw-noting", {
+      ...{ type: "text", value: note, "aria-label": "note", data: { focus: "note" } },
+      placeholder: "A note of your own, kept in notes.txt beside the model",
+      onchange: ({ target }) => catalog.write(layer, neuron, target.value),
+    });
+  }
+
+  statistics(side, layer, neuron, known) {
+    const facts = [];
+    const notes = [];
     const { tokens, values } = side.column(layer, neuron);
     const fires = side.firings(layer, neuron);
-    const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
-    const facts = [fact("fires here", here)];
+    if (side.T) {
+      const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
+      facts.push(fact("fires here", here));
+    }
     if (tokens.length) facts.push(fact("strongest here", signed(strongestOf(values))));
-    const notes = [];
-    const note = (text) => notes.push(element("p.tw-quiet", text));
-    if (fires > tokens.length)
-      note(`Shown are the ${integer(tokens.length)} of its firings that are kept.`);
-    if (known?.tokens !== undefined) {
+    if (fires > tokens.length) {
+      const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
+      notes.push(element("p.tw-quiet", kept));
+    }
+    if (known.fires !== undefined) {
       const among = `of ${integer(known.tokens)} tokens`;
       const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
       facts.push(fact(among, share));
-      if (known.fires) {
+      if (known.fires)
         facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
-        notes.push(drawHistogram(known));
-      }
-    } else if (tokens.length) notes.push(drawHistogram(histogramOf(values)));
-    if (known?.promotes) notes.push(promoted(known));
-    if (card === undefined) note("asking the kernel \u2026");
-    else if (card?.error) note(card.error);
-    else if (card?.missing) note(NOT_KEPT);
+    }
+    if (known.fires && known.histogram) notes.push(drawHistogram(known));
+    else if (tokens.length) notes.push(drawHistogram(histogramOf(values)));
+    if (known.promotes) notes.push(promoted(known));
     return element("div", element("div.tw-factbox", facts), notes);
   }
 
-  tabs(known) {
-    const kinds = [["passage", "here"]];
-    if (known?.top?.length) kinds.push(["top", "strongest of all"], ["quantiles", "typical"]);
-    if (!kinds.some(([kind]) => kind === this.places)) this.places = "passage";
-    const tab = ([kind, name]) => {
+  // What is still to come, or could not.
+  state_(side, card) {
+    const lines = [];
+    if (side.catalog && (!card || card.waiting)) lines.push("loading \u2026");
+    if (card?.error) lines.push(card.error);
+    lines.push(...new Set(card?.missing ?? []), this.unkept ?? "");
+    return lines.filter(Boolean).map((line) => element("p.tw-quiet", line));
+  }
+
+  tabs(side, known) {
+    const far = known.top?.length ? ["top", "quantiles"] : [];
+    const kinds = [side.T && "passage", ...far];
+    this.shown = kinds.includes(this.places) ? this.places : kinds.find(Boolean);
+    const tab = (kind) => {
       const open = () => {
         this.places = kind;
-        this.cards.show();
+        this.host.show();
       };
-      const selected = { "aria-selected": String(kind === this.places) };
-      return button("", open, { role: "tab", ...selected, data: { focus: `tab-${kind}` } }, name);
+      const selected = { "aria-selected": String(kind === this.shown) };
+      const about = { role: "tab", ...selected, data: { focus: `tab-${kind}` } };
+      return button("", open, about, TABS[kind]);
     };
-    return element("div.tw-tabs", { role: "tablist" }, kinds.map(tab));
+    return element("div.tw-tabs", { role: "tablist" }, kinds.filter(Boolean).map(tab));
   }
 
   listPlaces(side, layer, neuron, known) {
-    if (this.places === "passage") return this.placesHere(side, layer, neuron);
-    return known[this.places].map(([value, quantile, ...rest]) => {
-      const [before, text, after, sequence, position] = rest;
-      const about = { title: `sequence ${sequence}, position ${position}` };
-      return element("div.tw-place", about, placeParts(value, quantile, before, text, after));
+    if (this.shown === "passage") return this.placesHere(side, layer, neuron);
+    const examples = known[this.shown] ?? [];
+    const scale = this.scale(known.largest);
+    const lines = examples.map((example) => {
+      const token = side.find(example.tokens, example.here);
+      const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
+      const go = token !== null && (() => this.state.choose(side, { token }));
+      return exampleLine(example, scale, go ? `${where}; go to it in the passage` : where, go);
     });
+    const plain = examples.length && examples.every(({ shades }) => shades.includes(null));
+    return [...lines, plain && element("p.tw-quiet", ONLY_PLACES)];
+  }
+
+  scale(largest) {
+    return makeScale("signed", largest, "", this.state.ramps);
   }
 
   // Where in the passage the neuron fires, strongest first; a click goes there.
@@ -126,36 +154,37 @@ export class NeuronCard {
     if (!tokens.length) return element("p.tw-quiet", "It fires nowhere in this passage.");
     const order = Array.from(tokens, (_, n) => n);
     order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
-    const rows = order
-      .slice(0, this.far ? FAR : NEAR)
-      .map((n) => this.placeHere(side, tokens[n], values[n]));
+    const scale = this.scale(Math.abs(values[order[0]]));
+    const shades = new Map(order.map((n) => [tokens[n], values[n]]));
+    const rows = order.slice(0, this.far ? FAR : NEAR).map((n) => {
+      const { [n]: token } = tokens;
+      const go = () => this.state.choose(side, { token });
+      const example = { value: values[n], quantile: null, ...around(side, token, shades) };
+      return exampleLine(example, scale, `go to token ${integer(token)}`, go);
+    });
     const most = Math.min(order.length, FAR);
     if (most > rows.length) {
       const name = `show ${most === order.length ? "all " : ""}${most}`;
       const openAll = () => {
         this.far = true;
-        this.cards.show();
+        this.host.show();
       };
       rows.push(button(".tw-link.tw-more", openAll, name));
     }
     return rows;
   }
+}
 
-  placeHere(side, token, value) {
-    const sequence = side.sequenceOf(token);
-    const words = (from, to) => {
-      const length = Math.max(0, to - from);
-      return Array.from({ length }, (_, at) => side.text(from + at)).join("");
-    };
-    const before = words(Math.max(side.starts[sequence], token - 12), token);
-    const after = words(token + 1, Math.min(side.starts[sequence + 1], token + 8));
-    return button(
-      ".tw-place",
-      () => this.state.choose(side, { token }),
-      { title: `go to token ${integer(token)}` },
-      placeParts(value, null, before, side.text(token), after),
-    );
-  }
+function around(side, token, values) {
+  const sequence = side.sequenceOf(token);
+  const first = Math.max(side.starts[sequence], token - BEFORE);
+  const last = Math.min(side.starts[sequence + 1] - 1, token + AFTER);
+  const numbers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
+  return {
+    tokens: numbers.map((n) => side.text(n)),
+    shades: numbers.map((n) => values.get(n) ?? 0),
+    here: token - first,
+  };
 }
 
 function picker(label, value, most, choose) {
@@ -174,22 +203,24 @@ function picker(label, value, most, choose) {
   });
 }
 
-function promoted({ promotes, suppresses }) {
-  const word = ([text, change]) =>
-    element("span.tw-word", { title: `${signed(change)} a unit of h` }, pill(text));
-  const list = (title, words) =>
-    element("div", element("h5", title), element("div.tw-words", words.map(word)));
-  const lists = [list("promotes (h > 0)", promotes), list("suppresses", suppresses)];
-  return element("div.tw-both-words", lists);
-}
-
-function placeParts(value, quantile, before, text, after) {
-  const context = (words) => (words ? pieces(words) : []);
-  return [
+// An example with every token shaded by its h.
+function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go) {
+  const shaded = (text, n) => {
+    const span = element(n === here ? "mark" : "span", pieces(text));
+    const { [n]: h } = shades;
+    if (h) {
+      const index = scale.index(h);
+      const fill = scale.ramp.fill[index];
+      Object.assign(span.style, { backgroundColor: fill, color: scale.ramp.ink[index] });
+      span.title = `h ${signed(h)}`;
+    }
+    return span;
+  };
+  const parts = [
     element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
     quantile !== null && element("small", percent(quantile)),
-    element("span.tw-before", { dir: direction(before) }, element("span", context(before))),
-    element("mark", { dir: "auto" }, pieces(text)),
-    element("span.tw-after", { dir: direction(after) }, context(after)),
+    element("span.tw-example", { dir: direction(tokens.join("")) }, tokens.map(shaded)),
   ];
+  if (go) return button(".tw-place", go, { title }, parts);
+  return element("div.tw-place", { title }, parts);
 }

@@ -1,8 +1,10 @@
-// An exported page: a stand-in for the widget's model, with the cards that the page has with it.
+// An exported page: a stand-in for the widget's model, with the chunks that the page has with it.
 
 import { addressOf, viewOf } from "./address.js";
-import { unpack } from "./data.js";
+import { fromBase64 } from "./data.js";
 import { View } from "./view.js";
+
+const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
 
 class PageModel {
   constructor(state, begin) {
@@ -46,23 +48,16 @@ class PageModel {
     for (const react of this.listeners.get(name) ?? []) react(...words);
   }
 
-  async cards() {
-    const { cards } = await unpack(this.state.data);
-    return JSON.parse(new TextDecoder().decode(cards));
-  }
-
-  async send({ ask }) {
-    this.known ??= this.cards();
-    const card = (await this.known)[ask] ?? { missing: true };
-    this.tell("msg:custom", { key: ask, card });
+  async chunk(key) {
+    const text = document.getElementById(key)?.textContent;
+    if (text === undefined) throw new Error(NO_ROOM);
+    return fromBase64(text);
   }
 }
 
-// parent: the element to fill; text: the packed data in base64; begin: the view to begin with.
-export function openPage(parent, text, begin) {
-  const letters = atob(text);
-  const data = new Uint8Array(letters.length); // Uint8Array.from takes half a second
-  for (let at = 0; at < data.length; at++) data[at] = letters.charCodeAt(at);
+// parent: the element to fill; begin: the view to begin with.
+export function openPage(parent, begin) {
+  const data = fromBase64(document.getElementById("data").textContent);
   const view = viewOf(location.hash.slice(1), begin);
   const nothing = { texts: [], runs: false, busy: false, error: "" };
   new View(new PageModel({ ...view, data, ...nothing }, begin), parent);

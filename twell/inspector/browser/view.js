@@ -2,7 +2,9 @@
 
 import { isDark, Ramp } from "./colours.js";
 import { Bar } from "./bar.js";
+import { Browse } from "./browse.js";
 import { Cards } from "./cards.js";
+import { Catalog } from "./catalog.js";
 import { changeStrip } from "./changes.js";
 import { unpack } from "./data.js";
 import { element } from "./elements.js";
@@ -27,6 +29,9 @@ export class View {
     parent.append(this.root);
     this.tip = element("div.tw-tip", { hidden: true });
     this.cards = new Cards(this);
+    this.catalogs = new Map(); // by the number of a side
+    this.asked = new Map(); // promises of chunks that Python computes
+    this.browse = new Browse(this);
     this.stops = [];
     this.listen(model);
     this.load();
@@ -49,10 +54,7 @@ export class View {
       on(`change:${trait}`, () => this.typing?.showMessages());
     on("change:texts", () => this.typing?.showTexts());
     on("change:data", () => this.load());
-    on("msg:custom", (answer) => {
-      this.cards.neuron.answered(answer);
-      this.schedule();
-    });
+    on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
     const themed = () => this.themed();
     const page = new MutationObserver(themed);
     for (const node of [document.documentElement, document.body])
@@ -85,6 +87,7 @@ export class View {
       const { header, sides } = await unpack(bytes);
       if (this.closed || bytes !== this.state.get("data")) return;
       Object.assign(this.state, { header, sides });
+      for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
       const old = typeof DecompressionStream === "undefined";
       const why = old ? "it needs a browser of 2023 or later" : error.message;
@@ -93,6 +96,40 @@ export class View {
       return;
     }
     this.build();
+  }
+
+  // It outlives the passage. Two texts under one model have one.
+  catalogOf({ number, about }) {
+    if (about.aggregate === null && !about.words) return null;
+    const of = this.state.header.same ? 0 : number;
+    if (!this.catalogs.has(of)) {
+      const { model } = this.state;
+      const load = (key) => (model.chunk ? model.chunk(key) : this.ask(key));
+      const catalog = new Catalog((name) => load(`${of}:${name}`), () => this.schedule());
+      if (!model.chunk)
+        catalog.write = (layer, neuron, text) => {
+          catalog.noted.set(`${layer}:${neuron}`, text);
+          model.send({ note: `${of}:${layer}:${neuron}`, text });
+        };
+      this.catalogs.set(of, catalog);
+    }
+    return this.catalogs.get(of);
+  }
+
+  ask(key) {
+    return new Promise((done, refuse) => {
+      this.asked.set(key, { done, refuse });
+      this.state.model.send({ ask: key });
+    });
+  }
+
+  answered({ key, error }, buffers) {
+    const { done, refuse } = this.asked.get(key) ?? {};
+    this.asked.delete(key);
+    if (!done) this.cards.neuron.unkept = error;
+    else if (error) refuse(new Error(error));
+    else done(buffers[0]);
+    this.schedule();
   }
 
   // The frame stays when another text is shown, so that whoever types keeps the cursor.
@@ -139,6 +176,7 @@ export class View {
       this.frame.bar,
       ...(own ? [] : typed),
       element("div.tw-main", element("div.tw-sides", sections), this.cards.box),
+      this.browse.node,
       element("div.tw-keys", keys),
       this.tip,
       this.cards.spoken,
@@ -233,6 +271,7 @@ export class View {
     this.paint();
     this.drawMaps();
     this.cards.show();
+    this.browse.show();
     // A card that closed had the focus: keys go on working.
     if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
     this.reveal = false; // the selected token comes into sight when it has changed,

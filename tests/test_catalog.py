@@ -1,0 +1,154 @@
+"""The catalog of all neurons against slow loops, and notes; not what a browser draws."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import twell
+from tests.factories.inspector import floats, unpack
+from twell import analysis, inspector, trace
+
+
+@pytest.fixture(scope="module")
+def model(tiny_run):
+    """The tiny model with its tokenizer, and an aggregate beside it."""
+    trace.aggregate_run(tiny_run, tokens=512).save(tiny_run / "aggregate.npz")
+    yield tiny_run
+    (tiny_run / "aggregate.npz").unlink()
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    return twell.load(model)
+
+
+def test_a_catalog_has_what_the_aggregate_says(model, pair):
+    counted = trace.Aggregate.load(model / "aggregate.npz")
+    catalog = inspector.Catalog(inspector.sides(model, "ba de fun")[0])
+    chunks = {name: unpack(catalog.chunk(name)) for name in catalog.names}
+    assert [*chunks] == "overview text layer-0 layer-1 words-0 words-1".split()
+    about, overview = chunks["overview"]
+    table = analysis.by_neuron(counted)
+    assert (about["tokens"], about["strings"]) == (512, counted.strings)
+    assert np.array_equal(overview["fires"], counted.neurons()[0].reshape(-1))
+    alive = overview["fires"] > 0
+    np.testing.assert_allclose(overview["fires"] / 512, table["rate"])
+    for name, column in (("mean", "mean_value"), ("largest", "max_abs")):
+        np.testing.assert_allclose(floats(overview, name)[alive], table[column][alive], 1e-4)
+    strength = (counted.abs_sum.reshape(-1) / np.maximum(overview["fires"], 1))[alive]
+    np.testing.assert_allclose(floats(overview, "strength")[alive], strength, 1e-4)
+    text = {name: array.astype(int) for name, array in chunks["text"][1].items()}
+    words = [about["strings"][n] for n in text["text"]]
+    at = text["at"].reshape(2, 96, -1) - 1
+    peaks = overview["peaks"].reshape(2, 96, -1)
+    for layer, neuron in [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]:
+        own = chunks[f"layer-{layer}"][1]
+        bins = analysis.value_histogram(counted, layer, neuron)["count"]
+        assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
+        top = analysis.contexts(counted, layer, neuron)
+        quantiles = analysis.contexts(counted, layer, neuron, "quantile")
+        table = pd.concat([top, quantiles])
+        values = floats(own, "value").reshape(96, -1)[neuron][at[layer, neuron] >= 0]
+        np.testing.assert_array_equal(values, table["value"])
+        places = at[layer, neuron][at[layer, neuron] >= 0]
+        assert [words[place] for place in places] == table["token"].tolist()
+        starts = text["lengths"].cumsum() - text["lengths"]
+        number = text["gap"].cumsum()[places]
+        expected = starts[table["sequence"].to_numpy(int)] + table["position"].to_numpy(int)
+        assert number.tolist() == expected.tolist()
+        seen = [about["strings"][n - 1] for n in peaks[layer, neuron] if n]
+        assert seen == [*dict.fromkeys(top["token"])][:4]
+        assert np.array_equal(own["near"].reshape(96, 13, -1), counted.near[layer])
+        together = own["together"].reshape(96, -1)[neuron].astype(int) - 1
+        assert np.array_equal(together, counted.together_at[layer, neuron])
+    with pytest.raises(ValueError, match="there is no chunk 'layer-2'; there are overview, text"):
+        catalog.chunk("layer-2")
+
+
+def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
+    monkeypatch.setattr("twell.inspector.catalog.BATCH", 40)
+    network, tokenizer = pair
+    catalog = inspector.Catalog(inspector.sides(pair, "ba de fun")[0])
+    assert catalog.names == ["overview", "words-0", "words-1"]
+    unembedding = (network.get_output_embeddings().weight * network.model.norm.weight).double()
+    strings = trace.token_strings(tokenizer, range(320))
+    for layer in range(2):
+        header, arrays = unpack(catalog.chunk(f"words-{layer}"))
+        ffn = network.ffns[layer]
+        change = (unembedding @ ffn.down_proj.weight.double()).detach().numpy()
+        change -= change.mean(0)
+        words = arrays["word"].reshape(96, 2, 10)
+        changes = floats(arrays, "change").reshape(96, 2, 10)
+        for neuron in range(96):
+            for half, sign in enumerate((1, -1)):
+                expected = np.sort(sign * change[:, neuron])[::-1][:10]
+                np.testing.assert_allclose(sign * changes[neuron, half], expected, 2e-3, 1e-6)
+                first = int((sign * change[:, neuron]).argmax())
+                assert header["strings"][words[neuron, half, 0]] == strings[first]
+        rows = {
+            "gate": ffn.gate_proj.weight,
+            "up": ffn.up_proj.weight,
+            "down": ffn.down_proj.weight.T,
+        }
+        assert header["like"] == [*rows]
+        for name, matrix in rows.items():
+            matrix = matrix.detach().double().numpy()
+            length = np.linalg.norm(matrix, axis=1)
+            cosine = matrix @ matrix.T / np.outer(length, length)
+            np.fill_diagonal(cosine, 0)
+            at = arrays[name].reshape(96, 5)
+            own = floats(arrays, f"{name}_cosine").reshape(96, 5)
+            np.testing.assert_allclose(own, np.take_along_axis(cosine, at, 1), 1e-3, 1e-6)
+            largest = np.sort(np.abs(cosine), 1)[:, ::-1][:, :5]
+            np.testing.assert_allclose(np.abs(own), largest, 1e-3, 1e-6)
+
+
+def test_the_widget_answers_the_browser(model, monkeypatch):
+    widget = twell.inspect(model, "ba de fun")
+    sent = []
+    monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append((answer, chunks)))
+    keys = ["0:layer-1", "0:layer-9", "nonsense", "7:overview"]
+    for key in keys:
+        widget._handle_custom_msg({"ask": key}, [])
+    assert [answer["key"] for answer, _ in sent] == keys
+    assert sent[0][1] == [inspector.Catalog(widget.sides[0]).chunk("layer-1")]
+    assert "there is no chunk 'layer-9'" in sent[1][0]["error"]
+    assert all(answer["error"] and not chunks for answer, chunks in sent[1:])
+    json.dumps([answer for answer, _ in sent])
+
+
+def test_notes_are_lines_of_a_file_beside_the_model(model, pair, monkeypatch):
+    file = model / inspector.NOTES
+    widget, sent = twell.inspect(model, "ba de fun"), []
+    monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append(answer))
+    for key, text in [
+        ("0:1:5", "ends of\nlines"),
+        ("0:0:7", "x"),
+        ("0:1:5", " years "),
+        ("0:0:7", ""),
+    ]:
+        widget._handle_custom_msg({"note": key, "text": text}, [])
+    assert sent == [{"key": key} for key in ("0:1:5", "0:0:7", "0:1:5", "0:0:7")]
+    assert file.read_text() == "1:5 years\n"
+    file.write_text("# mine\n\n1:5 years\n0:10 a  b\n")
+    inspector.write_note(file, 0, 1, "c")
+    assert file.read_text() == "# mine\n\n1:5 years\n0:10 a  b\n0:1 c\n"
+    assert widget.sides[0].notes == {(1, 5): "years", (0, 10): "a  b", (0, 1): "c"}
+    header, _ = unpack(inspector.Catalog(widget.sides[0]).chunk("overview"))
+    assert header["notes"] == {"1:5": "years", "0:10": "a  b", "0:1": "c"} and header["keeps"]
+    widget._handle_custom_msg({"note": "0:2:0", "text": "x"}, [])
+    assert "layer 2, neuron 0 does not exist: there are 2 layers of 96" in sent[-1]["error"]
+    for line, words in [
+        ("1;5 years", "line 1: '1;5 years' is no note"),
+        ("2:0 a", "layer 2, neuron 0"),
+    ]:
+        file.write_text(line)
+        with pytest.raises((ValueError, IndexError), match=words):
+            inspector.read_notes(file, (2, 96))
+    file.unlink()
+    alone = twell.inspect(pair, "ba")
+    monkeypatch.setattr(alone, "send", lambda answer, chunks: sent.append(answer))
+    alone._handle_custom_msg({"note": "0:0:0", "text": "x"}, [])
+    assert "there is no model's folder to keep the note in" in sent[-1]["error"]

@@ -1,0 +1,194 @@
+"""All neurons of a model as chunks of bytes, from which a browser makes cards and searches.
+
+    overview   fires, mean and largest h of each neuron, and the tokens at which it fires most
+    text       the text around all examples, and where in it they are
+    layer-N    of each neuron of a layer: the histogram of h, the examples' values, and the neurons
+               that fire with it
+    words-N    words whose logits each neuron changes most, and neurons of its layer most like it
+
+A chunk is computed when it is asked for. The widget sends it then; a page takes all along for
+which there is room; an atlas has a file of each. Without an aggregate only the words are known,
+without a model only the rest. Words need the model's last norm, whose place an adapter names.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from twell import trace
+from twell.inspector.packing import block, leading_bytes
+from twell.inspector.side import Side
+from twell.models import last_norm, sparse_ffns
+
+WORDS = 10  # that a neuron promotes, and suppresses
+LIKE = 5  # neurons with the most similar rows, of each projection
+PEAKS = 4  # tokens of the strongest examples that a list shows
+BATCH = 256  # neurons whose logits are computed at once
+
+
+class Catalog:
+    """The chunks of one side's model; `names` in the order of their use."""
+
+    def __init__(self, side: Side):
+        self.side, self.shape = side, side.shape
+        layers = range(side.shape[0])
+        self.names = ["overview"]
+        if side.aggregate is not None:
+            self.names += ["text", *(f"layer-{n}" for n in layers)]
+        if side.model is not None:
+            self.names += [f"words-{n}" for n in layers]
+
+    @functools.lru_cache  # noqa: B019 - a catalog lives as long as its side
+    def chunk(self, name: str) -> bytes:
+        """Return a chunk, compressed. Raises ValueError for a name that is none of `names`."""
+        if name not in self.names:
+            raise ValueError(f"there is no chunk {name!r}; there are {', '.join(self.names)}")
+        kind, _, layer = name.partition("-")
+        header, arrays = getattr(self, f"_{kind}")(*([int(layer)] if layer else []))
+        return block(header, arrays, 9)
+
+    def _overview(self) -> tuple[dict, dict]:
+        side, aggregate = self.side, self.side.aggregate
+        header = {
+            "name": side.name,
+            "layers": self.shape[0],
+            "neurons": self.shape[1],
+            "weights": side.model is not None,
+            "words": side.model is not None and last_norm(side.model) is not None,
+            "gated": side.model is None or sparse_ffns(side.model)[0].gated,
+            "notes": {f"{layer}:{n}": text for (layer, n), text in side.notes.items()},
+            "keeps": side.notes_file is not None,
+            "tokens": None,
+        }
+        if aggregate is None:
+            return header, {}
+        fires, sums, largest = aggregate.neurons()
+        often = np.maximum(fires, 1)
+        header |= {
+            "tokens": aggregate.num_tokens,
+            "edges": aggregate.value_edges.tolist(),
+            "top": aggregate.top_at.shape[-1],
+            "quantiles": aggregate.quantiles,
+            "before": aggregate.before,
+            "after": aggregate.after,
+            "near": aggregate.near.shape[-1] > 0,
+            "together": aggregate.together.shape[-1],
+            "strings": aggregate.strings,
+            "source": {k: aggregate.meta.get(k) for k in ("run", "date", "command")},
+        }
+        arrays = {"fires": fires.astype(np.uint32), "peaks": _peaks(aggregate)}
+        arrays |= leading_bytes("mean", sums / often, 3)
+        arrays |= leading_bytes("strength", aggregate.abs_sum / often, 3)
+        return header, arrays | leading_bytes("largest", largest, 3)
+
+    def _text(self) -> tuple[dict, dict]:
+        aggregate = self.side.aggregate
+        at = np.concatenate([aggregate.top_at, aggregate.quantile_at], -1)
+        inside = np.searchsorted(aggregate.text_at, at) + 1
+        return {}, {
+            "gap": _least(np.diff(aggregate.text_at, prepend=0)),
+            "text": _least(np.searchsorted(aggregate.token_ids, aggregate.text)),
+            "lengths": aggregate.lengths.astype(np.uint32),
+            "at": np.where(at >= 0, inside, 0).astype(np.uint32),  # from 1; 0: none
+        }
+
+    def _layer(self, layer: int) -> tuple[dict, dict]:
+        aggregate = self.side.aggregate
+        value = np.concatenate([aggregate.top_value, aggregate.quantile_value], -1)[layer]
+        return {}, {
+            "histogram": _least(aggregate.value_histogram[layer]),
+            "near": aggregate.near[layer],
+            "together": (aggregate.together_at[layer] + 1).astype(np.uint16),  # from 1; 0: none
+            **leading_bytes("phi", aggregate.together[layer], 3),
+            **leading_bytes("value", value, 3),
+        }
+
+    @torch.no_grad()
+    def _words(self, layer: int) -> tuple[dict, dict]:
+        rows, arrays, known = self._rows(layer), {}, []
+        if (norm := last_norm(self.side.model)) is not None:
+            ids, values = self._promoted(norm, rows["down"])
+            known, index = np.unique(ids, return_inverse=True)
+            arrays = {"word": _least(index), **leading_bytes("change", values, 3)}
+        for name, matrix in rows.items():
+            at, cosine = _like(matrix.float())
+            arrays |= {name: _least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
+        strings = trace.token_strings(self.side.tokenizer, list(known))
+        return {"strings": strings, "like": [*rows]}, arrays
+
+    def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the words that directions [N, K] raise most, then those they lower most.
+
+        Their ids and the changes of their logits, [N, 2 * WORDS].
+        """
+        unembedding = self.side.model.get_output_embeddings().weight
+        ids, values = [], []
+        for part in directions.split(BATCH):
+            logits = (unembedding @ _normed(norm, part).t()).float().t()  # [n, V]
+            logits = logits - logits.mean(1, keepdim=True)
+            number = min(WORDS, logits.shape[1])
+            best = [logits.topk(number, largest=largest) for largest in (True, False)]
+            values.append(torch.cat([part.values for part in best], 1).cpu())
+            ids.append(torch.cat([part.indices for part in best], 1).cpu())
+        return torch.cat(ids).numpy(), torch.cat(values).numpy()
+
+    def _rows(self, layer: int) -> dict[str, Tensor]:
+        """Of each projection the weights of every neuron, [N, K]."""
+        ffn = sparse_ffns(self.side.model)[layer]
+        like = next(ffn.parameters())
+        down = _matrix(ffn.down_proj, self.shape[1], like)
+        rows = {"gate": ffn.gate_proj, "up": ffn.up_proj}
+        rows = {
+            name: _matrix(one, down.shape[1], like).t()
+            for name, one in rows.items()
+            if one is not None
+        }
+        return rows | {"down": down}
+
+
+def _like(rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return of each row [N, K] the LIKE others with the largest |cosine| to it, and the cosine."""
+    unit = nn.functional.normalize(rows, dim=1)
+    table = (unit @ unit.t()).fill_diagonal_(0)
+    best = table.abs().topk(min(LIKE, len(rows))).indices
+    return best.cpu().numpy(), table.gather(1, best).cpu().numpy()
+
+
+def _matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:
+    """Return what a projection makes of each unit vector, [size, outputs]; LoRA and FP8 as well."""
+    zero_and_ones = torch.eye(size + 1, size, dtype=like.dtype, device=like.device).roll(1, 0)
+    outputs = projection(zero_and_ones)
+    return outputs[1:] - outputs[:1]
+
+
+def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
+    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
+    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
+        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
+        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
+    weight = getattr(norm, "weight", None)
+    return directions if weight is None else directions * weight
+
+
+def _peaks(aggregate: trace.Aggregate) -> np.ndarray:
+    """Return the first PEAKS different tokens of each neuron's strongest places, from 1; 0: none.
+
+    They are indices of the aggregate's tokens, [L, N, PEAKS].
+    """
+    inside = np.searchsorted(aggregate.text_at, aggregate.top_at).clip(0, None)
+    token = np.searchsorted(aggregate.token_ids, np.append(aggregate.text, 0)[inside]) + 1
+    token = np.where(aggregate.top_at >= 0, token, 0).reshape(-1, aggregate.top_at.shape[-1])
+    peaks = np.zeros((len(token), PEAKS), np.uint32)
+    for row, tokens in enumerate(token.tolist()):
+        different = [one for one in dict.fromkeys(tokens) if one][:PEAKS]
+        peaks[row, : len(different)] = different
+    return _least(peaks)
+
+
+def _least(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers from 0 in the smallest type that the browser reads."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
