@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
         "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
         "seven_tasks several_levels",
-        ".words": "WHERE around_word neuron_of",
+        ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
         "compared_level computed_curves computed_otherwise contrast contrasts noise_limit "
         "noise_verdict paper_sizes remedied seed_noise sizes",

@@ -28,11 +28,11 @@ def around_word(
 ) -> pd.DataFrame:
     """Return the rise of the loss from a trace to other log probabilities of its tokens, by place.
 
-    logprob [T]: of a changed model, such as `trace.scaled_logprob`. Columns: where (WHERE), tokens, rise
-    (nats a token, above 0 where the changed model predicts worse), low, high: the 95% interval of
-    `draws` bootstrap samples of sequences, NaN below 8 sequences. First tokens of sequences are not
-    predicted. Raises ValueError for another number of tokens, and for a token that does not occur.
-    Ours.
+    logprob [T]: of a changed model, such as `trace.scaled_logprob`. Columns: where (WHERE), tokens,
+    rise (nats a token, above 0 where the changed model predicts worse), low, high: the 95% interval
+    of `draws` bootstrap samples of sequences, NaN below 8 sequences. First tokens of sequences are
+    not predicted. Raises ValueError for another number of tokens, and for a token that does not
+    occur. Ours.
     """
     if len(logprob) != before.num_tokens:
         raise ValueError(f"logprob has {len(logprob)} tokens, the trace {before.num_tokens}")
