@@ -1,8 +1,9 @@
 """The gradients of random cases: python -m tests.fuzz --training; see fuzz.py for the cases.
 
 y, l1 and the gradients of every tensor and of the L1 term are compared with fp64. Where values are
-integers, u, du and dg are rounded, and dh in the path by unions of a gated layer. Errors are relative to the
-RMS of the result, or to the RMS it would have if no sum cancelled, whichever is larger.
+integers, u, du and dg are rounded, and dh in the path by unions of a gated layer. Errors are
+relative to the RMS of the result, or to the RMS it would have if no sum cancelled, whichever is
+larger.
 """
 
 from __future__ import annotations

@@ -39,6 +39,12 @@ def test_predictions_are_the_models(pair):
     np.testing.assert_allclose(predicted.probability, -np.sort(-probability)[:, :10], rtol=1e-4)
     own = np.take_along_axis(probability, predicted.ids, -1)
     np.testing.assert_allclose(own, predicted.probability, rtol=1e-4)
+    table = widget.predictions(5)
+    assert table["probability"].tolist() == predicted.probability[5].tolist()
+    assert table["text"].tolist() == trace.token_strings(tokenizer, predicted.ids[5])
+    assert table["model"].unique().tolist() == ["model"]
+    with pytest.raises(ValueError, match="no token is selected; give its number"):
+        widget.predictions()
     header, arrays = unpack(widget.data)
     words = [header["sides"][0]["expected"][n] for n in arrays["0.expected"]]
     assert words == trace.token_strings(tokenizer, predicted.ids.reshape(-1))
@@ -48,7 +54,10 @@ def test_predictions_are_the_models(pair):
     traced = trace_text(model, tokenizer, TEXT)
     by_trace = twell.inspect(traced, model=pair).sides[0].predictions
     np.testing.assert_allclose(by_trace.probability, predicted.probability, rtol=1e-5)
-    assert "0.expected" not in unpack(twell.inspect(traced).data)[1]
+    view = twell.inspect(traced, token=3)
+    assert "0.expected" not in unpack(view.data)[1]
+    with pytest.raises(ValueError, match="ran no model; give inspect a model instead of a trace"):
+        view.predictions()
 
 
 def test_changes_run_the_model_again(pair):
@@ -181,7 +190,7 @@ def test_a_click_silences_a_neuron(live, pair):
     after = widget.sides[1]
     losses = [-np.nanmean(side.trace.logprob) for side in widget.sides]
     strip = texts(page, ".tw-strip-of-changes")[0]
-    assert f"loss {losses[0]:.3g} \u2192 {losses[1]:.3g} nats" in strip
+    assert f"loss {losses[0]:.3f} \u2192 {losses[1]:.3f} nats" in strip
     pairs, _ = shown_predictions(page, 1)
     expected = 100 * after.predictions.probability[token]
     np.testing.assert_allclose([p for _, p in pairs[:10]], expected, rtol=0.06)

@@ -38,13 +38,16 @@ FIGURES = {
     " fig10_contributions fig11_contributions fig06_trained model_parts model_decode decode_parts",
     "09_training_choices": "choices_frontier scale_activity flagship processes",
     "10_clusters": "cluster_costs",
+    "11_one_word": "around_word",
 }
 # These compute with a model; the others show recorded numbers alone.
-MODEL = ("01_format", "04_tokens", "06_downstream", "07_inspect")
-NO_CLAIMS = ("10_clusters",)
+MODEL = ("01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word")
+NO_CLAIMS = ("10_clusters", "11_one_word")
 # In place of the model that ships, where a lesson evaluates or traces it.
-TINY = ("06_downstream", "07_inspect")
+TINY = ("06_downstream", "07_inspect", "11_one_word")
+WIDGETS = {"07_inspect": "inspector", "11_one_word": "one_word"}  # they compute here and now
 SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_items": 3}
+SMALL |= {"word": None}
 UNHEARD = DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning
 SLOW = pytest.mark.slow
 
@@ -121,11 +124,12 @@ def test_lessons_draw_the_tracked_figures(name, figures, model, capsys):
         cells, names = execute(name, **given)
     expected = FIGURES[name].split()
     assert figures_of(cells) == expected and drawn_in(figures["folder"]) == set(expected)
-    for figure in expected if name != "07_inspect" else ():  # it computes its numbers here and now
+    for figure in expected if name not in WIDGETS else ():
         path = figures["folder"] / f"{figure}.json"
         assert origin_of(path) == origin_of(ROOT / "figures" / path.name)
-    assert not re.search(r"\bnan\b|None", cells[-2].shown["text/html"])
     claims = claims_of(cells)
+    table = [cell for cell in cells if cell.kind == "code"][-1]
+    assert not re.search(r"\bnan\b|None", table.shown["text/html"])
     assert name in NO_CLAIMS or list(claims) == ["claim", "paper", "ours", "verdict", "note"]
     if name not in ("04_tokens", *NO_CLAIMS, *TINY):  # of another model
         page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
@@ -134,9 +138,9 @@ def test_lessons_draw_the_tracked_figures(name, figures, model, capsys):
             assert re.search(f"{re.escape(begin)}[^|]*{re.escape(end)}", page), (begin, end)
     if name not in TINY:
         assert wrong_numbers(cells, names, NUMBERS[name]) == []
-    if name == "07_inspect":
+    if name in WIDGETS:
         assert any(LESSONS.WIDGET in cell.shown for cell in cells)
-        page = (figures["folder"] / "inspector.html").read_text(encoding="utf-8")
+        page = (figures["folder"] / f"{WIDGETS[name]}.html").read_text(encoding="utf-8")
         assert page.startswith("<!doctype html>")
     assert_the_page_is_current(name, cells)
 
@@ -312,7 +316,7 @@ def test_a_lesson_reads_what_is_recorded_unless_told(name):
 
 
 def test_every_tracked_figure_is_drawn_by_a_lesson():
-    live = set(FIGURES["07_inspect"].split())
+    live = {figure for name in WIDGETS for figure in FIGURES[name].split()}
     names = {name for names in FIGURES.values() for name in names.split()} - live
     assert {path.stem for path in (ROOT / "figures").glob("*.json")} == names
 

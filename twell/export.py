@@ -82,10 +82,10 @@ and often wrong. It has not been tuned to
 follow instructions, nor checked for bias; it repeats what its text holds.
 """
 
-# By whether the layers are gated: what there is without twell.
+# By whether transformers' Llama has such layers: what there is without twell.
 STOCK = {
     True: "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely.",
-    False: "It needs twell:\n`LlamaForCausalLM` has gates, and this model has none.",
+    False: "It needs twell:\n`LlamaForCausalLM` has other layers.",
 }
 
 
@@ -141,7 +141,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     card = _card(out, runs, loss, len(tokens), text)
 
     out.mkdir(parents=True)
-    if model.config.hidden_act == "relu":
+    if model.ffns[0].act.sparse:
         model.set_ffn_backend("auto")  # dense where there are no kernels
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
@@ -185,11 +185,12 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         "inactive": [f"{100 - 100 * one.layers['active_fraction'].mean():.2f}%" for one in runs],
     }
     share = 100 * active / row["intermediate_size"]
+    known = row["activation"] in ("relu", "silu") and not row.get("threshold")
     return CARD.format(
         row=row,
         start=start,
         name=out.resolve().name,
-        stock=STOCK[row["gated"]],
+        stock=STOCK[row["gated"] and known],
         millions=row["parameters"] / 1e6,
         millions_of_tokens=row["tokens"] / 1e6,
         active=active,

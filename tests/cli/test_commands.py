@@ -48,7 +48,7 @@ def python(code, **environment):
 def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     commands = list(every_command())
-    assert len(commands) == 15
+    assert len(commands) == 16
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         text = capsys.readouterr().out
@@ -252,13 +252,16 @@ LAYER_OPTIONS |= {"energy": True, "kernels": True}
 def test_ffn_gets_everything(measured):
     traced, mask = make_trace(0, num_layers=2)
     traced.save("text.npz")
-    words = f"ffn --tokens 1,64 --pattern even,recorded {LAYER} --mode graph --layer 1 --trace"
-    arguments, options = measured(f"{words} text.npz --calibration {DEFAULT} --out x", "ffn")
+    words = f"ffn --tokens 1,64 --pattern even,recorded {LAYER} --mode graph --layer 1 --bias"
+    arguments, options = measured(
+        f"{words} --activation relu2 --trace text.npz --calibration {DEFAULT} --out x", "ffn"
+    )
     assert options.pop("calibration").device == "NVIDIA H200"
     masks = options.pop("masks")
     assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
     assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
-    assert options == LAYER_OPTIONS | {"mode": "graph", "out": Path("x")}
+    changed = {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
+    assert options == LAYER_OPTIONS | changed
 
 
 def test_training_of_a_layer_gets_everything(measured):

@@ -117,6 +117,19 @@ NUMBERS = {
         r"dense one from (\d+)": "row(stops, shards='all GPUs')['gpus'].iloc[0]",
         r"scale to (\d+) GPUs": "row(stops, shards='a node')['gpus'].min() / 2",
     },
+    "11_one_word": {
+        r"at all (\d+) places of": "row(specific, layer=layer, neuron=neuron)['both']",
+        r"of its (\d+) firings": "row(specific, layer=layer, neuron=neuron)['fires']",
+        r"likeliest has (\d+)% with": "100 * table.iloc[:, 0].max()",
+        r"more than ([\d.]+)%: the model": "100 * table.iloc[:, 1].max()",
+        r"rises by ([\d.]+) nats": "row(effects, factor=0)['rise'].iloc[0]",
+        r"nats \(([\d.]+) to": "row(effects, factor=0)['low'].iloc[0]",
+        r"to ([\d.]+)\), which": "row(effects, factor=0)['high'].iloc[0]",
+        r"follows (\d+) times": "2.71828 ** row(effects, factor=0)['rise'].iloc[0]",
+        r"the rise is ([\d.]+) nats": "row(effects, factor=0.5)['rise'].iloc[0]",
+        r"has (\d+) places in": "row(effects, factor=0)['tokens'].iloc[0]",
+        r"other neuron costs ([\d.]+) nats": "silent.loc[f'neuron {other}', 'rise'].iloc[0]",
+    },
 }
 # By lesson: what "Try it" proposes as other parameters.
 TRY = {
@@ -125,6 +138,7 @@ TRY = {
     "05_speedup": [{"widths": [4096, 14336], "level": 73}],
     "08_models": [{"trained_model": "twell-6m"}],
     "09_training_choices": [{"family": "85m-50m-l1-*-seed-0"}],
+    "11_one_word": [{"word": " United"}],
     "10_clusters": [{"size": "1.5b", "active": 29}],
 }
 

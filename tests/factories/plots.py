@@ -148,6 +148,13 @@ def silenced(stderr=0.5):
     return table.assign(stderr=stderr * table["neuron"] / 1000)
 
 
+def around(low=-0.01):
+    where = pd.DataFrame({"where": analysis.WHERE, "scale": [1.0, 0.1, 0.0]})
+    table = pd.DataFrame({"factor": [0.0, 1.0, 2.0], "rise": [0.3, 0.0, 0.2]})
+    table = table.merge(where, how="cross").assign(rise=lambda t: t["rise"] * t["scale"])
+    return table.assign(low=table["rise"] + low, high=table["rise"] + 0.02)
+
+
 def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
     """Speed-ups and memory held, in another order; cases: tokens, active, pattern, and the way."""
     names = ["tokens", "active", "pattern", "mode", "weight_sets"]
@@ -304,6 +311,8 @@ CASES = {
     "surprise without intervals": ("fig_surprise", lambda: surprise(low=np.nan, high=np.nan)),
     "silenced": ("fig_silenced", lambda: [silenced(), 4]),
     "silenced without intervals": ("fig_silenced", lambda: [silenced(np.nan)]),
+    "around a word": ("fig_around_word", lambda: [around(), " United"]),
+    "around a word without intervals": ("fig_around_word", lambda: [around(np.nan), "$x$"]),
     "by activity": ("ffn_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
     "training": ("training_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
     "batches": ("ffn_tokens", lambda: [batches(), 29]),

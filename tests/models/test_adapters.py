@@ -122,8 +122,8 @@ def test_opt_trains_by_the_kernels():
     largest = max(gradient.norm() for gradient in expected.values())
     for name, parameter in model.named_parameters():
         # Biases of keys have no gradient: they change all scores of a query alike.
-        error = (parameter.grad - expected[name]).norm() / (expected[name].norm() + 1e-3 * largest)
-        assert error < 0.02, name
+        error = (parameter.grad - expected[name]).norm() / (expected[name].norm() + 1e-2 * largest)
+        assert error < 0.005, name
 
 
 @pytest.mark.parametrize("backend", ["dense", "reference", "auto"])

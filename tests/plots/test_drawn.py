@@ -77,6 +77,7 @@ def several(case, **columns):
         ("tokens", {"count": []}, "no token is left to draw; lower min_count"),
         ("specific", {"fires": []}, "no neuron fires often enough; lower min_fires"),
         ("silenced", {"layer": []}, "no neuron was silenced"),
+        ("around a word", {"factor": []}, "no factor of the neuron was measured"),
         ("remedies", {"l1_coefficient": [0, 1]}, "shows one level of L1; this table has 2"),
         ("ways", {"run": "xyz"}, "shows up to 5 runs; this table has 9"),
         ("by activity", {"gated": []}, "shows one layer on one device; this table has 0"),

@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tests.factories.sparse import make, relative
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -144,13 +143,3 @@ def test_a_saved_model_keeps_activation_and_threshold(tmp_path):
     assert [ffn.act for ffn in loaded.ffns] == [get_activation("relu2", 0.125)] * 2
     ids = torch.arange(12)[None]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_around_takes_the_activation_of_a_module():
-    mlp = nn.Module()
-    mlp.hidden_size, mlp.intermediate_size = 24, 70
-    mlp.gate_proj, mlp.up_proj = nn.Linear(24, 70), nn.Linear(24, 70)
-    mlp.down_proj = nn.Linear(70, 24)
-    ffn = SparseFFN.around(mlp, activation="drelu", threshold=0.1)
-    x = torch.randn(3, 24)
-    torch.testing.assert_close(ffn(x), plain(ffn, x)[0])

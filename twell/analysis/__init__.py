@@ -6,6 +6,7 @@ and only `quantities.recorded` reads files. Each module stands on those above it
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
 activity  a trace or an aggregate by layer, token, position and neuron
+words     one word and its neuron: the loss around it
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
 clusters  what a training would cost on many GPUs
@@ -42,6 +43,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
         "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
         "seven_tasks several_levels",
+        ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
         "compared_level computed_curves computed_otherwise contrast contrasts noise_limit "
         "noise_verdict paper_sizes remedied seed_noise sizes",

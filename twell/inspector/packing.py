@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from twell import plots, trace
+from twell.inspector.compare import compared
 from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
@@ -75,11 +76,11 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for number, side in enumerate(shown)
         for name, array in _arrays(side, strongest, precise).items()
     }
-    ids = [side.trace.token_ids for side in shown]
+    about, alike = compared(shown)
+    arrays |= {name: _bfloat16(values) for name, values in alike.items()}
     header = {
         "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
-        "aligned": len(ids) == 2 and np.array_equal(*ids),
-        "same": len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model,
+        **about,
         "compressions": [0, *COMPRESSIONS],
         "tile": TILE_N,
         "palettes": plots.PALETTES,

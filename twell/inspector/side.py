@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
@@ -82,6 +83,14 @@ class Side:
         self.check_runs()
         run = self._run(self._sequences(), changes)
         return dataclasses.replace(run, name=f"{self.name}, changed", changes=list(changes))
+
+    def expected(self, token: int) -> pd.DataFrame:
+        """Return the likeliest tokens after one: model (the name), text, probability."""
+        if self.predictions is None:
+            raise ValueError(f"{self.name} ran no model; give inspect a model instead of a trace")
+        ids, probability = (part[token] for part in self.predictions)
+        text = trace.token_strings(self.tokenizer, ids)
+        return pd.DataFrame({"model": self.name, "text": text, "probability": probability})
 
     def check_runs(self) -> None:
         """Raise ValueError unless the model can run the passage again."""

@@ -218,6 +218,17 @@ class Inspector(anywidget.AnyWidget):
         """Return the exact active neurons of the selection; see `inspector.entries`."""
         return entries(self.sides, self.view)
 
+    def predictions(self, token: int | None = None) -> pd.DataFrame:
+        """Return the ten likeliest tokens after the selected token, or another, of each side.
+
+        Columns: model (the side's name), text, probability. Raises ValueError without a token, and
+        where no model ran.
+        """
+        token = self.token if token is None else token
+        if token is None:
+            raise ValueError("no token is selected; give its number")
+        return pd.concat([side.expected(token) for side in self.sides], ignore_index=True)
+
     def figure(self) -> Figure:
         """Return the present view as a figure: the passage, and its layers by tokens."""
         return plots.fig_inspector(**drawn(self.sides, self.view))

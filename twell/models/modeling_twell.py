@@ -8,6 +8,6 @@ try:
 except ImportError as error:
     raise ImportError(
         "the model in this folder is computed by the package twell, which cannot be imported here "
-        f"({error}); install it, or load a gated model without FP8 weights with "
+        f"({error}); install it, or load a gated ReLU model without FP8 weights with "
         "transformers.LlamaForCausalLM, which computes the same densely"
     ) from error

@@ -370,3 +370,31 @@ def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure
     ax.grid(False, axis="y")
     _caption(figure, about and f"{about}.")
     return figure
+
+
+def fig_around_word(table: pd.DataFrame, word: str, about: str = "") -> Figure:
+    """Draw the rise of the loss by the factor of a neuron, at each place around its word.
+
+    table: tables of `analysis.around_word` with a column factor. about: model, neuron and text.
+    Raises ValueError for an empty table.
+    """
+    if table.empty:
+        raise ValueError("no factor of the neuron was measured")
+    figure, ax = _panel(COLUMN, 2.6)
+    looks = ((RED, "o", "-"), (BLUE, "D", "--"), ("0.4", "s", ":"))
+    for where, (colour, marker, line) in zip(table["where"].unique(), looks, strict=False):
+        rows = table[table["where"] == where].sort_values("factor")
+        ends = (rows[["rise", "rise"]].to_numpy() - rows[["low", "high"]].to_numpy()).T
+        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 3.5}
+        spread = None if np.isnan(ends).any() else np.abs(ends)
+        ax.errorbar(rows["factor"], rows["rise"], spread, label=where, elinewidth=1, **look)
+    ax.axhline(0, color="0.4", linewidth=0.6)
+    known = "; 95% interval" if table["low"].notna().any() else ""
+    ax.set(
+        xlabel="factor of the neuron's h (0: silent, 1: unchanged)",
+        ylabel=f"rise of the loss\n(nats a token{known})",
+        title=f"the word {visible(word)}",
+    )
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=1)
+    _caption(figure, about and f"{about}.")
+    return figure

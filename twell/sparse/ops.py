@@ -3,6 +3,18 @@
 It computes with the kernels where they take the tensors, and else in torch's operators, so the same
 call also runs on a CPU and in fp32. It wraps the operator twell::ffn (kernels/ops.py).
 
+    gated       y = h w_down_t + b_down    g = relu(x w_gate^T + b_gate)    h = g (x w_up^T + b_up)
+    non-gated   y = h w_down_t + b_down    h = relu(x w_up^T + b_up)
+
+Gradients are dense: forward keeps x and the weights, and backward computes the layer again in
+torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones.
+
+Tensor parallelism. For a slice of N of each weight and bias, y is a partial sum, for an all-reduce
+over the ranks. One rank gets b_down.
+
+Compilation. The number of tokens chooses the path when the operator runs, so torch.compile makes
+one graph for all of them. `warm_up` compiles the kernels before a CUDA graph is captured.
+
 Versions. Within a major version of twell, arguments keep their names, order, defaults and meaning,
 here and in the schema of twell::ffn, which tests/kernels/test_ffn.py holds. New arguments come at
 the end and have defaults. A change of meaning gets a new operator, twell::ffn_v2.
@@ -35,13 +47,10 @@ def ffn(
 ) -> Tensor:
     """Return y [..., K] of a feed-forward layer with sparse activations.
 
-        gated:      g = relu(x w_gate^T + b_gate)  h = g (x w_up^T + b_up)  y = h w_down_t + b_down
-        non-gated:  h = relu(x w_up^T + b_up)                  (w_gate and b_gate are None)
-
     Args:
         x: [..., K], any strides.
-        w_gate, w_up: [N, K], contiguous. The halves of a merged weight [2 N, K] are, and so are
-            slices of N; neither is copied.
+        w_gate, w_up: [N, K], contiguous; w_gate is None without a gate. The halves of a merged
+            weight [2 N, K] are contiguous, and so are slices of N; neither is copied.
         w_down_t: [N, K], contiguous: the transpose of the weight that `nn.Linear` holds.
         b_gate, b_up: [N]. b_down: [K].
         activation, threshold: see twell/sparse/activations.py.
@@ -50,39 +59,20 @@ def ffn(
         out: a contiguous tensor like y to write to; it may share memory with no other argument.
 
     The kernels take bf16 and fp16 on a GPU, K a multiple of 16, N up to 65,536. All tensors have
-    one dtype and one device.
-
-    Gradients are dense: forward keeps x and the weights, and backward computes the layer again in
-    torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones.
-
-    Tensor parallelism. For a slice of N in each weight and bias y is a partial sum, for an
-    all-reduce over the ranks; give b_down to one rank.
-
-    Compilation. The number of tokens chooses the path when the operator runs, so torch.compile
-    makes one graph for all of them. `warm_up` compiles the kernels before a CUDA graph is captured.
-
-    Raises ValueError or TypeError with the name of what does not fit, RuntimeError for `out` with
-    gradients.
+    one dtype and one device. Raises ValueError or TypeError with the name of what does not fit,
+    RuntimeError for `out` with gradients.
     """
-    if w_down_t.shape != w_up.shape or not w_down_t.is_contiguous():
-        raise ValueError(
-            f"w_down_t has shape {tuple(w_down_t.shape)} and strides {w_down_t.stride()}, expected "
-            f"contiguous {tuple(w_up.shape)} as w_up; transpose the weight of an nn.Linear once"
-        )
+    _check(x, w_up, w_down_t, out)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     rows, tensors = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t.t(), b_gate, b_up, b_down)
     learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, *tensors)
     )
-    if out is not None and (out.shape != x.shape or not out.is_contiguous()):
-        raise ValueError(
-            f"out has shape {tuple(out.shape)} and strides {out.stride()}, expected contiguous "
-            f"{tuple(x.shape)}"
-        )
     if out is not None and learns:
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
     given = None if out is None else out.view(rows.shape)
-    if path is None and not _takes(rows, len(w_up)) or path == "dense" and learns:
+    unfit = path in (None, "dense") and not _takes(rows, len(w_up))
+    if unfit or (path == "dense" and learns):
         y = reference.ffn(rows, *tensors, act=act)
         y = y if out is None else given.copy_(y)
     else:
@@ -94,6 +84,16 @@ def ffn(
         else:
             y = ops.run(path, rows, *tensors, act=act, out=given)
     return y.reshape(x.shape) if out is None else out
+
+
+def _check(x: Tensor, w_up: Tensor, w_down_t: Tensor, out: Tensor | None) -> None:
+    expected = {"w_down_t": (w_down_t, w_up.shape), "out": (out, x.shape)}
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected "
+                f"{tuple(shape)}, contiguous"
+            )
 
 
 def _takes(rows: Tensor, intermediate_size: int) -> bool:

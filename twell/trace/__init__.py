@@ -13,7 +13,7 @@ either.
     watch               runs a model and hands its active entries to an observer
     counter             the observer that fills an aggregate
     tracing             traces and aggregates of texts, sequences and runs
-    silence             by how much the loss changes when a neuron is silenced
+    silence             by how much the loss changes when a neuron is silenced or scaled
 
 The public functions load at first use: reading a file loads neither torch nor transformers.
 """
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".aggregates": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N",
         ".contexts": "CONTEXTS SAMPLE",
-        ".silence": "silenced_loss",
+        ".silence": "scaled_logprob silenced_loss",
         ".texts": "cut encode held_out load_with_tokenizer token_strings",
         ".trace": "Trace",
         ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "

@@ -1,4 +1,4 @@
-"""By how much the loss changes when single neurons are silenced."""
+"""By how much the loss changes when single neurons are silenced or scaled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
-from twell.models import silence
+from twell.models import intervene, silence
+from twell.trace.trace import Trace
 from twell.trace.tracing import record
 from twell.trace.watch import Progress, score
 
@@ -42,18 +43,11 @@ def silenced_loss(
     predicted = np.diff(starts, append=traced.num_tokens) - 1  # tokens, by sequence
     if not predicted.sum():
         raise ValueError("no token is predicted; give a sequence of at least two tokens")
-    by_neuron = {layer: traced.layer(layer).tocsc() for layer, _ in neurons}
     rows = []
     for layer, neuron in Progress(len(neurons), "neurons", say).over(neurons):
-        h = by_neuron[layer]
-        fires = h.indices[h.indptr[neuron] : h.indptr[neuron + 1]]
-        change = np.where(traced.position, 0.0, np.nan)  # of each token's loss
-        again, silent = np.unique(traced.sequence[fires]), []
-        with silence(model, layer, neuron):
-            chosen = [sequences[number] for number in again]
-            score(model, chosen, batch, lambda logprob, to=silent: to.extend(logprob.cpu().numpy()))
-        tokens = np.isin(traced.sequence, again)
-        change[tokens] = traced.logprob[tokens].astype(np.float64) - np.concatenate([[], *silent])
+        fires = _firings(traced, layer, neuron)
+        silent = scaled_logprob(model, sequences, traced, layer, neuron, 0, batch=batch)
+        change = traced.logprob.astype(np.float64) - silent  # of each token's loss
         total = np.add.reduceat(np.nan_to_num(change), starts)
         mean = total.sum() / predicted.sum()
         variance = np.square(total - mean * predicted).sum() * (many := len(starts))
@@ -63,3 +57,35 @@ def silenced_loss(
         after = after.mean() if len(after) else np.nan
         rows.append((layer, neuron, len(fires), mean, stderr, after))
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def scaled_logprob(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    traced: Trace,
+    layer: int,
+    neuron: int,
+    scale: float,
+    *,
+    batch: int = 32,
+) -> np.ndarray:
+    """Return log p of each token of the traced sequences with a neuron scaled, float32 [T].
+
+    scale: the factor of its h, where 0 silences it. NaN for first tokens, as in the trace. Only
+    sequences in which the neuron fires are computed again: it cannot change the others. Raises
+    IndexError for a neuron that does not exist. Ours.
+    """
+    with intervene(model, layer, neuron, scale=scale):
+        again = np.unique(traced.sequence[_firings(traced, layer, neuron)])
+        parts = [traced.logprob[:0]]
+        chosen = [sequences[number] for number in again]
+        score(model, chosen, batch, lambda logprob: parts.append(logprob.reshape(-1).cpu().numpy()))
+    result = traced.logprob.copy()
+    result[np.isin(traced.sequence, again)] = np.concatenate(parts)
+    return result
+
+
+def _firings(traced: Trace, layer: int, neuron: int) -> np.ndarray:
+    """The tokens that activate a neuron."""
+    h = traced.layer(layer)[:, [neuron]]
+    return np.flatnonzero(np.diff(h.indptr))

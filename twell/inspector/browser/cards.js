@@ -1,5 +1,6 @@
 // The cards: where to begin, the token, and the neuron (neuron_card.js).
 
+import { changedCard } from "./compare.js";
 import { button, element } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
 import { predictionList } from "./predictions.js";
@@ -46,7 +47,11 @@ export class Cards {
         nodes.push(this.tokenCard(one, from.token, opened, peek !== null));
       }
     }
-    if (neuron !== null && layer !== null) nodes.push(this.neuron.build(side, layer, neuron));
+    const changed = state.sides.length === 2 && changedCard(state);
+    if (changed) nodes.push(changed);
+    const sharing = neuron !== null && layer !== null ? state.sharing(side) : [];
+    if (sharing.length) nodes.push(...sharing.map((one) => this.neuron.build(one, layer, neuron)));
+    this.box.classList.toggle("tw-pair", sharing.length === 2);
     const active = this.view.active();
     const focus = this.box.contains(active) ? active.dataset.focus : null;
     this.box.replaceChildren(...nodes);

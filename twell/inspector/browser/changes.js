@@ -2,7 +2,7 @@
 
 import { button, element } from "./elements.js";
 import { help } from "./parts.js";
-import { number, signed } from "./words.js";
+import { signed } from "./words.js";
 
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every token; " +
@@ -87,7 +87,7 @@ export function changeStrip(state) {
   );
   const loss = element(
     "b",
-    `loss ${number(before.loss())} \u2192 ${number(after.loss())} nats ` +
+    `loss ${before.loss().toFixed(3)} \u2192 ${after.loss().toFixed(3)} nats ` +
       `(${signed(after.loss() - before.loss())})`,
   );
   const all = live && button(".tw-link", () => change(state, []), "undo all");

@@ -38,6 +38,8 @@ export async function unpack(bytes) {
     const own = (read) => (name) => read(`${number}.${name}`);
     return new Side(number, about, own(array), own(floats));
   });
+  // How alike a neuron is in two models, [L * N]; of one model nothing.
+  header.alike = ["alike_in", "alike_out"].map(array).map((plane) => plane && fromBytes(plane));
   return { header, sides };
 }
 

@@ -174,9 +174,11 @@ export class ActivityMap {
     const skip = this.state.get("skip_first");
     const capacity = this.state.capacity();
     const left = this.state.reference(side);
-    const colourOf = left
-      ? (value) => scale.ramp.pixel(scale.index(value), bare)
-      : (value) => tableOf(scale, bare)[Math.min(value, tableOf(scale, bare).length - 1)];
+    const table = left ? null : tableOf(scale, bare);
+    const colourOf = (value) =>
+      table
+        ? table[Math.min(value, table.length - 1)]
+        : scale.ramp.pixel(scale.index(value), bare);
     const marks = [];
     columns.forEach(([start, stop], column) => {
       let most = NaN;

@@ -2,6 +2,7 @@
 
 import { changeControls } from "./changes.js";
 import { makeScale } from "./colours.js";
+import { alikeness } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
@@ -39,7 +40,9 @@ export class NeuronCard {
     return element(
       "section.tw-card.tw-neuron",
       { "aria-label": "neuron" },
+      this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
+      alikeness(this.state, layer, neuron),
       this.notes(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
       body,
@@ -60,7 +63,6 @@ export class NeuronCard {
     return element(
       "div.tw-card-head",
       title,
-      state.sides.length === 2 && element("span.tw-quiet", side.about.name),
       closer("let go of the neuron", () => state.letGo()),
     );
   }

@@ -20,7 +20,12 @@ export function fact(name, value) {
 export function help(sentence) {
   return element(
     "button.tw-help",
-    { type: "button", "aria-label": sentence, data: { help: sentence } },
+    {
+      type: "button",
+      "aria-label": "explanation",
+      "aria-description": sentence,
+      data: { help: sentence },
+    },
     "?",
   );
 }

@@ -35,21 +35,40 @@ function layersOf(state, side) {
   return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
 }
 
-function neuronColours(state, side) {
-  const { layer, neuron } = state.shownNeuron(side);
+// h of a neuron at each token; NaN where a token is left out.
+function valuesOfNeuron(state, side, { layer, neuron }) {
   const skip = state.get("skip_first");
   const { tokens, values: h } = side.column(layer, neuron);
   const values = new Float32Array(side.T);
   tokens.forEach((token, n) => {
     values[token] = side.included(token, skip) ? h[n] || PALEST : NaN;
   });
+  return values;
+}
+
+// Sides that show the same neuron share its scale.
+function neuronColours(state, side) {
+  const shown = state.shownNeuron(side);
+  const { layer, neuron } = shown;
+  const skip = state.get("skip_first");
+  const sharing = state.sharing(side);
+  const values = valuesOfNeuron(state, side, shown);
+  const strongest = (one) =>
+    one === side ? strongestOf(values) : strongestOf(valuesOfNeuron(state, one, shown));
   const largest = {
-    neuron: () => Math.abs(strongestOf(values)),
-    layer: () => side.largestValue(layer, layer, skip),
+    neuron: () => Math.max(...sharing.map((one) => Math.abs(strongest(one)))),
+    layer: () => Math.max(...sharing.map((one) => one.largestValue(layer, layer, skip))),
     all: () => Math.max(...state.sides.map((one) => one.largestValue(0, one.L - 1, skip))),
   }[state.scaling("neuron")];
-  const end = fixedEnd(state, "neuron") || largest();
   const label = `h of layer ${layer}, neuron ${neuron}`;
+  const left = state.reference(side);
+  if (left && sharing.length === 2) {
+    const before = valuesOfNeuron(state, left, shown);
+    const change = values.map((value, token) => value - before[token]);
+    const end = fixedEnd(state, "neuron") || Math.abs(strongestOf(change));
+    return { values: change, scale: makeScale("signed", end, changeOf(left, label), state.ramps) };
+  }
+  const end = fixedEnd(state, "neuron") || largest();
   return { values, scale: makeScale("signed", end, label, state.ramps) };
 }
 
@@ -96,6 +115,7 @@ export function mapScales(state, side) {
   const [first, last] = state.range(side);
   const label = "active neurons per token";
   const scale = ([least, largest], name) => makeScale("log", largest, name, state.ramps, least);
+  const shown = state.sides.filter((one) => one.T);
   const layers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
   const left = state.reference(side);
   if (left) {
@@ -105,9 +125,10 @@ export function mapScales(state, side) {
   }
   if (state.get("scale") === "layer") {
     const name = `${label}, each layer on its own`;
-    return layers.map((layer) => scale(side.countRange(layer, layer, skip), name));
+    const having = (layer) => shown.filter((one) => layer < one.L);
+    const range = (layer) => having(layer).map((one) => one.countRange(layer, layer, skip));
+    return layers.map((layer) => scale(union(range(layer)), name));
   }
-  const shown = state.sides.filter((one) => one.T);
   const range = (one) => one.countRange(...state.range(one), skip);
   const [least, largest] = union(shown.map(range));
   const limit = state.get("colour") === "count" && state.get("limit");

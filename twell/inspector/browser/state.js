@@ -47,9 +47,14 @@ export class State {
     };
   }
 
-  // Whether neurons of one side are those of the other: two texts under one model.
+  // Whether neurons of one side are those of the other: one model, or two of equal sizes.
   shares(one, other) {
-    return one === other || this.header.same;
+    return one === other || this.header.paired;
+  }
+
+  // The sides that show a neuron of this one.
+  sharing(side) {
+    return this.sides.filter((one) => this.shares(side, one));
   }
 
   // Whether a token of one side stands for the token with its number on the other.

@@ -226,6 +226,7 @@ export class View {
       );
     if (!sides.every((side) => side.about.precise))
       notes.push("Values are rounded to bf16, within 0.4%.");
+    notes.push(...this.state.header.reasons);
     const nodes = sides.length === 1 ? [this.facts(sides[0])] : [];
     const strong = most < Infinity ? ".tw-strong" : "";
     nodes.push(...changeStrip(this.state));
