@@ -51,6 +51,7 @@ def write_atlas(
         raise FileNotFoundError(f"there is no file of notes at {labels}")
     side = load_side(what, aggregate)
     side = dataclasses.replace(side, notes_file=Path(labels) if labels else side.notes_file)
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
     if out.is_dir() and any(out.iterdir()) and not (out / "chunks" / "text.js").is_file():
         raise FileExistsError(f"{out} has other files; choose an empty folder, or an atlas")
     catalog = Catalog(side)
@@ -62,7 +63,6 @@ def write_atlas(
         results.write_atomically(
             out / "chunks" / f"{name}.js", f'twellChunk("{name}", "{text}");\n'
         )
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
     packed = gzip.compress(lines.encode(), mtime=0)
     results.write_atomically(out / "neurons.jsonl.gz", packed)
     title = html.escape(f"{side.name}: an atlas of its neurons")
