@@ -365,7 +365,7 @@ def test_a_page_stays_under_its_limit(model, monkeypatch):
     monkeypatch.setattr(pages, "PAGE_BYTES", (most + least) // 2)
     page, header, chunks = page_of(shown)
     assert len(page.encode()) <= pages.PAGE_BYTES
-    # Statistics come first, then examples, then words.
+    # Statistics come first, then texts, examples and words.
     assert "0:overview" in chunks and 0 < len(chunks) < len(every)
     assert header["sides"][0]["strongest"] is None
     monkeypatch.setattr(pages, "PAGE_BYTES", least - 3000)

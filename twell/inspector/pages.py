@@ -105,7 +105,7 @@ def _chunks(shown: Sequence[Side]) -> Iterator[tuple[str, bytes]]:
     """Yield the chunks of all models, first those that most need; keys "side:name"."""
     same = len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model
     catalogs = [Catalog(side) for side in shown[: 1 if same else None]]
-    for kind in ("overview", "layer", "text", "words"):
+    for kind in ("overview", "text", "layer", "words"):
         for number, catalog in enumerate(catalogs):
             for name in catalog.names:
                 if name.startswith(kind):

@@ -35,7 +35,10 @@ class AtlasState {
 
   follow() {
     const address = new URLSearchParams(location.hash.slice(1));
-    const whole = (name) => (/^\d{1,9}$/.test(address.get(name)) ? Number(address.get(name)) : null);
+    const whole = (name) => {
+      const text = address.get(name) ?? "";
+      return /^\d{1,9}$/.test(text) ? Number(text) : null;
+    };
     Object.assign(this, { layer: whole("layer"), neuron: whole("neuron") });
   }
 
@@ -106,7 +109,8 @@ class Atlas {
     if (!this.state.sides.length) this.state.sides = [this.side(overview)];
     const { side, layer, neuron } = this.state.selected();
     this.frame.head.replaceChildren(this.facts(overview));
-    const focus = this.root.contains(document.activeElement) && document.activeElement.dataset.focus;
+    const { activeElement } = document;
+    const focus = this.root.contains(activeElement) && activeElement.dataset.focus;
     const chosen = layer !== null && neuron !== null;
     const below = chosen ? this.card.build(side, layer, neuron) : this.layers(overview);
     this.frame.side.replaceChildren(below);
@@ -141,7 +145,8 @@ class Atlas {
     if (!fires) return element("p.tw-quiet", "There are no statistics without an aggregate.");
     const rows = Array.from({ length: L }, (_, layer) => {
       const own = fires.subarray(layer * N, (layer + 1) * N);
-      const alive = Array.from(own, (count, n) => [count, layer * N + n]).filter(([count]) => count);
+      const every = Array.from(own, (count, n) => [count, layer * N + n]);
+      const alive = every.filter(([count]) => count);
       const rates = alive.map(([count]) => count).sort((a, b) => a - b);
       const sizes = alive.map(([, index]) => strength[index]).sort((a, b) => a - b);
       const middle = (sorted) => sorted[Math.floor(sorted.length / 2)] ?? 0;
@@ -160,8 +165,11 @@ class Atlas {
     const line = ({ layer, active, cells }) =>
       button(
         ".tw-layer-line",
-        () => this.browse.ask({ layer: this.browse.query.layer === layer ? null : layer }),
-        { "aria-pressed": String(this.browse.query.layer === layer), title: "search in this layer" },
+        () => {
+          this.browse.ask({ layer: this.browse.query.layer === layer ? null : layer });
+          this.schedule();
+        },
+        { "aria-pressed": String(this.browse.query.layer === layer), title: "search in it" },
         element("b", String(layer)),
         element(
           "span.tw-count",
@@ -177,7 +185,7 @@ class Atlas {
       element("div.tw-card-head", element("h4", "Layers")),
       head,
       rows.map(line),
-      element("p.tw-quiet", "A click on a layer searches in it; a click on a neuron opens its card."),
+      element("p.tw-quiet", "A click on a layer searches in it, one on a neuron opens its card."),
     );
   }
 }

@@ -87,7 +87,8 @@ export class Browse {
     Object.assign(this.query, changes);
     this.rows = ROWS;
     this.answer = null;
-    this.host.schedule();
+    cancelAnimationFrame(this.drawing); // nothing else of the view changes
+    this.drawing = requestAnimationFrame(() => this.show());
   }
 
   choose(index) {

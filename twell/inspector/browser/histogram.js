@@ -5,7 +5,7 @@ import { element } from "./elements.js";
 import { integer, percent, plural, powerOfTwo, signed, superscript } from "./words.js";
 
 const WIDE = 340;
-const TALL = 112;
+const TALL = 115;
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 
@@ -66,7 +66,7 @@ export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles 
   for (let edge = low; edge <= last + 1; edge++) {
     if ((edge - zero) % every) continue;
     parts.push(line("tw-axis", x(edge), x(edge), bottom, bottom + 3));
-    parts.push(text(x(edge), bottom + 12, "middle", powerOfTwo(edges[edge])));
+    parts.push(text(x(edge), bottom + 15, "middle", powerOfTwo(edges[edge])));
   }
   for (const { value, quantile } of quantiles) {
     const at = x(placeOf(value, edges));

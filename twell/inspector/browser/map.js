@@ -141,14 +141,13 @@ export class ActivityMap {
       bare: pixel(channels(colour("--tw-cell"))),
       out: pixel(channels(colour("--tw-out"))),
     };
-    const image = new ImageData(number, rows + 1);
-    const pixels = new Uint32Array(image.data.buffer);
-    const marks = [];
-    for (let row = 0; row < rows; row++) {
-      const line = pixels.subarray(row * number, (row + 1) * number);
-      const over = this.fillRow(line, columns, first + row, scales[row], colours);
-      marks.push(...over.map((column) => [row, column]));
-    }
+    const ends = scales.map(({ kind, ticks }) => `${kind} ${ticks}`);
+    const left = [this.state.get("skip_first"), this.state.capacity(), colours.bare];
+    const shown = [from, number, each, first, ...left, ...ends].join();
+    // A click on a neuron changes the strip alone.
+    if (this.cells?.shown !== shown)
+      this.cells = { shown, ...this.fillRows(columns, first, scales, colours) };
+    const { image, pixels, marks } = this.cells;
     this.fillStrip(pixels.subarray(rows * number), columns, colours);
 
     Object.assign(this.sheet, { width: number, height: rows + 1 });
@@ -166,6 +165,19 @@ export class ActivityMap {
     for (const [row, column] of marks)
       context.fillRect(x + column * each * cell, row * height, broad, thick);
     return each;
+  }
+
+  fillRows(columns, first, scales, colours) {
+    const { length } = columns;
+    const image = new ImageData(length, scales.length + 1);
+    const pixels = new Uint32Array(image.data.buffer);
+    const marks = [];
+    scales.forEach((scale, row) => {
+      const line = pixels.subarray(row * length, (row + 1) * length);
+      const over = this.fillRow(line, columns, first + row, scale, colours);
+      marks.push(...over.map((column) => [row, column]));
+    });
+    return { image, pixels, marks };
   }
 
   // The pixels of a layer; returns the columns in which a tile overflows.

@@ -1,6 +1,7 @@
 // All neurons of a model as points: how often they fire against how strongly, or their layer. A
 // drag brushes, a click takes the nearest.
 
+import { channels, pixel } from "./colours.js";
 import { element } from "./elements.js";
 import { integer, number, percent } from "./words.js";
 
@@ -36,10 +37,15 @@ export class Scatter {
     const wide = this.canvas.parentElement?.clientWidth ?? 0;
     if (!wide || !overview.fires) return;
     const dark = this.host.root.classList.contains("tw-dark");
-    const key = [wide, dark, this.upright, found.stamp].join();
-    Object.assign(this, { overview, wide });
-    this.measure();
-    if (this.key !== key) this.drawPoints(found, (this.key = key));
+    const frame = [wide, this.upright].join();
+    if (this.overview !== overview || this.frame !== frame) {
+      Object.assign(this, { overview, wide, frame, key: null });
+      this.measure();
+    }
+    const key = [frame, dark, found.stamp].join();
+    if (this.key === key && this.selected === selected) return;
+    if (this.key !== key) this.drawPoints(found);
+    this.key = key;
     this.drawAbove(selected);
   }
 
@@ -52,6 +58,9 @@ export class Scatter {
       this.upright === "layer"
         ? { of: (at) => Math.floor(at / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
         : this.axis((index) => overview.strength[index], range);
+    this.places = Float32Array.from({ length: 2 * overview.fires.length }, (_, at) =>
+      at % 2 ? this.heightOf(at >> 1) : this.x.to(this.x.of(at >> 1)),
+    );
   }
 
   // A logarithmic axis that holds all neurons that fire.
@@ -77,33 +86,47 @@ export class Scatter {
     return context;
   }
 
+  // Points are written as pixels: tens of thousands of rectangles would take too long.
   drawPoints(found) {
     const { overview } = this;
     const context = this.context(this.sheet);
     this.drawAxes(context);
-    const ramp = this.host.state.ramps.sequential;
+    const { width, height } = this.sheet;
+    const ratio = devicePixelRatio || 1;
+    const size = Math.max(2, Math.round(POINT * ratio));
+    const image = new ImageData(width, height);
+    const pixels = new Uint32Array(image.data.buffer);
+    const dot = (index, colour) => {
+      const [x, y] = this.place(index);
+      const from = Math.round(x * ratio - size / 2) + width * Math.round(y * ratio - size / 2);
+      for (let at = from; at < from + size * width; at += width) pixels.fill(colour, at, at + size);
+    };
+    const faint = withAlpha(pixel(channels(this.colour("--tw-muted"))), 0.15);
+    const { rgb } = this.host.state.ramps.sequential;
     const last = Math.max(1, overview.L - 1);
-    const colour = (layer) => ramp.fill[Math.round(70 + (185 * layer) / last)];
+    const colours = Array.from({ length: overview.L }, (_, layer) =>
+      withAlpha(pixel(rgb[Math.round(70 + (185 * layer) / last)]), 0.9),
+    );
     const matching = new Uint8Array(overview.fires.length);
     for (const index of found) matching[index] = 1;
-    for (const match of [0, 1]) {
-      context.globalAlpha = match ? 0.85 : 0.12;
-      for (let layer = 0; layer < overview.L; layer++) {
-        context.fillStyle = match ? colour(layer) : this.colour("--tw-muted");
-        for (let index = layer * overview.N; index < (layer + 1) * overview.N; index++) {
-          if (!overview.fires[index] || matching[index] !== match) continue;
-          const [x, y] = this.place(index);
-          context.fillRect(x - POINT / 2, y - POINT / 2, POINT, POINT);
-        }
-      }
-    }
+    for (const match of [0, 1])
+      for (let index = 0; index < matching.length; index++)
+        if (overview.fires[index] && matching[index] === match)
+          dot(index, match ? colours[Math.floor(index / overview.N)] : faint);
+    const points = element("canvas", { width, height });
+    points.getContext("2d").putImageData(image, 0, 0);
+    context.drawImage(points, 0, 0, width / ratio, height / ratio);
   }
 
   // Layers are rows: their neurons are spread over the row's height, by number.
-  place(index) {
+  heightOf(index) {
     const { N } = this.overview;
     const shift = this.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
-    return [this.x.to(this.x.of(index)), this.y.to(this.y.of(index) + shift)];
+    return this.y.to(this.y.of(index) + shift);
+  }
+
+  place(index) {
+    return [this.places[2 * index], this.places[2 * index + 1]];
   }
 
   drawAxes(context) {
@@ -224,6 +247,8 @@ export class Scatter {
     return `${name}: fires at ${percent(fires[index] / about.tokens)} of the tokens`;
   }
 }
+
+const withAlpha = (colour, alpha) => (colour & 0xffffff) | (Math.round(255 * alpha) << 24);
 
 function logarithmic([low, high], [from, to]) {
   const share = (to - from) / Math.log(high / low);

@@ -41,14 +41,21 @@ export function search(catalog, query) {
     const between = ([of, low, high]) => of(index) >= low && of(index) <= high;
     return !query.box || query.box.every(between);
   };
-  const found = [];
-  for (let index = 0; index < overview.L * overview.N; index++)
-    if (inside(index)) found.push(index);
-  const { [query.sort]: sizes } = { ...overview, rate: overview.fires, match: score };
-  const size = sizes ?? (query.sort === "match" && overview.strength);
-  const tie = overview.strength ?? [];
-  if (size) found.sort((a, b) => size[b] - size[a] || tie[b] - tie[a] || a - b);
+  const found = ordered(overview, query.sort).filter(inside);
+  if (score && query.sort === "match") found.sort((a, b) => score[b] - score[a]); // is stable
   return { found, score };
+}
+
+// All neurons by falling size, of equal ones the first first; each order is computed once.
+function ordered(overview, sort) {
+  const by = sort === "match" ? "strength" : sort;
+  overview.orders ??= {};
+  if (!overview.orders[by]) {
+    const size = { ...overview, rate: overview.fires }[by];
+    const every = Array.from({ length: overview.L * overview.N }, (_, index) => index);
+    overview.orders[by] = size ? every.sort((a, b) => size[b] - size[a]) : every;
+  }
+  return overview.orders[by];
 }
 
 function matches(catalog, overview, { where }, words) {
