@@ -11,7 +11,7 @@ CLUSTER = analysis.Cluster(node=4, within=1e10, between=1e9, waiting=100.0)
 
 
 def costs(gpus, active=29.0, **changes):
-    """Of a training of ten steps of 64 sequences; a micro-batch of 4 takes 2 s densely, else 1 s."""
+    """Of ten steps of 64 sequences; a micro-batch of 4 takes 2 s densely, else 1 s."""
     about = {"parameters": P, "watts": 500.0, "peak": 20e9}
     rows = step_rows({"dense torch.compile": 2000.0, "triton union torch.compile": 1000.0}, **about)
     options = {"active": active, "tokens": 640 * 2048, "batch_tokens": 64 * 2048, "gpus": gpus}

@@ -48,7 +48,7 @@ def python(code, **environment):
 def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     commands = list(every_command())
-    assert len(commands) == 15
+    assert len(commands) == 16
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         text = capsys.readouterr().out

@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 from twell.cli import (
+    atlas,
     evaluate,
     export,
     info,
@@ -60,6 +61,7 @@ _add(app, train, "train", MODELS)
 _add(app, relufy, "relufy", MODELS)
 _add(app, trace, "trace", MODELS)
 _add(app, inspect, "inspect", MODELS)
+_add(app, atlas, "atlas", MODELS)
 _add(app, evaluate, "evaluate", MODELS)
 _add(app, export, "export", MODELS)
 _add(app, layer, "layer", MODELS)

@@ -189,6 +189,16 @@ def _side(what, text, aggregate, model=None, start=0) -> Side:
     return side
 
 
+def load_side(what: Source, aggregate: Aggregate | str | Path | None = None) -> Side:
+    """Return a side without a text: of a model, or of an aggregate's file."""
+    if str(what).endswith(".npz"):
+        counted = Aggregate.load(what)
+        none, count = np.zeros(0, np.int32), np.zeros(1, np.int64)
+        empty = Trace(none, [], none, none, none, count, none, none, counted.intermediate_size)
+        return Side(counted.meta.get("run") or Path(what).stem, empty, counted)
+    return _load(what, aggregate)
+
+
 def _load(what, aggregate) -> Side:
     """A side of a model, without a text yet."""
     notes = None

@@ -13,7 +13,7 @@ versions, commit and command.
     step, trainer       training: one layer forward and backward, one optimiser step of a model
     grid                a few cases of one layer in both, for a device that nobody measured yet
     serving             requests a second of transformers' continuous batching
-    quality             what FP8 costs in cross-entropy, on any device
+    precision           what FP8 costs in cross-entropy, on any device
     sides, model, parts, decode
                         whole models: forward passes, layers, a layer's kernels, decoding
 
@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".model": "language_model",
         ".patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
         ".providers": "Provider",
-        ".quality": "quality",
+        ".precision": "quality",
         ".rows": "COLUMNS",
         ".serving": "Load serve",
         ".sides": "Compiled",

@@ -11,8 +11,8 @@ from torch import nn
 import twell
 from tests.factories import SEED, measure
 from twell.measure import imposed
+from twell.measure.precision import quality
 from twell.measure.providers import Provider
-from twell.measure.quality import quality
 from twell.measure.rows import COLUMNS
 from twell.sparse import float8
 

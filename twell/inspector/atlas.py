@@ -1,0 +1,96 @@
+"""An atlas: all neurons of a model as a static site, which opens from disk without a network.
+
+`index.html` has the script and the overview; `chunks/` has a file for each other chunk of the
+catalog, which the page loads when it needs it. A page from disk may not fetch: each file is a script
+that hands its bytes over. `neurons.jsonl.gz` has the same in a form for other programs.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import html
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from twell import analysis, plots, results
+from twell.inspector.catalog import Catalog
+from twell.inspector.pages import HOST, document
+from twell.inspector.side import Side, load_side
+from twell.trace import Aggregate
+
+SOURCES = "'unsafe-inline' 'self' file:"
+
+
+def write_atlas(
+    what: str | Path,
+    out: str | Path,
+    *,
+    aggregate: Aggregate | str | Path | None = None,
+    labels: str | Path | None = None,
+) -> Side:
+    """Write the atlas of a model, or of an aggregate's file, to the folder `out`.
+
+    aggregate: of a model, if it is not beside it; labels: a file of notes (notes.py) in place of the
+    one beside the model. Returns what was shown. Raises ValueError for a model without an
+    aggregate, and FileExistsError for a folder with other files.
+    """
+    side = load_side(what, aggregate)
+    if side.aggregate is None:
+        raise ValueError(
+            f"{what} has no aggregate.npz; `twell trace {what} --valid --aggregate` makes one"
+        )
+    if labels is not None and not Path(labels).is_file():
+        raise FileNotFoundError(f"there is no file of notes at {labels}")
+    side = dataclasses.replace(side, notes_file=Path(labels) if labels else side.notes_file)
+    out = Path(out)
+    if out.is_dir() and any(out.iterdir()) and not (out / "chunks" / "text.js").is_file():
+        raise FileExistsError(f"{out} has other files; choose an empty folder, or an atlas")
+    catalog = Catalog(side)
+    (out / "chunks").mkdir(parents=True, exist_ok=True)
+    for path in (out / "chunks").glob("*.js"):
+        path.unlink()
+    for name in catalog.names[1:]:
+        text = base64.b64encode(catalog.chunk(name)).decode()
+        results.write_atomically(
+            out / "chunks" / f"{name}.js", f'twellChunk("{name}", "{text}");\n'
+        )
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
+    packed = gzip.compress(lines.encode(), mtime=0)
+    results.write_atomically(out / "neurons.jsonl.gz", packed)
+    title = html.escape(f"{side.name}: an atlas of its neurons")
+    call = f"openAtlas({HOST}, {json.dumps(plots.PALETTES)});"
+    first = {"overview": catalog.chunk("overview")}
+    results.write_atomically(out / "index.html", document(title, "atlas.js", call, first, SOURCES))
+    return side
+
+
+def _lines(side: Side) -> Iterator[dict]:
+    """Yield what a line of neurons.jsonl.gz says of each neuron; docs/inspector.md describes it."""
+    aggregate, notes = side.aggregate, side.notes
+    fires, sums, largest = aggregate.neurons()
+    for layer, neuron in np.ndindex(*side.shape):
+        places = [
+            {"h": h, "quantile": None if kind == "top" else quantile, "before": before,
+             "token": token, "after": after, "sequence": sequence, "position": position}
+            for kind in ("top", "quantile")
+            for h, quantile, before, token, after, sequence, position in analysis.places(
+                aggregate, layer, neuron, kind
+            )
+        ]  # fmt: skip
+        often = max(int(fires[layer, neuron]), 1)
+        yield {
+            "layer": layer,
+            "neuron": neuron,
+            "fires": int(fires[layer, neuron]),
+            "tokens": aggregate.num_tokens,
+            "mean": float(sums[layer, neuron]) / often,
+            "mean_abs": float(aggregate.abs_sum[layer, neuron]) / often,
+            "largest": float(largest[layer, neuron]),
+            "note": notes.get((layer, neuron), ""),
+            "examples": places,
+        }
