@@ -1,6 +1,6 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
 #                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
-# make site        the documents and the executed notebooks as one site in build/site, which opens from disk
+# make site        the documents, the executed notebooks and an atlas of the shipped model in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
 # make installed   the package from a wheel in an empty folder: train, export, load, serve as a layer

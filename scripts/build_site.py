@@ -5,6 +5,7 @@
 2. Their links are rewritten: to pages of the site, or to copies of other files. A link to a folder
    without a README becomes plain text.
 3. Sphinx writes build/site. Its warnings are errors, so a link that leads nowhere fails.
+4. The atlas of the shipped model goes into build/site/atlas.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, SITE, EXECUTED = Path("build/site-source"), Path("build/site"), Path("build/notebooks")
+
+SHIPPED = Path("data/checkpoints/twell-6m")
+ATLAS = '<p><a href="atlas/index.html">An atlas of the shipped model: all its neurons</a></p>'
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n.*?(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.M | re.S)
 CODE = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)\1(?!`)", re.S)
@@ -95,7 +99,7 @@ class Pages:
     def _text(self, page: str) -> str:
         text = self.linked(page, (self.root / page).read_text(encoding="utf-8"))
         if page == "README.md":
-            return f"{text}\n{toctrees(self.titles)}"
+            return f"{text}\n{ATLAS}\n\n{toctrees(self.titles)}"
         if page in self.listed:
             return text
         if text.startswith("---\n"):  # of a model card
@@ -230,6 +234,9 @@ def main() -> int:
     options += ["-D", f"html_extra_path={source / 'extra'}"]
     if status := sphinx([*options, str(source), str(site)]):
         return status
+    from twell.inspector import write_atlas
+
+    write_atlas(ROOT / SHIPPED, site / "atlas")
     if outside := loaded_from_elsewhere(site):
         print("The site would need a network:", *outside, sep="\n", file=sys.stderr)
         return 1

@@ -83,6 +83,10 @@ def test_outputs_go_to_build_and_runs_by_default(place, monkeypatch, capsys):
         (["trace", "run", "--text", "ba de"], "build/traces/run.npz"),
         (["trace", "run", "--text", "ba de", "--aggregate"], "build/traces/run-aggregate.npz"),
         (["inspect", "run", "--text", "ba de"], "build/inspect/run.html"),
+        (
+            ["atlas", "run", "--aggregate", "build/traces/run-aggregate.npz"],
+            "build/atlas/run/index.html",
+        ),
         (["export", "run", "--trained-on", "Words."], "build/export/run/README.md"),
     ):
         capsys.readouterr()

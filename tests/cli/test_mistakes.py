@@ -78,6 +78,12 @@ COMMANDS = {
     "inspect RUN --text a --out OUT.html --aggregate RUN/log.csv": r"log\.csv is not an aggregate",
     "inspect RUN --text a --out OUT.html --aggregate AGGREGATE": r"2 layers of 96 neurons, the "
     "aggregate 3 of 96; they have to be of the same model",
+    "atlas RUN --out OUT": r"has no aggregate\.npz; make one by `twell trace",
+    "atlas RUN --out OUT --aggregate AGGREGATE": r"2 layers of 96 neurons, the aggregate 3 of 96",
+    "atlas AGGREGATE --out OUT --aggregate AGGREGATE": r"is an aggregate itself; leave out --aggreg",
+    "atlas AGGREGATE --out OUT --labels nowhere.txt": r"there is no file of notes at nowhere\.txt",
+    "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1: .* is no note; write LAYER",
+    "atlas AGGREGATE --out RUN": r"has other files; choose an empty folder, or an atlas",
     "export RUN --trained-on a --twin RUN --out OUT": r"--twin \S*run is the run itself",
     "runs PLACE --pattern /tmp": r"the pattern '/tmp' cannot be used: Non-relative .*; give names",
     "runs PLACE --pattern x*": r"no run that fits 'x\*' in",

@@ -30,7 +30,7 @@ def command(
     labels: Annotated[
         Path | None,
         option(
-            "Notes on neurons, lines of LAYER:NEURON TEXT; default: notes.txt in the model's folder.",
+            "Notes on neurons, lines of LAYER:NEURON TEXT; default: notes.txt beside the model.",
             metavar="FILE",
         ),
     ] = None,
@@ -45,7 +45,7 @@ def command(
     """
     from twell import inspector, results
 
-    out = out or BUILD / "atlas" / results.model_name(model)
+    out = out or BUILD / "atlas" / results.model_name(model.removesuffix(".npz"))
     side = inspector.write_atlas(model, out, aggregate=aggregate, labels=labels)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     layers, neurons = side.shape

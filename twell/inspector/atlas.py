@@ -20,7 +20,7 @@ import numpy as np
 from twell import analysis, plots, results
 from twell.inspector.catalog import Catalog
 from twell.inspector.pages import HOST, document
-from twell.inspector.side import Side, load_side
+from twell.inspector.side import AGGREGATE, Side, load_side
 from twell.trace import Aggregate
 
 SOURCES = "'unsafe-inline' 'self' file:"
@@ -39,15 +39,19 @@ def write_atlas(
     one beside the model. Returns what was shown. Raises ValueError for a model without an
     aggregate, and FileExistsError for a folder with other files.
     """
-    side = load_side(what, aggregate)
-    if side.aggregate is None:
+    out, alone = Path(out), str(what).endswith(".npz")
+    if not alone and aggregate is None and not (Path(what) / AGGREGATE).is_file():
         raise ValueError(
-            f"{what} has no aggregate.npz; `twell trace {what} --valid --aggregate` makes one"
+            f"{what} has no {AGGREGATE}; make one by `twell trace {what} --aggregate`, "
+            "or name it by --aggregate"
         )
+    if alone and aggregate is not None:
+        raise ValueError(f"{what} is an aggregate itself; leave out --aggregate")
     if labels is not None and not Path(labels).is_file():
         raise FileNotFoundError(f"there is no file of notes at {labels}")
+    side = load_side(what, aggregate)
     side = dataclasses.replace(side, notes_file=Path(labels) if labels else side.notes_file)
-    out = Path(out)
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
     if out.is_dir() and any(out.iterdir()) and not (out / "chunks" / "text.js").is_file():
         raise FileExistsError(f"{out} has other files; choose an empty folder, or an atlas")
     catalog = Catalog(side)
@@ -59,7 +63,6 @@ def write_atlas(
         results.write_atomically(
             out / "chunks" / f"{name}.js", f'twellChunk("{name}", "{text}");\n'
         )
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
     packed = gzip.compress(lines.encode(), mtime=0)
     results.write_atomically(out / "neurons.jsonl.gz", packed)
     title = html.escape(f"{side.name}: an atlas of its neurons")
@@ -70,7 +73,7 @@ def write_atlas(
 
 
 def _lines(side: Side) -> Iterator[dict]:
-    """Yield what a line of neurons.jsonl.gz says of each neuron; docs/inspector.md describes it."""
+    """Yield the lines of neurons.jsonl.gz, one a neuron; docs/inspector.md describes them."""
     aggregate, notes = side.aggregate, side.notes
     fires, sums, largest = aggregate.neurons()
     for layer, neuron in np.ndindex(*side.shape):
