@@ -8,7 +8,7 @@ import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
 import { neighbours, promoted } from "./neighbours.js";
 import { closer, fact } from "./parts.js";
-import { direction, integer, number, percent, pieces, signed } from "./words.js";
+import { direction, integer, number, percent, pieces, PLAIN, signed } from "./words.js";
 
 const NEAR = 8; // places where a neuron fires
 const FAR = 200; // when all are asked for
@@ -206,7 +206,9 @@ function picker(label, value, most, choose) {
 // An example with every token shaded by its h.
 function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go) {
   const shaded = (text, n) => {
-    const span = element(n === here ? "mark" : "span", pieces(text));
+    const plain = PLAIN.test(text); // few nodes, since an example has many tokens
+    const lead = plain && text.startsWith(" ") ? ".tw-lead" : "";
+    const span = element((n === here ? "mark" : "span") + lead, plain ? text : pieces(text));
     const { [n]: h } = shades;
     if (h) {
       const index = scale.index(h);

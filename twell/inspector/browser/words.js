@@ -48,7 +48,7 @@ export function powerOfTwo(value) {
 }
 
 export const BYTES = /^(?:<0x[0-9A-F]{2}>)+$/;
-const PLAIN = /^ ?[\p{L}\p{N}\p{P}\p{S}]+$/u; // shows itself
+export const PLAIN = /^ ?[\p{L}\p{N}\p{P}\p{S}]+$/u; // shows itself
 // Would not be seen, or would move other text: controls, format characters, separators, white space
 // but the space itself.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}\uFEFF]|(?! )\p{Zs}/u;
