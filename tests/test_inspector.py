@@ -404,8 +404,9 @@ def test_modules_are_joined_in_the_order_of_their_imports(tmp_path):
 
 def test_the_widget_and_pages_share_a_script():
     page, widget = inspector.script("page.js"), inspector.script("widget.js")
+    atlas = inspector.script("atlas.js")
     assert widget.endswith("export default { render };") and "\nexport " not in page
     assert "\nclass View {" in page and "\nclass View {" in widget
     for path in (*pages.FOLDER.glob("*.js"), *map(pages.FOLDER.joinpath, pages.STYLES)):
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first in page + widget + inspector.style(), path
+        assert first in page + widget + atlas + inspector.style(), path

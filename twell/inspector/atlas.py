@@ -1,8 +1,8 @@
 """An atlas: all neurons of a model as a static site, which opens from disk without a network.
 
 `index.html` has the script and the overview; `chunks/` has a file for each other chunk of the
-catalog, which the page loads when it needs it. A page from disk may not fetch: each file is a script
-that hands its bytes over. `neurons.jsonl.gz` has the same in a form for other programs.
+catalog, which the page loads when it needs it. A page from disk may not fetch: each file is a
+script that hands its bytes over. `neurons.jsonl.gz` has the same in a form for other programs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def write_atlas(
 ) -> Side:
     """Write the atlas of a model, or of an aggregate's file, to the folder `out`.
 
-    aggregate: of a model, if it is not beside it; labels: a file of notes (notes.py) in place of the
-    one beside the model. Returns what was shown. Raises ValueError for a model without an
+    aggregate: of a model, if it is not beside it; labels: a file of notes (notes.py) in place of
+    the one beside the model. Returns what was shown. Raises ValueError for a model without an
     aggregate, and FileExistsError for a folder with other files.
     """
     out, alone = Path(out), str(what).endswith(".npz")
