@@ -402,11 +402,13 @@ def test_modules_are_joined_in_the_order_of_their_imports(tmp_path):
             write(**modules | change)
 
 
-def test_the_widget_and_pages_share_a_script():
+def test_the_widget_pages_and_atlases_share_a_script():
     page, widget = inspector.script("page.js"), inspector.script("widget.js")
     atlas = inspector.script("atlas.js")
     assert widget.endswith("export default { render };") and "\nexport " not in page
     assert "\nclass View {" in page and "\nclass View {" in widget
+    for name in ("NeuronCard", "Browse", "Catalog", "Scatter"):
+        assert all(f"\nclass {name} {{" in text for text in (page, widget, atlas))
     for path in (*pages.FOLDER.glob("*.js"), *map(pages.FOLDER.joinpath, pages.STYLES)):
         first = path.read_text(encoding="utf-8").splitlines()[0]
         assert first in page + widget + atlas + inspector.style(), path
