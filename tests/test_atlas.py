@@ -1,4 +1,4 @@
-"""The atlas of a model, opened from disk in Chromium: its numbers, links, times and sizes."""
+"""The atlas of a model, opened from disk in Chromium: numbers, links, times and sizes."""
 
 import gzip
 import json

@@ -117,7 +117,7 @@ def test_commands_for_llamas_refuse_others_by_name(folder):
     path, model = folder("opt")
     for run in (
         lambda: _checkpoint(str(path), TEXT),  # of `measure model`
-        lambda: quality._check("opt", model),
+        lambda: quality("opt", model, [[1, 2], [3, 4]]),
         lambda: rolling(path),
     ):
         with pytest.raises(ValueError, match="is a OPTForCausalLM; here only a SparseLlamaForCaus"):

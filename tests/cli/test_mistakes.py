@@ -80,7 +80,7 @@ COMMANDS = {
     "aggregate 3 of 96; they have to be of the same model",
     "atlas RUN --out OUT": r"has no aggregate\.npz; make one by `twell trace",
     "atlas RUN --out OUT --aggregate AGGREGATE": r"2 layers of 96 neurons, the aggregate 3 of 96",
-    "atlas AGGREGATE --out OUT --aggregate AGGREGATE": r"is an aggregate itself; leave out --ag",
+    "atlas AGGREGATE --out OUT --aggregate AGGREGATE": r"is an aggregate itself; leave out --agg",
     "atlas AGGREGATE --out OUT --labels nowhere.txt": r"there is no file of notes at nowhere\.txt",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1: .* is no note; write LAYER",
     "atlas AGGREGATE --out RUN": r"has other files; choose an empty folder, or an atlas",

@@ -6,6 +6,7 @@ import torch
 from tests.factories import measure as factories
 from twell.measure import check, clock, decode, model, step
 from twell.measure import layer as layers
+from twell.sparse import float8
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def dense_kernels(gpu, monkeypatch):
     """The fake clock, and sparse paths by dense products; small models."""
     ops = pytest.importorskip("twell.kernels.ops")
     monkeypatch.setattr(ops, "run", factories.run)
+    monkeypatch.setattr("twell.kernels.float8.quantize", float8.quantize)
     monkeypatch.setattr(ops, "takes", lambda x, _: x.dtype != torch.float16)
     monkeypatch.setattr(step.training_ops(), "train", factories.train)
     monkeypatch.setattr(check, "SAMPLE", 128)

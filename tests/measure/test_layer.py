@@ -83,6 +83,7 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
+@pytest.mark.slow
 def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
