@@ -97,6 +97,7 @@ def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
         ffn([70], activation="drelu", gated=False)
 
 
+@pytest.mark.slow
 def test_layers_in_fp8_are_measured_beside_the_others(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))
     monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
