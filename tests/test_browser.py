@@ -246,9 +246,12 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
     assert min(tokens) < 50 and min(firings) < 50
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
-    click(page, ".tw-link")
-    assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
     keep(page, "large")
+    page = open_page(text)
+    click(page, ".tw-t", 1500)
+    click(page, ".tw-layer-name", 5)
+    click(page, ".tw-under .tw-link")
+    assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
 
 
 @pytest.fixture
