@@ -72,6 +72,15 @@ def surrogates(data):
     return data.replace(b'"ba', b'"\\ud800', 1) + b'{"text": "\\ud800"}\n'
 
 
+def other_method(data):
+    """Members of a zip file compressed in a way that nobody knows."""
+    return re.sub(rb"(PK\x03\x04.{4}|PK\x01\x02.{6})..", rb"\g<1>" + b"c\0", data, flags=re.DOTALL)
+
+
+def encrypted(data):
+    return re.sub(rb"(PK\x03\x04..|PK\x01\x02.{4}).", rb"\g<1>" + b"\1", data, flags=re.DOTALL)
+
+
 # file, what happens to it, the command that reads it
 DAMAGES = [
     ("stopped/checkpoint-*/state.pt", (half, flipped, empty), RESUME),
@@ -91,7 +100,7 @@ DAMAGES = [
     ("cache/*/sha256.json", (half,), TRAIN),
     ("text.jsonl", (half, surrogates), TRAIN),
     ("aggregate.npz", (half, empty), INSPECT),
-    ("trace.npz", (flipped,), MASKS),
+    ("trace.npz", (flipped, other_method, encrypted), MASKS),
     ("piqa.jsonl", (half,), EVALUATE),
 ]
 

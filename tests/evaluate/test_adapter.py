@@ -9,6 +9,7 @@ import twell
 from tests.factories.evaluate import brute_force
 from twell.evaluate import adapter
 from twell.kernels import ops
+from twell.sparse.float8 import Float8Linear
 
 CPU = torch.device("cpu")
 
@@ -26,12 +27,20 @@ def requests_of(pairs, names=("some",)):
         ("dense", 1, "bfloat16"),
         ("reference", 7, None),
         ("dense", "auto", "float32"),
+        ("dense", 1, "FP8"),
+        ("reference", 1, "FP8"),
     ],
 )
 def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch_size, dtype):
     lm = adapter.LM(tiny_run, batch_size, device=CPU, backend=backend, dtype=dtype)
-    model, tokenizer = twell.load(tiny_run, dtype=dtype and getattr(torch, dtype))
+    kind = "bfloat16" if dtype == "FP8" else dtype
+    model, tokenizer = twell.load(tiny_run, backend=backend, dtype=kind and getattr(torch, kind))
     assert lm.model.dtype == model.dtype
+    assert lm.precision == (dtype or "float32")
+    if dtype == "FP8":
+        twell.quantize_(model)
+        for ffn in model.ffns if backend == "dense" else ():
+            ffn.down_proj = Float8Linear.of(ffn.down_proj)
 
     def some(number):
         return " ".join(random.choice("ba dun fain ge ho kun".split(), number))

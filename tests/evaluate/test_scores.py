@@ -184,7 +184,7 @@ def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config, c
         ({"num_fewshot": -1}, "num_fewshot is -1; it is a number of examples, 0 or more"),
         ({"batch_size": 0}, "batch_size is 0; it is a number of requests, 1 or more, or 'auto'"),
         ({"batch_size": "many"}, "batch_size is 'many'; it is a number of requests"),
-        ({"dtype": "int8"}, "dtype is 'int8'; use one of float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype is 'int8'; use one of float32, bfloat16, float16, FP8"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here; cpu"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown; use one of dense"),
         ({"backend": "triton"}, "in bfloat16 or float16, and the model is float32; give a dtype"),

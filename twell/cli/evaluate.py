@@ -50,7 +50,12 @@ def command(
         str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
     ] = None,
     dtype: Annotated[
-        str | None, option("float32, bfloat16 or float16; default: the model's.", MACHINE)
+        str | None,
+        option(
+            "float32, bfloat16, float16, or FP8 (of bfloat16: gate and up, with the backend dense "
+            "down too); default: the model's.",
+            MACHINE,
+        ),
     ] = None,
     device: Annotated[
         str | None, option("cpu, cuda, ...; default: a GPU where there is one.", MACHINE)

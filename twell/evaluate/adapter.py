@@ -21,6 +21,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from twell.measure.float8 import Linears
+from twell.measure.providers import FP8, Provider
 from twell.models import sparse_ffns
 from twell.trace import load_with_tokenizer
 from twell.trace.watch import Progress
@@ -84,8 +86,10 @@ class LM(HFLM):
     ):
         if batch_size == "auto" and device.type == "cpu":
             batch_size = CPU_BATCH_SIZE
-        kind = None if dtype is None else getattr(torch, dtype)
+        in_fp8 = dtype == FP8
+        kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
         loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
+        self.precision = FP8 if in_fp8 else str(loaded.dtype).removeprefix("torch.")
         # Requests of any length are scored, in windows of a context; the tokenizer need not warn.
         tokenizer.model_max_length = VERY_LARGE_INTEGER
         super().__init__(
@@ -107,6 +111,8 @@ class LM(HFLM):
                 f"the tokenizer of {model} has neither bos_token nor eos_token, "
                 "which texts begin with"
             )
+        if in_fp8:
+            Linears(loaded).become(Provider(sparse_ffns(loaded)[0].backend, precision=FP8))
         loaded.config.use_cache = False  # nothing is generated from these passes
         self.say, self.truncated = say, Counter()
 

@@ -20,6 +20,7 @@ from twell import corpus, results
 from twell.config import TrainConfig
 from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
+from twell.measure.providers import FP8
 from twell.models import check_llama, num_weights, resolve, sparse_ffns
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
@@ -27,7 +28,7 @@ from twell.train.validation import evaluate as validate
 # lm-eval's own asks for the commit of the working folder, and git complains where there is none.
 evaluator.get_git_commit_hash = results.commit
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", FP8)
 
 
 def run(
@@ -107,7 +108,7 @@ def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) 
     return {
         "model": _describe(model, lm.model),
         "backend": sparse_ffns(lm.model)[0].backend,
-        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "dtype": lm.precision,
         "tasks": facts,
         **origin,
         "seconds": round(time.perf_counter() - start, 1),

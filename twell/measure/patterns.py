@@ -182,7 +182,7 @@ def recorded_masks(path: str | Path | None = None) -> dict[str, np.ndarray]:
         size = int(masks.pop("intermediate_size"))
         unpack = functools.partial(np.unpackbits, axis=1, count=size)
         return {name: unpack(packed).astype(bool) for name, packed in masks.items()}
-    except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no file of masks: {error}") from None
 
 

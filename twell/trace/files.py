@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -46,7 +47,9 @@ class Record:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
-        damages = KeyError, ValueError, TypeError, zipfile.BadZipFile, lzma.LZMAError, EOFError
+        # zipfile's RuntimeErrors: of a method it does not know, of an encrypted member.
+        damages = KeyError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile
+        damages += lzma.LZMAError, zlib.error
         try:
             with np.load(path) as file:
                 described = json.loads(file["described"].tobytes())
