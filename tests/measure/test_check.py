@@ -10,7 +10,7 @@ from tests.factories import SEED, measure
 from tests.factories.measure import K, fresh_mask, layer_step, relative
 from twell.measure import check, imposed, sides, step
 from twell.measure.check import TOLERANCE, Exact, Judge, check_layers
-from twell.measure.patterns import imposed_layer
+from twell.measure.patterns import imposed_layer, synthetic_layer
 from twell.sparse import reference
 
 
@@ -54,6 +54,28 @@ def test_a_gate_that_rounds_to_zero_is_not_active():
     assert exact.entries == 1  # 2^-26 is nothing in fp16
     d_gate = exact.tensors["dw_gate"]
     assert (d_gate[0] == 0).all() and (d_gate[1] != 0).all()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("active", [1, 100])
+def test_errors_of_sums_in_fp8_are_allowed_and_no_more(active, gated):
+    layer = partial(synthetic_layer, active=active, device="cpu", seed=SEED)
+    x, w_gate, w_up, w_down = (t.double() for t in layer(64, 128, 512))
+    first, u = (w_gate, x @ w_up.t()) if gated else (w_gate, 1.0)
+    exact = Exact.of(x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down), fp8=True)
+    few = exact.entries < check.FEW_ENTRIES
+    assert few == (active == 1)
+    g = torch.Generator().manual_seed(SEED)
+    noise = torch.randn(64, 512, generator=g) * (x.abs() @ first.abs().t())
+    size = check.FP8_SUM_OF_FEW if few else check.FP8_SUM
+
+    def y(times):
+        return ((x @ first.t() + times * size * noise).relu() * u) @ w_down.t()
+
+    without = Exact.of(x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down))
+    assert exact.check(y(0.5), "sums") > without.check(y(0.0), "sums")
+    with pytest.raises(ArithmeticError, match="twenty is wrong"):
+        exact.check(y(20.0), "twenty")
 
 
 def test_a_gate_at_the_edge_may_be_active_or_not():

@@ -58,7 +58,7 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     assert pd.read_csv(tmp_path / "ceilings.csv")["value"].tolist() == [4000.0, 800.0]
 
 
-@pytest.mark.parametrize("kind, error", [(weight_only.Int8, 0.01), (weight_only.Int4, 0.1)])
+@pytest.mark.parametrize("kind, error", [(weight_only.Int8, 0.01), (weight_only.Int4, 0.13)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_integer_weights_are_those_of_the_layer(gpu, kind, error, gated):
     g = torch.Generator().manual_seed(SEED)

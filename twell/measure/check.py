@@ -37,6 +37,8 @@ TOLERANCE = {
     # of a dense layer in FP8 against fp64, which does not quantise h.
     "FP8 hidden states": 0.1,
     "FP8 layer": 5e-2,
+    # Rounded to FP8, each h may be off by half a unit in the last place, too.
+    "FP8 layer of few entries": (1 + 2**-4) * (1 + 2**-9) ** 4 - 1,
     # Relative, of a sparse optimiser step against dense ones.
     "loss": 1e-2,
     "gradient norm": 3e-2,
@@ -48,9 +50,14 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 # Sums in fp32 err by about this share of the sum of their terms' absolute values. A gate nearer to
 # zero is active or not by chance, and has its full gradient if it is.
 EDGE = 2.0**-21
+# The same for FP8 products, which tensor cores sum with 13 bits behind the point: the size of errors
+# that average out. It counts at random weights, whose active gates are a tail near zero: the error
+# of a layer is up to 0.7% there, 0.3% of it from sums. Of few entries one sum decides, whose error
+# is up to 3% (one token, 9 active neurons): K / 32 roundings to the same side.
+FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
 BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
-OVER_TOKENS = "touched", "weight edge", "dw_gate", "dw_up", "dw_down"  # sums
+OVER_TOKENS = "touched", "sums", "weight edge", "dw_gate", "dw_up", "dw_down"  # sums
 SAMPLE = 4096  # tokens of a batch that are compared with fp32, and rows of each layer with fp64
 
 
@@ -62,7 +69,7 @@ class Exact:
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
     either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it. slack: what the tolerance is multiplied by.
+    on either side of it; for y, of what the errors of FP8 sums may change. slack: what the tolerance is multiplied by.
     """
 
     tensors: dict[str, Tensor]
@@ -81,16 +88,17 @@ class Exact:
         dy: Tensor | None = None,
         dl1: Tensor | None = None,
         act: Activation = RELU,
+        fp8: bool = False,
     ) -> Exact:
         """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1).
 
-        Gradients are those of ReLU.
+        Gradients are those of ReLU. fp8: whether tensor cores sum products of FP8 values, of ReLU.
         """
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
         tensors: dict[str, Tensor] = {}
         for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
-            for name, part in _chunk(wide, act, *chunk).items():
+            for name, part in _chunk(wide, act, fp8, *chunk).items():
                 if name not in tensors:
                     tensors[name] = part
                 elif name in OVER_TOKENS:
@@ -101,6 +109,9 @@ class Exact:
         touched = int((tensors.pop("touched") > 0).sum())
         first = "dw_up" if wide[0] is None else "dw_gate"
         edges = {"dx": tensors.pop("edge", None), first: tensors.pop("weight edge", None)}
+        if fp8:
+            few = int(counts.sum()) < FEW_ENTRIES
+            edges["y"] = (FP8_SUM_OF_FEW if few else FP8_SUM) * tensors.pop("sums").sqrt()
         either = {name: float(edge.norm()) for name, edge in edges.items() if edge is not None}
         # The error of a g that is squared counts twice.
         return cls(tensors, counts, unions, touched, either, 1.5 if act.squared else 1.0)
@@ -133,6 +144,12 @@ class Exact:
         }
         return max(errors.items(), key=lambda item: item[1])
 
+    @property
+    def fp8_limit(self) -> float:
+        """The relative RMS error of a layer whose h is rounded to FP8 too."""
+        few = self.entries < FEW_ENTRIES
+        return TOLERANCE["FP8 layer of few entries" if few else "FP8 layer"]
+
     def _limit(self, kind: str) -> float:
         few = self.entries < FEW_ENTRIES
         return self.slack * TOLERANCE[f"{kind} of few entries" if few else "layer"]
@@ -148,6 +165,7 @@ class Exact:
 def _chunk(
     weights: Sequence[Tensor | None],
     act: Activation,
+    fp8: bool,
     x: Tensor,
     dy: Tensor | None = None,
     dl1: Tensor | None = None,
@@ -163,6 +181,8 @@ def _chunk(
     unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
     tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
     tensors["y"] = h @ w_down.t()
+    if fp8:
+        tensors["sums"] = _open(rows, weights, gate, u)
     if dy is None:
         return tensors
     dh = dy.double() @ w_down + u.sign() * dl1.double()[:, None]
@@ -174,6 +194,20 @@ def _chunk(
         return tensors | {"dw_up": dg.t() @ rows}
     tensors["dx"] += du @ w_up
     return tensors | {"dw_gate": dg.t() @ rows, "dw_up": du.t() @ rows}
+
+
+def _open(rows: Tensor, weights: Sequence[Tensor | None], gate: Tensor, u: Tensor) -> Tensor:
+    """The square of the norm of what errors of sums change in y, each on its own: [1].
+
+    The errors are as large as the sum of the terms' absolute values.
+    """
+    w_gate, w_up, w_down = weights
+    first = w_up if w_gate is None else w_gate
+    error = rows.abs() @ first.abs().t()
+    changed = (error * u).square() * (gate > -FP8_SUM * error)
+    if w_gate is not None:
+        changed += (gate.relu() * (rows.abs() @ w_up.abs().t())).square()
+    return (changed @ w_down.square().sum(0)).sum()[None]
 
 
 def _require(error: float, limit: float, message: str) -> None:
@@ -237,8 +271,8 @@ def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
         part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
         for part, quantized in zip(parts, in_fp8, strict=True)
     ]
-    limit = TOLERANCE["FP8 layer" if in_fp8[2] else "trained layer"]
-    return Exact.of(float8.wide(*float8.quantize(rows)), weights), limit
+    exact = Exact.of(float8.wide(*float8.quantize(rows)), weights, fp8=True)
+    return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
 
 
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:

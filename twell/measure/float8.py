@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twell.measure.case import Call, Case
-from twell.measure.check import TOLERANCE, Exact
+from twell.measure.check import Exact
 from twell.measure.providers import (
     DENSE_FP8,
     DENSE_FP8_TENSOR,
@@ -83,7 +83,9 @@ class _Torchao(nn.Module):
             if part is not None:
                 part.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
             setattr(self, name, part)
-        quantize_all(self, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+        # Without a lower bound torchao divides by zero for a token without active neurons.
+        options = {"granularity": PerRow(), "activation_value_lb": float8.SMALLEST}
+        quantize_all(self, Float8DynamicActivationFloat8WeightConfig(**options))
 
     def forward(self, x: Tensor) -> Tensor:
         u = self.up(x)
@@ -107,7 +109,7 @@ class Quantized:
     def sparse(self) -> Exact:
         """Of x, gate and up by rows."""
         x, (gate, up, down) = self.case.x, self.case.sets[0]
-        return Exact.of(widened(x), (widened(gate), widened(up), down))
+        return Exact.of(widened(x), (widened(gate), widened(up), down), fp8=True)
 
     def exact(self, provider: Provider) -> tuple[Exact, float]:
         """Return what a provider's result is compared with, and the error it may have."""
@@ -115,7 +117,8 @@ class Quantized:
             return self.sparse, 0.0
         rule = _by_tensor if provider == DENSE_FP8_TENSOR else float8.quantize
         x, *weights = (widened(tensor, rule) for tensor in (self.case.x, *self.case.sets[0]))
-        return Exact.of(x, weights), TOLERANCE["FP8 layer"]
+        exact = Exact.of(x, weights, fp8=True)
+        return exact, exact.fp8_limit
 
     def dense_calls(self) -> dict[Provider, list[Call]]:
         """Return the calls of the dense layers, one for each set of weights."""

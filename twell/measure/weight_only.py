@@ -2,8 +2,7 @@
 
 x, h and the arithmetic stay in bf16. int8 has a scale for each row, and Inductor widens the weights
 inside its product, once it searches for one (OPTIONS); torchao's weight-only configuration does the
-same. int4 has a scale and a zero for
-each GROUP weights of a row, and torch's own product. A result is compared with fp64 of the widened
+same. int4 has a scale for each GROUP weights of a row, and torch's own product. A result is compared with fp64 of the widened
 weights, so `relative_rms` does not say what quantising costs.
 """
 
@@ -45,7 +44,11 @@ class Int8(NamedTuple):
 
 
 class Int4(NamedTuple):
-    """A weight [N, K] as integers 0 to 15: (integer - 8) * scale + zero, by groups of a row."""
+    """A weight [N, K] as integers 0 to 15: (integer - 8) * scale, by groups of a row.
+
+    torch's product also adds a zero for each group, which is 0 here: on a GPU it rounds the scaled
+    integer before it adds.
+    """
 
     values: Tensor  # as torch packs them
     groups: Tensor  # [K / GROUP, N, 2]: scale and zero
@@ -54,19 +57,16 @@ class Int4(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> Int4:
         rows = weight.float().view(len(weight), -1, GROUP)
-        low, high = rows.aminmax(dim=-1)
-        scale = ((high - low) / 15).clamp(min=1e-6).to(weight.dtype)
-        zero = (low + 8 * scale.float()).to(weight.dtype)
-        wide = [part.float()[..., None] for part in (scale, zero)]
-        values = ((rows - wide[1]) / wide[0] + 8).round().clamp(0, 15)
-        widened = ((values - 8) * wide[0] + wide[1]).double().view_as(weight)
+        scale = (rows.abs().amax(-1) / 7).clamp(min=1e-6).to(weight.dtype)
+        values = (rows / scale.float()[..., None] + 8).round().clamp(0, 15)
+        widened = ((values - 8) * scale.double()[..., None]).view_as(weight)
         integers = values.to(torch.int32).view_as(weight)
         if weight.is_cuda:
             pairs = (integers[:, ::2] << 4 | integers[:, 1::2]).to(torch.uint8)
             packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
-        groups = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+        groups = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
         return cls(packed, groups, widened)
 
     def wide(self) -> Tensor:
