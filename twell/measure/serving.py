@@ -26,7 +26,7 @@ from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Bench, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
 
-ROUNDS = 5
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ def serve(
         for provider in times if number % 2 else reversed(times):
             bench.become(provider)
             answer = _answer(model, prompts, load)
+            what = f"round {number} of {ROUNDS}" if number else "warming up"
+            print(f"{what}: {provider} took {answer[0]:.2f} s", flush=True)
             times[provider] += [answer] * (number > 0)
     for provider, answers in times.items():
         error = {"layer_rms": significant(errors[provider], 3)}
