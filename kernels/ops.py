@@ -19,8 +19,9 @@ contiguous; b_gate and b_up [N], b_down [K]. K is a multiple of 16, N at most 65
 x may have any strides. All tensors are bf16 or all fp16, and on one device. The operators raise
 ValueError or TypeError for anything else, with the name of the tensor.
 
-In FP8 (twell.sparse.float8) x, w_gate and w_up are float8_e4m3fn, with scales x_scale [M], s_gate
-and s_up [N] in fp32 behind the other tensors; the rest and y are bf16.
+In FP8 (twell.sparse.float8) w_gate and w_up are float8_e4m3fn, with scales s_gate and s_up [N] in
+fp32 behind the other tensors; the rest and y are bf16. x is quantised by the kernels, or is given
+in float8_e4m3fn with x_scale [M].
 
 `run` is the dispatch point: a path by name. Eagerly it calls the kernels without
 PyTorch's dispatcher, which takes as long as a small layer. The sparse paths then add to `activity`
@@ -48,6 +49,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
+from twell.kernels.float8 import quantize
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
@@ -71,8 +73,8 @@ def check_tensors(
     """Raises ValueError or TypeError for tensors that the kernels do not take; see the module."""
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
-    in_fp8 = x.dtype == float8.FLOAT8
-    if x.dtype not in DTYPES and not in_fp8:
+    in_fp8 = float8.FLOAT8 in (x.dtype, w_up.dtype)
+    if x.dtype not in ((torch.bfloat16, float8.FLOAT8) if in_fp8 else DTYPES):
         raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
     if w_up.dim() != 2:
         expected = "[intermediate_size, hidden_size]"
@@ -84,10 +86,10 @@ def check_tensors(
         raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
-    rest = torch.bfloat16 if in_fp8 else x.dtype
+    rest, first = (torch.bfloat16, float8.FLOAT8) if in_fp8 else (x.dtype, x.dtype)
     for name, tensor, shape, dtype in (
-        ("w_gate", w_gate, (n, k), x.dtype),
-        ("w_up", w_up, (n, k), x.dtype),
+        ("w_gate", w_gate, (n, k), first),
+        ("w_up", w_up, (n, k), first),
         ("w_down", w_down, (k, n), rest),
         ("b_gate", b_gate, (n,), rest),
         ("b_up", b_up, (n,), rest),
@@ -101,13 +103,15 @@ def check_tensors(
             _check_storage(name, tensor, x.device)
     gate_in_fp8 = in_fp8 and w_gate is not None
     for name, tensor, belongs in (
-        ("x_scale", x_scale, in_fp8),
+        ("x_scale", x_scale, x.dtype == float8.FLOAT8),
         ("s_gate", s_gate, gate_in_fp8),
         ("s_up", s_up, in_fp8),
     ):
         if (tensor is not None) != belongs:
             given = "missing" if belongs else "given"
-            raise ValueError(f"{name} is {given}, and x is {x.dtype}; scales belong to FP8 weights")
+            raise ValueError(
+                f"{name} is {given}, and x is {x.dtype}, w_up {w_up.dtype}; scales belong to FP8"
+            )
 
 
 def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:
@@ -171,9 +175,11 @@ def launch(ffn, x: Tensor, *tensors: Tensor | None, act: Activation = RELU, **op
     # Optional tensors at the end may be left out.
     *weights, x_scale, s_gate, s_up = *tensors, *(None,) * (9 - len(tensors))
     x, layer = prepare(x), to_layer(*weights, s_gate, s_up, act=act)
-    if x_scale is not None:
-        options["x_scale"] = x_scale
     with on_device(x):
+        if s_up is not None and x_scale is None and ffn is not decode.ffn:
+            x, x_scale = quantize(x)
+        if x_scale is not None:
+            options["x_scale"] = x_scale
         return ffn(x, layer, **options)
 
 
@@ -215,7 +221,7 @@ def known_path(path: str | None) -> str | None:
 
 
 def _save(ctx, inputs, keyword_only_inputs, output) -> None:
-    if inputs[0].dtype == float8.FLOAT8:
+    if inputs[2].dtype == float8.FLOAT8:
         raise RuntimeError("FP8 weights have no gradients; use torch.no_grad()")
     ctx.save_for_backward(*inputs[:7])
     gated = inputs[1] is not None
@@ -268,7 +274,8 @@ def run(
             y = operator(x, *tensors, **given)
         else:
             check_tensors(x, *tensors)
-            y = (float8.dense if x.dtype == float8.FLOAT8 else reference.ffn)(x, *tensors, act=act)
+            in_fp8 = tensors[1].dtype == float8.FLOAT8
+            y = (float8.dense if in_fp8 else reference.ffn)(x, *tensors, act=act)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}

@@ -320,6 +320,9 @@ def check(case: Case, device: torch.device | str) -> float:
         given, tensors = quantized(case, tensors)
     y = run(case, given)
     assert y.shape == tensors["x"].shape and y.dtype == case.dtype and y.is_contiguous()
+    if case.fp8 and case.values == "normal":
+        x = {"x": layer(case, device)["x"], "x_scale": None}
+        assert_same_bits([y], [run(case, given | x)], "x is quantised in another way by the path")
     if y.is_cuda:  # the interpreter runs programs one after the other
         assert_same_bits([y], [run(case, given)], "two calls, two results")
     g, expected = exact(tensors, act=case.act)

@@ -147,13 +147,12 @@ class Quantized:
         return calls
 
     def path_calls(self, path: str) -> list[Call]:
-        """Return the calls of one path of the kernels, which quantise x first."""
-        from twell.kernels import float8 as kernels
+        """Return the calls of one path of the kernels, which quantise x."""
         from twell.kernels import ops
 
         def call(gate, s_gate, up, s_up, down) -> Tensor:
-            values, scale = kernels.quantize(self.case.x)
-            return ops.run(path, values, gate, up, down, None, None, None, scale, s_gate, s_up)
+            biases_and_scale = (None,) * 4
+            return ops.run(path, self.case.x, gate, up, down, *biases_and_scale, s_gate, s_up)
 
         calls = []
         for gate, up, down in self.case.sets:

@@ -125,7 +125,7 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
 
 
 class Layer(NamedTuple):
-    """The tensors of a layer in FP8, in the order of `kernels.ops`."""
+    """The tensors of a layer in FP8, in the order of `kernels.ops`; x in bf16 has no scale yet."""
 
     x: Tensor
     w_gate: Tensor | None
@@ -138,13 +138,22 @@ class Layer(NamedTuple):
     s_gate: Tensor | None = None
     s_up: Tensor | None = None
 
+    @classmethod
+    def of(cls, *tensors: Tensor | None, **named: Tensor | None) -> Layer:
+        """Return the layer of an operator's arguments, with x quantised."""
+        layer = cls(*tensors, **named)
+        if layer.x_scale is None:
+            x, scale = quantize(layer.x)
+            layer = layer._replace(x=x, x_scale=scale)
+        return layer
+
 
 def ffn(*tensors: Tensor | None, act: Activation = RELU) -> Tensor:
     """Return y [M, K] bf16 of a `Layer`: the reference of all sparse paths.
 
     Sums are in fp32; g and h are rounded to bf16.
     """
-    layer = Layer(*tensors)
+    layer = Layer.of(*tensors)
     x = layer.x.float() * layer.x_scale[:, None]
     h = add_bias(x @ (layer.w_up.float() * layer.s_up[:, None]).t(), layer.b_up)
     if layer.w_gate is None:
@@ -162,7 +171,7 @@ def dense(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | Non
 
     g, u and h are rounded to bf16.
     """
-    layer = Layer(*tensors, **named)
+    layer = Layer.of(*tensors, **named)
     u = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
     if layer.w_gate is None:
         h = act.hidden(act.gate(u), None)

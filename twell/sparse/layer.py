@@ -345,15 +345,10 @@ class SparseFFN(nn.Module):
         return self._quantized(tensors) if self.quantized else tensors
 
     def _quantized(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """The same with rows in FP8, and the scales of rows, gate and up behind them."""
-        quantize = float8.quantize
-        if self._has_kernels and len(tensors[0]) and not torch.compiler.is_compiling():
-            from twell.kernels import ops
-            from twell.kernels.float8 import quantize as by_kernel
-
-            if ops.takes(tensors[0], self.intermediate_size):
-                quantize = by_kernel
-        rows, scale = quantize(tensors[0])
+        """The same, and the scales of rows, gate and up behind them; compiled with rows in FP8."""
+        rows, scale = tensors[0], None
+        if torch.compiler.is_compiling():  # fused with what makes the rows
+            rows, scale = float8.quantize(rows)
         parts = self.gate_proj, self.up_proj
         return [rows, *tensors[1:], scale, *(part and part.weight_scale for part in parts)]
 
