@@ -49,7 +49,6 @@ from twell.kernels.common import (
     scaled,
     wide,
 )
-from twell.kernels.float8 import quantize, row_scale, row_values
 from twell.kernels.options import FEW_DOWN_TOKENS, FEW_UP_TOKENS, decode_few_up, launch_options
 
 MAX_TOKENS = 64
@@ -85,7 +84,7 @@ def decode_few_up_kernel(
 ):
     """As decode_up_kernel for one to four tokens, with whole weight rows in registers.
 
-    TOKENS is M rounded up to a power of two. FP8 weights with x in bf16: each program quantises x.
+    TOKENS is M rounded up to a power of two.
     """
     neurons = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -94,22 +93,10 @@ def decode_few_up_kernel(
     # g and u stay in registers: [BN, TOKENS], one column a token, filled one after the other.
     tokens = tl.arange(0, TOKENS)
     g = tl.zeros((BN, TOKENS), tl.float32)
-    QUANTIZE: tl.constexpr = s_ptr is not None and x_scale_ptr is None
-    factors = tl.zeros((TOKENS,), tl.float32)
-    if x_scale_ptr is not None:
-        scales = tl.load(x_scale_ptr + tokens, mask=tokens < M, other=0.0)
-    else:
-        scales = tl.zeros((TOKENS,), tl.float32)
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-        if QUANTIZE:
-            scale, factor = row_scale(x, BK)
-            scales = tl.where(tokens == token, scale, scales)
-            factors = tl.where(tokens == token, factor, factors)
-            x = row_values(x, factor).to(tl.float32)
         g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
-    if s_ptr is not None:
-        g *= tl.load(s_ptr + neurons, mask=neurons < N, other=0.0)[:, None] * scales[None, :]
+    g = scaled(g, x_scale_ptr, s_ptr, tokens, neurons, M, N, True)
     if b_ptr is not None:
         g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
     h = gate_value(g, threshold, h_ptr.dtype.element_ty).to(tl.float32)
@@ -127,14 +114,9 @@ def decode_few_up_kernel(
             u = tl.zeros((BN, TOKENS), tl.float32)
             for token in tl.static_range(M):
                 row = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-                if QUANTIZE:
-                    factor = tl.sum(tl.where(tokens == token, factors, 0.0), 0)
-                    row = row_values(row, factor).to(tl.float32)
                 dots = tl.sum(wu * row[None, :], 1)
                 u += tl.where((tokens == token)[None, :], dots[:, None], 0.0)
-            if s_ptr is not None:
-                s = tl.load(su_ptr + neurons, mask=neurons < N, other=0.0)
-                u *= s[:, None] * scales[None, :]
+            u = scaled(u, x_scale_ptr, su_ptr, tokens, neurons, M, N, True)
             if bu_ptr is not None:
                 u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
             h *= of_up(u, ACT)
@@ -320,14 +302,8 @@ def decode_few_down_kernel(
 def _up(
     x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first launch: h and flags of x [M, K]; flags as words of eight, [B, W / 8] int64.
-
-    With FP8 weights x is in FP8 with scales, or in bf16 without.
-    """
+    """The first launch: h and flags of x [M, K]; flags as words of eight, [B, W / 8] int64."""
     (num_tokens, hidden_size), intermediate_size = x.shape, len(layer.w_up)
-    few = num_tokens <= FEW_UP_TOKENS
-    if layer.s_up is not None and x_scale is None and not few:
-        x, x_scale = quantize(x)
     w, b = layer.first
     block_m = min(max(next_power_of_2(num_tokens), 16), MAX_TOKENS)
     num_blocks, width = cdiv(num_tokens, block_m), round_up(intermediate_size, 64)
@@ -337,7 +313,7 @@ def _up(
     results = h, flags.view(torch.int8), activity
     rest = b, layer.first_scale, *up, *results, layer.act.threshold or None
     given = dict(GATED=layer.gated, ACT=layer.act.name, BM=block_m)
-    if few:
+    if num_tokens <= FEW_UP_TOKENS:
         options = decode_few_up(num_tokens, hidden_size)
         decode_few_up_kernel[(width // options["BN"],)](
             x,

@@ -1,8 +1,7 @@
 """The tokens of a layer with FP8 weights, quantised: one program a row.
 
 x in bf16 is read once; float8_e4m3fn values, whose largest is 448, and an fp32 scale are written.
-Under torch.compile the reference is used instead, which fuses with the norm before the layer. For
-one to four tokens the first kernel of decode.py quantises them itself, to the same bits.
+Under torch.compile the reference is used instead, which fuses with the norm before the layer.
 
     x [M, K] bf16    values [M, K] float8_e4m3fn    scale [M] fp32
 
@@ -45,30 +44,16 @@ def narrow_float8(value):
 
 
 @triton.jit
-def row_scale(x, BK: tl.constexpr):
-    """The scale of a row x [BK] in fp32, and the factor that makes its values; NaN and 0 for one
-    that is not finite."""
-    finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
-    amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
-    scale = tl.where(finite, amax * (1 / LARGEST), float("nan"))
-    return scale, tl.where(finite, tl.div_rn(LARGEST, amax), 0.0)
-
-
-@triton.jit
-def row_values(x, factor):
-    """The values of a row in FP8."""
-    return narrow_float8(tl.where(factor != 0, x * factor, 0.0))
-
-
-@triton.jit
 def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
-    scale, factor = row_scale(x, BK)
-    tl.store(scale_ptr + row, scale)
-    tl.store(values_ptr + row * K + k, row_values(x, factor), mask=k < K)
+    finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
+    amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
+    tl.store(scale_ptr + row, tl.where(finite, amax * (1 / LARGEST), float("nan")))
+    values = tl.where(finite, x * tl.div_rn(LARGEST, amax), 0.0)
+    tl.store(values_ptr + row * K + k, narrow_float8(values), mask=k < K)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ def launch(ffn, x: Tensor, *tensors: Tensor | None, act: Activation = RELU, **op
     *weights, x_scale, s_gate, s_up = *tensors, *(None,) * (9 - len(tensors))
     x, layer = prepare(x), to_layer(*weights, s_gate, s_up, act=act)
     with on_device(x):
-        if s_up is not None and x_scale is None and ffn is not decode.ffn:
+        if s_up is not None and x_scale is None:
             x, x_scale = quantize(x)
         if x_scale is not None:
             options["x_scale"] = x_scale

@@ -264,7 +264,6 @@ def launch_inference(x: torch.Tensor, layer: Layer) -> None:
         path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
     for few in (2, 4):
         decode.ffn(x[:few], layer, activity=activity)
-        decode.ffn(x[:few], in_fp8, activity=activity)
     twell_rowwise.ffn(x, layer)
     dense.ffn(x, layer)
     float8.quantize(x)
