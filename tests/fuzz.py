@@ -20,14 +20,19 @@ A GPU computes every case twice, with two capacities in training, and has to giv
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
+import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from math import hypot
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from twell import results
 from twell.measure.check import FP8_SUM, FP8_SUM_OF_FEW
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation, get_activation
@@ -374,6 +379,27 @@ def check_number(
         raise
 
 
+def check_range(
+    first: int, cases: int, small: bool, train: bool, fp8: bool
+) -> tuple[int, dict[tuple[str, str], float]]:
+    """Check the cases of these numbers: how many failed, and the worst errors by path and type."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    large = device == "cuda" and not small
+    worst: dict[tuple[str, str], float] = {}
+    failed = 0
+    for seed in range(first, first + cases):
+        try:
+            case, error = check_number(seed, device, large, train, fp8)
+        except Exception as problem:  # one bad case must not hide the others
+            failed += 1
+            notes = " ".join(getattr(problem, "__notes__", []))
+            print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
+            continue
+        dtype = str(float8.FLOAT8 if case.fp8 else case.dtype).removeprefix("torch.")
+        worst[case.path, dtype] = max(worst.get((case.path, dtype), 0.0), error)
+    return failed, worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -382,25 +408,44 @@ def main() -> None:
     add("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
     add("--training", action="store_true", help="gradients too, on the paths of training")
     add("--fp8", action="store_true", help="every case in FP8 that can be")
+    add("--jobs", type=int, default=1, help="processes, which share the GPU")
+    add("--out", help="the folder of fuzz.csv")
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    large = device == "cuda" and not options.small
-    worst: dict[tuple[str, torch.dtype], float] = {}
-    failed, begin = 0, time.monotonic()
-    for seed in range(options.seed, options.seed + options.cases):
-        try:
-            case, error = check_number(seed, device, large, options.training, options.fp8)
-        except Exception as problem:  # one bad case must not hide the others
-            failed += 1
-            notes = " ".join(getattr(problem, "__notes__", []))
-            print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
-            continue
-        key = case.path, float8.FLOAT8 if case.fp8 else case.dtype
-        worst[key] = max(worst.get(key, 0.0), error)
-    done = f"{options.cases} cases from {options.seed} on {device}"
+    begin, size = time.monotonic(), -(-options.cases // options.jobs)
+    end = options.seed + options.cases
+    firsts = range(options.seed, end, size)
+    rest = [(options.small, options.training, options.fp8)] * len(firsts)
+    parts = [
+        (first, min(size, end - first), *flags) for first, flags in zip(firsts, rest, strict=True)
+    ]
+    if options.jobs == 1:
+        results_of = [check_range(*parts[0])]
+    else:
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            results_of = pool.starmap(check_range, parts, chunksize=1)
+    failed = sum(number for number, _ in results_of)
+    worst: dict[tuple[str, str], float] = {}
+    for _, errors in results_of:
+        for key, error in errors.items():
+            worst[key] = max(worst.get(key, 0.0), error)
+    done = f"{options.cases} cases from {options.seed} on {results.device_name()}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
-    for (path, dtype), error in sorted(worst.items(), key=str):
-        print(f"worst relative RMS  {path:8} {dtype!s:15} {error:.2e}")
+    for (path, dtype), error in sorted(worst.items()):
+        print(f"worst relative RMS  {path:8} {dtype:15} {error:.2e}")
+    if options.out:
+        kind = "training " if options.training else ""
+        common = {"cases": options.cases, "failed": failed}
+        rows = [
+            {
+                "path": kind + path,
+                "dtype": dtype,
+                **common,
+                "worst_relative_rms": float(f"{error:.3g}"),
+            }
+            for (path, dtype), error in sorted(worst.items())
+        ]
+        command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
+        results.append_rows(Path(options.out) / "fuzz.csv", rows, results.provenance(command))
     raise SystemExit(failed > 0)
 
 

@@ -1,14 +1,20 @@
 """Mistakes in the arguments of measurements are named before anything is built or measured."""
 
+import importlib.util
+import re
+
 import pytest
+import torch
 
 from tests.factories.measure import TINY, K, N
+from twell.__main__ import main
 from twell.measure import layer, trainer
 from twell.measure.calibration import calibrate
 from twell.measure.layer import ffn
 from twell.measure.model import language_model
 from twell.measure.step import crossover, ffn_steps
 from twell.measure.trainer import train_step
+from twell.results import root
 
 pytest.importorskip("triton")
 UNWRITABLE = "cannot be written: name a file in a folder that exists"
@@ -72,3 +78,21 @@ def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, opti
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         measured(**options)
     assert not dense_kernels.timed
+
+
+MEASURED = re.compile("twell measure (?!quality)")  # which needs no GPU
+
+
+def recorded_commands():
+    spec = importlib.util.spec_from_file_location("record", root() / "scripts" / "record.py")
+    record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(record)
+    commands = [command for _, commands in record.PARTS.values() for command in commands]
+    return [c.removeprefix("twell ").split() for c in commands if MEASURED.match(c)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+@pytest.mark.parametrize("command", recorded_commands(), ids=" ".join)
+def test_the_commands_that_record_rows_are_understood(command, tmp_path, capsys):
+    assert main([part.format(out=tmp_path, corpus=tmp_path) for part in command]) == 2
+    assert "measuring needs a GPU, and torch sees none" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Measure on a GPU what data/ holds: python scripts/record.py [PART ...] --out DIR
+
+Parts run one after the other, with several GPUs side by side. Each has a log in DIR/logs and a limit
+of time; given again, the command goes on with what is not done. Without a part it lists them. Two
+parts read a corpus: --corpus FOLDER has train/ and valid.jsonl.xz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
+SIZE = "--hidden-size {} --intermediate-size {}".format
+OPT = "--tokens 65536,2048,64,1 --non-gated"
+TRAIN = (
+    "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz batch_tokens=32768 "
+    "micro_batch=32 compile=true valid_every=10000 tokens=5e7 learning_rate=1e-3"
+)
+LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
+QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
+
+# Name -> limit in seconds (twice what an H200 took, where it is known) and commands, which get
+# --out DIR/bench unless they have an --out of their own.
+PARTS: dict[str, tuple[int, list[str]]] = {
+    "tests": (600, ["pytest tests/gpu -q -p no:cacheprovider -n 4"]),
+    "fuzz": (900, ["tests.fuzz --cases 10000 --seed 100000 --jobs {jobs}"]),
+    "fuzz-training": (600, ["tests.fuzz --training --cases 3000 --seed 200000 --jobs {jobs}"]),
+    "layer": (150, [f"{FFN} --tokens 131072,16384,2048,1"]),
+    "large-layer": (60, [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"]),
+    "busy-layer": (70, [f"{FFN} --tokens 131072 --active 100"]),
+    "tokens": (400, [f"{FFN} --tokens 16,64,4,256,8,32,128,512,1024,2,4096,8192,32768,65536"]),
+    "activity": (240, [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"]),
+    "opt": (
+        220,
+        [
+            f"{FFN} {OPT} --bias {SIZE(2048, 8192)} --active 328,164",
+            f"{FFN} {OPT} --bias {SIZE(4096, 16384)} --active 655,328",
+        ],
+    ),
+    "relu2": (100, [f"{FFN} {OPT} --activation relu2 {SIZE(3072, 9216)} --active 369,184"]),
+    "drelu": (
+        200,
+        [
+            f"{FFN} --tokens 65536,2048,64,1 --activation drelu {SIZE(4096, 14336)} "
+            "--active 1434,573,287"
+        ],
+    ),
+    "calibrate": (250, ["twell measure calibrate --fp8 --out {out}/calibration_fp8.json"]),
+    "model": (400, [f"{MODEL} --batches 64x2048"]),
+    "decode": (500, [f"{MODEL} --batches none --decode 1,32"]),
+    "serve": (600, ["twell measure serve 2b"]),
+    "levels": (
+        900,
+        [f"{TRAIN} l1_coefficient={level} --out {run}" for level, run in LEVELS.items()],
+    ),
+    "quality": (
+        600,
+        [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
+    ),
+}
+
+
+def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
+    """Run a part's commands on a GPU; whether all of them ended well."""
+    limit, commands = PARTS[name]
+    log, start = given.out / "logs" / f"{name}.log", time.monotonic()
+    done = log.with_suffix(".done")
+    code = 0
+    with log.open("a") as file:
+        for command in commands if not done.is_file() else ():
+            jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
+            command = command.format(out=given.out, corpus=given.corpus, jobs=jobs)
+            if "--out" not in command and not command.startswith("pytest"):
+                command += f" --out {given.out / 'bench'}"
+            file.write(f"== {command}\n")
+            file.flush()
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+            left = limit - (time.monotonic() - start)
+            try:
+                code = subprocess.run(
+                    [sys.executable, "-m", *command.split()],
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(left, 1),
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            if code:
+                break
+    if not code:
+        done.touch()
+    last = log.read_text().strip().rpartition("\n")[2]
+    with lock:
+        seconds = time.monotonic() - start
+        print(f"{name:14} GPU {gpu}  {seconds:5.0f} s  exit {code}  {last[:120]}", flush=True)
+    return not code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--out", type=Path, default=Path("build/record"))
+    parser.add_argument("--corpus", type=Path, default=Path("corpus"))
+    parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
+    given = parser.parse_args()
+    unknown = sorted(set(given.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if not given.parts:
+        for name, (limit, commands) in PARTS.items():
+            print(f"{name}, at most {limit} s:", *commands, sep="\n    python -m ")
+        return
+    (given.out / "logs").mkdir(parents=True, exist_ok=True)
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in given.parts:
+        waiting.put(name)
+    lock, results = threading.Lock(), []
+
+    def work(gpu: str) -> None:
+        while True:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                return
+            results.append(run_part(name, gpu, given, lock))
+
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in given.gpus]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    raise SystemExit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
