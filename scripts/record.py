@@ -1,8 +1,8 @@
 """Measure on a GPU what data/ holds: python scripts/record.py [PART ...] --out DIR
 
-Parts run one after the other, with several GPUs side by side. Each has a log in DIR/logs and a limit
-of time; given again, the command goes on with what is not done. Without a part it lists them. Two
-parts read a corpus: --corpus FOLDER has train/ and valid.jsonl.xz.
+Parts run one after the other, with several GPUs side by side. Each has a log in DIR/logs and a
+limit of time; given again, the command goes on with what is not done. Without a part it lists them.
+Two parts read a corpus: --corpus FOLDER has train/ and valid.jsonl.xz.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ activity. Values are of two kinds:
             the layer in fp64 that rounds g, h (not by rows) and y to the storage type.
 
 In FP8 x, gate and up are quantised first, and everything is compared with the layer of the
-quantised tensors; the short sums of a GPU's tensor cores may add an error. Integers are then rounded to FP8, and scales are powers of two.
+quantised tensors; the short sums of a GPU's tensor cores may add an error. Integers are then
+rounded to FP8, and scales are powers of two.
 
 A GPU computes every case twice, with two capacities in training, and has to give the same bits.
 --training also checks gradients: fuzz_training.py. Without a GPU set TRITON_INTERPRET=1.

@@ -50,8 +50,8 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 # Sums in fp32 err by about this share of the sum of their terms' absolute values. A gate nearer to
 # zero is active or not by chance, and has its full gradient if it is.
 EDGE = 2.0**-21
-# The same for FP8 products, which tensor cores sum with 13 bits behind the point: the size of errors
-# that average out. It counts at random weights, whose active gates are a tail near zero: the error
+# The same for FP8 products, which tensor cores sum with 13 bits behind the point: the size of
+# errors that average out. It counts at random weights, whose active gates are a tail near zero: the error
 # of a layer is up to 0.7% there, 0.3% of it from sums. Of few entries one sum decides, whose error
 # is up to 3% (one token, 9 active neurons): K / 32 roundings to the same side.
 FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
@@ -69,7 +69,8 @@ class Exact:
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
     either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it; for y, of what the errors of FP8 sums may change. slack: what the tolerance is multiplied by.
+    on either side of it; for y, of what the errors of FP8 sums may change. slack: what the
+    tolerance is multiplied by.
     """
 
     tensors: dict[str, Tensor]

@@ -2,8 +2,8 @@
 
 x, h and the arithmetic stay in bf16. int8 has a scale for each row, and Inductor widens the weights
 inside its product, once it searches for one (OPTIONS); torchao's weight-only configuration does the
-same. int4 has a scale for each GROUP weights of a row, and torch's own product. A result is compared with fp64 of the widened
-weights, so `relative_rms` does not say what quantising costs.
+same. int4 has a scale for each GROUP weights of a row, and torch's own product. A result is
+compared with fp64 of the widened weights, so `relative_rms` does not say what quantising costs.
 """
 
 from __future__ import annotations
