@@ -51,9 +51,9 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 # zero is active or not by chance, and has its full gradient if it is.
 EDGE = 2.0**-21
 # The same for FP8 products, which tensor cores sum with 13 bits behind the point: the size of
-# errors that average out. It counts at random weights, whose active gates are a tail near zero: the error
-# of a layer is up to 0.7% there, 0.3% of it from sums. Of few entries one sum decides, whose error
-# is up to 3% (one token, 9 active neurons): K / 32 roundings to the same side.
+# errors that average out. It counts at random weights, whose active gates are a tail near zero: the
+# error of a layer is up to 0.7% there, 0.3% of it from sums. Of few entries one sum decides, whose
+# error is up to 3% (one token, 9 active neurons): K / 32 roundings to the same side.
 FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
 BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
