@@ -23,6 +23,7 @@ Without it gradients are always computed densely.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ def _handed_on(holder: str, name: str) -> property:
         setattr(getattr(layer, holder), name, value)
 
     return property(read, write, doc=f"`{name}` of the {holder}.")
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Autocast off; nothing where it is off already, since to enter it takes 8 microseconds."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 class SparseFFN(nn.Module):
@@ -356,7 +364,7 @@ class SparseFFN(nn.Module):
         if self.quantized and (wants_l1 or wants_activity):
             return self._dense(rows, wants_l1, wants_activity)
         tensors = self._tensors(rows)
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device.type):
             if self.quantized:
                 return Result(float8.ffn(*tensors, act=self.act))
             if wants_l1 or torch.is_grad_enabled():
@@ -389,7 +397,7 @@ class SparseFFN(nn.Module):
         fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device.type):
             given = {"token_mask": self.token_mask, "act": self.act}
             trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
         activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
@@ -401,7 +409,7 @@ class SparseFFN(nn.Module):
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device.type):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
             path = self._path or ops.choose(rows.shape[0])
             return Result(ops.run(path, *tensors, act=self.act))
@@ -418,7 +426,7 @@ class SparseFFN(nn.Module):
             return self._dense(rows, wants_l1, wants_activity)
         counts = not torch.compiler.is_compiling() and num_tokens > 0
         counts = counts and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device.type):
             if counts:
                 self.chooser.update(num_tokens)
             path, activity = self.chooser.path(num_tokens), None
