@@ -1,5 +1,7 @@
 """Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
 
+Kernels in Gluon share out registers themselves; they must fit too, and spill none.
+
 compiled.py compiles in a subprocess, and ir.py checks the compiled code. The Triton of
 requirements.gpu.lock compiles the kernels as well as the installed one does.
 """
