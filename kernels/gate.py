@@ -6,7 +6,7 @@ One matrix product. A fixed number of programs stays resident and takes tiles in
 through tensor descriptors, which read zeros outside the matrices, so the loop needs no masks. The
 epilogue sums 32 bits to a word in registers, at a few percent of the product. The lists of the
 union and row-wise paths are made from these words. The result is stored by tokens (row-wise) or,
-transposed, by neurons (union).
+transposed, by neurons (union). By neurons and on sm_90, gate_hopper.py computes the same bits.
 
     x [M, K], K a multiple of 16    w [N, K]    b [N] or None    W = N rounded up to 256
     by tokens    g [M, W]         bits [tokens, W / 32] int32, bit i of word j: neuron 32 j + i
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide
-from twell.kernels.options import GATE_GROUP, launch_options, num_processors
+from twell.kernels.options import GATE_GROUP, hopper_gate, launch_options, num_processors
 
 
 @triton.jit
@@ -56,6 +56,22 @@ def with_bias(acc, b_ptr, neurons, N, BY_NEURON):
     return acc
 
 
+@triton.jit
+def words_of(g):
+    """Bits of g [R, C] != 0, packed along C: [R, C / 32].
+
+    On tensor cores of sm_80 to sm_90, a thread has 2 of each 8 columns: entries of 4 groups, whose
+    places are constants. It joins them first; four threads then make a word.
+    """
+    active = (g.to(tl.uint16, bitcast=True).to(tl.int32) & 0x7FFF) != 0  # not 0 and not -0
+    active = tl.reshape(active, (g.shape[0], g.shape[1] // 32, 4, 4, 2))
+    group = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1, 1))
+    entry = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2))
+    part = tl.where(active, 1 << (8 * group + entry), 0)
+    part = tl.sum(tl.sum(part, 4), 2)
+    return tl.sum(part << (2 * tl.arange(0, 4)[None, None, :]), 2)
+
+
 @triton.jit(do_not_specialize=["M", "N"])
 def gate_bits_kernel(
     x_desc,
@@ -84,8 +100,6 @@ def gate_bits_kernel(
             tl.store(zero_ptr, 0)
     num_token_tiles = tl.cdiv(M, BM)
     num_neuron_tiles = tl.cdiv(N, BN)
-    ROWS: tl.constexpr = BN if BY_NEURON else BM
-    WORDS: tl.constexpr = (BM if BY_NEURON else BN) // 32
     for number in tl.range(
         tl.program_id(0), num_token_tiles * num_neuron_tiles, num_programs, flatten=True
     ):
@@ -98,15 +112,13 @@ def gate_bits_kernel(
         g = gate_value(acc, threshold, g_desc.dtype)
         row, column = (neuron, token) if BY_NEURON else (token, neuron)
         g_desc.store([row, column], g)
-        active = (g.to(tl.uint16, bitcast=True).to(tl.int32) & 0x7FFF) != 0  # not 0 and not -0
-        place = tl.arange(0, 32)[None, None, :]
-        bits = tl.sum(tl.reshape(active.to(tl.int32), (ROWS, WORDS, 32)) << place, 2)
+        bits = words_of(g)
         # Beyond the last column there may be relu(bias) or NaN, which are not active.
-        words = column // 32 + tl.arange(0, WORDS)
+        words = column // 32 + tl.arange(0, bits.shape[1])
         inside = (M if BY_NEURON else N) - words * 32
         mask = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
         bits &= mask[None, :]
-        rows = row + tl.arange(0, ROWS)
+        rows = row + tl.arange(0, bits.shape[0])
         if BY_NEURON:
             tl.store(bits_ptr + words.to(tl.int64)[None, :] * bits_stride + rows[:, None], bits)
         else:
@@ -121,6 +133,19 @@ def check_gate(x: Tensor, w: Tensor, b: Tensor | None) -> None:
         )
     if b is not None and b.shape != w.shape[:1]:
         raise ValueError(f"the bias has shape {tuple(b.shape)}, expected {tuple(w.shape[:1])}")
+
+
+def empty_gate(
+    x: Tensor, intermediate_size: int, block_m: int, by_neuron: bool
+) -> tuple[Tensor, Tensor]:
+    """g and bits of `gate_bits` to write, for tiles of `block_m` tokens; g in bf16 for x in FP8."""
+    dtype = torch.bfloat16 if x.itemsize == 1 else x.dtype
+    tokens, width = round_up(len(x), block_m), round_up(intermediate_size, 256)
+    if by_neuron:
+        g, shape = x.new_empty(intermediate_size, tokens, dtype=dtype), (tokens // 32, width)
+    else:
+        g, shape = x.new_empty(len(x), width, dtype=dtype), (tokens, width // 32)
+    return g, torch.empty(shape, dtype=torch.int32, device=x.device)
 
 
 def gate_bits(
@@ -144,36 +169,35 @@ def gate_bits(
     check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
     fp8 = w.itemsize == 1
-    options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device, fp8=fp8)
-    tokens, width = round_up(num_tokens, options["BM"]), round_up(intermediate_size, 256)
-    dtype = torch.bfloat16 if fp8 else x.dtype
-    if by_neuron:
-        g, block = (
-            x.new_empty(intermediate_size, tokens, dtype=dtype),
-            [options["BN"], options["BM"]],
-        )
-        bits = torch.empty(tokens // 32, width, dtype=torch.int32, device=x.device)
+    hopper = by_neuron and hopper_gate(num_tokens, intermediate_size, x.device)
+    if hopper:
+        options = launch_options("gate_neurons_hopper", x.device, fp8=fp8)
     else:
-        g, block = x.new_empty(num_tokens, width, dtype=dtype), [options["BM"], options["BN"]]
-        bits = torch.empty(tokens, width // 32, dtype=torch.int32, device=x.device)
-    num_tiles = cdiv(num_tokens, options["BM"]) * cdiv(intermediate_size, options["BN"])
+        options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device, fp8=fp8)
+        options["BY_NEURON"] = by_neuron
+    block_m, block_n, block_k = (options[name] for name in ("BM", "BN", "BK"))
+    g, bits = empty_gate(x, intermediate_size, block_m, by_neuron)
+    if hopper:
+        from twell.kernels.gate_hopper import descriptor
+        from twell.kernels.gate_hopper import gate_hopper_kernel as kernel
+
+        g_block = [block_n, block_m // 2]
+    else:
+        kernel, descriptor = gate_bits_kernel, TensorDescriptor.from_tensor
+        g_block = [block_n, block_m] if by_neuron else [block_m, block_n]
+    num_tiles = cdiv(num_tokens, block_m) * cdiv(intermediate_size, block_n)
     num_programs = min(num_processors(x.device), num_tiles)
-    gate_bits_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(x, [options["BM"], options["BK"]]),
-        TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
+    kernel[(num_programs,)](
+        descriptor(x, [block_m, block_k]),
+        descriptor(w, [block_n, block_k]),
         b,
         *scales,
-        TensorDescriptor.from_tensor(g, block),
+        descriptor(g, g_block),
         bits,
         zero,
         threshold or None,
-        num_tokens,
-        intermediate_size,
-        hidden_size,
-        bits.shape[1],
-        num_programs,
+        *(num_tokens, intermediate_size, hidden_size, bits.shape[1], num_programs),
         GROUP=GATE_GROUP,
-        BY_NEURON=by_neuron,
         **options,
     )
     return g, bits

@@ -30,6 +30,12 @@ tiles a multiprocessor 1.39 [FP8].
 gate_tokens_fp8 | BM BN BK w s | 64 128 32 4 2| | 128 128 64 8 3 | 128 256 128 8 3| 128 256 64 8 3
 gate_neurons_fp8| BM BN BK w s | 128 64 32 4 2| | 128 128 64 8 3 | 256 128 128 8 3| 256 128 64 8 3
 
+gate_hopper.py, on sm_90 alone; w of a consumer; the compiler pipelines nothing. 131,072 tokens:
+4.33 ms, gate_neurons 4.83, tiles of 256 x 64 5.11 [A warp-specialised gate].
+gate_neurons_hopper     | BM BN BK STAGES w s | | | | 128 128 64 6 4 1
+In FP8, 65,536 tokens: 1.118 ms, gate_neurons_fp8 1.414 [A warp-specialised gate].
+gate_neurons_hopper_fp8 | BM BN BK STAGES w s | | | | 128 128 128 6 4 1
+
 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
 gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
 
@@ -121,6 +127,11 @@ OPTIONS = _parse(TABLE)
 # Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
 # of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate and unions].
 GATE_GROUP = 8
+# Versions of Triton whose Gluon compiles gate_hopper.py. Any other version may have changed Gluon.
+GLUON_VERSIONS = "3.6.", "3.7."
+# gate_hopper.py needs two tiles a program to overlap them. It was measured from 16,384 tokens on,
+# with 43 tiles for each multiprocessor, and not with fewer [A warp-specialised gate].
+HOPPER_TILES = 2
 # Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
 # blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
 LARGE_BLOCK_TOKENS = 16_384
@@ -172,13 +183,26 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def hopper_gate(num_tokens: int, intermediate_size: int, device: torch.device) -> bool:
+    """Whether gate_hopper.py computes the gate by neurons: device, Triton and size allow it."""
+    if architecture(device) != "sm_90":
+        return False
+    import triton
+
+    if triton.knobs.runtime.interpret or not triton.__version__.startswith(GLUON_VERSIONS):
+        return False
+    tile = OPTIONS["gate_neurons_hopper"]["sm_90"]
+    num_tiles = -(-num_tokens // tile["BM"]) * -(-intermediate_size // tile["BN"])
+    return num_tiles >= HOPPER_TILES * num_processors(device)
+
+
 def launch_options(kernel: str, device: torch.device, *, fp8: bool = False) -> dict[str, int]:
     """A copy of a kernel's options on a device, `fp8`: of its form for FP8 operands.
 
-    Raises KeyError for a name not in OPTIONS.
+    Raises KeyError for a name not in OPTIONS, and for a kernel that the device cannot run.
     """
     table, name = OPTIONS[f"{kernel}_fp8" if fp8 else kernel], architecture(device)
-    return with_fusion(**table.get(LIKE.get(name, name), table["default"]))
+    return with_fusion(**(table.get(LIKE.get(name, name)) or table["default"]))
 
 
 def with_fusion(**options: int) -> dict[str, int]:

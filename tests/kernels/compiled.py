@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +44,8 @@ TRAINING = {
     training: ((3 * 2**19, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
     hybrid: ((2**21, 65_536, 4096), (2**20, 16_384, 16_384), (2**28, 64, 16)),
 }
+# options.HOPPER_TILES, and a value by which other kernels compute the gate of any size.
+HOPPER_TILES, NEVER_HOPPER = options.HOPPER_TILES, 2**60
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
@@ -90,10 +95,21 @@ def step(path, x: torch.Tensor, layer: Layer, mask: torch.Tensor | None, capacit
     path.backward(x, layer, SAVED[path](*saved), x, dl1, gradients)
 
 
-def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
-    """Largest shared memory of each kernel's launches, in bytes, and the races of all kernels.
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and its bytes of stack and local memory, where registers spill."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
-    Of the variants "one" is gated, has biases and counts activity.
+
+def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
+    """Largest shared memory of each kernel's launches, in bytes, and the problems of all kernels.
+
+    Of the variants "one" is gated, has biases and counts activity. Kernels in Gluon say how many
+    registers a thread has, so theirs are checked too.
     """
     shared: dict[str, int] = {}
     problems = set()
@@ -102,7 +118,12 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
         compiled = compile_only(kernel, *args, **given)
         name = full_name(kernel)
         shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
-        texts = ir.races(compiled.asm["ttgir"]) + ir.read_back(compiled.asm["ttir"])
+        ttgir = compiled.asm["ttgir"]
+        texts = ir.races(ttgir) + ir.read_back(compiled.asm.get("ttir", ttgir))
+        if kernel.is_gluon():
+            used = resources(compiled.asm["cubin"])
+            if used != {"REG": 168, "STACK": 0, "LOCAL": 0}:
+                texts.append(f"spills, or does not fit a multiprocessor: {used}")
         problems.update(f"{name}: {problem}" for problem in texts)
 
     use(architecture, launch)
@@ -143,8 +164,9 @@ def compile_inference(
     x_scale: torch.Tensor | None = None,
 ) -> None:
     rowwise.ffn(x, layer, x_scale, activity=activity)
-    for options.LARGE_BLOCK_TOKENS in (0, 256):
-        union.ffn(x, layer, x_scale, activity=activity)
+    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
+        for options.LARGE_BLOCK_TOKENS in (0, 256):
+            union.ffn(x, layer, x_scale, activity=activity)
     for num_tokens in (1, 2, 4, 16, 64):
         scale = None if x_scale is None else x_scale[:num_tokens]
         decode.ffn(x[:num_tokens], layer, scale, activity=activity)
@@ -163,29 +185,34 @@ def compile_float8(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) 
 
 
 class Lowered(Exception):
-    """Carries the TTIR of a kernel out of its compilation."""
+    """Carries the first form of a kernel out of its compilation."""
 
 
 def stop_at_ttir() -> None:
-    """Lets compilations raise `Lowered` after the first stage."""
+    """Lets compilations raise `Lowered` after the first stage: TTIR, or TTGIR of Gluon."""
     backend = type(make_backend(driver.active.get_current_target()))
     add_stages = backend.add_stages
 
     def stages_to_ttir(self, stages, *options):
         add_stages(self, stages, *options)
-        lower = stages["ttir"]
+        first, lower = next(iter(stages.items()))
 
         def stop(module, metadata):
             raise Lowered(str(lower(module, metadata)))
 
-        stages["ttir"] = stop
+        stages[first] = stop
 
     backend.add_stages = stages_to_ttir
 
 
+def is_descriptor(argument) -> bool:
+    """Triton's or Gluon's descriptor of a matrix."""
+    return type(argument).__name__ == TensorDescriptor.__name__
+
+
 def integers(argument) -> list[int]:
     """The integers that an argument hands to a kernel."""
-    if isinstance(argument, TensorDescriptor):
+    if is_descriptor(argument):
         return [*argument.shape, *argument.strides]
     if isinstance(argument, tuple):
         return [number for part in argument for number in integers(part)]
@@ -196,7 +223,7 @@ def specialization(argument):
     """Arguments for which this is the same share a compiled kernel."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, TensorDescriptor):
+    if is_descriptor(argument):
         return argument.base.dtype, tuple(argument.block_shape)
     if isinstance(argument, tuple):
         return tuple(specialization(part) for part in argument)
@@ -237,7 +264,7 @@ class Launches:
                 axis = f"the {axis} of {kernel.fn.__name__}'s grid"
                 self.problems.setdefault((*place, axis), f"{size:,}")
         for name, value in arguments.items():
-            if isinstance(value, TensorDescriptor) and max(value.shape) >= 2**31:
+            if is_descriptor(value) and max(value.shape) >= 2**31:
                 shape = f"the shape of {name}"
                 self.problems.setdefault((*place, shape), f"{max(value.shape):,}")
 
@@ -259,9 +286,10 @@ def launch_inference(x: torch.Tensor, layer: Layer) -> None:
     in_fp8 = layer._replace(w_up=values, s_up=scales)
     if layer.gated:
         in_fp8 = in_fp8._replace(w_gate=values, s_gate=scales)
-    for path in (rowwise, union, decode):
-        path.ffn(x, layer, activity=activity)
-        path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
+    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
+        for path in (rowwise, union, decode):
+            path.ffn(x, layer, activity=activity)
+            path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
     for few in (2, 4):
         decode.ffn(x[:few], layer, activity=activity)
     twell_rowwise.ffn(x, layer)

@@ -19,6 +19,7 @@ from math import inf
 from pathlib import Path
 
 NAME = r"%[\w.$-]+(?:#\d+)?"
+ROLES = "ttg.warp_specialize"  # its operands are the arguments of each partition that follows
 Problem = tuple[str, int, str, str]  # file, line, expression, and the number that it reaches
 
 
@@ -99,7 +100,11 @@ def parse(ir: str) -> Operation:
                 names = names[1:4] + [value for _, value in pairs]
             elif kind == "tt.func":
                 names, arguments, text = [], re.findall(rf"({NAME}): ", line), line
-            operation = Operation(kind, [], [scopes.resolve(name) for name in names], text)
+            elif kind.startswith("partition"):
+                arguments = re.findall(rf"({NAME}): ", line)
+                names = next(o for o in reversed(body[-1]) if o.name == ROLES).operands
+            names = [scopes.resolve(name) for name in names]
+            operation = Operation(kind, [], names, text)
             body[-1].append(operation)
             if text.endswith("{"):
                 unfinished.append((operation, results))
@@ -160,7 +165,8 @@ def races(ttgir: str) -> list[str]:
     The product of one step still runs when the next copy starts. A pipeline therefore needs one
     buffer more than it has copies ahead. Triton 3.6 and 3.7 leave that buffer out where the same
     load also goes to registers: results are wrong now and then. All indices of an allocation count
-    as one buffer, since its buffers take turns, and so do all views of it.
+    as one buffer, since its buffers take turns, and so do all views of it. A kernel in Gluon guards
+    its buffers by barriers of its own, which test_gate_hopper.py simulates.
     """
     operations = list(walk(parse(ttgir)))
     buffers = _Buffers(operations)
@@ -265,6 +271,9 @@ class _Ranges:
             return self._loop(operation)
         if operation.name in ("tt.reduce", "tt.scan"):
             return self._reduce(operation)
+        if operation.name.startswith("partition"):
+            captures = [self._get(name) for name in operation.operands]
+            self.values |= zip(operation.arguments[0], captures, strict=True)
         yields = [self.run(region) for region in operation.regions]
         if operation.name == "scf.if" and operation.results:
             return [_hull((*a, *b)) for a, b in zip(*yields, strict=True)]
@@ -427,12 +436,20 @@ def _places(ttir: str, location: str) -> list[tuple[str, int, int]]:
     return [place for location in inner for place in _places(ttir, location)]
 
 
+def _without_layouts(ttgir: str) -> str:
+    """Types of TTGIR as in TTIR."""
+    shorter = re.sub(r"#[\w.]+<\{[^{}\n]*\}>", "#layout", ttgir)
+    return _without_layouts(shorter) if shorter != ttgir else re.sub(r", #\w+(?=>)", "", ttgir)
+
+
 def overflows(ttir: str, arguments: dict[str, list[int]], grid: tuple[int, ...]) -> list[Problem]:
     """The i32 results that may leave their range in a launch.
 
     `arguments` are the integers of each parameter of the kernel, in order. Sums, differences,
-    products and narrowing count, in addresses or not; left shifts do not.
+    products and narrowing count, in addresses or not; left shifts do not. A kernel in Gluon has
+    TTGIR alone.
     """
+    ttir = _without_layouts(ttir)
     function = next(operation for operation in walk(parse(ttir)) if operation.name == "tt.func")
     parameters = re.findall(rf'{NAME}: (\S+?)[ ,)][^%]*?loc\("(\w+)"', function.text)
     identifiers: dict[str, list[str]] = {name: [] for _, name in parameters}

@@ -1,5 +1,7 @@
 """Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
 
+Kernels in Gluon share out registers themselves; they must fit too, and spill none.
+
 compiled.py compiles in a subprocess, and ir.py checks the compiled code. The Triton of
 requirements.gpu.lock compiles the kernels as well as the installed one does.
 """
@@ -41,6 +43,7 @@ NAMES = {
 }
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"  # architectures with tensor cores for it
 IN_FP8 = {"twell.kernels.float8.quantize_kernel"}
+ON_HOPPER = {"twell.kernels.gate_hopper.gate_hopper_kernel"}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
 BOUNDED = {
     ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
@@ -88,7 +91,8 @@ def test_names_of_kernels_are_unique():
 @pytest.mark.parametrize(("architecture", "variants", "older"), COMPILERS)
 def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
     shared, problems = in_subprocess(tmp_path, "compile", architecture, variants, older=older)
-    assert set(shared) | (set() if architecture in WITH_FP8 else IN_FP8) == NAMES
+    expected = NAMES - (set() if architecture in WITH_FP8 else IN_FP8)
+    assert set(shared) == expected - (set() if architecture == "sm_90" else ON_HOPPER)
     assert max(shared.values()) <= LIMITS[architecture], shared
     assert not problems, "\n".join(problems)
 

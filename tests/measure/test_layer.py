@@ -284,7 +284,7 @@ def test_operations_and_bytes_are_those_of_a_count(gated):
 
 
 def test_every_kernel_has_a_formula_or_is_known_to_have_none():
-    from twell.kernels import decode, dense, gate, rowwise, union
+    from twell.kernels import decode, dense, gate, gate_hopper, rowwise, union
 
     # One only counts activity, the other belongs to training.
     none = {("rowwise", "count_activity_kernel"), ("union", "union_product_kernel")}
@@ -293,7 +293,8 @@ def test_every_kernel_has_a_formula_or_is_known_to_have_none():
     modules = {"dense": dense, "rowwise": rowwise, "union": union, "decode": decode}
     for path, module in modules.items():
         own = {(path, name) for name in vars(module) if name.endswith("_kernel")}
-        shared = {(path, name) for name in vars(gate) if name.endswith("_kernel")}
+        gates = {**vars(gate), **vars(gate_hopper)}
+        shared = {(path, name) for name in gates if name.endswith("_kernel")}
         library = {("dense", "cublas matmul"), ("dense", "elementwise")}
         assert own <= formulas | none, "a kernel is new: say what it needs"
         named = {key for key in formulas | none if key[0] == path}

@@ -72,6 +72,7 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
         ("rowwise", "token_lists_kernel"): (0, flags + 2 * entries + 4 * entries),
         ("rowwise", "rowwise_kernel"): up_down,
         ("union", "gate_bits_kernel"): gate,
+        ("union", "gate_hopper_kernel"): gate,
         ("union", "union_lists_kernel"): (0, flags + 4 * unions),
         ("union", "union_up_kernel"): union_up,
         ("union", "union_down_kernel"): (2 * values * k, 2 * k * (m + touched) + 2 * values),

@@ -26,7 +26,7 @@ from twell.plots.base import (
 # Kernels of the union path, without "union_", -> label and colour. The lists of active neurons take
 # 0.1 ms: part of "up".
 _KERNELS = {
-    ("gate_bits_kernel",): ("gate (all)", GATE),
+    ("gate_bits_kernel", "gate_hopper_kernel"): ("gate (all)", GATE),
     ("lists_kernel", "up_kernel"): ("up (active)", UP),
     ("down_kernel",): ("down (active)", DOWN),
 }
@@ -81,7 +81,7 @@ def _layer(ax: Axes, kernels: pd.DataFrame) -> None:
     ax.bar(0, dense, 0.55, color=DENSE)
     bottom = 0.0
     for names, (label, colour) in _KERNELS.items():
-        height = sparse[list(names)].sum()
+        height = sparse[sparse.index.isin(names)].sum()
         ax.bar(0.8, height, 0.55, bottom=bottom, color=colour)
         ax.text(1.12, bottom + height / 2, label, va="center", fontsize=6)
         bottom += height

@@ -1,0 +1,113 @@
+"""The gate for Hopper gives the bits of the kernel for every device, at odd sizes and anywhere."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from twell.kernels import options
+from twell.kernels.common import round_up
+from twell.kernels.gate import gate_bits
+
+FP8 = torch.float8_e4m3fn
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def hopper_for_any_size(monkeypatch):
+    """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""
+    if not torch.cuda.is_available() or not options.hopper_gate(2**20, 2**13, DEVICE):
+        pytest.skip("needs sm_90 and a Triton of options.GLUON_VERSIONS")
+    monkeypatch.setattr(options, "HOPPER_TILES", 0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+def random_case(m, n, k, dtype, *, bias=False, nan=False):
+    """Operands of gate_bits; with NaN in one token, and in another sums that round to -0."""
+    torch.manual_seed(m + n + k)
+    x, w = (torch.randn(size, k, device=DEVICE, dtype=torch.bfloat16) for size in (m, n))
+    if nan:
+        x[m // 2, k // 3] = float("nan")
+        x[m // 3] *= 2.0**-130
+    w = (w if dtype == FP8 else w * k**-0.5).to(dtype)
+    scales, b = (None, None), None
+    if dtype == FP8:
+        ones = (torch.rand(size, device=DEVICE) + 0.5 for size in (m, n))
+        scales = next(ones), next(ones) / k
+    if bias:
+        b = torch.randn(n, device=DEVICE).to(torch.bfloat16 if dtype == FP8 else dtype) * 0.3
+    return dict(x=x.to(dtype), w=w, b=b, scales=scales)
+
+
+def compute(case, monkeypatch, hopper=True, threshold=0.0):
+    """g and words as far as they are defined, and the zero."""
+    zero = torch.full((2,), 7, device=DEVICE, dtype=torch.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(options, "HOPPER_TILES", 0 if hopper else 2**60)
+        g, bits = gate_bits(**case, by_neuron=True, zero=zero, threshold=threshold)
+    (m, _), n = case["x"].shape, len(case["w"])
+    assert g.shape[1] >= round_up(m, 128) and len(bits) == g.shape[1] // 32
+    assert not bits[-(-m // 32) :, :n].any()
+    return g[:, :m].contiguous().view(torch.int16), bits[: -(-m // 32), :n].clone(), zero
+
+
+def assert_same(case, monkeypatch, threshold=0.0):
+    results = [compute(case, monkeypatch, hopper, threshold) for hopper in (True, False)]
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
+    assert results[0][2].tolist() == [0, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize("k", [48, 2048, 4096])
+@pytest.mark.parametrize("n", [300, 2817, 5632])
+def test_the_same_bits_at_odd_sizes(n, k, dtype, monkeypatch):
+    for m in (1, 31, 127, 129, 257, 1000, 5000):
+        assert_same(random_case(m, n, k, dtype, nan=m % 2), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize("bias, threshold", [(True, 0.0), (False, 0.25), (True, 0.25)])
+def test_the_same_bits_with_bias_and_threshold(bias, threshold, dtype, monkeypatch):
+    for m, n, k in ((100, 300, 48), (257, 2817, 2048), (5000, 5632, 2048)):
+        case = random_case(m, n, k, dtype, bias=bias, nan=True)
+        assert_same(case, monkeypatch, threshold)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_the_same_bits_at_the_sizes_of_a_layer(dtype, monkeypatch):
+    for m in (16_384, 131_072 if dtype != FP8 else 65_536):
+        assert_same(random_case(m, 5632, 2048, dtype), monkeypatch)
+
+
+def test_a_graph_replays_it_with_new_tokens(monkeypatch):
+    case, other = (random_case(m, 5632, 2048, torch.bfloat16) for m in (3000, 3001))
+    other = {**case, "x": other["x"][:3000].contiguous()}
+    expected = compute(other, monkeypatch)
+    torch.use_deterministic_algorithms(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        g, bits = gate_bits(**case, by_neuron=True)
+    case["x"].copy_(other["x"])
+    graph.replay()
+    assert torch.equal(g[:, :3000].contiguous().view(torch.int16), expected[0])
+    assert torch.equal(bits[: len(expected[1]), :5632], expected[1])
+
+
+def test_two_streams_at_once(monkeypatch):
+    cases = [random_case(m, 2817, 2048, torch.bfloat16) for m in (3000, 5000)]
+    expected = [compute(case, monkeypatch, hopper=False) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(5):
+        for case, stream, ours in zip(cases, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                ours.append(compute(case, monkeypatch))
+    torch.cuda.synchronize()
+    for ours, right in zip(results, expected, strict=True):
+        for result in ours:
+            assert all(torch.equal(a, b) for a, b in zip(result, right, strict=True))
