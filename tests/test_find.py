@@ -122,11 +122,14 @@ def test_neurons_are_brushed(open_page):
 
 
 def shaded(page, number):
-    """Of an example the tokens with a colour: whether more orange (+1) or blue (-1), else 0."""
+    """Of an example the tokens: whether more orange (+1) or blue (-1), else 0.
+
+    Each token begins with a space.
+    """
     return page.evaluate(
-        """(n) => [...document.querySelectorAll(".tw-example")[n].children].map((node) => {
-            const rgb = node.style.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
-            return Math.sign(rgb[0] - rgb[2]);
+        """(n) => [...document.querySelectorAll(".tw-example")[n].childNodes].flatMap((node) => {
+            const rgb = node.style?.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
+            return node.textContent.trim().split(" ").map(() => Math.sign(rgb[0] - rgb[2]));
         })""",
         number,
     )

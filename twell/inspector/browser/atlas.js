@@ -3,7 +3,7 @@
 
 import { Browse } from "./browse.js";
 import { Catalog } from "./catalog.js";
-import { isDark, Ramp } from "./colours.js";
+import { themeOf } from "./colours.js";
 import { fromBase64 } from "./data.js";
 import { button, element } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
@@ -88,9 +88,13 @@ class Atlas {
         this.state.follow();
         this.schedule();
       });
-    addEventListener("resize", () => this.schedule());
     const system = matchMedia("(prefers-color-scheme: dark)");
-    system.addEventListener("change", () => this.schedule());
+    system.addEventListener("change", () => this.theme());
+    this.theme();
+  }
+
+  theme() {
+    this.state.ramps = themeOf(this.root, this.palettes);
     this.schedule();
   }
 
@@ -100,10 +104,6 @@ class Atlas {
   }
 
   show() {
-    const dark = isDark(this.root.parentElement);
-    this.root.classList.toggle("tw-dark", dark);
-    const { sequential, diverging } = this.palettes[dark ? "dark" : "light"];
-    this.state.ramps = { sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
     const overview = this.catalog.chunk("overview");
     if (!overview) return;
     if (!this.state.sides.length) this.state.sides = [this.side(overview)];

@@ -28,7 +28,7 @@ export class Browse {
       element("summary", "Find neurons"),
       this.controls(),
       this.count,
-      element("div.tw-results", element("div.tw-scatter", this.scatter.canvas), this.list),
+      element("div.tw-results", this.scatter.node, this.list),
     );
   }
 

@@ -8,7 +8,7 @@ import { button, element } from "./elements.js";
 import { drawHistogram, histogramOf } from "./histogram.js";
 import { neighbours, promoted } from "./neighbours.js";
 import { closer, fact } from "./parts.js";
-import { direction, integer, number, percent, pieces, PLAIN, signed } from "./words.js";
+import { direction, integer, number, percent, pieces, signed } from "./words.js";
 
 const NEAR = 8; // places where a neuron fires
 const FAR = 200; // when all are asked for
@@ -203,13 +203,12 @@ function picker(label, value, most, choose) {
   });
 }
 
-// An example with every token shaded by its h.
+// An example with every token shaded by its h; where it is 0, the text is one node.
 function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go) {
   const shaded = (text, n) => {
-    const plain = PLAIN.test(text); // few nodes, since an example has many tokens
-    const lead = plain && text.startsWith(" ") ? ".tw-lead" : "";
-    const span = element((n === here ? "mark" : "span") + lead, plain ? text : pieces(text));
     const { [n]: h } = shades;
+    if (!h && n !== here) return pieces(text);
+    const span = element(n === here ? "mark" : "span", pieces(text));
     if (h) {
       const index = scale.index(h);
       const fill = scale.ramp.fill[index];
@@ -218,10 +217,13 @@ function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go
     }
     return span;
   };
+  const line = element("span.tw-example", { dir: direction(tokens.join("")) });
+  line.append(...tokens.flatMap(shaded));
+  line.normalize();
   const parts = [
     element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
     quantile !== null && element("small", percent(quantile)),
-    element("span.tw-example", { dir: direction(tokens.join("")) }, tokens.map(shaded)),
+    line,
   ];
   if (go) return button(".tw-place", go, { title }, parts);
   return element("div.tw-place", { title }, parts);

@@ -30,16 +30,21 @@ export class Scatter {
       onpointermove: (event) => this.moved(event),
       onpointerup: (event) => this.released(event),
     });
+    this.node = element("div.tw-scatter", this.canvas);
+    // To ask for the width while drawing would lay out everything once more.
+    new ResizeObserver(([{ contentRect }]) => {
+      this.wide = contentRect.width;
+      host.schedule();
+    }).observe(this.node);
   }
 
   // found: which neurons match, by index.
   draw(overview, found, selected) {
-    const wide = this.canvas.parentElement?.clientWidth ?? 0;
-    if (!wide || !overview.fires) return;
-    const dark = this.host.root.classList.contains("tw-dark");
-    const frame = [wide, this.upright].join();
+    if (!this.wide || !overview.fires) return;
+    const { dark } = this.host.state.ramps;
+    const frame = [this.wide, this.upright].join();
     if (this.overview !== overview || this.frame !== frame) {
-      Object.assign(this, { overview, wide, frame, key: null });
+      Object.assign(this, { overview, frame, key: null });
       this.measure();
     }
     const key = [frame, dark, found.stamp].join();
@@ -101,7 +106,7 @@ export class Scatter {
       const from = Math.round(x * ratio - size / 2) + width * Math.round(y * ratio - size / 2);
       for (let at = from; at < from + size * width; at += width) pixels.fill(colour, at, at + size);
     };
-    const faint = withAlpha(pixel(channels(this.colour("--tw-muted"))), 0.15);
+    const faint = withAlpha(pixel(channels(this.host.state.ramps.muted)), 0.15);
     const { rgb } = this.host.state.ramps.sequential;
     const last = Math.max(1, overview.L - 1);
     const colours = Array.from({ length: overview.L }, (_, layer) =>
@@ -131,8 +136,8 @@ export class Scatter {
 
   drawAxes(context) {
     const { x, y, wide } = this;
-    context.fillStyle = this.colour("--tw-muted");
-    context.strokeStyle = this.colour("--tw-line");
+    context.fillStyle = this.host.state.ramps.muted;
+    context.strokeStyle = this.host.state.ramps.line;
     context.font = "10.5px system-ui, sans-serif";
     const bottom = HEIGHT - SPACE.bottom;
     const line = (...ends) => {
@@ -169,7 +174,7 @@ export class Scatter {
     const context = this.context(this.canvas);
     Object.assign(this.canvas.style, { width: `${this.wide}px`, height: `${HEIGHT}px` });
     context.drawImage(this.sheet, 0, 0, this.wide, HEIGHT);
-    context.strokeStyle = this.colour("--tw-accent");
+    context.strokeStyle = this.host.state.ramps.accent;
     context.lineWidth = 2;
     if (selected !== null && this.overview.fires[selected]) {
       context.beginPath();
@@ -182,10 +187,6 @@ export class Scatter {
       context.lineWidth = 1;
       context.strokeRect(x, y, right - x, bottom - y);
     }
-  }
-
-  colour(name) {
-    return getComputedStyle(this.host.root).getPropertyValue(name).trim();
   }
 
   at(event) {
