@@ -21,7 +21,7 @@ export class Scatter {
   // host: { state, root }; brushed(box): what a drag took, null: everything; chosen(index).
   constructor(host, brushed, chosen) {
     Object.assign(this, { host, brushed, chosen });
-    this.upright = "strength";
+    this.drag = null; // the corners of a brush in pixels, while it is drawn
     this.sheet = element("canvas");
     this.canvas = element("canvas.tw-points", {
       role: "img",
@@ -38,11 +38,12 @@ export class Scatter {
     }).observe(this.node);
   }
 
-  // found: which neurons match, by index.
-  draw(overview, found, selected) {
+  // found: which neurons match, by index; query: the search, which has the axes and the brush.
+  draw(overview, found, selected, query) {
     if (!this.wide || !overview.fires) return;
     const { dark } = this.host.state.ramps;
-    const frame = [this.wide, this.upright].join();
+    this.query = query;
+    const frame = [this.wide, query.upright].join();
     if (this.overview !== overview || this.frame !== frame) {
       Object.assign(this, { overview, frame, key: null });
       this.measure();
@@ -60,7 +61,7 @@ export class Scatter {
     this.x = this.axis((index) => overview.fires[index] / tokens, [SPACE.left, wide - SPACE.right]);
     const range = [HEIGHT - SPACE.bottom, SPACE.top];
     this.y =
-      this.upright === "layer"
+      this.query.upright === "layer"
         ? { of: (at) => Math.floor(at / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
         : this.axis((index) => overview.strength[index], range);
     this.places = Float32Array.from({ length: 2 * overview.fires.length }, (_, at) =>
@@ -126,7 +127,7 @@ export class Scatter {
   // Layers are rows: their neurons are spread over the row's height, by number.
   heightOf(index) {
     const { N } = this.overview;
-    const shift = this.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
+    const shift = this.query.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
     return this.y.to(this.y.of(index) + shift);
   }
 
@@ -181,8 +182,9 @@ export class Scatter {
       context.arc(...this.place(selected), 6, 0, 7);
       context.stroke();
     }
-    if (this.box) {
-      const [x, y, right, bottom] = this.box;
+    const corners = this.drag ?? this.brush();
+    if (corners) {
+      const [x, y, right, bottom] = corners;
       context.setLineDash([4, 3]);
       context.lineWidth = 1;
       context.strokeRect(x, y, right - x, bottom - y);
@@ -208,8 +210,8 @@ export class Scatter {
       return;
     }
     const [left, top] = this.start;
-    if (!this.box && Math.hypot(x - left, y - top) < 5) return;
-    this.box = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
+    if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
+    this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
     this.drawAbove();
   }
 
@@ -219,16 +221,23 @@ export class Scatter {
     const near = this.nearest(x, y);
     this.start = null;
     if (dragged) {
-      const [left, top, right, bottom] = this.box;
-      const range = (axis, ...ends) => [axis.of, ...ends.map(axis.from).sort((a, b) => a - b)];
-      this.brushed([range(this.x, left, right), range(this.y, top, bottom)]);
+      const [left, top, right, bottom] = this.drag;
+      const ends = [this.x.from(left), this.x.from(right), this.y.from(bottom), this.y.from(top)];
+      this.drag = null;
+      this.brushed(ends.map((end) => Number(end.toPrecision(4))));
     } else if (near !== null) this.chosen(near);
     else this.clear();
   }
 
   clear() {
-    this.box = null;
     this.brushed(null);
+  }
+
+  // The brushed region in pixels.
+  brush() {
+    if (!this.query.box) return null;
+    const [left, right, low, high] = this.query.box;
+    return [this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low)];
   }
 
   nearest(x, y) {

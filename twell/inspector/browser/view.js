@@ -54,6 +54,7 @@ export class View {
       on(`change:${trait}`, () => this.typing?.showMessages());
     on("change:texts", () => this.typing?.showTexts());
     on("change:data", () => this.load());
+    on("change:query", () => this.browse.renew());
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
     const themed = () => this.themed();
     const page = new MutationObserver(themed);
