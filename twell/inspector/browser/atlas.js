@@ -62,6 +62,10 @@ class AtlasState {
     this.atlas.schedule();
   }
 
+  sharing(side) {
+    return [side];
+  }
+
   chooseNeuron(_, layer, neuron) {
     this.go(layer, neuron);
   }

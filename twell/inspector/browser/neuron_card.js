@@ -5,7 +5,7 @@ import { makeScale } from "./colours.js";
 import { alikeness } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
-import { drawHistogram, histogramOf } from "./histogram.js";
+import { drawHistogram, histogramOf, shareBins } from "./histogram.js";
 import { neighbours, promoted } from "./neighbours.js";
 import { closer, fact } from "./parts.js";
 import { direction, integer, number, percent, pieces, signed } from "./words.js";
@@ -15,6 +15,7 @@ const FAR = 200; // when all are asked for
 const BEFORE = 24; // tokens of the passage around a place
 const AFTER = 12;
 const TABS = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
+const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
@@ -99,10 +100,22 @@ export class NeuronCard {
       if (known.fires)
         facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
     }
-    if (known.fires && known.histogram) notes.push(drawHistogram(known));
-    else if (tokens.length) notes.push(drawHistogram(histogramOf(values)));
+    notes.push(...this.histogram(side, layer, neuron));
     if (known.promotes) notes.push(promoted(known));
     return element("div", element("div.tw-factbox", facts), notes);
+  }
+
+  // Of the aggregate where there is one, else of the passage. Two sides show the same, so that they
+  // share bins and axes.
+  histogram(side, layer, neuron) {
+    const sides = this.state.sharing(side);
+    const cards = sides.map((one) => one.catalog?.card(layer, neuron));
+    const here = (one) => histogramOf(one.column(layer, neuron).values);
+    const all = shareBins(cards.every((card) => card?.histogram) ? cards : sides.map(here));
+    const own = all[sides.indexOf(side)];
+    if (!own.fires) return [];
+    const shared = all.length > 1 && element("p.tw-quiet", SHARED_AXES);
+    return [drawHistogram(own, all), shared];
   }
 
   // What is still to come, or could not.
