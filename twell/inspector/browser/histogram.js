@@ -67,7 +67,8 @@ export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles 
   const step = (right - left) / (last - low + 1);
   const x = (edge) => left + (edge - low) * step;
   const reach = Math.max(1, Math.log10(Math.max(...most)) * 1.02);
-  const y = (count) => top + (bottom - top) * (1 - Math.log10(Math.max(count, 0.8)) / reach);
+  const below = 0.15; // so that one token is seen
+  const y = (count) => top + ((bottom - top) * (reach - Math.log10(count))) / (reach + below);
   const parts = [];
   for (let decade = 0; decade <= reach; decade += reach > 4 ? 2 : 1) {
     const at = y(10 ** decade);

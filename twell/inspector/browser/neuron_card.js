@@ -32,7 +32,7 @@ export class NeuronCard {
   build(side, layer, neuron) {
     const card = side.catalog?.card(layer, neuron);
     const known = card && !card.error ? card : {};
-    const choose = (other) => this.state.chooseNeuron(side, layer, other);
+    const choose = (...other) => this.state.chooseNeuron(side, ...other);
     const body = element(
       "div.tw-neuron-body",
       this.statistics(side, layer, neuron, known),
@@ -47,7 +47,7 @@ export class NeuronCard {
       this.notes(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
       body,
-      neighbours(known, layer, choose),
+      element("div.tw-kinds", neighbours(known, layer, choose)),
       this.state_(side, card),
     );
   }
