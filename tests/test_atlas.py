@@ -166,6 +166,23 @@ def test_links_open_what_they_name(open_atlas, shipped):
     page.go_back()
     settle(page)
     assert page.input_value("[data-focus=neuron]") == "49"
+    # So is a search.
+    search(page, "of the")
+    page.get_by_label("sort").select_option("fires")
+    settle(page)
+    expected = texts(page, "button.tw-hit")
+    address = page.evaluate("location.hash")
+    assert address == "#layer=3&neuron=49&words=of%20the&sort=rate"
+    again = open_atlas(shipped, address)
+    again.locator("[role=status]", has_text="of 4,224").wait_for()
+    settle(again)
+    assert texts(again, "button.tw-hit") == expected
+    again.evaluate("location.hash = '#words=congress'")
+    settle(again)
+    search(page, "congress")
+    page.get_by_label("sort").select_option("match")
+    settle(page)
+    assert texts(again, "button.tw-hit") == texts(page, "button.tw-hit") != expected
     for nonsense in ("#layer=6&neuron=0", "#layer=x&neuron=704", "#"):
         page.evaluate("(address) => (location.hash = address)", nonsense)
         settle(page)

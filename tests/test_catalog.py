@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import twell
 from tests.factories.inspector import floats, unpack
@@ -74,6 +75,10 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
     assert catalog.names == ["overview", "words-0", "words-1"]
     unembedding = (network.get_output_embeddings().weight * network.model.norm.weight).double()
     strings = trace.token_strings(tokenizer, range(320))
+    both = [(ffn.gate_proj.weight, ffn.down_proj.weight.T) for ffn in network.ffns]
+    gates, outputs = (
+        torch.cat(parts).detach().double().numpy() for parts in zip(*both, strict=True)
+    )
     for layer in range(2):
         header, arrays = unpack(catalog.chunk(f"words-{layer}"))
         ffn = network.ffns[layer]
@@ -92,17 +97,35 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
             "up": ffn.up_proj.weight,
             "down": ffn.down_proj.weight.T,
         }
-        assert header["like"] == [*rows]
-        for name, matrix in rows.items():
-            matrix = matrix.detach().double().numpy()
-            length = np.linalg.norm(matrix, axis=1)
-            cosine = matrix @ matrix.T / np.outer(length, length)
-            np.fill_diagonal(cosine, 0)
-            at = arrays[name].reshape(96, 5)
-            own = floats(arrays, f"{name}_cosine").reshape(96, 5)
-            np.testing.assert_allclose(own, np.take_along_axis(cosine, at, 1), 1e-3, 1e-6)
-            largest = np.sort(np.abs(cosine), 1)[:, ::-1][:, :5]
-            np.testing.assert_allclose(np.abs(own), largest, 1e-3, 1e-6)
+        rows = {name: matrix.detach().double().numpy() for name, matrix in rows.items()}
+        for name in ("gate", "up"):
+            kin_are_the_nearest(arrays, name, rows[name], rows[name], 96 * layer, 0)
+        kin_are_the_nearest(arrays, "down", rows["down"], outputs, 0, 96 * layer)
+        if layer == 0:
+            assert header["like"] == ["gate", "up", "down", "read"]
+            kin_are_the_nearest(arrays, "read", outputs[:96], gates[96:], 96)
+        else:
+            assert header["like"] == ["gate", "up", "down", "written"]
+            kin_are_the_nearest(arrays, "written", gates[96:], outputs[:96], 0)
+    # Of a model with more neurons only those of the layer are compared.
+    monkeypatch.setattr("twell.inspector.catalog.ACROSS", 191)
+    catalog = inspector.Catalog(inspector.sides(pair, "ba de fun")[0])
+    header, arrays = unpack(catalog.chunk("words-1"))
+    assert header["like"] == ["gate", "up", "down"]
+    kin_are_the_nearest(arrays, "down", outputs[96:], outputs[96:], 96, 0)
+
+
+def kin_are_the_nearest(arrays, name, rows, others, first, own=None):
+    """first: number of the first of the others; own: where the rows stand among them."""
+    lengths = [np.linalg.norm(matrix, axis=1) for matrix in (rows, others)]
+    cosine = rows @ others.T / np.outer(*lengths)
+    if own is not None:
+        cosine[np.arange(96), own + np.arange(96)] = 0
+    at = arrays[name].reshape(96, 5).astype(int) - first
+    values = floats(arrays, f"{name}_cosine").reshape(96, 5)
+    np.testing.assert_allclose(values, np.take_along_axis(cosine, at, 1), 1e-3, 1e-6)
+    largest = np.sort(np.abs(cosine), 1)[:, ::-1][:, :5]
+    np.testing.assert_allclose(np.abs(values), largest, 1e-3, 1e-6)
 
 
 def test_the_widget_answers_the_browser(model, monkeypatch):

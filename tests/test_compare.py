@@ -129,6 +129,69 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
         keep(page, f"checkpoints-{width}-{theme}")
 
 
+def histograms(page):
+    """Of both histograms the numbers of the axes, and (bin, count, left, height) of each bar."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".tw-histogram")].map((svg) => ({
+            axes: [...svg.querySelectorAll("text:not(.tw-axis-name)")].map((node) =>
+                [node.textContent, node.getAttribute("x"), node.getAttribute("y")].join()),
+            name: svg.querySelector(".tw-axis-name").textContent,
+            bars: [...svg.querySelectorAll("rect")].map((node) => [
+                ...node.textContent.split(/: | tokens?$/).slice(0, 2),
+                ...["x", "height"].map((side) => Number(node.getAttribute(side)))])}))"""
+    )
+
+
+@in_browser
+@pytest.mark.parametrize("counted", ["both", "left", "none"])
+def test_two_histograms_share_bins_and_axes(open_page, two, counted):
+    """The right side's values are larger, and fewer."""
+    first, second = two
+    kept = np.random.default_rng(SEED).random(len(second.values)) < 0.6
+    rows = np.repeat(np.arange(len(second.indptr) - 1), np.diff(second.indptr))
+    counts = np.bincount(rows[kept], minlength=len(second.indptr) - 1)
+    second = dataclasses.replace(
+        second,
+        values=4 * second.values[kept],
+        indices=second.indices[kept],
+        indptr=np.append(0, counts.cumsum()),
+    )
+    fires = [np.stack(layers(one)).astype(bool).sum(1) for one in (first, second)]
+    layer, neuron = np.unravel_index(np.minimum(*fires).argmax(), fires[0].shape)
+    aggregates = [aggregate_of(first), aggregate_of(second)]
+    number = ["none", "left", "both"].index(counted)
+    aggregates[number:] = [None] * (2 - number)
+    sides = [
+        Side(*parts) for parts in zip(("early", "late"), (first, second), aggregates, strict=True)
+    ]
+    view = {"layer": int(layer), "neuron": int(neuron)}
+    page = open_page(sides, view)
+    page.wait_for_selector(".tw-tabs button + button" if number else ".tw-histogram")
+    settle(page)
+    left, right = histograms(page)
+    assert left["axes"] == right["axes"] and len(left["axes"]) > 5
+    where = "over 40 tokens" if counted == "both" else "in this passage"
+    for shown, own in zip((left, right), fires, strict=True):
+        assert where in shown["name"] and f"(n = {own[layer, neuron]})" in shown["name"]
+        assert sum(int(count) for _, count, _, _ in shown["bars"]) == own[layer, neuron]
+    # A bin stands at one place in both, and a count has one height.
+    for pairs in (
+        [(bar[0], bar[2]) for bar in left["bars"] + right["bars"]],
+        [(bar[1], bar[3]) for bar in left["bars"] + right["bars"]],
+    ):
+        assert len(set(pairs)) == len({key for key, _ in pairs}) < len(pairs)
+    said = texts(page, ".tw-neuron .tw-quiet")
+    assert said.count("Both histograms have the same bins and the same axes.") == 2
+    if counted == "both":
+        for width, theme in ((1400, "light"), (1400, "dark"), (700, "light")):
+            page = open_page(sides, view, width, theme)
+            settle(page)
+            keep(page, f"histograms-{width}-{theme}")
+    alone = open_page(sides[:1], view, wait=".tw-histogram")
+    settle(alone)
+    assert "Both histograms" not in " ".join(texts(alone, ".tw-quiet"))
+
+
 def layers(passage):
     return [passage.layer(layer).toarray() for layer in range(passage.num_layers)]
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import twell
-from tests.browser import IN_BROWSER, click, keep, settle, show_live, texts
+from tests.browser import IN_BROWSER, click, keep, settle, show_live, texts, values
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, make_trace
 from twell import inspector, trace
@@ -122,11 +122,14 @@ def test_neurons_are_brushed(open_page):
 
 
 def shaded(page, number):
-    """Of an example the tokens with a colour: whether more orange (+1) or blue (-1), else 0."""
+    """Of an example the tokens: whether more orange (+1) or blue (-1), else 0.
+
+    Each token begins with a space.
+    """
     return page.evaluate(
-        """(n) => [...document.querySelectorAll(".tw-example")[n].children].map((node) => {
-            const rgb = node.style.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
-            return Math.sign(rgb[0] - rgb[2]);
+        """(n) => [...document.querySelectorAll(".tw-example")[n].childNodes].flatMap((node) => {
+            const rgb = node.style?.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
+            return node.textContent.trim().split(" ").map(() => Math.sign(rgb[0] - rgb[2]));
         })""",
         number,
     )
@@ -154,9 +157,9 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     assert page.evaluate("() => document.querySelector('.tw-pinned').number") == token
     assert page.locator(".tw-quantile").count() == 5
     together = counted.together_at[layer, neuron]
-    chips = texts(page, ".tw-kin:first-child .tw-chip span")
+    chips = texts(page, "[data-kin=together] .tw-chip span")
     assert chips == [str(n) for n in together if n >= 0] and chips
-    click(page, ".tw-kin:first-child .tw-chip")
+    click(page, "[data-kin=together] .tw-chip")
     assert page.input_value("[data-focus=neuron]") == chips[0]
     for theme, width in (("light", 1400), ("dark", 700)):
         page = open_page([side], view, width, theme, wait=".tw-tabs button + button")
@@ -173,6 +176,60 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     click(page, ".tw-tabs button", 1)
     assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
     assert "keep h at the marked token alone" in texts(page, ".tw-places > .tw-quiet")[0]
+
+
+def test_neighbours_across_layers(open_page, tiny_run):
+    model, tokenizer = twell.load(tiny_run)
+    passage = trace.trace_text(model, tokenizer, "ba de fun")
+    counted = trace.aggregate_run(tiny_run, tokens=256)
+    side = Side("tiny", passage, counted, model, tokenizer)
+    gates, outputs = (
+        [(rows / rows.norm(dim=1, keepdim=True)).detach().numpy() for rows in own]
+        for own in (
+            [ffn.gate_proj.weight for ffn in model.ffns],
+            [ffn.down_proj.weight.t() for ffn in model.ffns],
+        )
+    )
+
+    def shown(page, kin):
+        names = texts(page, f"[data-kin={kin}] .tw-chip span")
+        sizes = values(page, f"[data-kin={kin}] .tw-chip b")
+        return [tuple(map(int, name.split(" \u00b7 "))) for name in names], sizes
+
+    page = open_page([side], {"layer": 0, "neuron": 7}, wait="[data-kin=read]")
+    titles = texts(page, ".tw-kins h5")
+    assert titles == ["In layer 0", "In all layers: layer \u00b7 neuron"]
+    for kin, row, others, layers in [
+        ("down", outputs[0][7], outputs, (0, 1)),
+        ("read", outputs[0][7], gates, (1,)),
+    ]:
+        names, sizes = shown(page, kin)
+        expected = [others[layer][n] @ row for layer, n in names]
+        np.testing.assert_allclose(sizes, expected, rtol=0.06)
+        every = [abs(others[layer] @ row) for layer in layers]
+        if kin == "down":
+            every[0][7] = 0
+        largest = np.sort(np.concatenate(every))[::-1][:5]
+        np.testing.assert_allclose(np.abs(expected), largest, rtol=1e-4)
+        assert {layer for layer, _ in names} <= {*layers} and len(names) == 5
+    # A click goes to the other layer, which reads what the neuron writes.
+    assert page.locator("[data-kin=written]").count() == 0
+    reader = shown(page, "read")[0][0]
+    click(page, "[data-kin=read] .tw-chip")
+    page.locator("[data-kin=written]").wait_for()
+    picked = [page.input_value(f"[data-focus={name}]") for name in ("layer", "neuron")]
+    assert picked == [str(number) for number in reader]
+    names, sizes = shown(page, "written")
+    expected = [outputs[layer][n] @ gates[1][reader[1]] for layer, n in names]
+    np.testing.assert_allclose(sizes, expected, rtol=0.06)
+    largest = np.sort(abs(outputs[0] @ gates[1][reader[1]]))[::-1][:5]
+    np.testing.assert_allclose(np.abs(expected), largest, rtol=1e-4)
+    assert page.locator("[data-kin=read]").count() == 0
+    for width, theme in ((1400, "light"), (1400, "dark"), (700, "light")):
+        view = {"layer": 0, "neuron": 7}
+        page = open_page([side], view, width, theme, wait="[data-kin=read]")
+        keep(page, f"neighbours-{width}-{theme}")
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):

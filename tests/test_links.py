@@ -118,6 +118,78 @@ def test_links_hold_the_whole_state(open_page):
     assert shown(page)[0] == ["0", "2", "C = 8", ""] and page.locator(".tw-pinned").count() == 1
 
 
+def test_links_hold_the_search(open_page):
+    passage = make_trace(SEED, num_tokens=300)[0]
+    shown = [Side("random", passage, aggregate_of(passage))]
+    page = open_page(shown)
+    page.locator("summary").click()
+    page.get_by_label("where").select_option("text around")
+    page.get_by_label("words to find").fill("5")
+    page.get_by_label("layer", exact=True).select_option("layer 1")
+    page.get_by_label("state").select_option("all")
+    page.get_by_label("sort").select_option("fires")
+    page.get_by_label("upright axis").select_option("layer")
+    page.locator("[role=status]", has_text="of 900 neurons").wait_for()
+    settle(page)
+    canvas = page.locator(".tw-points")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 8, box["y"] + 260, steps=4)
+    page.mouse.up()
+    page.get_by_text("clear brush").wait_for()
+    click(page, "button.tw-hit", 2)
+
+    def found(page):
+        names = "words to find", "where", "layer", "state", "sort", "upright axis"
+        inside = page.locator(".tw-finding")
+        boxes = [inside.get_by_label(name, exact=True) for name in names]
+        settle(page)
+        status = texts(page, ".tw-browse [role=status]")
+        drawn = page.evaluate("() => document.querySelector('.tw-points').toDataURL()")
+        return [box.input_value() for box in boxes], status, texts(page, "button.tw-hit"), drawn
+
+    expected = found(page)
+    values = ["5", "text around", "layer 1", "all", "fires", "layer"]
+    assert expected[0] == values and len(expected[2]) > 3
+    address = state(page)
+    parts = dict(part.split("=") for part in address.split("&"))
+    assert [*parts][-8:] == "words where within state sort upright box finding".split()
+    assert int(parts["layer"]) == 1 and parts["box"].count("~") == 3
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_text("copy link").click()
+    page.get_by_text("copied").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link.endswith(f"#{address}")
+    page.goto("about:blank")
+    page.goto(link)
+    page.locator("button.tw-hit").first.wait_for()
+    page.mouse.move(2, 2)
+    again = found(page)
+    assert again[:3] == expected[:3]
+    # The brush is drawn where it was: it can be seen in the picture, and goes with the address.
+    go_to(page, address.replace(f"&box={parts['box']}", ""))
+    without = found(page)
+    assert int(without[1][0].split()[0]) > int(expected[1][0].split()[0])
+    assert without[3] != again[3]
+    assert page.get_by_text("clear brush").count() == 0
+    go_to(page, address)
+    assert found(page) == again
+    keep(page, "link-search")
+    # Words are anything; nonsense is as the page begins, and so is an empty address.
+    words = "a&b=c+d %20~#\u00e9"
+    page.get_by_label("words to find").fill(words)
+    typed = state(page)
+    go_to(page, "")
+    assert page.locator(".tw-browse").get_attribute("open") is None
+    go_to(page, typed)
+    assert found(page)[0] == [words, *values[1:]]
+    go_to(page, "finding=yes&where=x&within=7&sort=size&upright=&box=1~2~3&state=none")
+    begin = ["", "fires at", "all layers", "that fire", "match", "mean |h|"]
+    assert found(page)[0] == begin and len(found(page)[2]) == 50
+
+
 def test_labels_explain_themselves_and_numbers_keep_apart(open_page):
     passage = make_trace(SEED, num_tokens=40, context=40)[0]
     passage.values = (np.sign(passage.values) * 0.00482).astype(np.float32)

@@ -4,7 +4,8 @@
     text       the text around all examples, and where in it they are
     layer-N    of each neuron of a layer: the histogram of h, the examples' values, and the neurons
                that fire with it
-    words-N    words whose logits each neuron changes most, and neurons of its layer most like it
+    words-N    words whose logits each neuron changes most, and the neurons most like it: of its
+               layer by the gate and up projections, of all layers by what they write and read
 
 A chunk is computed when it is asked for. The widget sends it then; a page takes all along for
 which there is room; an atlas has a file of each. Without an aggregate only the words are known,
@@ -25,7 +26,8 @@ from twell.inspector.side import Side
 from twell.models import last_norm, sparse_ffns
 
 WORDS = 10  # that a neuron promotes, and suppresses
-LIKE = 5  # neurons with the most similar rows, of each projection
+LIKE = 5  # neurons with the most similar rows, of each kind
+ACROSS = 65_536  # neurons of a model, up to which rows are compared over all layers
 PEAKS = 4  # tokens of the strongest examples that a list shows
 BATCH = 256  # neurons whose logits are computed at once
 
@@ -114,11 +116,40 @@ class Catalog:
             ids, values = self._promoted(norm, rows["down"])
             known, index = np.unique(ids, return_inverse=True)
             arrays = {"word": _least(index), **leading_bytes("change", values, 3)}
-        for name, matrix in rows.items():
-            at, cosine = _like(matrix.float())
+        kin = self._kin(layer, rows)
+        for name, (at, cosine) in kin.items():
             arrays |= {name: _least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
         strings = trace.token_strings(self.side.tokenizer, list(known))
-        return {"strings": strings, "like": [*rows]}, arrays
+        return {"strings": strings, "like": [*kin]}, arrays
+
+    def _kin(self, layer: int, rows: dict[str, Tensor]) -> dict[str, tuple]:
+        """Return the LIKE neurons most like each of a layer, and their cosines, by kind.
+
+        Neurons are layer * N + number, [N, LIKE]. gate, up: of the layer, by rows of a projection.
+        Of all layers: down, which write the same; read, of later layers, which read what the neuron
+        writes; written, of earlier layers, which write what it reads. Neurons write rows of the
+        down projection into the residual stream and read it by rows of the gate projection; the
+        norm between is left out. For more neurons than ACROSS only down, of the layer.
+        """
+        first, number = layer * self.shape[1], self.shape[0] * self.shape[1]
+        kin = {name: _like(_unit(row), _unit(row), 0, first) for name, row in rows.items()}
+        if number > ACROSS:
+            return kin
+        inputs, outputs = self._directions
+        of = slice(first, first + self.shape[1])
+        kin["down"] = _like(outputs[of], outputs, first)
+        if of.stop < number:
+            kin["read"] = _like(outputs[of], inputs[of.stop :], None, of.stop)
+        if first:
+            kin["written"] = _like(inputs[of], outputs[:first])
+        return kin
+
+    @functools.cached_property
+    def _directions(self) -> tuple[Tensor, Tensor]:
+        """What all neurons read and write, unit rows [L * N, K]."""
+        layers = [self._rows(layer) for layer in range(self.shape[0])]
+        inputs = [_unit(rows.get("gate", rows["up"])) for rows in layers]
+        return torch.cat(inputs), torch.cat([_unit(rows["down"]) for rows in layers])
 
     def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the words that directions [N, K] raise most, then those they lower most.
@@ -150,12 +181,27 @@ class Catalog:
         return rows | {"down": down}
 
 
-def _like(rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return of each row [N, K] the LIKE others with the largest |cosine| to it, and the cosine."""
-    unit = nn.functional.normalize(rows, dim=1)
-    table = (unit @ unit.t()).fill_diagonal_(0)
-    best = table.abs().topk(min(LIKE, len(rows))).indices
-    return best.cpu().numpy(), table.gather(1, best).cpu().numpy()
+def _unit(rows: Tensor) -> Tensor:
+    return nn.functional.normalize(rows.float(), dim=1)
+
+
+def _like(
+    rows: Tensor, others: Tensor, own: int | None = None, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return of unit rows [N, K] the LIKE others [M, K] with the largest |cosine|, and the cosine.
+
+    own: where the rows stand among the others, since none is like itself; first: number of the
+    first of the others.
+    """
+    at, cosines = [], []
+    for start in range(0, len(rows), BATCH):
+        table = rows[start : start + BATCH] @ others.t()
+        if own is not None:
+            table.diagonal(own + start).zero_()
+        best = table.abs().topk(min(LIKE, len(others))).indices
+        cosines.append(table.gather(1, best).cpu())
+        at.append(best.cpu() + first)
+    return torch.cat(at).numpy(), torch.cat(cosines).numpy()
 
 
 def _matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:

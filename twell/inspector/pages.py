@@ -19,7 +19,7 @@ PAGE_BYTES = 5_000_000  # at most, of a page
 FOLDER = Path(__file__).with_name("browser")
 HOST = 'document.getElementById("twell")'
 END_OF_DATA = "<!-- end of data -->"
-STYLES = ("frame.css", "passage.css", "cards.css", "compare.css", "find.css")
+STYLES = ("dots.css", "frame.css", "passage.css", "cards.css", "compare.css", "find.css")
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.M)
 _DECLARED = re.compile(
     r"^(export )?(?:(?:async )?function\*?|class|const|let|var) (\w+|[\[{])", re.M

@@ -1,11 +1,12 @@
-// The state of a view as a page's address keeps it: what differs from where the page begins.
+// The state of a view and its search as an address keeps it: what differs from where it begins.
 
-import { TRAITS } from "./state.js";
+import { SORTS, STATES, UPRIGHT, WHERE } from "./search.js";
 
 const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
 const yes = (text) => (text === "yes" ? true : text === "no" ? false : undefined);
 const among = (...words) => (text) => (words.includes(text) ? text : undefined);
-// How the text of each trait is read; undefined for nonsense.
+const key = (names) => among(...Object.keys(names));
+// How the text of each part is read; undefined for nonsense.
 const READ = {
   side: whole,
   token: whole,
@@ -21,16 +22,30 @@ const READ = {
   skip_first: yes,
   compression: whole,
   difference: yes,
+  finding: yes,
+  words: (text) => text,
+  where: key(WHERE),
+  within: whole,
+  state: key(STATES),
+  sort: key(SORTS),
+  upright: key(UPRIGHT),
+  box: (text) => {
+    const ends = text.split("~").map(Number);
+    const [left, right, low, high] = ends;
+    return ends.length === 4 && left <= right && low <= high ? ends : undefined;
+  },
 };
-const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers"];
+const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within", "box"];
 
-function written(value) {
-  if (Array.isArray(value)) return value.join("-");
-  return typeof value === "boolean" ? (value ? "yes" : "no") : String(value ?? "none");
+function written(name, value) {
+  if (Array.isArray(value)) return value.join(name === "box" ? "~" : "-");
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return encodeURIComponent(value ?? "none");
 }
 
 export function addressOf(view, begin) {
-  const pairs = TRAITS.map((name) => [name, written(view[name]), written(begin[name])]);
+  const names = Object.keys(begin);
+  const pairs = names.map((name) => [name, ...[view, begin].map((one) => written(name, one[name]))]);
   const changed = pairs.filter(([, now, before]) => now !== before);
   return changed.map(([name, now]) => `${name}=${now}`).join("&");
 }
@@ -39,7 +54,7 @@ export function addressOf(view, begin) {
 export function viewOf(address, begin) {
   const words = new URLSearchParams(address);
   const view = {};
-  for (const name of TRAITS) {
+  for (const name of Object.keys(begin)) {
     const text = words.get(name);
     const none = text === "none" && MAY_BE_NONE.includes(name);
     const value = text === null || none ? undefined : READ[name](text);

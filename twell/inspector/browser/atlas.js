@@ -1,14 +1,17 @@
 // An atlas: all neurons of a model without a passage. Chunks are scripts beside the page, loaded as
 // they are needed; the address names the neuron.
 
+import { addressOf, viewOf } from "./address.js";
 import { Browse } from "./browse.js";
 import { Catalog } from "./catalog.js";
-import { isDark, Ramp } from "./colours.js";
+import { themeOf } from "./colours.js";
 import { fromBase64 } from "./data.js";
 import { button, element } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
+import { QUERY } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
+const BEGIN_ATLAS = { layer: null, neuron: null, ...QUERY, finding: true };
 const NOTHING = { tokens: [], values: [] };
 
 // A file of a chunk calls this with its name and its bytes.
@@ -25,7 +28,7 @@ function loadChunk(name) {
   });
 }
 
-// Where the model's layers begin and end, and what is selected.
+// What is selected and searched for, as the address has it.
 class AtlasState {
   constructor(atlas) {
     this.atlas = atlas;
@@ -34,12 +37,12 @@ class AtlasState {
   }
 
   follow() {
-    const address = new URLSearchParams(location.hash.slice(1));
-    const whole = (name) => {
-      const text = address.get(name) ?? "";
-      return /^\d{1,9}$/.test(text) ? Number(text) : null;
-    };
-    Object.assign(this, { layer: whole("layer"), neuron: whole("neuron") });
+    this.query = viewOf(location.hash.slice(1), BEGIN_ATLAS);
+  }
+
+  keep(write = "replaceState") {
+    const address = addressOf(this.query, BEGIN_ATLAS);
+    history[write](null, "", address ? `#${address}` : location.pathname + location.search);
   }
 
   get() {
@@ -48,16 +51,19 @@ class AtlasState {
 
   selected() {
     const [side] = this.sides;
+    const { layer, neuron } = this.query;
     const known = (value, count) => (value !== null && value < count ? value : null);
-    return { side, layer: known(this.layer, side?.L), neuron: known(this.neuron, side?.N) };
+    return { side, layer: known(layer, side?.L), neuron: known(neuron, side?.N) };
   }
 
   go(layer, neuron) {
-    const pairs = [["layer", layer], ["neuron", neuron]].filter(([, value]) => value !== null);
-    const address = pairs.map((pair) => pair.join("=")).join("&");
-    history.pushState(null, "", address ? `#${address}` : location.pathname + location.search);
-    this.follow();
+    Object.assign(this.query, { layer, neuron });
+    this.keep("pushState");
     this.atlas.schedule();
+  }
+
+  sharing(side) {
+    return [side];
   }
 
   chooseNeuron(_, layer, neuron) {
@@ -77,7 +83,7 @@ class Atlas {
     this.state = new AtlasState(this);
     this.catalog = new Catalog(loadChunk, () => this.schedule());
     this.card = new NeuronCard(this);
-    this.browse = new Browse(this, true);
+    this.browse = new Browse(this);
     this.frame = { head: element("div.tw-head"), side: element("div.tw-atlas-side") };
     this.root.append(
       this.frame.head,
@@ -86,11 +92,15 @@ class Atlas {
     for (const event of ["hashchange", "popstate"])
       addEventListener(event, () => {
         this.state.follow();
-        this.schedule();
+        this.browse.renew();
       });
-    addEventListener("resize", () => this.schedule());
     const system = matchMedia("(prefers-color-scheme: dark)");
-    system.addEventListener("change", () => this.schedule());
+    system.addEventListener("change", () => this.theme());
+    this.theme();
+  }
+
+  theme() {
+    this.state.ramps = themeOf(this.root, this.palettes);
     this.schedule();
   }
 
@@ -100,10 +110,6 @@ class Atlas {
   }
 
   show() {
-    const dark = isDark(this.root.parentElement);
-    this.root.classList.toggle("tw-dark", dark);
-    const { sequential, diverging } = this.palettes[dark ? "dark" : "light"];
-    this.state.ramps = { sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
     const overview = this.catalog.chunk("overview");
     if (!overview) return;
     if (!this.state.sides.length) this.state.sides = [this.side(overview)];
@@ -166,10 +172,10 @@ class Atlas {
       button(
         ".tw-layer-line",
         () => {
-          this.browse.ask({ layer: this.browse.query.layer === layer ? null : layer });
+          this.browse.ask({ within: this.state.query.within === layer ? null : layer });
           this.schedule();
         },
-        { "aria-pressed": String(this.browse.query.layer === layer), title: "search in it" },
+        { "aria-pressed": String(this.state.query.within === layer), title: "search in it" },
         element("b", String(layer)),
         element(
           "span.tw-count",

@@ -3,16 +3,15 @@
 import { button, element } from "./elements.js";
 import { pill } from "./parts.js";
 import { Scatter } from "./scatter.js";
-import { QUERY, search, SORTS, WHERE } from "./search.js";
+import { QUERY, search, SORTS, STATES, UPRIGHT, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
-const STATES = { alive: "that fire", dead: "dead", all: "all" };
 
 export class Browse {
-  // host: { state, root, schedule }, of the inspector or of an atlas.
-  constructor(host, open = false) {
-    Object.assign(this, { host, state: host.state, query: { ...QUERY }, stamp: 0 });
+  // host: { state, root, schedule }, of the inspector or of an atlas; state.query: a QUERY.
+  constructor(host) {
+    Object.assign(this, { host, state: host.state, stamp: 0 });
     this.rows = ROWS;
     this.updates = [];
     this.scatter = new Scatter(
@@ -22,13 +21,16 @@ export class Browse {
     );
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found");
+    const toggled = () => {
+      if (this.node.open !== this.query.finding) this.ask({ finding: this.node.open });
+    };
     this.node = element(
       "details.tw-browse",
-      { open, ontoggle: () => host.schedule() },
+      { open: this.query.finding, ontoggle: toggled },
       element("summary", "Find neurons"),
       this.controls(),
       this.count,
-      element("div.tw-results", element("div.tw-scatter", this.scatter.canvas), this.list),
+      element("div.tw-results", this.scatter.node, this.list),
     );
   }
 
@@ -36,28 +38,26 @@ export class Browse {
     return this.state.selected().side;
   }
 
+  get query() {
+    return this.state.query;
+  }
+
   controls() {
     const text = element("input.tw-query", {
       ...{ type: "search", placeholder: "a word, or some", "aria-label": "words to find" },
-      oninput: () => this.ask({ text: text.value }),
+      oninput: () => this.ask({ words: text.value }),
     });
     this.updates.push(() => {
-      if (text.value !== this.query.text) text.value = this.query.text;
-    });
-    this.layer = this.select("layer", () => [[null, "all layers"], ...this.layers()]);
-    const upright = element("select", { "aria-label": "upright axis" });
-    upright.append(element("option", "mean |h|"), element("option", "layer"));
-    upright.addEventListener("change", () => {
-      this.scatter.upright = upright.selectedIndex ? "layer" : "strength";
-      this.scatter.clear();
+      if (text.value !== this.query.words) text.value = this.query.words;
     });
     const entries = (names) => () => Object.entries(names);
+    const upright = this.select("upright", entries(UPRIGHT), "upright axis");
     return element(
       "div.tw-bar.tw-finding",
       { role: "search" },
       this.select("where", entries(WHERE)),
       text,
-      this.layer,
+      this.select("within", () => [[null, "all layers"], ...this.layers()], "layer"),
       this.select("state", entries(STATES)),
       element("label.tw-group", element("span", "sorted by"), this.select("sort", entries(SORTS))),
       element("label.tw-group", element("span", "upright"), upright),
@@ -69,26 +69,38 @@ export class Browse {
     return Array.from({ length: L }, (_, layer) => [layer, `layer ${layer}`]);
   }
 
-  // A select of one part of the query; options() gives pairs of value and name.
-  select(part, options) {
-    const select = element("select", { "aria-label": part });
+  // A select of one part of the query; options() gives pairs of value and name. What was brushed
+  // belongs to its axes.
+  select(part, options, name = part) {
+    const select = element("select", { "aria-label": name });
     const chosen = () => options()[select.selectedIndex][0];
-    select.addEventListener("change", () => this.ask({ [part]: chosen() }));
+    const clear = part === "upright" ? { box: null } : {};
+    select.addEventListener("change", () => this.ask({ [part]: chosen(), ...clear }));
     this.updates.push(() => {
       const pairs = options();
       if (select.options.length !== pairs.length)
         select.replaceChildren(...pairs.map(([, name]) => element("option", name)));
-      select.selectedIndex = pairs.findIndex(([value]) => value === this.query[part]);
+      const at = pairs.findIndex(([value]) => value === this.query[part]);
+      select.selectedIndex = Math.max(0, at); // there may be no such layer
     });
     return select;
   }
 
   ask(changes) {
     Object.assign(this.query, changes);
+    this.state.keep();
     this.rows = ROWS;
     this.answer = null;
     cancelAnimationFrame(this.drawing); // nothing else of the view changes
     this.drawing = requestAnimationFrame(() => this.show());
+  }
+
+  // The query is another one, by the address.
+  renew() {
+    this.node.open = this.query.finding;
+    this.rows = ROWS;
+    this.answer = null;
+    this.host.schedule();
   }
 
   choose(index) {
@@ -107,7 +119,7 @@ export class Browse {
     if (overview && !overview.error) {
       const { layer, neuron } = this.state.selected();
       const selected = layer === null || neuron === null ? null : layer * overview.N + neuron;
-      this.scatter.draw(overview, this.answer.found, selected);
+      this.scatter.draw(overview, this.answer.found, selected, this.query);
       this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
       this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
     }
@@ -134,7 +146,7 @@ export class Browse {
   // The text is read before it is asked for.
   prepare(catalog) {
     if (!catalog.chunk("text")) return;
-    setTimeout(() => search(catalog, { ...QUERY, text: "\0" }));
+    setTimeout(() => search(catalog, { ...QUERY, words: "\0" }));
     this.prepare = () => {};
   }
 

@@ -1,7 +1,7 @@
 // The cards: where to begin, the token, and the neuron (neuron_card.js).
 
 import { changedCard } from "./compare.js";
-import { button, element } from "./elements.js";
+import { button, element, fill } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
 import { predictionList } from "./predictions.js";
 import { closer, fact, help, pill, tokenPill } from "./parts.js";
@@ -20,6 +20,7 @@ export class Cards {
     this.state = view.state;
     this.neuron = new NeuronCard(this);
     this.open = false; // all neurons of the opened layer are listed
+    this.kept = new WeakMap(); // the token card of each side, with what it shows
     this.box = element("div.tw-cards");
     this.spoken = element("div.tw-said", { "aria-live": "polite" });
   }
@@ -54,8 +55,8 @@ export class Cards {
     this.box.classList.toggle("tw-pair", sharing.length === 2);
     const active = this.view.active();
     const focus = this.box.contains(active) ? active.dataset.focus : null;
-    this.box.replaceChildren(...nodes);
-    if (focus) this.box.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
+    fill(this.box, nodes);
+    if (focus && !this.box.contains(active)) this.box.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
     this.say(side, token, layer, neuron);
   }
 
@@ -90,18 +91,42 @@ export class Cards {
     const { state } = this;
     const [first, last] = state.range(side);
     const layers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
+    const shown = [token, peeking, first, last, state.capacity()].join();
+    let card = this.kept.get(side);
+    if (card?.shown !== shown) {
+      const other = state.header.aligned && side.number ? state.sides[0] : null;
+      const box = element("div.tw-layers");
+      const node = element(
+        `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
+        { "aria-label": "token" },
+        state.header.aligned && element("div.tw-of", side.about.name),
+        this.tokenHead(side, token, peeking),
+        this.tokenFacts(side, token),
+        predictionList(side, token, other),
+        box,
+      );
+      card = { shown, node, box, rows: [] };
+      this.kept.set(side, card);
+    }
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
-    const of = state.header.aligned && element("div.tw-of", side.about.name);
-    const rows = layers.map((n) => this.layerRow(side, n, token, most, n === layer));
-    return element(
-      `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-      { "aria-label": "token" },
-      of,
-      this.tokenHead(side, token, peeking),
-      this.tokenFacts(side, token),
-      predictionList(side, token, state.header.aligned && side.number ? state.sides[0] : null),
-      element("div.tw-layers", rows),
-    );
+    card.rows = layers.map((n, at) => {
+      const as = n === layer ? `opened ${this.open}` : "closed";
+      const { [at]: row } = card.rows;
+      return row?.as === as ? row : { as, node: this.layerRow(side, n, token, most, n === layer) };
+    });
+    fill(card.box, card.rows.map(({ node }) => node));
+    this.press(side, card.box);
+    return card.node;
+  }
+
+  // Only the selected neuron's buttons are pressed.
+  press(side, box) {
+    const selected = this.state.selected();
+    const focus = [side.number, selected.layer, selected.neuron].join("-");
+    for (const node of box.querySelectorAll("[aria-pressed]")) {
+      const pressed = String(selected.side === side && node.dataset.focus === focus);
+      if (node.ariaPressed !== pressed) node.ariaPressed = pressed;
+    }
   }
 
   tokenHead(side, token, peeking) {
@@ -166,9 +191,6 @@ export class Cards {
 
   // Hovering a neuron colours the passage by it, clicking selects it.
   neuronButton(classes, side, layer, neuron, token, ...parts) {
-    const selected = this.state.selected();
-    const chosen =
-      selected.side === side && selected.layer === layer && selected.neuron === neuron;
     const choose = () => {
       this.state.peek = null;
       this.view.keepPlace = true;
@@ -176,7 +198,7 @@ export class Cards {
     };
     const attributes = {
       data: { focus: `${side.number}-${layer}-${neuron}` },
-      "aria-pressed": String(chosen),
+      "aria-pressed": "false",
       onpointerenter: () => this.view.peekNeuron({ side, layer, neuron }),
       onpointerleave: () => this.view.peekNeuron(null),
     };
@@ -235,7 +257,7 @@ export class Cards {
       ...[side, layer, neuron, token],
       element("span", String(neuron)),
       element("span.tw-both", element(value < 0 ? "i.tw-minus" : "i", { style })),
-      element("b", signed(value)),
+      element(value < 0 ? "b.tw-minus" : "b", signed(value)),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
     );

@@ -183,10 +183,12 @@ function readWords(card, { header, array, floats }, neuron) {
     card.promotes = words.slice(0, each / 2);
     card.suppresses = words.slice(each / 2);
   }
+  const { N } = card.overview;
   card.like = header.like.map((name) => {
-    const count = array(name).length / card.overview.N;
+    const count = array(name).length / N;
     const cosine = floats(`${name}_cosine`);
     const row = Array.from({ length: count }, (_, n) => neuron * count + n);
-    return [name, row.map((at) => [array(name)[at], cosine[at]])];
+    const pair = (at) => [Math.floor(array(name)[at] / N), array(name)[at] % N, cosine[at]];
+    return [name, row.map(pair)];
   });
 }

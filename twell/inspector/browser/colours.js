@@ -87,3 +87,16 @@ export function isDark(element) {
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
+
+// The ramps of a view that is light or dark as what surrounds it, and the variables of its style
+// that canvases use: asked for while drawing, they would cost a layout.
+export function themeOf(root, palettes) {
+  const dark = isDark(root.parentElement);
+  root.classList.toggle("tw-dark", dark);
+  const { sequential, diverging } = palettes[dark ? "dark" : "light"];
+  const style = getComputedStyle(root);
+  const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
+  for (const name of ["cell", "out", "over", "muted", "accent", "line"])
+    ramps[name] = style.getPropertyValue(`--tw-${name}`).trim();
+  return ramps;
+}

@@ -15,11 +15,13 @@ const ABOUT_ALIKE =
 export function changedMost(left, right, skipFirst) {
   return right.remember(`changed most ${skipFirst}`, () => {
     const changed = [];
-    for (let layer = 0; layer < right.L; layer++)
+    for (let layer = 0; layer < right.L; layer++) {
+      for (const side of [left, right]) side.turn(layer);
       for (let neuron = 0; neuron < right.N; neuron++) {
         const change = changeOfNeuron(left, right, layer, neuron, skipFirst);
         if (change > 0) changed.push({ layer, neuron, change });
       }
+    }
     const tokens = [...right.rows(0, 0, skipFirst)].length;
     for (const one of changed) one.change /= tokens;
     return changed.sort((a, b) => b.change - a.change).slice(0, MOST);

@@ -188,17 +188,37 @@ class Side {
     return entries.slice(0, most);
   }
 
-  // The firings of a neuron: tokens ascending, with their values.
+  // The firings of a neuron: tokens ascending, with their values. Neurons of a row ascend.
   column(layer, neuron) {
-    const turned = this.remember(`columns ${layer}`, () => this.columns(layer));
-    const inside = [turned.start[neuron], turned.start[neuron + 1]];
-    return {
-      tokens: turned.tokens.subarray(...inside),
-      values: turned.values.subarray(...inside),
-    };
+    const turned = this.memory.get(`columns ${layer}`);
+    if (turned) {
+      const inside = [turned.start[neuron], turned.start[neuron + 1]];
+      const [tokens, values] = [turned.tokens, turned.values].map((of) => of.subarray(...inside));
+      return { tokens, values };
+    }
+    const [tokens, values] = [[], []];
+    for (let token = 0; token < this.T; token++) {
+      const row = layer * this.T + token;
+      let from = this.pointer[row];
+      let to = this.pointer[row + 1];
+      while (from < to) {
+        const middle = (from + to) >> 1;
+        if (this.neuron[middle] < neuron) from = middle + 1;
+        else to = middle;
+      }
+      if (from < this.pointer[row + 1] && this.neuron[from] === neuron) {
+        tokens.push(token);
+        values.push(this.value[from]);
+      }
+    }
+    return { tokens, values };
   }
 
-  // The entries of a layer by neuron, then token.
+  // Where all neurons are asked for: the entries of a layer by neuron, then token.
+  turn(layer) {
+    this.remember(`columns ${layer}`, () => this.columns(layer));
+  }
+
   columns(layer) {
     const from = this.pointer[layer * this.T];
     const to = this.pointer[(layer + 1) * this.T];

@@ -32,3 +32,11 @@ function assign(node, attributes) {
 export function button(classes, onclick, ...parts) {
   return element(`button${classes}`, { type: "button", onclick }, ...parts);
 }
+
+// Make these the children of a node. What is there already stays: it keeps its focus and its layout.
+export function fill(parent, nodes) {
+  for (const node of [...parent.childNodes]) if (!nodes.includes(node)) node.remove();
+  nodes.forEach((node, n) => {
+    if (parent.childNodes[n] !== node) parent.insertBefore(node, parent.childNodes[n] ?? null);
+  });
+}

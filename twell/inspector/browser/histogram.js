@@ -23,6 +23,27 @@ export function histogramOf(values) {
   return { edges, histogram, fires: values.length, own: true };
 }
 
+// Histograms in common bins: octaves to the largest end. The innermost takes everything
+// below, as the widest innermost bin of them does.
+export function shareBins(all) {
+  const top = Math.max(...all.map(({ edges }) => edges.at(-1)));
+  const ends = all.map(({ edges }) => edges[(edges.length + 1) / 2]);
+  const least = Math.min(top, Math.max(...ends));
+  const octaves = Math.round(Math.log2(top / least)) + 1;
+  const sizes = Array.from({ length: octaves }, (_, n) => least * 2 ** n);
+  const edges = [...sizes.map((v) => -v).reverse(), 0, ...sizes];
+  return all.map((one) => {
+    const histogram = new Array(2 * octaves).fill(0);
+    one.histogram.forEach((count, bin) => {
+      const [from, to] = [one.edges[bin], one.edges[bin + 1]];
+      const outer = Math.max(-from, to);
+      const octave = Math.max(0, Math.round(Math.log2(outer / least)));
+      histogram[from < 0 ? octaves - 1 - octave : octaves + octave] += count;
+    });
+    return { ...one, edges, histogram };
+  });
+}
+
 const line = (name, x1, x2, y1, y2 = y1) => element(`svg:line.${name}`, { x1, x2, y1, y2 });
 const text = (x, y, anchor, words, more = {}) =>
   element("svg:text", { x, y, "text-anchor": anchor, ...more }, words);
@@ -35,16 +56,19 @@ function placeOf(value, edges) {
   return bin + (Math.log2(value / low) / Math.log2(high / low));
 }
 
-// quantiles: examples, whose values are marked below the axis.
-export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles = [] }) {
+// quantiles: examples, whose values are marked below the axis. all: histograms of the same bins,
+// this one among them, that share their axes.
+export function drawHistogram({ edges, histogram, fires, tokens, own, quantiles = [] }, all) {
+  const most = histogram.map((_, bin) => Math.max(...all.map((one) => one.histogram[bin])));
   const { left, right, top, bottom } = INNER;
   const present = (count) => count > 0;
-  const low = Math.max(0, Math.min(histogram.findIndex(present), edges.length - 6));
-  const last = Math.min(histogram.length - 1, Math.max(histogram.findLastIndex(present), low + 4));
+  const low = Math.max(0, Math.min(most.findIndex(present), edges.length - 6));
+  const last = Math.min(most.length - 1, Math.max(most.findLastIndex(present), low + 4));
   const step = (right - left) / (last - low + 1);
   const x = (edge) => left + (edge - low) * step;
-  const reach = Math.max(1, Math.log10(Math.max(...histogram)) * 1.02);
-  const y = (count) => top + (bottom - top) * (1 - Math.log10(Math.max(count, 0.8)) / reach);
+  const reach = Math.max(1, Math.log10(Math.max(...most)) * 1.02);
+  const below = 0.15; // so that one token is seen
+  const y = (count) => top + ((bottom - top) * (reach - Math.log10(count))) / (reach + below);
   const parts = [];
   for (let decade = 0; decade <= reach; decade += reach > 4 ? 2 : 1) {
     const at = y(10 ** decade);

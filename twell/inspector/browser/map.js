@@ -89,10 +89,8 @@ export class ActivityMap {
     const scales = mapScales(this.state, this.side);
     this.follow(place);
     const context = this.blank(place);
-    const style = getComputedStyle(this.view.root); // of the canvas it would ask for a layout
-    const colour = (name) => style.getPropertyValue(name).trim();
-    const each = this.drawCells(context, place, scales, colour);
-    this.drawSelection(context, place, colour);
+    const each = this.drawCells(context, place, scales);
+    this.drawSelection(context, place);
     this.showRows(place);
     this.showLegend(place, scales, each);
     const { T } = this.side;
@@ -126,8 +124,9 @@ export class ActivityMap {
 
   // Draws one pixel a cell, stretches them, and marks overflow. A column is one token, or the
   // busiest of `each` where they are narrower than a pixel; `each` is returned.
-  drawCells(context, { first, rows, height, width, cell }, scales, colour) {
+  drawCells(context, { first, rows, height, width, cell }, scales) {
     const { T } = this.side;
+    const { ramps } = this.state;
     const ratio = devicePixelRatio || 1;
     const each = Math.max(1, Math.ceil(1 / (cell * ratio) - 1e-9));
     const from = Math.floor(this.left / cell / each);
@@ -137,10 +136,7 @@ export class ActivityMap {
       const start = (from + column) * each;
       return [start, Math.min(T, start + each)];
     });
-    const colours = {
-      bare: pixel(channels(colour("--tw-cell"))),
-      out: pixel(channels(colour("--tw-out"))),
-    };
+    const colours = { bare: pixel(channels(ramps.cell)), out: pixel(channels(ramps.out)) };
     const ends = scales.map(({ kind, ticks }) => `${kind} ${ticks}`);
     const left = [this.state.get("skip_first"), this.state.capacity(), colours.bare];
     const shown = [from, number, each, first, ...left, ...ends].join();
@@ -159,7 +155,7 @@ export class ActivityMap {
       context.drawImage(this.sheet, 0, row, number, 1, x, y, wide, tall);
     for (let row = 0; row < rows; row++) stretch(row, row * height, height - gap);
     stretch(rows, rows * height + GAP, STRIP);
-    context.fillStyle = colour("--tw-over");
+    context.fillStyle = ramps.over;
     const thick = Math.max(2, Math.round(height / 7));
     const broad = Math.max(each * cell, 1 / ratio);
     for (const [row, column] of marks)
@@ -218,20 +214,21 @@ export class ActivityMap {
     });
   }
 
-  drawSelection(context, { first, last, height, cell, tall }, colour) {
+  drawSelection(context, { first, last, height, cell, tall }) {
     const { side: own, layer } = this.state.selected();
+    const { muted, accent } = this.state.ramps;
     const middle = (token) => (token + 0.5) * cell - this.left;
-    const frame = (token, name) => {
+    const frame = (token, colour) => {
       context.lineWidth = 1.5;
-      context.strokeStyle = colour(name);
+      context.strokeStyle = colour;
       const half = Math.max(cell / 2, 1.5);
       context.strokeRect(middle(token) - half, 0.75, 2 * half, tall - 1.5);
     };
     const peeked = this.state.peeked(this.side);
-    if (peeked !== null) frame(peeked, "--tw-muted");
+    if (peeked !== null) frame(peeked, muted);
     const pinned = this.state.pinned(this.side);
     if (pinned === null) return;
-    frame(pinned, "--tw-accent");
+    frame(pinned, accent);
     if (own !== this.side || layer === null || layer < first || layer > last) return;
     const half = Math.max(cell / 2, 3);
     const gap = height > 8 ? 1 : 0;

@@ -4,11 +4,15 @@ import { button, element } from "./elements.js";
 import { pill } from "./parts.js";
 import { percent, signed } from "./words.js";
 
-const LIKE = {
+const KIN = {
+  together: ["fires together", "correlation (phi) of which tokens they fire for"],
   gate: ["gate alike", "cosine of the rows of the gate projection, which decides when they fire"],
   up: ["up alike", "cosine of the rows of the up projection, which gives h its size and sign"],
   down: ["output alike", "cosine of what they add to the residual stream"],
+  read: ["read it", "neurons of later layers: cosine of their gate rows with what this one adds"],
+  written: ["it reads", "neurons of earlier layers: cosine of what they add with this gate row"],
 };
+const WITHIN = ["together", "gate", "up"]; // these are of one layer
 
 // A gated neuron's h has both signs: words that a positive one promotes a negative one suppresses.
 export function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
@@ -42,21 +46,27 @@ export function promoted({ promotes, suppresses, overview, histogram, edges, fir
   );
 }
 
-// Neurons of the same layer; a click selects one.
+// Neurons of the same layer, then of all; a click selects one.
 export function neighbours({ like = [], together = [] }, layer, choose) {
-  const row = (name, title, pairs) => {
-    const chip = ([neuron, size]) =>
+  const row = (name, pairs) => {
+    const [label, title] = KIN[name];
+    const chip = ([of, neuron, size]) =>
       button(
         size < 0 ? ".tw-chip.tw-minus" : ".tw-chip",
-        () => choose(neuron),
-        { title: `layer ${layer}, neuron ${neuron}`, data: { focus: `${name}-${neuron}` } },
-        element("span", String(neuron)),
+        () => choose(of, neuron),
+        { title: `layer ${of}, neuron ${neuron}`, data: { focus: `${name}-${of}-${neuron}` } },
+        element("span", WITHIN.includes(name) ? String(neuron) : `${of} \u00b7 ${neuron}`),
         element("b", signed(size, 2)),
       );
-    return element("div.tw-kin", element("span", { title }, name), pairs.map(chip));
+    const about = element("span", { title }, label);
+    return element("div.tw-kin", { data: { kin: name } }, about, pairs.map(chip));
   };
-  const rows = like.map(([name, pairs]) => row(...LIKE[name], pairs));
-  const phi = "correlation (phi) of which tokens they fire for";
-  if (together.length) rows.unshift(row("fires together", phi, together));
-  return rows.length > 0 && element("div.tw-kins", rows);
+  const here = together.map(([neuron, phi]) => [layer, neuron, phi]);
+  const lists = [...(here.length ? [["together", here]] : []), ...like];
+  const part = (title, within) => {
+    const rows = lists.filter(([name]) => WITHIN.includes(name) === within);
+    const nodes = rows.map((one) => row(...one));
+    return nodes.length > 0 && element("div.tw-kins", element("h5", title), nodes);
+  };
+  return [part(`In layer ${layer}`, true), part("In all layers: layer \u00b7 neuron", false)];
 }

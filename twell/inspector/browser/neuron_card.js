@@ -5,16 +5,17 @@ import { makeScale } from "./colours.js";
 import { alikeness } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, element } from "./elements.js";
-import { drawHistogram, histogramOf } from "./histogram.js";
+import { drawHistogram, histogramOf, shareBins } from "./histogram.js";
 import { neighbours, promoted } from "./neighbours.js";
 import { closer, fact } from "./parts.js";
-import { direction, integer, number, percent, pieces, PLAIN, signed } from "./words.js";
+import { direction, integer, number, percent, pieces, signed } from "./words.js";
 
 const NEAR = 8; // places where a neuron fires
 const FAR = 200; // when all are asked for
 const BEFORE = 24; // tokens of the passage around a place
 const AFTER = 12;
 const TABS = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
+const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
@@ -31,7 +32,7 @@ export class NeuronCard {
   build(side, layer, neuron) {
     const card = side.catalog?.card(layer, neuron);
     const known = card && !card.error ? card : {};
-    const choose = (other) => this.state.chooseNeuron(side, layer, other);
+    const choose = (...other) => this.state.chooseNeuron(side, ...other);
     const body = element(
       "div.tw-neuron-body",
       this.statistics(side, layer, neuron, known),
@@ -46,7 +47,7 @@ export class NeuronCard {
       this.notes(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
       body,
-      neighbours(known, layer, choose),
+      element("div.tw-kinds", neighbours(known, layer, choose)),
       this.state_(side, card),
     );
   }
@@ -99,10 +100,22 @@ export class NeuronCard {
       if (known.fires)
         facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
     }
-    if (known.fires && known.histogram) notes.push(drawHistogram(known));
-    else if (tokens.length) notes.push(drawHistogram(histogramOf(values)));
+    notes.push(...this.histogram(side, layer, neuron));
     if (known.promotes) notes.push(promoted(known));
     return element("div", element("div.tw-factbox", facts), notes);
+  }
+
+  // Of the aggregate where there is one, else of the passage. Two sides show the same, so that they
+  // share bins and axes.
+  histogram(side, layer, neuron) {
+    const sides = this.state.sharing(side);
+    const cards = sides.map((one) => one.catalog?.card(layer, neuron));
+    const here = (one) => histogramOf(one.column(layer, neuron).values);
+    const all = shareBins(cards.every((card) => card?.histogram) ? cards : sides.map(here));
+    const own = all[sides.indexOf(side)];
+    if (!own.fires) return [];
+    const shared = all.length > 1 && element("p.tw-quiet", SHARED_AXES);
+    return [drawHistogram(own, all), shared];
   }
 
   // What is still to come, or could not.
@@ -203,13 +216,12 @@ function picker(label, value, most, choose) {
   });
 }
 
-// An example with every token shaded by its h.
+// An example with every token shaded by its h; where it is 0, the text is one node.
 function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go) {
   const shaded = (text, n) => {
-    const plain = PLAIN.test(text); // few nodes, since an example has many tokens
-    const lead = plain && text.startsWith(" ") ? ".tw-lead" : "";
-    const span = element((n === here ? "mark" : "span") + lead, plain ? text : pieces(text));
     const { [n]: h } = shades;
+    if (!h && n !== here) return pieces(text);
+    const span = element(n === here ? "mark" : "span", pieces(text));
     if (h) {
       const index = scale.index(h);
       const fill = scale.ramp.fill[index];
@@ -218,10 +230,13 @@ function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go
     }
     return span;
   };
+  const line = element("span.tw-example", { dir: direction(tokens.join("")) });
+  line.append(...tokens.flatMap(shaded));
+  line.normalize();
   const parts = [
     element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
     quantile !== null && element("small", percent(quantile)),
-    element("span.tw-example", { dir: direction(tokens.join("")) }, tokens.map(shaded)),
+    line,
   ];
   if (go) return button(".tw-place", go, { title }, parts);
   return element("div.tw-place", { title }, parts);

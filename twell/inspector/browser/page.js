@@ -2,6 +2,7 @@
 
 import { addressOf, viewOf } from "./address.js";
 import { fromBase64 } from "./data.js";
+import { QUERY } from "./search.js";
 import { View } from "./view.js";
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
@@ -19,6 +20,10 @@ class PageModel {
     return this.state[name];
   }
 
+  get query() {
+    return this.state;
+  }
+
   set(name, value) {
     if (this.state[name] === value) return;
     this.state[name] = value;
@@ -29,6 +34,7 @@ class PageModel {
   follow() {
     const view = viewOf(location.hash.slice(1), this.begin);
     for (const [name, value] of Object.entries(view)) this.set(name, value);
+    this.tell("change:query");
   }
 
   save_changes() {
@@ -55,8 +61,9 @@ class PageModel {
   }
 }
 
-// parent: the element to fill; begin: the view to begin with.
-export function openPage(parent, begin) {
+// parent: the element to fill; first: the view to begin with.
+export function openPage(parent, first) {
+  const begin = { ...first, ...QUERY };
   const data = fromBase64(document.getElementById("data").textContent);
   const view = viewOf(location.hash.slice(1), begin);
   const nothing = { texts: [], runs: false, busy: false, error: "" };

@@ -71,9 +71,8 @@ export class Passage {
 
   span(token, text) {
     const special = this.side.isSpecial(token) ? ".tw-special" : "";
-    const lead = text.startsWith(" ") ? ".tw-lead" : "";
     const id = `${this.view.prefix}${this.side.number}-${token}`;
-    const span = element(`span.tw-t${special}${lead}`, { role: "option", id }, pieces(text, true));
+    const span = element(`span.tw-t${special}`, { role: "option", id }, pieces(text, true));
     span.number = token;
     this.spans.push(span);
     return span;

@@ -21,7 +21,7 @@ export class Scatter {
   // host: { state, root }; brushed(box): what a drag took, null: everything; chosen(index).
   constructor(host, brushed, chosen) {
     Object.assign(this, { host, brushed, chosen });
-    this.upright = "strength";
+    this.drag = null; // the corners of a brush in pixels, while it is drawn
     this.sheet = element("canvas");
     this.canvas = element("canvas.tw-points", {
       role: "img",
@@ -30,16 +30,22 @@ export class Scatter {
       onpointermove: (event) => this.moved(event),
       onpointerup: (event) => this.released(event),
     });
+    this.node = element("div.tw-scatter", this.canvas);
+    // To ask for the width while drawing would lay out everything once more.
+    new ResizeObserver(([{ contentRect }]) => {
+      this.wide = contentRect.width;
+      host.schedule();
+    }).observe(this.node);
   }
 
-  // found: which neurons match, by index.
-  draw(overview, found, selected) {
-    const wide = this.canvas.parentElement?.clientWidth ?? 0;
-    if (!wide || !overview.fires) return;
-    const dark = this.host.root.classList.contains("tw-dark");
-    const frame = [wide, this.upright].join();
+  // found: which neurons match, by index; query: the search, which has the axes and the brush.
+  draw(overview, found, selected, query) {
+    if (!this.wide || !overview.fires) return;
+    const { dark } = this.host.state.ramps;
+    this.query = query;
+    const frame = [this.wide, query.upright].join();
     if (this.overview !== overview || this.frame !== frame) {
-      Object.assign(this, { overview, wide, frame, key: null });
+      Object.assign(this, { overview, frame, key: null });
       this.measure();
     }
     const key = [frame, dark, found.stamp].join();
@@ -55,7 +61,7 @@ export class Scatter {
     this.x = this.axis((index) => overview.fires[index] / tokens, [SPACE.left, wide - SPACE.right]);
     const range = [HEIGHT - SPACE.bottom, SPACE.top];
     this.y =
-      this.upright === "layer"
+      this.query.upright === "layer"
         ? { of: (at) => Math.floor(at / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
         : this.axis((index) => overview.strength[index], range);
     this.places = Float32Array.from({ length: 2 * overview.fires.length }, (_, at) =>
@@ -101,7 +107,7 @@ export class Scatter {
       const from = Math.round(x * ratio - size / 2) + width * Math.round(y * ratio - size / 2);
       for (let at = from; at < from + size * width; at += width) pixels.fill(colour, at, at + size);
     };
-    const faint = withAlpha(pixel(channels(this.colour("--tw-muted"))), 0.15);
+    const faint = withAlpha(pixel(channels(this.host.state.ramps.muted)), 0.15);
     const { rgb } = this.host.state.ramps.sequential;
     const last = Math.max(1, overview.L - 1);
     const colours = Array.from({ length: overview.L }, (_, layer) =>
@@ -121,7 +127,7 @@ export class Scatter {
   // Layers are rows: their neurons are spread over the row's height, by number.
   heightOf(index) {
     const { N } = this.overview;
-    const shift = this.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
+    const shift = this.query.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
     return this.y.to(this.y.of(index) + shift);
   }
 
@@ -131,8 +137,8 @@ export class Scatter {
 
   drawAxes(context) {
     const { x, y, wide } = this;
-    context.fillStyle = this.colour("--tw-muted");
-    context.strokeStyle = this.colour("--tw-line");
+    context.fillStyle = this.host.state.ramps.muted;
+    context.strokeStyle = this.host.state.ramps.line;
     context.font = "10.5px system-ui, sans-serif";
     const bottom = HEIGHT - SPACE.bottom;
     const line = (...ends) => {
@@ -169,23 +175,20 @@ export class Scatter {
     const context = this.context(this.canvas);
     Object.assign(this.canvas.style, { width: `${this.wide}px`, height: `${HEIGHT}px` });
     context.drawImage(this.sheet, 0, 0, this.wide, HEIGHT);
-    context.strokeStyle = this.colour("--tw-accent");
+    context.strokeStyle = this.host.state.ramps.accent;
     context.lineWidth = 2;
     if (selected !== null && this.overview.fires[selected]) {
       context.beginPath();
       context.arc(...this.place(selected), 6, 0, 7);
       context.stroke();
     }
-    if (this.box) {
-      const [x, y, right, bottom] = this.box;
+    const corners = this.drag ?? this.brush();
+    if (corners) {
+      const [x, y, right, bottom] = corners;
       context.setLineDash([4, 3]);
       context.lineWidth = 1;
       context.strokeRect(x, y, right - x, bottom - y);
     }
-  }
-
-  colour(name) {
-    return getComputedStyle(this.host.root).getPropertyValue(name).trim();
   }
 
   at(event) {
@@ -207,8 +210,8 @@ export class Scatter {
       return;
     }
     const [left, top] = this.start;
-    if (!this.box && Math.hypot(x - left, y - top) < 5) return;
-    this.box = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
+    if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
+    this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
     this.drawAbove();
   }
 
@@ -218,16 +221,23 @@ export class Scatter {
     const near = this.nearest(x, y);
     this.start = null;
     if (dragged) {
-      const [left, top, right, bottom] = this.box;
-      const range = (axis, ...ends) => [axis.of, ...ends.map(axis.from).sort((a, b) => a - b)];
-      this.brushed([range(this.x, left, right), range(this.y, top, bottom)]);
+      const [left, top, right, bottom] = this.drag;
+      const ends = [this.x.from(left), this.x.from(right), this.y.from(bottom), this.y.from(top)];
+      this.drag = null;
+      this.brushed(ends.map((end) => Number(end.toPrecision(4))));
     } else if (near !== null) this.chosen(near);
     else this.clear();
   }
 
   clear() {
-    this.box = null;
     this.brushed(null);
+  }
+
+  // The brushed region in pixels.
+  brush() {
+    if (!this.query.box) return null;
+    const [left, right, low, high] = this.query.box;
+    return [this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low)];
   }
 
   nearest(x, y) {

@@ -3,10 +3,11 @@
 
 const WORDY = /[\p{L}\p{N}]/u;
 
-// What a query may say; `box` is what is brushed in the scatter.
+// What a query says. within: a layer; box: what is brushed in the scatter, by its axes, as left,
+// right, low, high; finding: whether the search is open.
 export const QUERY = {
-  ...{ text: "", where: "fires", layer: null, state: "alive" },
-  ...{ sort: "match", box: null },
+  ...{ words: "", where: "fires", within: null, state: "alive", sort: "match" },
+  ...{ upright: "strength", box: null, finding: false },
 };
 export const WHERE = {
   fires: "fires at",
@@ -15,6 +16,8 @@ export const WHERE = {
   suppresses: "suppresses",
   note: "note",
 };
+export const STATES = { alive: "that fire", dead: "dead", all: "all" };
+export const UPRIGHT = { strength: "mean |h|", layer: "layer" };
 export const SORTS = {
   match: "match",
   rate: "fires",
@@ -28,18 +31,23 @@ export const SORTS = {
 export function search(catalog, query) {
   const overview = catalog.chunk("overview");
   if (!overview || overview.error) return { waiting: !overview, error: overview?.error, found: [] };
-  const words = query.text.trim().toLowerCase();
+  const words = query.words.trim().toLowerCase();
   const matched = words ? matches(catalog, overview, query, words) : { score: null };
   if (matched.waiting || matched.error) return { ...matched, found: [] };
   const { score } = matched;
+  const within = query.within < overview.L ? query.within : null; // an address may ask for more
   const inside = (index) => {
     if (score && !score[index]) return false;
-    if (query.layer !== null && Math.floor(index / overview.N) !== query.layer) return false;
+    const layer = Math.floor(index / overview.N);
+    if (within !== null && layer !== within) return false;
     if (!overview.fires) return true;
     const alive = overview.fires[index] > 0;
     if (query.state !== "all" && alive !== (query.state === "alive")) return false;
-    const between = ([of, low, high]) => of(index) >= low && of(index) <= high;
-    return !query.box || query.box.every(between);
+    if (!query.box) return true;
+    const [left, right, low, high] = query.box;
+    const rate = overview.fires[index] / overview.about.tokens;
+    const height = query.upright === "layer" ? layer : overview.strength[index];
+    return rate >= left && rate <= right && height >= low && height <= high;
   };
   const found = ordered(overview, query.sort).filter(inside);
   if (score && query.sort === "match") found.sort((a, b) => score[b] - score[a]); // is stable

@@ -1,5 +1,7 @@
 // The selection: the model's traits, which Python shares, and the place under the pointer.
 
+import { QUERY } from "./search.js";
+
 export const TRAITS = [
   ...["side", "token", "layer", "neuron", "colour", "scale", "limit", "layers"],
   ...["skip_first", "compression", "difference"],
@@ -16,6 +18,15 @@ export class State {
 
   get(name) {
     return this.model.get(name);
+  }
+
+  // What is searched for; a page's address keeps it.
+  get query() {
+    return this.model.query ?? (this.ownQuery ??= { ...QUERY });
+  }
+
+  keep() {
+    if (this.model.query) this.model.save_changes();
   }
 
   // Without a neuron nothing can be coloured by one.

@@ -1,6 +1,6 @@
 // The whole view: it builds the parts, and draws again what a change of the state concerns.
 
-import { isDark, Ramp } from "./colours.js";
+import { isDark, themeOf } from "./colours.js";
 import { Bar } from "./bar.js";
 import { Browse } from "./browse.js";
 import { Cards } from "./cards.js";
@@ -54,6 +54,7 @@ export class View {
       on(`change:${trait}`, () => this.typing?.showMessages());
     on("change:texts", () => this.typing?.showTexts());
     on("change:data", () => this.load());
+    on("change:query", () => this.browse.renew());
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
     const themed = () => this.themed();
     const page = new MutationObserver(themed);
@@ -235,18 +236,11 @@ export class View {
   }
 
   theme() {
-    const dark = isDark(this.root.parentElement);
-    this.root.classList.toggle("tw-dark", dark);
-    const palette = this.state.header.palettes[dark ? "dark" : "light"];
-    this.state.ramps = {
-      sequential: new Ramp(palette.sequential, 0),
-      diverging: new Ramp(palette.diverging, 128),
-    };
+    this.state.ramps = themeOf(this.root, this.state.header.palettes);
   }
 
   themed() {
-    const before = this.root.classList.contains("tw-dark");
-    if (!this.state.header || isDark(this.root.parentElement) === before) return;
+    if (!this.state.header || isDark(this.root.parentElement) === this.state.ramps.dark) return;
     this.theme();
     for (const part of this.parts) part?.passage.painted.fill(-1);
     this.update();

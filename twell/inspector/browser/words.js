@@ -2,7 +2,8 @@
 
 import { element } from "./elements.js";
 
-export const integer = (value) => value.toLocaleString("en");
+const ENGLISH = new Intl.NumberFormat("en"); // toLocaleString makes one each time
+export const integer = (value) => ENGLISH.format(value);
 
 export function number(value) {
   if (Number.isNaN(value)) return "NaN";
@@ -48,17 +49,17 @@ export function powerOfTwo(value) {
 }
 
 export const BYTES = /^(?:<0x[0-9A-F]{2}>)+$/;
-export const PLAIN = /^ ?[\p{L}\p{N}\p{P}\p{S}]+$/u; // shows itself
+export const PLAIN = /^[ \p{L}\p{N}\p{P}\p{S}]+$/u; // shows itself
 // Would not be seen, or would move other text: controls, format characters, separators, white space
 // but the space itself.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}\uFEFF]|(?! )\p{Zs}/u;
 const JOINERS = /[\u200d\ufe0f]/; // of emoji and letters
 
 // The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
-// newline; the first space is left to the style of the token.
+// newline. The font shows spaces (dots.css).
 export function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [element("span.tw-bytes", text)];
-  if (breaks && PLAIN.test(text)) return [text];
+  if (PLAIN.test(text)) return [text];
   const nodes = [];
   let plain = "";
   const flush = () => {
@@ -71,8 +72,7 @@ export function pieces(text, breaks = false) {
   };
   const characters = [...text];
   characters.forEach((character, at) => {
-    if (character === " " && !(breaks && at === 0)) mark("tw-space", " ");
-    else if (character === "\n") {
+    if (character === "\n") {
       mark("tw-mark", "\u23ce");
       if (breaks && at < characters.length - 1) nodes.push(element("br"));
     } else if (character === "\t") mark("tw-mark", "\u21e5\u00a0\u00a0");
