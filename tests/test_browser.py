@@ -214,7 +214,7 @@ def test_words_and_choices(open_page, tiny_run):
 
 
 def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
-    """30 active neurons a token and layer: under 5 MB, painted in 1 s, a click drawn in 0.1 s."""
+    """30 active neurons a token and layer: under 5 MB, painted in 1 s, a click drawn in 75 ms."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
     # As many places as an aggregate of 2 MB has of such a model; to try all rows takes a minute.
     for module in ("contexts", "counter"):
@@ -240,9 +240,11 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
             searches.append(search(page, words))
             assert page.locator("button.tw-hit").count() or words == "senate"
         firings += [click(page, "button.tw-hit", n) for n in (0, 3, 1)]
-    print(f"painted {painted}, tokens {tokens}, neurons {firings}, searches {searches}")
+    times = {"painted": painted, "tokens": tokens, "neurons": firings, "searches": searches}
+    for name, taken in times.items():
+        print(f"{name}: {statistics.median(taken):.1f} ms, of {sorted(map(round, taken))}")
     assert statistics.median(painted) < 1000 and statistics.median(searches) < 100
-    assert statistics.median(tokens) < 100 and statistics.median(firings) < 100
+    assert statistics.median(tokens) < 75 and statistics.median(firings) < 75
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
     keep(page, "large")

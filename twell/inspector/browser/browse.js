@@ -12,7 +12,7 @@ export class Browse {
   // host: { state, root, schedule }, of the inspector or of an atlas; state.query: a QUERY.
   constructor(host) {
     Object.assign(this, { host, state: host.state, stamp: 0 });
-    this.rows = ROWS;
+    this.begin();
     this.updates = [];
     this.scatter = new Scatter(
       host,
@@ -22,11 +22,11 @@ export class Browse {
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found");
     const toggled = () => {
-      if (this.node.open !== this.query.finding) this.ask({ finding: this.node.open });
+      if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
     };
     this.node = element(
       "details.tw-browse",
-      { open: this.query.finding, ontoggle: toggled },
+      { open: this.state.query.finding, ontoggle: toggled },
       element("summary", "Find neurons"),
       this.controls(),
       this.count,
@@ -38,17 +38,13 @@ export class Browse {
     return this.state.selected().side;
   }
 
-  get query() {
-    return this.state.query;
-  }
-
   controls() {
     const text = element("input.tw-query", {
       ...{ type: "search", placeholder: "a word, or some", "aria-label": "words to find" },
       oninput: () => this.ask({ words: text.value }),
     });
     this.updates.push(() => {
-      if (text.value !== this.query.words) text.value = this.query.words;
+      if (text.value !== this.state.query.words) text.value = this.state.query.words;
     });
     const entries = (names) => () => Object.entries(names);
     const upright = this.select("upright", entries(UPRIGHT), "upright axis");
@@ -80,26 +76,29 @@ export class Browse {
       const pairs = options();
       if (select.options.length !== pairs.length)
         select.replaceChildren(...pairs.map(([, name]) => element("option", name)));
-      const at = pairs.findIndex(([value]) => value === this.query[part]);
+      const at = pairs.findIndex(([value]) => value === this.state.query[part]);
       select.selectedIndex = Math.max(0, at); // there may be no such layer
     });
     return select;
   }
 
   ask(changes) {
-    Object.assign(this.query, changes);
+    Object.assign(this.state.query, changes);
     this.state.keep();
-    this.rows = ROWS;
-    this.answer = null;
+    this.begin();
     cancelAnimationFrame(this.drawing); // nothing else of the view changes
     this.drawing = requestAnimationFrame(() => this.show());
   }
 
-  // The query is another one, by the address.
-  renew() {
-    this.node.open = this.query.finding;
+  begin() {
     this.rows = ROWS;
     this.answer = null;
+  }
+
+  // The address has another query.
+  renew() {
+    this.node.open = this.state.query.finding;
+    this.begin();
     this.host.schedule();
   }
 
@@ -119,7 +118,7 @@ export class Browse {
     if (overview && !overview.error) {
       const { layer, neuron } = this.state.selected();
       const selected = layer === null || neuron === null ? null : layer * overview.N + neuron;
-      this.scatter.draw(overview, this.answer.found, selected, this.query);
+      this.scatter.draw(overview, this.answer.found, selected, this.state.query);
       this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
       this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
     }
@@ -130,12 +129,12 @@ export class Browse {
 
   find(catalog) {
     this.asked = catalog;
-    this.answer = search(catalog, this.query);
+    this.answer = search(catalog, this.state.query);
     const { found, waiting, error, score } = this.answer;
     found.stamp = ++this.stamp;
     const overview = catalog.chunk("overview");
     const all = overview?.N ? overview.N * overview.L : 0;
-    const brushed = this.query.box && button(".tw-link", () => this.scatter.clear(), "clear brush");
+    const brushed = this.state.query.box && button(".tw-link", () => this.scatter.clear(), "clear brush");
     const number = `${integer(found.length)} of ${plural(all, "neuron")}`;
     const said = error ?? (waiting ? "loading \u2026" : number);
     this.count.replaceChildren(said, ...(brushed ? [" \u00b7 ", brushed] : []));
@@ -153,7 +152,7 @@ export class Browse {
   fill(catalog, overview, found, score) {
     const known = overview?.fires;
     const names = ["neuron", known && "fires", known && "mean |h|", known && "fires most at"];
-    const match = score && (this.query.where === "note" ? null : WHERE[this.query.where]);
+    const match = score && (this.state.query.where === "note" ? null : WHERE[this.state.query.where]);
     names.push(match && "match");
     const shown = found.slice(0, this.rows);
     const cells = (index) => [
@@ -173,7 +172,7 @@ export class Browse {
   }
 
   matched(score, overview) {
-    const { where } = this.query;
+    const { where } = this.state.query;
     if (where === "fires" || where === "around") return `${score} of ${overview.places}`;
     return number(score);
   }

@@ -56,7 +56,8 @@ export class Cards {
     const active = this.view.active();
     const focus = this.box.contains(active) ? active.dataset.focus : null;
     fill(this.box, nodes);
-    if (focus && !this.box.contains(active)) this.box.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
+    if (focus && !this.box.contains(active))
+      this.box.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
     this.say(side, token, layer, neuron);
   }
 
@@ -123,10 +124,8 @@ export class Cards {
   press(side, box) {
     const selected = this.state.selected();
     const focus = [side.number, selected.layer, selected.neuron].join("-");
-    for (const node of box.querySelectorAll("[aria-pressed]")) {
-      const pressed = String(selected.side === side && node.dataset.focus === focus);
-      if (node.ariaPressed !== pressed) node.ariaPressed = pressed;
-    }
+    for (const node of box.querySelectorAll("[aria-pressed]"))
+      node.ariaPressed = String(selected.side === side && node.dataset.focus === focus);
   }
 
   tokenHead(side, token, peeking) {

@@ -14,31 +14,27 @@ const ABOUT_ALIKE =
 // The neurons with the largest mean |difference of h|: layer, neuron, change.
 export function changedMost(left, right, skipFirst) {
   return right.remember(`changed most ${skipFirst}`, () => {
-    const changed = [];
-    for (let layer = 0; layer < right.L; layer++) {
-      for (const side of [left, right]) side.turn(layer);
-      for (let neuron = 0; neuron < right.N; neuron++) {
-        const change = changeOfNeuron(left, right, layer, neuron, skipFirst);
-        if (change > 0) changed.push({ layer, neuron, change });
-      }
-    }
+    const sums = new Float64Array(right.L * right.N);
+    for (const row of right.rows(0, right.L - 1, skipFirst))
+      addChanges(sums, left, right, row, right.N * Math.floor(row / right.T));
     const tokens = [...right.rows(0, 0, skipFirst)].length;
-    for (const one of changed) one.change /= tokens;
-    return changed.sort((a, b) => b.change - a.change).slice(0, MOST);
+    const changed = Array.from(sums.keys()).filter((at) => sums[at] > 0);
+    changed.sort((a, b) => sums[b] - sums[a] || a - b);
+    const one = (at) => ({ layer: Math.floor(at / right.N), neuron: at % right.N });
+    return changed.slice(0, MOST).map((at) => ({ ...one(at), change: sums[at] / tokens }));
   });
 }
 
-// The sum over tokens of |difference|: both lists of tokens are ascending.
-function changeOfNeuron(left, right, layer, neuron, skipFirst) {
-  const [a, b] = [left.column(layer, neuron), right.column(layer, neuron)];
-  let sum = 0;
-  for (let i = 0, j = 0; i < a.tokens.length || j < b.tokens.length; ) {
-    const token = Math.min(a.tokens[i] ?? Infinity, b.tokens[j] ?? Infinity);
-    const before = a.tokens[i] === token ? a.values[i++] : 0;
-    const after = b.tokens[j] === token ? b.values[j++] : 0;
-    if (right.included(token, skipFirst)) sum += Math.abs(after - before);
+// Adds |difference| of a token and layer to the sums: the neurons of both sides ascend.
+function addChanges(sums, a, b, row, first) {
+  let [i, j] = [a.pointer[row], b.pointer[row]];
+  const [last, end] = [a.pointer[row + 1], b.pointer[row + 1]];
+  while (i < last || j < end) {
+    const neuron = Math.min(i < last ? a.neuron[i] : Infinity, j < end ? b.neuron[j] : Infinity);
+    const before = i < last && a.neuron[i] === neuron ? a.value[i++] : 0;
+    const after = j < end && b.neuron[j] === neuron ? b.value[j++] : 0;
+    sums[first + neuron] += Math.abs(after - before);
   }
-  return sum;
 }
 
 // The list as a card; null where no token of a neuron has a difference.

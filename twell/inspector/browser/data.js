@@ -190,53 +190,20 @@ class Side {
 
   // The firings of a neuron: tokens ascending, with their values. Neurons of a row ascend.
   column(layer, neuron) {
-    const turned = this.memory.get(`columns ${layer}`);
-    if (turned) {
-      const inside = [turned.start[neuron], turned.start[neuron + 1]];
-      const [tokens, values] = [turned.tokens, turned.values].map((of) => of.subarray(...inside));
-      return { tokens, values };
-    }
     const [tokens, values] = [[], []];
     for (let token = 0; token < this.T; token++) {
-      const row = layer * this.T + token;
-      let from = this.pointer[row];
-      let to = this.pointer[row + 1];
-      while (from < to) {
+      let from = this.pointer[layer * this.T + token];
+      const end = this.pointer[layer * this.T + token + 1];
+      for (let to = end; from < to; ) {
         const middle = (from + to) >> 1;
         if (this.neuron[middle] < neuron) from = middle + 1;
         else to = middle;
       }
-      if (from < this.pointer[row + 1] && this.neuron[from] === neuron) {
-        tokens.push(token);
-        values.push(this.value[from]);
-      }
+      if (from === end || this.neuron[from] !== neuron) continue;
+      tokens.push(token);
+      values.push(this.value[from]);
     }
     return { tokens, values };
-  }
-
-  // Where all neurons are asked for: the entries of a layer by neuron, then token.
-  turn(layer) {
-    this.remember(`columns ${layer}`, () => this.columns(layer));
-  }
-
-  columns(layer) {
-    const from = this.pointer[layer * this.T];
-    const to = this.pointer[(layer + 1) * this.T];
-    const start = new Uint32Array(this.N + 1);
-    const tokens = new Uint32Array(to - from);
-    const values = new Float32Array(to - from);
-    for (let at = from; at < to; at++) start[this.neuron[at] + 1]++;
-    for (let n = 0; n < this.N; n++) start[n + 1] += start[n];
-    const next = start.slice();
-    for (let token = 0; token < this.T; token++) {
-      const row = layer * this.T + token;
-      for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++) {
-        const place = next[this.neuron[at]]++;
-        tokens[place] = token;
-        values[place] = this.value[at];
-      }
-    }
-    return { start, tokens, values };
   }
 
   firings(layer, neuron) {

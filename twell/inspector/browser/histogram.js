@@ -9,39 +9,34 @@ const TALL = 115;
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 
-// Where there is no aggregate: the values of the passage, in the same kind of bins.
-export function histogramOf(values) {
-  const top = Math.floor(Math.log2(Math.abs(strongestOf(values)) || 1)) + 1;
-  const sizes = Array.from({ length: OCTAVES }, (_, n) => 2 ** (top - OCTAVES + 1 + n));
-  const histogram = new Array(2 * OCTAVES).fill(0);
-  for (const value of values) {
-    const octave = Math.floor(Math.log2(Math.abs(value))) - top + OCTAVES;
-    const bin = Math.max(0, Math.min(OCTAVES - 1, octave));
-    histogram[value < 0 ? OCTAVES - 1 - bin : OCTAVES + bin]++;
+// Pairs of a value and a count in octaves of both signs up to `top`; the innermost ends at `least`.
+function binned(least, top, pairs) {
+  const octaves = Math.round(Math.log2(top / least)) + 1;
+  const sizes = Array.from({ length: octaves }, (_, n) => least * 2 ** n);
+  const histogram = new Array(2 * octaves).fill(0);
+  for (const [value, count] of pairs) {
+    const octave = Math.floor(Math.log2(Math.abs(value) / least)) + 1;
+    const bin = Math.max(0, Math.min(octaves - 1, octave));
+    histogram[value < 0 ? octaves - 1 - bin : octaves + bin] += count;
   }
-  const edges = [...sizes.map((v) => -v).reverse(), 0, ...sizes];
-  return { edges, histogram, fires: values.length, own: true };
+  return { edges: [...sizes.map((v) => -v).reverse(), 0, ...sizes], histogram };
 }
 
-// Histograms in common bins: octaves to the largest end. The innermost takes everything
-// below, as the widest innermost bin of them does.
+// Where there is no aggregate: the values of the passage, in the same kind of bins.
+export function histogramOf(values) {
+  const top = 2 ** (Math.floor(Math.log2(Math.abs(strongestOf(values)) || 1)) + 1);
+  const pairs = values.map((value) => [value, 1]);
+  return { ...binned(top / 2 ** (OCTAVES - 1), top, pairs), fires: values.length, own: true };
+}
+
+// Histograms in common bins. The innermost takes everything below, as the widest of theirs does.
 export function shareBins(all) {
   const top = Math.max(...all.map(({ edges }) => edges.at(-1)));
   const ends = all.map(({ edges }) => edges[(edges.length + 1) / 2]);
   const least = Math.min(top, Math.max(...ends));
-  const octaves = Math.round(Math.log2(top / least)) + 1;
-  const sizes = Array.from({ length: octaves }, (_, n) => least * 2 ** n);
-  const edges = [...sizes.map((v) => -v).reverse(), 0, ...sizes];
-  return all.map((one) => {
-    const histogram = new Array(2 * octaves).fill(0);
-    one.histogram.forEach((count, bin) => {
-      const [from, to] = [one.edges[bin], one.edges[bin + 1]];
-      const outer = Math.max(-from, to);
-      const octave = Math.max(0, Math.round(Math.log2(outer / least)));
-      histogram[from < 0 ? octaves - 1 - octave : octaves + octave] += count;
-    });
-    return { ...one, edges, histogram };
-  });
+  const middle = ({ edges }, bin) => (edges[bin] + edges[bin + 1]) / 2;
+  const pairs = (one) => one.histogram.map((count, bin) => [middle(one, bin), count]);
+  return all.map((one) => ({ ...one, ...binned(least, top, pairs(one)) }));
 }
 
 const line = (name, x1, x2, y1, y2 = y1) => element(`svg:line.${name}`, { x1, x2, y1, y2 });
