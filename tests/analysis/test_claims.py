@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scripts.claims import BEGIN, END
+from scripts.claims import BEGIN, END, with_tables
 from twell import analysis, cli, results
 from twell.analysis import claims, quantities
 
@@ -44,6 +44,9 @@ def test_the_page_and_the_summary_are_current(recorded):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     current = claims.between(readme, BEGIN, END, f"\n{claims.summary(recorded)}\n")
     assert readme == current, again
+    for name, tables in analysis.pages.tables(ROOT).items():
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert text == with_tables(text, tables), again
 
 
 def test_every_claim_names_quantities_that_are_recorded(recorded):

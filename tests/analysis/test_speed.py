@@ -310,16 +310,20 @@ def test_roofline():
     )
     older = kernel_rows(("gone", 1.0, 1e9, 1e9), **EARLIER)
     dense = kernel_rows(("gate", 6.0, 1e9, 1e9), provider="dense", **EARLIER)
+    fp8 = kernel_rows(("gate", 3.0, 1e9, 1e9), provider="triton union FP8")  # has no ceiling
     ceilings = [
         ceiling_rows(),
         ceiling_rows(100.0, 100.0, **EARLIER),
         ceiling_rows(1.0, 1.0, device="b"),
     ]
     table = analysis.roofline(
-        pd.concat([kernels, older, dense], ignore_index=True), together(*ceilings)
+        pd.concat([kernels, older, dense, fp8], ignore_index=True), together(*ceilings)
     )
     assert table["provider"].tolist() == [UNION] * 5 + ["dense"]
-    assert (table["peak"] == 800).all() and (table["bandwidth"] == 4000).all()
+    assert table["peak"].tolist() == [800] * 5 + [100]  # those of the kernel's own call
+    assert table["bandwidth"].tolist() == [4000] * 5 + [100]
+    alone = analysis.roofline(dense, ceiling_rows())  # else the newest
+    assert alone[["peak", "bandwidth"]].to_numpy().tolist() == [[800, 4000]]
     table = table[:5]
     for column, values in {
         "intensity": [1600, 0, 40, np.nan, np.nan],

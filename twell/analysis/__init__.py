@@ -16,12 +16,13 @@ trained   quantities of runs: the numbers behind the claims, by name
 measured  quantities of measured rows
 quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
 claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
+pages     tables of documents, from measured rows
 
-The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities` and
-`claims` are handed on as modules.
+The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities`,
+`claims` and `pages` are handed on as modules.
 """
 
-from twell.analysis import claims, quantities
+from twell.analysis import claims, pages, quantities
 from twell.lazy import hand_on
 
 __getattr__, __dir__, __all__ = hand_on(

@@ -12,23 +12,25 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.speed import CALL, CASE, MODEL_CASE, _newest
-from twell.measure.providers import (
-    COMPILED,
-    EAGER,
-    FP8,
-    FP8_ALL,
-    FP8_TENSOR,
-    FP8_TORCHAO,
-    TRITON_COMPILED,
-    Provider,
-)
+from twell.measure import providers
+from twell.measure.providers import Provider
 
 # "FP8 all": of models, attention's linear layers too.
-_PRECISIONS = {None: "", FP8: " FP8", FP8_TENSOR: " FP8", FP8_TORCHAO: " FP8", FP8_ALL: " FP8 all"}
+_PRECISIONS = {
+    None: "",
+    providers.FP8: " FP8",
+    providers.FP8_TENSOR: " FP8",
+    providers.FP8_TORCHAO: " FP8",
+    providers.FP8_ALL: " FP8 all",
+}
 SIDES = [
     f"{kind}{precision}" for precision in ("", " FP8", " FP8 all") for kind in ("dense", "sparse")
 ]
-DENSE_FP8_BY = {FP8: "by rows", FP8_TENSOR: "by tensors", FP8_TORCHAO: "torchao"}
+DENSE_FP8_BY = {
+    providers.FP8: "by rows",
+    providers.FP8_TENSOR: "by tensors",
+    providers.FP8_TORCHAO: "torchao",
+}
 _NUMBERS = ["difference", "low", "high"]
 
 
@@ -38,9 +40,9 @@ def side_of(name: str) -> str:
     Of layers, and of models with compiled layers.
     """
     provider = Provider.parse(name)
-    ours = provider.sparse_path and provider.compilation == EAGER
-    ours |= provider == replace(TRITON_COMPILED, precision=provider.precision)
-    dense = provider.backend == "dense" and provider.compilation == COMPILED
+    ours = provider.sparse_path and provider.compilation == providers.EAGER
+    ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)
+    dense = provider.backend == "dense" and provider.compilation == providers.COMPILED
     if provider.precision not in _PRECISIONS or not (ours or dense):
         return ""
     return ("dense" if dense else "sparse") + _PRECISIONS[provider.precision]

@@ -106,12 +106,12 @@ def _beside_dense(
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/ffn.csv beside dense torch.compile in the same case and call.
 
-    Of several calls of a case each provider's newest counts, beside dense of that call. Added columns: p50_dense (ms), speedup
-    (p50_dense / p50), speedup_low and speedup_high (of p20 and p80 of both sides; NaN where rows
-    have none), energy_per_token (mJ) and energy_change (% of dense), NaN where no energy was
-    measured. Rows without dense torch.compile beside them are left out with a warning that counts
-    them. Raises ValueError for rows that lack columns or their values, for a time that is not
-    positive, and when no row is left. Ours.
+    Of several calls of a case each provider's newest counts, beside dense of that call. Added
+    columns: p50_dense (ms), speedup (p50_dense / p50), speedup_low and speedup_high (of p20 and p80
+    of both sides; NaN where rows have none), energy_per_token (mJ) and energy_change (% of dense),
+    NaN where no energy was measured. Rows without dense torch.compile beside them are left out with
+    a warning that counts them. Raises ValueError for rows that lack columns or their values, for a
+    time that is not positive, and when no row is left. Ours.
     """
     return _beside_dense(rows, "ffn.csv", CASE)
 
@@ -213,12 +213,13 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/kernels.csv beside the least time that their work could take.
 
     Of each case and provider in bf16 the newest call is taken; FP8 has other ceilings. ceilings:
-    rows of data/bench/ceilings.csv; the newest of each metric on the kernel's device. Added columns: peak (TFLOP/s) and bandwidth
-    (GB/s), the ceilings; intensity (flop / byte) and tflops (achieved TFLOP/s); floor (ms), the
-    larger of flops / peak and bytes / bandwidth; share = floor / ms; bound ("compute" or "memory").
-    NaN and empty where operations or bytes are unknown. A share above 1 is possible for data from
-    the cache, which the copy does not use. Raises ValueError for rows that lack columns or values,
-    other units, and a device without both ceilings. Ours.
+    rows of data/bench/ceilings.csv; of the kernel's call, else the newest on its device. Added
+    columns: peak (TFLOP/s) and bandwidth (GB/s), the ceilings; intensity (flop / byte) and tflops
+    (achieved TFLOP/s); floor (ms), the larger of flops / peak and bytes / bandwidth; share = floor
+    / ms; bound ("compute" or "memory"). NaN and empty where operations or bytes are unknown. A
+    share above 1 is possible for data from the cache, which the copy does not use. Raises
+    ValueError for rows that lack columns or values, other units, and a device without both
+    ceilings. Ours.
     """
     columns = [*TRAINING_CASE, "active", "provider", "kernel", "ms", "date"]
     _check_rows(kernels, "kernels.csv", columns, ["flops", "bytes"])
@@ -228,11 +229,15 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
         if units.get(row.metric, row.unit) != row.unit:
             needed = f"it has to be in {units[row.metric]}"
             raise ValueError(f"the ceiling {row.metric!r} is in {row.unit!r}; {needed}")
-    last = ceilings.sort_values("date").groupby(["device", "metric"])["value"].last().unstack()
+    ordered = ceilings.sort_values("date").groupby(["device", "metric"])
+    last = ordered["value"].last().unstack().reindex(columns=[*units])
+    own = ceilings.groupby(["device", "date", "metric"])["value"].last().unstack()
     in_bf16 = [not providers.Provider.parse(name).in_fp8 for name in kernels["provider"]]
     table = _newest(kernels[in_bf16], [*TRAINING_CASE, "provider"]).reset_index(drop=True)
+    own = own.reindex(pd.MultiIndex.from_frame(table[["device", "date"]]), columns=[*units])
     for column, metric in zip(("peak", "bandwidth"), units, strict=True):
-        table[column] = table["device"].map(last.reindex(columns=[metric])[metric])
+        of_device = table["device"].map(last[metric])
+        table[column] = own[metric].reset_index(drop=True).fillna(of_device)
     without = table.loc[table[["peak", "bandwidth"]].isna().any(axis=1), "device"]
     if len(without):
         missing = f"{' or '.join(units)} of {without.iloc[0]}"

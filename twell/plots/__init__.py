@@ -34,8 +34,8 @@ __getattr__, __dir__, __all__ = hand_on(
         "table1_scale table6_tasks",
         ".parts": "model_decode model_parts",
         ".precision": "fp8_quality",
-        ".speed": "DENSE_FP8 NAMES NEAR PROVIDERS SPARSE_FP8 STYLES ffn_activity ffn_roofline ffn_tokens "
-        "training_activity",
+        ".speed": "DENSE_FP8 NAMES NEAR PROVIDERS SPARSE_FP8 STYLES ffn_activity ffn_roofline "
+        "ffn_tokens training_activity",
         ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "
         "fig03_frontier fig02_training_curves fig08_remedies "
         "fig09_activity_over_training frontier scale_activity",

@@ -141,7 +141,7 @@ def _parts_names(table: pd.DataFrame, decoding: bool) -> tuple[list[str], str]:
 
 
 def _decode_lines(table: pd.DataFrame) -> dict[str, tuple[pd.DataFrame, str | tuple, dict, int]]:
-    """By name the rows of a line, its colour and look, and the height of notes beside its points."""
+    """By name the rows of a line, its colour and look, and how high notes beside points are."""
     sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
     tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
     hollow = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--"}

@@ -35,7 +35,8 @@ from twell.plots.base import (
 )
 
 DENSE_FP8, SPARSE_FP8 = "dense FP8", "sparse FP8"  # sides of `analysis.fastest`
-# Colour and marker of each provider or side; auto, which takes one of the others, lies broad beneath them.
+# Colour and marker of each provider or side; auto, which takes one of the others, lies broad
+# beneath them.
 PROVIDERS = {
     providers.AUTO.name: (AUTO, ""),
     providers.UNION.name: (SPARSE, "o"),
