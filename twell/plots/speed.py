@@ -92,7 +92,8 @@ def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dic
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
         style = STYLES[1] if name in _IN_FP8 else styles[value]
         (colour, marker), (dashes, filled) = PROVIDERS[name], style
-        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
+        height = 4 if name in _IN_FP8 else 3
+        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": height}
         look = _BROAD if name == providers.AUTO.name else look
         face = colour if filled else "white"
         ax.plot(line[x], line[y], color=colour, markerfacecolor=face, **look)
