@@ -60,16 +60,25 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     assert table["energy_change"].tolist() == near(0, -40, np.nan)
 
 
-def test_the_newest_call_of_a_case_counts():
+def test_the_newest_call_of_each_provider_counts():
     parts = [
         speed_rows(64, 29.28, {BASE: 4.0, UNION: 1.0, "triton rowwise": 1.0}),
         speed_rows(64, 29.27, {BASE: 4.0, UNION: 2.0}, **LATER),  # the same level but for rounding
         speed_rows(64, 98.0, {BASE: 4.0, UNION: 8.0}),  # only measured earlier
         speed_rows(64, 29.28, {BASE: 4.0, UNION: 0.5}, device="other"),
     ]
-    table = analysis.speedups(together(*parts))
+    parts += [
+        speed_rows(64, 29.26, {UNION: 0.1}, date="2026-11-24T10:00:00+00:00")
+    ]  # without dense
+    with pytest.warns(UserWarning, match="left out: 1 of 10 rows"):
+        table = analysis.speedups(together(*parts))
     expected = [(29.27, "NVIDIA H200", 2.0), (29.28, "other", 8.0), (98.0, "NVIDIA H200", 0.5)]
-    assert rows(table[table["provider"] != BASE], "active", "device", "speedup") == expected
+    assert rows(table[table["provider"] == UNION], "active", "device", "speedup") == expected
+    # Of the older call, beside its own dense.
+    older = table[table["provider"] == "triton rowwise"]
+    assert rows(older, "active", "p50_dense", "speedup") == [(29.28, 4.0, 4.0)]
+    near_29 = analysis.at_level(table[table["device"] != "other"], 29)
+    assert set(near_29["provider"]) == {BASE, UNION, "triton rowwise"}  # one level, two calls
     # A path timed again within one call counts once, as timed last.
     twice = [speed_rows(64, 29.0, {BASE: 4.0, "auto": 1.0}), speed_rows(64, 29.0, {"auto": 2.0})]
     assert analysis.speedups(pd.concat(twice))["speedup"].tolist() == [1, 2]
@@ -301,16 +310,20 @@ def test_roofline():
     )
     older = kernel_rows(("gone", 1.0, 1e9, 1e9), **EARLIER)
     dense = kernel_rows(("gate", 6.0, 1e9, 1e9), provider="dense", **EARLIER)
+    fp8 = kernel_rows(("gate", 3.0, 1e9, 1e9), provider="triton union FP8")  # has no ceiling
     ceilings = [
         ceiling_rows(),
         ceiling_rows(100.0, 100.0, **EARLIER),
         ceiling_rows(1.0, 1.0, device="b"),
     ]
     table = analysis.roofline(
-        pd.concat([kernels, older, dense], ignore_index=True), together(*ceilings)
+        pd.concat([kernels, older, dense, fp8], ignore_index=True), together(*ceilings)
     )
     assert table["provider"].tolist() == [UNION] * 5 + ["dense"]
-    assert (table["peak"] == 800).all() and (table["bandwidth"] == 4000).all()
+    assert table["peak"].tolist() == [800] * 5 + [100]  # those of the kernel's own call
+    assert table["bandwidth"].tolist() == [4000] * 5 + [100]
+    alone = analysis.roofline(dense, ceiling_rows())  # else the newest
+    assert alone[["peak", "bandwidth"]].to_numpy().tolist() == [[800, 4000]]
     table = table[:5]
     for column, values in {
         "intensity": [1600, 0, 40, np.nan, np.nan],

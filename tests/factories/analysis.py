@@ -182,7 +182,10 @@ def speed_rows(tokens, active, times, **columns):
     case |= {"dtype": "bfloat16", "pattern": "skewed", "active": active, "active_max": 99}
     case |= {"union": 200.0, "mode": "stream", "weight_sets": 1, "relative_rms": 0.003}
     case |= {"energy": np.nan, "command": "python -m twell measure ffn"} | CALL | columns
-    return rows_of(case | {"path": [name.removeprefix("triton ") for name in times]}, times)
+    return rows_of(
+        case | {"path": [name.removeprefix("triton ").removesuffix(" FP8") for name in times]},
+        times,
+    )
 
 
 def training_rows(tokens, active, times, **columns):
@@ -214,6 +217,18 @@ def decode_rows(times, batch=1, **columns):
     rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns)
     rows = rows.drop(columns=["mode", "peak", "tokens_per_ms"])
     return rows.assign(tokens_per_second=1e3 * batch / rows["p50"])
+
+
+def quality_rows(changes, **columns):
+    """Rows of quality.csv, as one call leaves them; changes: of bf16, then dense and sparse FP8."""
+    names = ["dense", "dense FP8", "triton FP8", "dense FP8 all", "triton FP8 all"]
+    providers = [f"{name} eager" if "dense" in name else name for name in names]
+    case = {"model": "twell-6m", "parameters": 6e6, "tokens": 1000, "active": 23.0} | CALL | columns
+    rows = pd.DataFrame(case | {"provider": providers, "difference": changes})
+    ends = {"low": 0.9 * rows["difference"], "high": 1.2 * rows["difference"]}
+    other = rows["difference"] - rows["difference"].iloc[[0, 1, 1, 3, 3]].to_numpy()
+    ends |= {"dense_difference": other, "dense_low": 1.2 * other, "dense_high": 0.9 * other}
+    return rows.assign(**ends)
 
 
 def model_layer_rows(dense, sparse, active, level=29.0, auto=None, **columns):

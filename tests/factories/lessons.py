@@ -54,6 +54,12 @@ NUMBERS = {
         r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union')"
         "['speedup'] - 100",
         r"unions alone gain ([\d.]+) times": "of_layer['small_eager_times']",
+        r"Sparse FP8 is ([\d.]+) times": "of_fp8['large_sparse']",
+        r"and dense FP8 ([\d.]+) times": "of_fp8['large_dense']",
+        r"also costs less: ([\d.]+) nats": "of_fp8['shipped_sparse']",
+        r"nats instead of ([\d.]+); its": "of_fp8['shipped_dense']",
+        r"The 2B model gains (\d+)%": "of_fp8['ffn_sparse']",
+        r"and (\d+)% with dense FP8": "of_fp8['ffn_dense']",
     },
     "06_downstream": {
         r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
@@ -82,6 +88,10 @@ NUMBERS = {
         r"Inference gains \d+ to (\d+)": "row(scale, quantity='forward speed')['change'].max()",
         r"training gains (\d+) to": "row(scale, quantity='training speed')['change'].min()",
         r"training gains \d+ to (\d+)": "row(scale, quantity='training speed')['change'].max()",
+        r"up and down shrink: ([\d.]+) instead": "row(layer, side='sparse')['p50']",
+        r"instead of ([\d.]+) ms\. In": "row(layer, side='dense')['p50']",
+        r"In FP8 it is ([\d.]+) instead": "row(layer, side='sparse FP8')['p50']",
+        r"it is [\d.]+ instead of ([\d.]+) ms": "row(layer, side='dense FP8')['p50']",
         r"One document gains (\d+)%": "of_models['decode_1']",
         r"takes (\d+)% of the dense layer": "100 * (lambda t: t['attention'] / t['total'])"
         "(row(parts, tokens=128, provider='dense torch.compile'))",

@@ -7,6 +7,13 @@ from tests.factories import analysis as made
 from twell import analysis, plots, results
 
 UNION, HYBRID, EAGER = "triton union", "triton hybrid", "dense eager"
+IN_BF16 = [name for name in plots.PROVIDERS if "FP8" not in name]
+IN_FP8 = (
+    "dense FP8 torch.compile",
+    "dense FP8 by tensors torch.compile",
+    f"{UNION} FP8",
+    "triton rowwise FP8",
+)
 
 
 def curves(levels=(0, 1e-3), steps=40, scale=1.0):
@@ -155,7 +162,7 @@ def around(low=-0.01):
     return table.assign(low=table["rise"] + low, high=table["rise"] + 0.02)
 
 
-def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
+def speeds(cases, providers=IN_BF16, **columns):
     """Speed-ups and memory held, in another order; cases: tokens, active, pattern, and the way."""
     names = ["tokens", "active", "pattern", "mode", "weight_sets"]
     table = pd.DataFrame(cases, columns=names[: len(cases[0])])
@@ -163,6 +170,8 @@ def speeds(cases, providers=tuple(plots.PROVIDERS), **columns):
     layer = {"hidden_size": 2048, "intermediate_size": 5632, "gated": True, "dtype": "bfloat16"}
     number = 1 + table.index.to_numpy() * 7 % 11
     table = table.assign(speedup=number / 4, held_share=9 * number, **layer, device="a GPU")
+    call = {"p50": 1 / number, "energy": np.nan, "commit": "a", "command": "b", "date": "c"}
+    table = table.assign(**call)
     low, high = table["speedup"] * 0.95, table["speedup"] * 1.1
     spread = {"speedup_low": low, "speedup_high": high}
     return table.assign(**spread | columns).sample(frac=1, random_state=1)
@@ -178,10 +187,11 @@ def by_activity(*providers):
     return speeds(cases, providers), pd.DataFrame(falls, columns=columns)
 
 
-def batches():
+def batches(providers=IN_BF16):
     cases = [(1, 178.0, "graph", 8), (1, 178.0, "stream", 1), (1000, 30.0, "graph", 8)]
     cases += [(n, a, "stream", 1) for n, a in ((1024, 29.0), (131072, 23.5), (16384, 23.0))]
-    return speeds([(tokens, active, "skewed", *way) for tokens, active, *way in cases])
+    cases = [(tokens, active, "skewed", *way) for tokens, active, *way in cases]
+    return speeds(cases, providers)
 
 
 def roofline():
@@ -240,13 +250,16 @@ def decoding_parts():
     return analysis.layer_parts(pd.concat(rows, ignore_index=True))
 
 
-def decoding(tuned):
-    """Of one document, which may be tuned too, and of 32, where auto is dense."""
+def decoding(tuned=False, fp8=False):
+    """Of one document, which may be tuned or in FP8 too, and of 32, where auto is dense."""
     rows = [made.decode_rows([4.0, 2.0, 2.0]), made.decode_rows([8.0, 10.0, 8.0], batch=32)]
     rows[1].loc[rows[1]["provider"] == "auto torch.compile", "path"] = "dense 28"
     if tuned:
         rows.append(made.decode_rows([3.0, 2.0, 2.0]))
         rows[2]["provider"] += " tuned"
+    if fp8:
+        times = {"dense FP8 torch.compile": 3.5, "triton FP8 torch.compile": 1.5}
+        rows += [made.decode_rows(times)]
     return analysis.decode_speedups(pd.concat(rows))
 
 
@@ -256,19 +269,36 @@ def scale():
     return analysis.scale_table(results.paper(), rows, pd.DataFrame())
 
 
-def at_a_glance():
+def fp8_quality(whole=True):
+    """A layer and a model in bf16 and FP8; another's cross-entropy, without intervals in bf16."""
+    times = {made.BASE: 8.0, UNION: 4.0, "triton rowwise": 5.0, "auto": 3.0} | dict(
+        zip(IN_FP8, [5.0, 4.5, 2.0, 3.0], strict=True)
+    )
+    layer = analysis.speedups(made.speed_rows(4096, 29.0, times, p20=1.9, p80=8.1))
+    models = [f"{kind}{' FP8' * (n > 0)}{' all' * (n > 1)} torch.compile" for n in range(3)
+              for kind in ("dense", "triton")]  # fmt: skip
+    times = dict(zip(models, [9.0, 7.0, 7.5, 6.0, 7.0, 5.0], strict=True))
+    model = analysis.model_speedups(made.model_rows(times, model="2b"))
+    quality = analysis.fp8_quality(made.quality_rows([0.0, 0.004, 0.002, 0.009, 0.007]))
+    tables = (analysis.speed_and_quality(analysis.fastest(one), quality) for one in (layer, model))
+    layer, model = tables
+    return [layer, model if whole else model[:0], quality]
+
+
+def at_a_glance(fp8=True):
     activity = pd.DataFrame({"place": [0, 0, 1], "token": [" a", " a", "b"], "neuron": [3, 7, 2]})
     rows = [("dense", "cublas matmul", 9.0), ("dense", "relu_times_kernel", 1.0)]
     rows += [(UNION, "union_gate_bits_kernel", 3.0), (UNION, "lists_kernel", 0.5)]
     rows += [(UNION, "up_kernel", 1.5), (UNION, "down_kernel", 1.0)]
     kernels = pd.DataFrame(rows, columns=["provider", "kernel", "ms"])
     case = {"hidden_size": 4, "intermediate_size": 10, "tokens": 2, "active": 1.5}
-    kernels = kernels.assign(**case, device="a GPU")
     gains = {"quantity": ["forward speed"] * 2 + ["training speed"] * 2, "model": [*"abab"]}
     gains |= {"change": [10.0, 11.0, 12.0, 13.0], "paper_change": 5.0}
     gains |= {"low": [9.0, 10.0, np.nan, np.nan], "high": [12.0, 11.5, np.nan, np.nan]}
     models = pd.DataFrame(gains).assign(device="NVIDIA B1", paper_device="H1")
-    return activity, 10, kernels, models
+    times = {"dense": 9.5, "sparse": 6.5} | ({"dense FP8": 7.0, "sparse FP8": 4.0} if fp8 else {})
+    layers = pd.DataFrame({"side": list(times), "p50": list(times.values())})
+    return activity, 10, kernels, layers.assign(**case, device="a GPU"), models
 
 
 def cells():
@@ -314,8 +344,10 @@ CASES = {
     "around a word": ("fig_around_word", lambda: [around(), " United"]),
     "around a word without intervals": ("fig_around_word", lambda: [around(np.nan), "$x$"]),
     "by activity": ("ffn_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
+    "by activity, in FP8 too": ("ffn_activity", lambda: by_activity("auto", UNION, *IN_FP8)),
     "training": ("training_activity", lambda: by_activity("auto", UNION, HYBRID, EAGER)),
     "batches": ("ffn_tokens", lambda: [batches(), 29]),
+    "batches in FP8": ("ffn_tokens", lambda: [batches(["auto", UNION, *IN_FP8]), 29]),
     "a batch": ("ffn_tokens", lambda: [batches().query("tokens == 1024"), 29]),
     "roofline": ("ffn_roofline", lambda: [roofline()]),
     "roofline, nothing known": ("ffn_roofline", lambda: [roofline().query("kernel == 'other'")]),
@@ -328,6 +360,10 @@ CASES = {
     "parts of decoding": ("model_parts", lambda: [decoding_parts()]),
     "decoding": ("model_decode", lambda: [decoding(tuned=True)]),
     "decoding, not tuned": ("model_decode", lambda: [decoding(tuned=False)]),
+    "decoding in FP8": ("model_decode", lambda: [decoding(fp8=True)]),
+    "FP8": ("fp8_quality", fp8_quality),
+    "FP8, a layer": ("fp8_quality", lambda: fp8_quality(whole=False)),
     "table 1": ("table1_scale", lambda: [scale()]),
     "overview": ("overview", at_a_glance),
+    "overview without FP8": ("overview", lambda: at_a_glance(fp8=False)),
 }

@@ -9,18 +9,20 @@ activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
 formats   the formats cell by cell, and their bytes
 speed     measured layers, training steps and whole models over dense
+quantized the fastest in FP8 beside bf16, and its quality
 clusters  what a training would cost on many GPUs
 tasks     accuracies of downstream tasks
 trained   quantities of runs: the numbers behind the claims, by name
 measured  quantities of measured rows
 quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
 claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
+pages     tables of documents, from measured rows
 
-The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities` and
-`claims` are handed on as modules.
+The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities`,
+`claims` and `pages` are handed on as modules.
 """
 
-from twell.analysis import claims, quantities
+from twell.analysis import claims, pages, quantities
 from twell.lazy import hand_on
 
 __getattr__, __dir__, __all__ = hand_on(
@@ -32,6 +34,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
+        ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality side_of speed_and_quality",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described "
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "

@@ -43,7 +43,7 @@ class Bench:
     ) -> pd.DataFrame:
         """Return the rows of a file, or a table of them, of this device and as `query` keeps them.
 
-        Empty where there is no such file or no such row.
+        Those of quality.csv are of any device. Empty where there is no such file or no such row.
         """
         path = self.folder / file
         rows = pd.read_csv(path) if path.is_file() else pd.DataFrame()
@@ -51,5 +51,6 @@ class Bench:
             rows = table(rows)
         if not len(rows):
             return rows
-        rows = rows[rows["device"] == self.device]
+        if file != _QUALITY:
+            rows = rows[rows["device"] == self.device]
         return rows.query(where) if where and len(rows) else rows

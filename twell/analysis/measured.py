@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from twell.analysis.speed import BASELINE, at_level, correlation, crossovers
+from twell.analysis.quantized import DENSE_FP8_BY
+from twell.analysis.speed import BASELINE, SAME_ACTIVE, at_level, correlation, crossovers
+from twell.analysis.tasks import MEAN
 from twell.analysis.trained import Quantities
 from twell.measure import providers
 
@@ -41,17 +43,23 @@ STEPS = {
     "many": (16_384, "skewed", 197, True),
     "ungated": (16_384, "skewed", 29, False),
 }
+# A case of the layer in FP8: one of CASES, and other widths.
+FP8_CASES = {name: (CASES[name], {}) for name in ("large", "middle", "hundred", "small", "one")}
+FP8_CASES["wide"] = (
+    (65_536, "skewed", "stream", 41, True),
+    {"hidden_size": 3072, "intermediate_size": 8192},
+)
 WIDTHS = {True: (2048, 5632), False: (2048, 8192)}
 
 
 def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.DataFrame:
-    """Rows of the paper's width, at the level within 20% of `active` that is nearest to it."""
+    """Rows at the level within 20% of `active` that is nearest to it; else of the paper's width."""
     width, neurons = WIDTHS[gated]
-    equal |= {"gated": gated, "hidden_size": width, "intermediate_size": neurons}
-    for column, value in equal.items():
+    usual = {"gated": gated, "hidden_size": width, "intermediate_size": neurons}
+    for column, value in (usual | equal).items():
         table = table[table[column] == value]
     distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
-    return table[(distance <= distance.min() + 1e-9) & (distance < np.log(1.2))]
+    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
 
 
 def layer_speed(
@@ -74,6 +82,7 @@ def layer_speed(
     width, neurons = WIDTHS[True]
     table = table[table["gated"].astype(bool) & (table["hidden_size"] == width)]
     table = table[table["intermediate_size"] == neurons]
+    table = table[table["pattern"].isin(["skewed", "even"])]  # ReLU without biases
     of_auto = {"auto": table if auto is None or auto.empty else auto, "auto_shipped": table}
     for name, some in of_auto.items():
         times = some.loc[some["provider"] == providers.AUTO.name, "speedup"]
@@ -89,7 +98,8 @@ def layer_speed(
     union = stream[(stream["provider"] == providers.UNION.name) & (stream["pattern"] == "skewed")]
     for name, tokens in (("large", 131_072), ("middle", 16_384)):
         result[f"{name}_crossing"] = union.loc[union["tokens"] == tokens, "crossover"].max()
-    even = stream.loc[stream["pattern"] == "even", "crossover"]
+    even = (stream["pattern"] == "even") & stream["provider"].isin(SPARSE)
+    even = stream.loc[even, "crossover"]
     result |= {"even_least": even.min(), "even_most": even.max()}
     return result | (_calls(rows) if rows is not None and len(rows) else {})
 
@@ -180,10 +190,10 @@ def models(
                 result[name] = 100 * (dense.loc[provider, "speedup"] - 1)
                 result["dense_active"] = dense.loc[provider, "active"]
         eager = rows[(rows["model"] == "2b") & (rows["active"] < 800)]
-        times = eager.drop_duplicates("provider").set_index("provider")["p50"]
-        if {providers.DENSE_EAGER.name, providers.AUTO.name} <= set(times.index):
+        times = eager.drop_duplicates("provider").pivot(index="date", columns="provider")["p50"]
+        if {providers.DENSE_EAGER.name, providers.AUTO.name} <= set(times):
             ratio = times[providers.DENSE_EAGER.name] / times[providers.AUTO.name]
-            result["eager_2b"] = 100 * (ratio - 1)
+            result["eager_2b"] = 100 * (ratio.max() - 1)  # NaN but for the calls of both
     return result | (_decoding(decode) if len(decode) else {})
 
 
@@ -203,11 +213,12 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     """Return forward passes of trained models, from `model_speedups` and `layer_contributions`.
 
     half_*: of the run flagship-half; small_*: of twell-6m, times that they take of dense;
-    layer_error: the worst relative RMS of a feed-forward layer in any row.
+    layer_error: the worst relative RMS of a feed-forward layer in any row in bf16.
     """
     if rows.empty:
         return {}
-    result = {"layer_error": rows.get("layer_rms", pd.Series(dtype=float)).max()}
+    in_bf16 = [providers.Provider.parse(name).precision is None for name in rows["provider"]]
+    result = {"layer_error": rows.get("layer_rms", pd.Series(dtype=float))[in_bf16].max()}
     half = rows[(rows["model"] == "flagship-half") & (rows["provider"] == FORCED_AND_AUTO[1])]
     if len(half):
         first = half.iloc[0]
@@ -251,4 +262,112 @@ def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     if {STEP, *eager} <= set(small.index):
         result["small"] = 100 * (small[STEP] - 1)
         result["small_eager"] = 100 * (small[eager[1]] / small[eager[0]] - 1)
+    return result
+
+
+# --- FP8 ------------------------------------------------------------------------------------------
+
+
+def fp8(
+    layers: pd.DataFrame,
+    forward: pd.DataFrame,
+    decode: pd.DataFrame,
+    quality: pd.DataFrame,
+    evaluated: pd.DataFrame,
+) -> Quantities:
+    """Return the speed of FP8 over bf16 and over dense FP8, and what it costs in quality.
+
+    layers, forward, decode: `fastest` of layers, of 2B's forward passes at one batch, and of 2B's
+    decoding, untuned; quality: `fp8_quality`; evaluated: `evaluations`. All may be empty. Of each
+    of FP8_CASES, NAME_dense, NAME_sparse and NAME_over: dense FP8 and sparse FP8 over dense bf16,
+    and sparse over dense FP8; of models the same as changes in %, with energy_. What was not
+    measured is NaN.
+    """
+    result: Quantities = {}
+    for name, ((tokens, pattern, mode, active, gated), shape) in FP8_CASES.items():
+        some = layers
+        if len(some):
+            some = _case(some, active, gated, tokens=tokens, pattern=pattern, mode=mode, **shape)
+        dense, sparse = _fp8_sides(some)
+        by = DENSE_FP8_BY.get(providers.Provider.parse(dense["provider"]).precision, "")
+        path = (sparse["path"] or "").replace("rowwise", "row-wise")
+        result |= {f"{name}_dense": dense["speedup"], f"{name}_sparse": sparse["speedup"]}
+        result |= {f"{name}_over": sparse["over_fp8"], f"{name}_active": sparse["active"]}
+        result |= {f"{name}_by": by or None, f"{name}_path": path or None}
+    for name, kind in (("ffn", "FP8"), ("all", "FP8 all")):
+        result |= _fp8_changes(forward, name, kind)
+    for batch in (1, 8, 32, 128):
+        some = decode[decode["batch"] == batch] if len(decode) else decode
+        result |= _fp8_changes(some, f"decode_{batch}", "FP8")
+    return result | _fp8_costs(quality) | _fp8_tasks(evaluated)
+
+
+def _fp8_sides(table: pd.DataFrame, kind: str = "FP8") -> tuple[dict, dict]:
+    """The rows of dense and sparse FP8 of one case, or of dense bf16 and NaN in their place."""
+    empty = {"provider": BASELINE, "path": None} | dict.fromkeys(
+        ["speedup", "over_fp8", "active", "energy_change", "energy_over_fp8"], np.nan
+    )
+    sides = []
+    for side in ("dense", "sparse"):
+        rows = table[table["side"] == f"{side} {kind}"] if len(table) else table
+        sides.append(rows.iloc[-1].to_dict() if len(rows) else empty)
+    return sides[0], sides[1]
+
+
+def _fp8_changes(table: pd.DataFrame, name: str, kind: str) -> Quantities:
+    """Changes of one model's speed and energy in %."""
+    dense, sparse = _fp8_sides(table, kind)
+    result = {f"{name}_dense": 100 * (dense["speedup"] - 1)}
+    result |= {f"{name}_sparse": 100 * (sparse["speedup"] - 1), f"{name}_active": sparse["active"]}
+    result |= {f"{name}_over": 100 * (sparse["over_fp8"] - 1)}
+    result |= {f"energy_{name}": sparse["energy_change"]}
+    return result | {f"energy_{name}_over": sparse["energy_over_fp8"]}
+
+
+def _fp8_costs(quality: pd.DataFrame) -> Quantities:
+    """Changes of cross-entropy in nats, with the ends of their 95% intervals.
+
+    shipped_*: of twell-6m; first_*, second_*, third_*: of models above 50 M parameters, from the
+    most active. Of each side_ _dense and _sparse, and _over: sparse FP8 over dense FP8.
+    """
+    names = ["shipped", "first", "second", "third"]
+    columns = {
+        f"{side}{end}" for side in ("dense", "sparse", "over") for end in ("", "_low", "_high")
+    }
+    columns |= {f"all_{column}" for column in columns} | {"model", "active", "tokens"}
+    result = {f"{name}_{column}": np.nan for name in names for column in columns}
+    if quality.empty:
+        return result
+    large = quality.loc[quality["parameters"] > 5e7, "model"].drop_duplicates().tolist()
+    for name, model in zip(names, ["twell-6m", *large], strict=False):
+        rows = quality[quality["model"] == model].set_index("side")
+        for prefix, kind in (("", "FP8"), ("all_", "FP8 all")):
+            for side, of, column in (
+                ("dense", "dense", ""), ("sparse", "sparse", ""), ("over", "sparse", "dense_"),
+            ):  # fmt: skip
+                if f"{of} {kind}" in rows.index:
+                    row = rows.loc[f"{of} {kind}"]
+                    for end, number in (("", "difference"), ("_low", "low"), ("_high", "high")):
+                        result[f"{name}_{prefix}{side}{end}"] = row[f"{column}{number}"]
+        if len(rows):
+            result |= {f"{name}_{column}": rows[column].iloc[0] for column in ("active", "tokens")}
+            result[f"{name}_model"] = model
+    return result
+
+
+def _fp8_tasks(evaluated: pd.DataFrame) -> Quantities:
+    """Changes of the mean accuracy of seven tasks over bf16, in points, over the models."""
+    names = ["least", "most", "error", "models"]
+    result = {f"tasks_{side}_{name}": np.nan for side in ("dense", "sparse") for name in names}
+    if evaluated.empty:
+        return result
+    means = evaluated[(evaluated["task"] == MEAN) & (evaluated["metric"] == "acc")]
+    for side, backend in (("dense", "dense"), ("sparse", "triton")):
+        some = means[means["backend"] == backend]
+        accuracy = some.pivot_table(index="model", columns="dtype", values="accuracy")
+        if {providers.FP8, "bfloat16"} <= set(accuracy):
+            change = 100 * (accuracy[providers.FP8] - accuracy["bfloat16"]).dropna()
+            numbers = change.min(), change.max(), 100 * some["stderr"].max(), len(change)
+            pairs = zip(names, numbers, strict=True)
+            result |= {f"tasks_{side}_{name}": number for name, number in pairs}
     return result

@@ -14,9 +14,16 @@ from typing import Any
 import pandas as pd
 
 from twell import results
-from twell.analysis import activity, runs, speed, variants
+from twell.analysis import activity, quantized, runs, speed, variants
 from twell.analysis import tasks as accuracy
-from twell.analysis.measured import layer_speed, layer_training, models, steps, trained_models
+from twell.analysis.measured import (
+    fp8,
+    layer_speed,
+    layer_training,
+    models,
+    steps,
+    trained_models,
+)
 from twell.analysis.trained import (
     Quantities,
     choices,
@@ -228,8 +235,9 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     """
     data = Path(root) / "data"
     every, log = results.load_runs(data / "runs")
+    evaluated = accuracy.evaluations(results.load_evaluations(data / "eval"))
     result = {"formats": _formats(data)} | _runs(every, log)
-    return result | _speed(data) | _traces(data, log)
+    return result | _speed(data, evaluated) | _traces(data, log, evaluated)
 
 
 def _bench(data: Path, name: str) -> pd.DataFrame:
@@ -282,7 +290,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     }
 
 
-def _speed(data: Path) -> dict[str, Quantities]:
+def _speed(data: Path, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     bench = functools.partial(_bench, data)
     rows, training_rows = bench("ffn"), bench("training")
     by_tokens = speed.model_speedups(bench("model"))
@@ -295,15 +303,22 @@ def _speed(data: Path) -> dict[str, Quantities]:
     decode = speed.decode_speedups(bench("decode"))
     auto = speed.speedups(bench("auto"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
+    layers = speed.speedups(rows)
+    tables = (
+        quantized.fastest(table)
+        for table in (layers, imposed.query("model == '2b'"), decode.query("not tuned"))
+    )
+    cost = quantized.fp8_quality(bench("quality"))
     return {
-        "layer_speed": layer_speed(speed.speedups(rows), auto, rows),
+        "layer_speed": layer_speed(layers, auto, rows),
+        "fp8": fp8(*tables, cost, evaluated),
         "layer_training": layer_training(speed.training_speedups(training_rows)),
         "models": whole | trained_models(by_tokens, every_layer),
         "steps": steps(scale, by_step),
     }
 
 
-def _traces(data: Path, log: pd.DataFrame) -> dict[str, Quantities]:
+def _traces(data: Path, log: pd.DataFrame, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     from twell.trace import Aggregate, Trace
 
     logs = {}
@@ -321,7 +336,6 @@ def _traces(data: Path, log: pd.DataFrame) -> dict[str, Quantities]:
         which |= tokens(by_token, activity.by_position(counted), prefix)
     passage = Trace.load(data / "traces" / "flagship-passage.npz")
     correlation = activity.surprise_correlation(passage)
-    evaluated = accuracy.evaluations(results.load_evaluations(data / "eval"))
     of_recipe = [not any(Path(name).match(one) for one in NO_SEEDS) for name in evaluated["model"]]
     of_tasks = tasks(evaluated[of_recipe], accuracy.backend_differences(evaluated))
     return {"layers": where, "tokens": which, "neurons": neurons(correlation), "tasks": of_tasks}

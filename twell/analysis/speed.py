@@ -65,7 +65,7 @@ def _change(table: pd.DataFrame, column: str) -> pd.Series:
 def _beside_dense(
     rows: pd.DataFrame, file: str, case: list[str], compared: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Rows of the newest call of each case, each with its speed-up over dense torch.compile.
+    """Rows of each provider's newest call of a case that timed dense torch.compile too, beside it.
 
     p50 and `compared` of dense torch.compile are beside each row as NAME_dense. speedup_low and
     speedup_high are the least and the most that the p20 and p80 of both sides allow.
@@ -91,7 +91,7 @@ def _beside_dense(
         if alone.all():
             raise ValueError(message)
         warnings.warn(f"left out: {message}", stacklevel=3)
-    table = _newest(table[~alone], case)
+    table = _newest(table[~alone], [*case, "provider"])
     table["speedup"] = table["p50_dense"] / table["p50"]
     table["speedup_low"] = table.pop("p20_dense") / table["p80"]
     table["speedup_high"] = table.pop("p80_dense") / table["p20"]
@@ -106,12 +106,12 @@ def _beside_dense(
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/ffn.csv beside dense torch.compile in the same case and call.
 
-    A case measured by several calls is that of the newest. Added columns: p50_dense (ms), speedup
-    (p50_dense / p50), speedup_low and speedup_high (of p20 and p80 of both sides; NaN where rows
-    have none), energy_per_token (mJ) and energy_change (% of dense), NaN where no energy was
-    measured. Rows without dense torch.compile beside them are left out with a warning that counts
-    them. Raises ValueError for rows that lack columns or their values, for a time that is not
-    positive, and when no row is left. Ours.
+    Of several calls of a case each provider's newest counts, beside dense of that call. Added
+    columns: p50_dense (ms), speedup (p50_dense / p50), speedup_low and speedup_high (of p20 and p80
+    of both sides; NaN where rows have none), energy_per_token (mJ) and energy_change (% of dense),
+    NaN where no energy was measured. Rows without dense torch.compile beside them are left out with
+    a warning that counts them. Raises ValueError for rows that lack columns or their values, for a
+    time that is not positive, and when no row is left. Ours.
     """
     return _beside_dense(rows, "ffn.csv", CASE)
 
@@ -180,7 +180,8 @@ def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     """
     distance = np.log(table["active"].clip(lower=MIN_LAYER_ACTIVE) / active).abs()
     case = [table[column] for column in CASE if column in table]
-    return table[distance == distance.groupby(case).transform("min")].reset_index(drop=True)
+    nearest = distance.groupby(case).transform("min") + SAME_ACTIVE
+    return table[distance <= nearest].reset_index(drop=True)
 
 
 def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
@@ -211,13 +212,14 @@ def short(cases: pd.DataFrame) -> tuple[str, pd.DataFrame]:
 def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/kernels.csv beside the least time that their work could take.
 
-    Of each case and provider the newest call is taken. ceilings: rows of data/bench/ceilings.csv;
-    the newest of each metric on the kernel's device. Added columns: peak (TFLOP/s) and bandwidth
-    (GB/s), the ceilings; intensity (flop / byte) and tflops (achieved TFLOP/s); floor (ms), the
-    larger of flops / peak and bytes / bandwidth; share = floor / ms; bound ("compute" or "memory").
-    NaN and empty where operations or bytes are unknown. A share above 1 is possible for data from
-    the cache, which the copy does not use. Raises ValueError for rows that lack columns or values,
-    other units, and a device without both ceilings. Ours.
+    Of each case and provider in bf16 the newest call is taken; FP8 has other ceilings. ceilings:
+    rows of data/bench/ceilings.csv; of the kernel's call, else the newest on its device. Added
+    columns: peak (TFLOP/s) and bandwidth (GB/s), the ceilings; intensity (flop / byte) and tflops
+    (achieved TFLOP/s); floor (ms), the larger of flops / peak and bytes / bandwidth; share = floor
+    / ms; bound ("compute" or "memory"). NaN and empty where operations or bytes are unknown. A
+    share above 1 is possible for data from the cache, which the copy does not use. Raises
+    ValueError for rows that lack columns or values, other units, and a device without both
+    ceilings. Ours.
     """
     columns = [*TRAINING_CASE, "active", "provider", "kernel", "ms", "date"]
     _check_rows(kernels, "kernels.csv", columns, ["flops", "bytes"])
@@ -227,10 +229,15 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
         if units.get(row.metric, row.unit) != row.unit:
             needed = f"it has to be in {units[row.metric]}"
             raise ValueError(f"the ceiling {row.metric!r} is in {row.unit!r}; {needed}")
-    last = ceilings.sort_values("date").groupby(["device", "metric"])["value"].last().unstack()
-    table = _newest(kernels, [*TRAINING_CASE, "provider"]).reset_index(drop=True)
+    ordered = ceilings.sort_values("date").groupby(["device", "metric"])
+    last = ordered["value"].last().unstack().reindex(columns=[*units])
+    own = ceilings.groupby(["device", "date", "metric"])["value"].last().unstack()
+    in_bf16 = [not providers.Provider.parse(name).in_fp8 for name in kernels["provider"]]
+    table = _newest(kernels[in_bf16], [*TRAINING_CASE, "provider"]).reset_index(drop=True)
+    own = own.reindex(pd.MultiIndex.from_frame(table[["device", "date"]]), columns=[*units])
     for column, metric in zip(("peak", "bandwidth"), units, strict=True):
-        table[column] = table["device"].map(last.reindex(columns=[metric])[metric])
+        of_device = table["device"].map(last[metric])
+        table[column] = own[metric].reset_index(drop=True).fillna(of_device)
     without = table.loc[table[["peak", "bandwidth"]].isna().any(axis=1), "device"]
     if len(without):
         missing = f"{' or '.join(units)} of {without.iloc[0]}"
@@ -309,7 +316,7 @@ def _check_checkpointed(steps: pd.DataFrame) -> None:
 
 
 def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
-    """Return the gain of compiled providers over dense by level, most active first (Figs 4, 5).
+    """Return the gain of compiled bf16 providers by level, most active first (Figs 4, 5).
 
     table: `model_speedups` of one model and batch, or `step_speedups`. Columns: active, provider,
     faster, faster_low and faster_high (% of dense), saved (the fall of `by`, in % of dense; NaN
@@ -321,8 +328,10 @@ def level_gains(table: pd.DataFrame, by: str = "energy_change") -> pd.DataFrame:
     if len(cases) > 1:
         raise ValueError(f"levels are compared of one model and batch; this table has {len(cases)}")
     parsed = table["provider"].map(providers.Provider.parse)
-    compiled = parsed.map(lambda provider: provider.compilation == providers.COMPILED).astype(bool)
-    gains = table[compiled & (table["provider"] != BASELINE)]
+    compiled = parsed.map(
+        lambda one: one.compilation == providers.COMPILED and one.precision is None
+    )
+    gains = table[compiled.astype(bool) & (table["provider"] != BASELINE)]
     for end in ("", "_low", "_high"):
         gains[f"faster{end}"] = 100 * (gains[f"speedup{end}"] - 1)
     gains = gains.assign(saved=-gains[by])
@@ -396,6 +405,8 @@ SCALE = {  # of Table 1: the paper's metric, its name here, and its unit
     "training_throughput": ("training speed", "tokens/ms"),
     "training_peak_memory": ("training memory", "GB"),
 }
+# In % of dense of the same call; of speeds it is that of `speedup`.
+_CHANGES = {"energy_per_token": "energy_change", "training_peak_memory": "peak_change"}
 
 
 def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -444,13 +455,15 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     distance = np.log(rows["active"] / active).abs().fillna(0)
     rows = rows[distance <= distance.min() + SAME_ACTIVE]
     compiled = [providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name]
-    dense, sparse = rows[rows["provider"] == BASELINE], rows[rows["provider"].isin(compiled)]
-    if dense.empty or sparse.empty:
+    rows = rows[rows["provider"].isin(compiled)]
+    if rows.empty:
         return nothing
-    first, second = dense.iloc[-1], sparse.iloc[-1]
-    change = 100 * (second[column] / first[column] - 1)
-    about = {"device": second["device"], "profile": second["profile"], "active": second["active"]}
-    if column.endswith("throughput"):
-        about |= {end: 100 * (second[f"speedup_{end}"] - 1) for end in ("low", "high")}
-    measured = {"dense": first[column], "sparse": second[column], "change": change}
+    row = rows.iloc[-1]
+    fast = column.endswith("throughput")
+    change = 100 * (row["speedup"] - 1) if fast else row[_CHANGES[column]]
+    about = {"device": row["device"], "profile": row["profile"], "active": row["active"]}
+    if fast:
+        about |= {end: 100 * (row[f"speedup_{end}"] - 1) for end in ("low", "high")}
+    # Dense of the same call: another provider may have a newer one.
+    measured = {"dense": row[column] / (1 + change / 100), "sparse": row[column], "change": change}
     return nothing | measured | about

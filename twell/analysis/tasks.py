@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.runs import level_name
+from twell.measure import providers
 
 MEAN = "paper7"  # the group of tasks whose accuracy is the mean of the seven
 TASKS = {  # of lm-eval: the name that is shown, and the metric in paper.yaml
@@ -166,11 +167,11 @@ def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
     """Return the largest difference of any accuracy of a model between backends, and between types.
 
     table: `evaluations`. Rows: a model and type that several backends computed, and a model and
-    backend with several types, which shows rounding alone. Columns: model, between ("backend" or
-    "dtype"), compared (their names), alike (the other one), accuracies (their number), difference
-    (of shares of 1).
+    backend with several types, which shows rounding alone. FP8 is left out. Columns: model, between
+    ("backend" or "dtype"), compared (their names), alike (the other one), accuracies (their
+    number), difference (of shares of 1).
     """
-    rows = []
+    rows, table = [], table[table["dtype"] != providers.FP8]
     for between, same in (COMPUTED, COMPUTED[::-1]):
         for (model, alike), some in table.groupby(["model", same], sort=False):
             asked = ["task", "metric", "items"]

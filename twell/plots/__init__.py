@@ -9,7 +9,8 @@ Each module stands on `base` alone:
     activity  layers, tokens and neurons (Figs 6, 7, 10, 11)
     speed     a layer's speed
     models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
-    parts     a decoder layer's parts, and decoding; stands on `models`, too
+    parts     a decoder layer's parts, and decoding; stands on `models` and `speed`, too
+    precision the speed of FP8 against its quality; stands on these two, too
     clusters  what a training would cost on many GPUs
     glance    the picture at the top of README
 
@@ -32,8 +33,9 @@ __getattr__, __dir__, __all__ = hand_on(
         ".models": "ACTIVITY SIDES fig03_accuracy fig04_levels fig05_levels fig06_contributions "
         "table1_scale table6_tasks",
         ".parts": "model_decode model_parts",
-        ".speed": "NAMES NEAR PROVIDERS STYLES ffn_activity ffn_roofline ffn_tokens "
-        "training_activity",
+        ".precision": "fp8_quality",
+        ".speed": "DENSE_FP8 NAMES NEAR PROVIDERS SPARSE_FP8 STYLES ffn_activity ffn_roofline "
+        "ffn_tokens training_activity",
         ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "
         "fig03_frontier fig02_training_curves fig08_remedies "
         "fig09_activity_over_training frontier scale_activity",

@@ -33,29 +33,36 @@ _KERNELS = {
 
 
 def overview(
-    activity: pd.DataFrame, neurons: int, kernels: pd.DataFrame, scale: pd.DataFrame
+    activity: pd.DataFrame,
+    neurons: int,
+    kernels: pd.DataFrame,
+    layers: pd.DataFrame,
+    scale: pd.DataFrame,
 ) -> Figure:
     """Draw three panels: which neurons fire, the time of one layer, and the gain of whole models.
 
     activity: columns place (0, 1, ...), token (text) and neuron, one row an active neuron of one
     layer; neurons: the neurons of that layer. kernels: rows of kernels.csv of one case, with
-    provider "dense" and "triton union", ms and the case. scale: `analysis.scale_table`, of one
+    provider "triton union" and ms. layers: `analysis.fastest` of the same case, whose times are
+    drawn; kernels say how that of the sparse layer is shared. scale: `analysis.scale_table`, of one
     device of ours.
     """
     figure, (row,) = _figure(PAGE, 2.5, 1, 3, width_ratios=(1.25, 0.95, 1.1))
     _tokens(row[0], activity, neurons)
-    _layer(row[1], kernels)
+    _layer(row[1], kernels, layers)
     _models(row[2], scale)
     for ax in row:
         ax.grid(axis="x", visible=False)
-    case = kernels.iloc[0]
+    case = layers.iloc[0]
     size = f"{case['hidden_size']} x {case['intermediate_size']}"
+    in_fp8 = "Dense FP8 is the fastest of several." if len(layers) > 2 else ""
     _caption(
         figure,
         "Left: each mark is an active neuron of one layer of a trained model.",
-        f"Middle: kernels of one gated layer, {size}, bf16, {case['tokens']:,} tokens,",
-        f"{case['active']:.0f} active neurons per token, {case['device']}; one profile.",
-        "All: computed for all neurons; active: for active neurons only.",
+        f"Middle: one gated layer, {size}, bf16 or FP8, {case['tokens']:,} tokens,",
+        f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement, and a",
+        "profile that splits sparse. All: computed for all neurons; active: for active ones only.",
+        in_fp8,
         "Right: models with random weights whose gate fires as often as the paper reports; one",
         "measurement each, with bars from p20 to p80 of the timed calls of both sides.",
     )
@@ -74,22 +81,29 @@ def _tokens(ax: Axes, activity: pd.DataFrame, neurons: int) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def _layer(ax: Axes, kernels: pd.DataFrame) -> None:
-    dense = kernels.loc[kernels["provider"] == providers.DENSE_KERNELS.name, "ms"].sum()
-    sparse = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
-    sparse.index = sparse.index.str.removeprefix("union_")  # older rows have none
-    ax.bar(0, dense, 0.55, color=DENSE)
+def _layer(ax: Axes, kernels: pd.DataFrame, layers: pd.DataFrame) -> None:
+    """Times of the sides, those in FP8 where they were measured; bf16 sparse by its kernels."""
+    times = layers.set_index("side")["p50"]
+    drawn = [side for side in ("dense", "sparse", "dense FP8", "sparse FP8") if side in times]
+    parts = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
+    parts.index = parts.index.str.removeprefix("union_")  # older rows have none
     bottom = 0.0
-    for names, (label, colour) in _KERNELS.items():
-        height = sparse[sparse.index.isin(names)].sum()
-        ax.bar(0.8, height, 0.55, bottom=bottom, color=colour)
-        ax.text(1.12, bottom + height / 2, label, va="center", fontsize=6)
-        bottom += height
-    for place, total in ((0, dense), (0.8, bottom)):
-        _note(ax, f"{total:.1f} ms", (place, total), (0, 2), ha="center", fontsize=7)
-    ax.set_xticks([0, 0.8], ["dense", "sparse\n(ours)"])
-    ax.set_xlim(-0.45, 2.1)
-    ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.15 * dense))
+    for place, side in enumerate(drawn):
+        if side != "sparse":
+            colour = SPARSE if side.startswith("sparse") else DENSE
+            ax.bar(place, times[side], 0.62, color=colour)
+            continue
+        for names, (label, colour) in _KERNELS.items():
+            height = times[side] * parts[parts.index.isin(names)].sum() / parts.sum()
+            ax.bar(place, height, 0.62, bottom=bottom, color=colour, label=label)
+            bottom += height
+    for place, side in enumerate(drawn):
+        _note(ax, f"{times[side]:.1f}", (place, times[side]), (0, 2), ha="center", fontsize=7)
+    ax.set_xticks(range(len(drawn)), [side.replace(" ", "\n") for side in drawn])
+    ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.15 * times["dense"]))
+    handles, names = ax.get_legend_handles_labels()
+    look = {"fontsize": 6, "loc": "upper right", "borderaxespad": 0.1, "handlelength": 1}
+    ax.legend(handles[::-1], names[::-1], title="sparse", title_fontsize=6, **look)
     ax.set_title("Our kernels skip the rest", fontsize=8)
 
 

@@ -29,6 +29,7 @@ from twell.plots.base import (
     _row_names,
 )
 from twell.plots.models import _PICKS, SIDES, _imposed, _model, _title
+from twell.plots.speed import DENSE_FP8, SPARSE_FP8
 
 _RING = {"color": AUTO, "linestyle": "", "marker": "D", "markersize": 9, "mfc": "none"}
 _HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
@@ -139,36 +140,46 @@ def _parts_names(table: pd.DataFrame, decoding: bool) -> tuple[list[str], str]:
     return names if several else sides, f"{title}, {active} active"
 
 
+def _decode_lines(table: pd.DataFrame) -> dict[str, tuple[pd.DataFrame, str | tuple, dict, int]]:
+    """By name the rows of a line, its colour and look, and how high notes beside points are."""
+    sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
+    tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
+    hollow = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--"}
+    square = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": ""}
+    looks = {
+        "sparse": (SPARSE, {"marker": "o", "markersize": 4}, 5),
+        SPARSE_FP8: (SPARSE, hollow | {"marker": "o"}, 6),
+        DENSE_FP8: ("black", hollow | {"marker": "v"}, 0),
+    }
+    lines = {side: (sides[sides["side"] == side], *look) for side, look in looks.items()}
+    return lines | {"sparse, the compiler tunes both sides": (tuned, SPARSE, square, 0)}
+
+
 def model_decode(table: pd.DataFrame) -> Figure:
-    """Draw the gain of decoding over dense, tuned and not, against the number of documents.
+    """Draw the gain of decoding over dense, tuned and not and in FP8, against documents.
 
     table: `analysis.decode_speedups` of one model, context and device. Raises ValueError for
     several.
     """
     (context,) = _one(table, ["context"], "length of context")
-    figure, ax = _panel(PAGE, 2.5)
-    _title(figure, table, f"decoding behind {context} tokens, in CUDA graphs")
     batches = sorted(table["batch"].unique())
     table = table.assign(x=table["batch"].map(batches.index), gain=100 * (table["speedup"] - 1))
     for end in ("low", "high"):
         table[end] = 100 * (table[f"speedup_{end}"] - 1)
     table = table.sort_values("x")
-    sparse = table["provider"] == providers.TRITON_COMPILED.name
-    auto = table[(table["provider"] == providers.AUTO_COMPILED.name) & ~table["tuned"]]
-    square = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": "--"}
-    lines = {
-        "sparse": (table[sparse & ~table["tuned"]], {"marker": "o", "markersize": 4}, 5),
-        "sparse, the compiler tunes both sides": (table[sparse & table["tuned"]], square, 0),
-    }
-    for name, (rows, look, height) in lines.items():
+    lines = _decode_lines(table)
+    in_fp8 = len(lines[SPARSE_FP8][0]) > 0
+    figure, ax = _panel(PAGE, 3.2 if in_fp8 else 2.5)
+    _title(figure, table, f"decoding behind {context} tokens, in CUDA graphs")
+    for name, (rows, colour, look, height) in lines.items():
         if len(rows):
-            ax.plot(rows["x"], rows["gain"], color=SPARSE, label=name, **look)
-            _bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], SPARSE)
-        for row in rows.itertuples():
-            _note(ax, _change(row.gain), (row.x, row.gain), (8, height), va="center", fontsize=7)
+            ax.plot(rows["x"], rows["gain"], color=colour, label=name, **look)
+            _bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
+        for row in rows.itertuples() if name != DENSE_FP8 else ():
+            look = {"va": "center", "fontsize": 7} | _HALO
+            _note(ax, _change(row.gain), (row.x, row.gain), (9, height), **look)
+    auto = table[(table["provider"] == providers.AUTO_COMPILED.name) & ~table["tuned"]]
     ax.plot(auto["x"], auto["gain"], label="auto", **_RING)
-    for row in auto[auto["path"].str.startswith("dense")].itertuples():
-        _note(ax, "auto is dense", (row.x, row.gain), (0, 9), ha="center", fontsize=7)
     dense = table[(table["provider"] == analysis.BASELINE) & ~table["tuned"]].set_index("batch")
     ax.axhline(0, color="black", linewidth=0.8)
     ticks = [
@@ -179,5 +190,9 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax.margins(0.12, 0.25)
     ax.set(xlabel="documents continued at once", ylabel="tokens/s (% over dense)")
     _legend(figure, "lower center", ncols=3)
-    _caption(figure, _imposed(table), _PICKS, _measured(table["low"], "replays"))
+    of_all = auto.loc[auto["path"].str.fullmatch(r"dense \d+"), "batch"]
+    densely = f"With {' and '.join(map(str, of_all))} documents it computes all layers densely."
+    words = "FP8: of the feed-forward layers; all else is in bf16." if in_fp8 else ""
+    spread = _measured(table["low"], "replays")
+    _caption(figure, _imposed(table), _PICKS, densely if len(of_all) else "", words, spread)
     return figure

@@ -34,7 +34,9 @@ from twell.plots.base import (
     _row_names,
 )
 
-# Colour and marker of each provider; auto, which takes one of the others, lies broad beneath them.
+DENSE_FP8, SPARSE_FP8 = "dense FP8", "sparse FP8"  # sides of `analysis.fastest`
+# Colour and marker of each provider or side; auto, which takes one of the others, lies broad
+# beneath them.
 PROVIDERS = {
     providers.AUTO.name: (AUTO, ""),
     providers.UNION.name: (SPARSE, "o"),
@@ -43,6 +45,8 @@ PROVIDERS = {
     providers.HYBRID.name: (HYBRID, "X"),
     providers.DENSE_KERNELS.name: (DENSE, "v"),
     providers.DENSE_EAGER.name: (DENSE, "P"),
+    DENSE_FP8: ("black", "v"),
+    SPARSE_FP8: (SPARSE, "o"),
     analysis.BASELINE: ("black", ""),
 }
 NAMES = {
@@ -53,11 +57,14 @@ NAMES = {
     providers.HYBRID.name: "the paper's hybrid format",
     providers.DENSE_KERNELS.name: "dense",
     providers.DENSE_EAGER.name: "dense, eager",
+    DENSE_FP8: "dense FP8, torch.compile",
+    SPARSE_FP8: "sparse FP8: the fastest path",
     analysis.BASELINE: "dense, torch.compile",
 }
 _PATHS = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DECODE, providers.HYBRID
-# Dashes, and whether markers are filled.
+# Dashes, and whether markers are filled; those in FP8 always have the second.
 STYLES = [("-", True), ((0, (3.5, 1.5)), False), ((0, (1, 1)), False)]
+_IN_FP8 = DENSE_FP8, SPARSE_FP8
 NEAR = 1.25  # a case within this factor of the wanted activity is drawn without a word
 _BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}
 _BASELINE = {"color": "black", "linewidth": 0.8}
@@ -83,8 +90,10 @@ def _layer(table: pd.DataFrame) -> str:
 def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dict) -> None:
     """y against x, a line for each provider and each value of the column `kind`, by its style."""
     for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
-        (colour, marker), (dashes, filled) = PROVIDERS[name], styles[value]
-        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
+        style = STYLES[1] if name in _IN_FP8 else styles[value]
+        (colour, marker), (dashes, filled) = PROVIDERS[name], style
+        height = 4 if name in _IN_FP8 else 3
+        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": height}
         look = _BROAD if name == providers.AUTO.name else look
         face = colour if filled else "white"
         ax.plot(line[x], line[y], color=colour, markerfacecolor=face, **look)
@@ -107,6 +116,8 @@ def _speed_legend(figure: Figure, names: Iterable[str], styles: dict) -> None:
     for name in names:
         colour, marker = PROVIDERS[name]
         look = {"marker": marker, "markersize": 4}
+        if name in _IN_FP8:
+            look |= {"linestyle": STYLES[1][0], "markerfacecolor": "white"}
         entries[NAMES[name]] = _key(colour, **_BROAD if name == providers.AUTO.name else look)
     entries[NAMES[analysis.BASELINE]] = Line2D([], [], **_BASELINE)
     for text, (dashes, filled) in styles.items():
@@ -138,10 +149,25 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
 
 
 def _of_paths(table: pd.DataFrame, crossovers: pd.DataFrame) -> tuple:
-    """Of the sparse paths and auto: names, rows and crossovers; and the patterns, skewed first."""
+    """Of the sparse paths and auto, and of the fastest in FP8: names, rows and crossovers; and the
+    patterns, skewed first.
+    """
     names = [path.name for path in _PATHS if path.name in set(table["provider"])]
     rows, falls = (some[some["provider"].isin(names)] for some in (table, crossovers))
+    quantized = analysis.fastest(table)
+    quantized = quantized[quantized["side"].isin(_IN_FP8)]
+    names += [side for side in _IN_FP8 if side in set(quantized["side"])]
+    rows = pd.concat([rows, quantized.assign(provider=quantized["side"])[rows.columns]])
     return names, rows, falls, sorted(table["pattern"].unique(), reverse=True)
+
+
+def _in_fp8(names: Iterable[str]) -> str:
+    """The sentence of a caption on FP8, where any is drawn."""
+    drawn = any(name in _IN_FP8 for name in names)
+    words = (
+        "Dense FP8: the fastest of scales by rows, by tensors and torchao; other dense is in bf16."
+    )
+    return words if drawn else ""
 
 
 def _of_pattern(patterns: Iterable[str]) -> str:
@@ -152,8 +178,8 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile by active neurons, a panel a batch size and pattern.
 
     table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it,
-    marked where the lines fall below 1. Sparse paths and auto are drawn. Raises ValueError for
-    several layers or none. Ours.
+    marked where the lines fall below 1. Sparse paths and auto are drawn, and the fastest in FP8.
+    Raises ValueError for several layers or none. Ours.
     """
     title = _layer(table)
     names, rows, falls, patterns = _of_paths(table, crossovers)
@@ -178,7 +204,8 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     figure.suptitle(f"{title}, forward", fontsize=8)
     _speed_legend(figure, names, {})
     crossed = "Numbers: active neurons at which a path falls behind dense."
-    _caption(figure, _of_pattern(patterns), crossed, _measured(rows["speedup_low"]))
+    spread = _measured(rows["speedup_low"])
+    _caption(figure, _of_pattern(patterns), crossed, _in_fp8(names), spread)
     return figure
 
 
@@ -222,8 +249,8 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
 
     table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the
     level wanted. A batch whose activity is farther from it than a factor of 1.25 has it in
-    brackets. Sparse paths and auto are drawn. Raises ValueError for several layers or none, and for
-    several patterns. Ours.
+    brackets. Sparse paths and auto are drawn, and the fastest in FP8. Raises ValueError for several
+    layers or none, and for several patterns. Ours.
     """
     title = _layer(table)
     (pattern,) = _one(table, ["pattern"], "pattern")
@@ -253,7 +280,8 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     graph = "A CUDA graph leaves out the launches from Python; sets of weights take turns, so that"
     graph = f"{graph} they come from memory." if table["weight_sets"].max() > 1 else ""
     brackets = f"In brackets: active neurons, where they are far from {active:g}." if far else ""
-    _caption(figure, _of_pattern([pattern]), graph, brackets, _measured(rows["speedup_low"]))
+    spread = _measured(rows["speedup_low"])
+    _caption(figure, _of_pattern([pattern]), graph, brackets, _in_fp8(names), spread)
     return figure
 
 
