@@ -11,17 +11,17 @@ A ring of STAGES buffers holds the operands. Each role counts the steps of all t
 step i uses buffer i % STAGES, for the time i // STAGES. Three kinds of barriers guard the ring. A
 barrier goes through phases; phase t of these completes:
 
-    full[s]     when the operands of time t lie in buffer s; its consumer waits for that
-    empty[s]    when the product of time t has read buffer s; then the loader fills it for time t + 1
-    order[c]    when the other consumer has issued the products of a tile; then consumer c may begin
+    full[s]     when the operands of time t lie in buffer s: its consumer waits for that
+    empty[s]    when the product of time t has read buffer s: the loader fills it for t + 1 then
+    order[c]    when the other consumer has issued the products of a tile: consumer c may begin
 
 A wait names the parity of a phase, and returns at once if the last phase that completed has it. It
 cannot tell phase t from phase t - 2. With `order`, a consumer waits for `full` only after the other
 one did so for all steps before. Then phase t - 1 is complete, so there is no confusion. Without
 `order`, it would multiply operands of an older step.
 
-Shapes as in gate.py, whose gate_bits calls `launch`. tests/kernels/test_gate_hopper.py runs the
-roles against a model of the barriers. Times: docs/kernel-log.md. Ours: the paper has no such kernel.
+Shapes as in gate.py, whose `gate_bits` launches this kernel. tests/kernels/test_gate_hopper.py runs
+the roles against a model of the barriers. Times: docs/kernel-log.md. Ours, not the paper's.
 """
 
 from __future__ import annotations
