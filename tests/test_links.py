@@ -118,6 +118,17 @@ def test_links_hold_the_whole_state(open_page):
     assert shown(page)[0] == ["0", "2", "C = 8", ""] and page.locator(".tw-pinned").count() == 1
 
 
+def found(page):
+    """The search: its controls, its number, its list, and the picture of its scatter."""
+    names = "words to find", "where", "layer", "state", "sort", "upright axis"
+    inside = page.locator(".tw-finding")
+    boxes = [inside.get_by_label(name, exact=True) for name in names]
+    settle(page)
+    status = texts(page, ".tw-browse [role=status]")
+    drawn = page.evaluate("() => document.querySelector('.tw-points').toDataURL()")
+    return [box.input_value() for box in boxes], status, texts(page, "button.tw-hit"), drawn
+
+
 def test_links_hold_the_search(open_page):
     passage = make_trace(SEED, num_tokens=300)[0]
     shown = [Side("random", passage, aggregate_of(passage))]
@@ -140,15 +151,6 @@ def test_links_hold_the_search(open_page):
     page.mouse.up()
     page.get_by_text("clear brush").wait_for()
     click(page, "button.tw-hit", 2)
-
-    def found(page):
-        names = "words to find", "where", "layer", "state", "sort", "upright axis"
-        inside = page.locator(".tw-finding")
-        boxes = [inside.get_by_label(name, exact=True) for name in names]
-        settle(page)
-        status = texts(page, ".tw-browse [role=status]")
-        drawn = page.evaluate("() => document.querySelector('.tw-points').toDataURL()")
-        return [box.input_value() for box in boxes], status, texts(page, "button.tw-hit"), drawn
 
     expected = found(page)
     values = ["5", "text around", "layer 1", "all", "fires", "layer"]
@@ -177,14 +179,20 @@ def test_links_hold_the_search(open_page):
     go_to(page, address)
     assert found(page) == again
     keep(page, "link-search")
-    # Words are anything; nonsense is as the page begins, and so is an empty address.
+
+
+def test_words_are_anything_and_nonsense_is_as_the_page_begins(open_page):
+    passage = make_trace(SEED, num_tokens=300)[0]
+    page = open_page([Side("random", passage, aggregate_of(passage))])
+    page.locator("summary").click()
+    page.get_by_label("sort").select_option("fires")
     words = "a&b=c+d %20~#\u00e9"
     page.get_by_label("words to find").fill(words)
     typed = state(page)
     go_to(page, "")
     assert page.locator(".tw-browse").get_attribute("open") is None
     go_to(page, typed)
-    assert found(page)[0] == [words, *values[1:]]
+    assert found(page)[0] == [words, "fires at", "all layers", "that fire", "fires", "mean |h|"]
     go_to(page, "finding=yes&where=x&within=7&sort=size&upright=&box=1~2~3&state=none")
     begin = ["", "fires at", "all layers", "that fire", "match", "mean |h|"]
     assert found(page)[0] == begin and len(found(page)[2]) == 50
