@@ -143,11 +143,12 @@ def _parts_names(table: pd.DataFrame, decoding: bool) -> tuple[list[str], str]:
 def _decode_lines(table: pd.DataFrame) -> dict[str, tuple[pd.DataFrame, str | tuple, dict, int]]:
     """By name the rows of a line, its colour and look, and how high notes beside points are."""
     sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
+    has_fp8 = (sides["side"] == SPARSE_FP8).any()
     tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
     hollow = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--"}
     square = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": ""}
     looks = {
-        "sparse": (SPARSE, {"marker": "o", "markersize": 4}, 5),
+        "sparse": (SPARSE, {"marker": "o", "markersize": 4}, -6 if has_fp8 else 5),
         SPARSE_FP8: (SPARSE, hollow | {"marker": "o"}, 6),
         DENSE_FP8: ("black", hollow | {"marker": "v"}, 0),
     }
@@ -176,8 +177,9 @@ def model_decode(table: pd.DataFrame) -> Figure:
             ax.plot(rows["x"], rows["gain"], color=colour, label=name, **look)
             _bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
         for row in rows.itertuples() if name != DENSE_FP8 else ():
-            look = {"va": "center", "fontsize": 7} | _HALO
-            _note(ax, _change(row.gain), (row.x, row.gain), (9, height), **look)
+            aside = {"ha": "right"} if height < 0 else {}  # notes of FP8 are on the other side
+            look = {"va": "center", "fontsize": 7} | _HALO | aside
+            _note(ax, _change(row.gain), (row.x, row.gain), (-9 if aside else 9, height), **look)
     auto = table[(table["provider"] == providers.AUTO_COMPILED.name) & ~table["tuned"]]
     ax.plot(auto["x"], auto["gain"], label="auto", **_RING)
     dense = table[(table["provider"] == analysis.BASELINE) & ~table["tuned"]].set_index("batch")
