@@ -136,7 +136,7 @@ def active_entries(model, tokens):
 
 def run(path, x, *tensors, activity=None, act=RELU):
     """ops.run by dense products."""
-    ffn = float8.ffn if x.dtype == float8.FLOAT8 else reference.ffn
+    ffn = float8.ffn if tensors[1].dtype == float8.FLOAT8 else reference.ffn
     return ffn(x, *tensors, act=act)
 
 

@@ -168,7 +168,7 @@ def test_a_wrong_layer_in_fp8_is_found(quick, monkeypatch):
     monkeypatch.setattr(model.float8, "why_not", lambda device: None)
 
     def wrong(path, x, *tensors, **_):
-        return measure.run(path, x, *tensors) * (1.05 if x.dtype == FLOAT8 else 1.0)
+        return measure.run(path, x, *tensors) * (1.05 if tensors[1].dtype == FLOAT8 else 1.0)
 
     monkeypatch.setattr(ops, "run", wrong)
     with pytest.raises(ArithmeticError, match="^layer 0 of triton FP8 of quick"):
