@@ -21,7 +21,8 @@ from twell.measure.providers import DENSE_INT4, DENSE_INT8, Provider
 MAX_TOKENS = 16  # above, products are not bound by reading the weights
 GROUP = 128
 OPTIONS = {"coordinate_descent_tuning": True, "max_autotune": True}
-ALLOWED = 3e-2  # relative RMS: the products round their widened int4 weights to bf16
+# Relative RMS. int4: one token with 34 active neurons had 1.9e-2 on an H200 [kernel log, FP8].
+ALLOWED = {DENSE_INT8: 1e-2, DENSE_INT4: 3e-2}
 
 
 class Int8(NamedTuple):
@@ -49,8 +50,7 @@ class Int8(NamedTuple):
 class Int4(NamedTuple):
     """A weight [N, K] as integers 0 to 15: (integer - 8) * scale, by groups of a row.
 
-    torch's product also adds a zero for each group, which is 0 here: on a GPU it rounds the scaled
-    integer before it adds.
+    torch's product also adds a zero for each group, which is 0 here.
     """
 
     values: Tensor  # as torch packs them
@@ -106,4 +106,4 @@ def calls(case: Case, kind: type[Int8] | type[Int4]) -> tuple[list[Call], tuple[
     # Copies: the groups of a permuted w_down would hold other weights, and round to other integers.
     copies = ([weight and weight.copy() for weight in first] for _ in case.sets)
     several = [functools.partial(compiled, case.x, *weights) for weights in copies]
-    return several, (exact, ALLOWED)
+    return several, (exact, ALLOWED[DENSE_INT8 if kind is Int8 else DENSE_INT4])

@@ -90,6 +90,7 @@ def _points(ax: Axes, table: pd.DataFrame) -> None:
         face = colour if filled else "white"
         ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
         text = f"{_NAMES.get(row.side, row.side)} ({y:.2f})"
-        _note(ax, text, (x, y), (0, 7), ha="center", va="bottom", fontsize=7, color=colour)
+        above = np.nanmax([y, row.speedup_high])  # of the bar
+        _note(ax, text, (x, above), (0, 7), ha="center", va="bottom", fontsize=7, color=colour)
     ax.axhline(1, color="black", linewidth=0.8)
     ax.margins(0.25, 0.2)
