@@ -2,7 +2,7 @@
 
     rowwise   any M; weight rows of each token's active neurons (rowwise.py)
     union     many tokens; products over unions of 64 or 128 tokens (union.py)
-    decode    1 to 64 tokens, more 64 at a time; each weight row read once (decode.py)
+    decode    1 to 1,024 tokens, more 1,024 at a time (decode.py, few.py)
     dense     any M; three matrix products (dense.py)
 
 `twell.ffn` (twell/sparse/ops.py) is its public face. training_ops.py has the operators of sparse
@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twell.kernels import decode, dense, rowwise, union
+from twell.kernels import decode, dense, few, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.kernels.float8 import quantize
 from twell.sparse import float8, reference
@@ -285,8 +285,8 @@ def run(
 
 
 def choose(num_tokens: int) -> str:
-    """The sparse path for so many tokens: "decode" up to 64, else "union".
+    """The sparse path for so many tokens: "decode" up to 1,024, else "union".
 
     "rowwise" has to be named: one heavy token holds up its launch.
     """
-    return "decode" if num_tokens <= decode.MAX_TOKENS else "union"
+    return "decode" if num_tokens <= few.MAX_TOKENS else "union"

@@ -71,18 +71,29 @@ pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is 
 iteration, so it takes larger blocks.
 twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
 
-By the tokens of a block: 16, or 32 and 64. Other tiles, warps and stages: no difference
-[2026-11-21, Decoding].
-decode_up_16      | BN BK w s    | 16 64 2 2      | 16 256 2 4     | 16 256 2 4     | 16 256 2 4
-decode_up_64      | BN BK w s    | 32 32 4 2      | 64 128 4 3     | 64 64 4 3      | 64 256 4 3
-decode_up_16_fp8  | BN BK w s    | 16 64 2 2      |                | 16 256 2 4     | 16 256 2 4
-decode_up_64_fp8  | BN BK w s    | 32 32 4 2      |                | 64 128 4 3     | 64 256 4 3
+By the most tokens: narrow tiles that give every multiprocessor work, deep pipelines. us of the whole
+path beside a second choice: 16 tokens 21.3 (23.2), 64: 24.4 (25.3), 128: 28.9 (32.9), 256: 34.7
+(52.0), 512: 50.2 (60.0), 1,024: 84.0 (101); FP8 has the same, untuned [Few tokens].
+few_gate_16       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 4     | 64 256 4 5
+few_gate_32       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 3     | 64 256 4 4
+few_gate_64       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 64 4 4      | 64 128 4 6
+few_gate_128      | BN BK w s    | 64 32 4 2      | 64 64 4 4      | 64 64 4 3      | 64 128 4 4
+few_gate_256      | BN BK w s    | 64 32 4 2      | 128 64 8 4     | 128 32 8 4     | 128 64 4 5
+few_gate_1024     | BN BK w s    | 64 32 4 2      | 128 64 8 3     | 128 32 8 3     | 128 64 4 3
 
-Narrow tiles, so that many programs read: 128 for 2,048 outputs. Others: below 1% [Decoding].
-decode_down       | BN BK w s    | 16 32 4 2      | 16 64 4 5      | 16 64 4 4      | 16 64 4 8
+TM tokens of a block, at most all of it.
+few_up_32   | TM BN BK PER_SM w s | 16 16 64 2 4 2 | 16 16 256 2 4 4| 16 16 128 2 4 4| 16 16 256 2 4 5
+few_up_64   | TM BN BK PER_SM w s | 32 16 64 2 4 2 | 32 16 256 1 4 4| 32 16 128 2 4 4| 32 16 256 2 4 6
+few_up_128  | TM BN BK PER_SM w s | 32 32 64 2 4 2 | 32 64 128 1 4 4| 32 64 64 2 4 4 | 32 64 128 2 4 6
+few_up_256  | TM BN BK PER_SM w s | 64 64 32 2 4 2 | 64 64 64 2 4 4 | 64 64 64 1 4 3 | 64 64 128 2 4 5
+few_up_1024 | TM BN BK PER_SM w s | 64 64 32 2 4 2 | 128 64 64 1 4 4| 128 64 32 1 4 4| 128 64 64 2 4 4
+few_down_32       | TM BN BK w s | 32 32 32 4 2   | 32 32 64 4 5   | 32 32 64 4 5   | 32 32 128 4 6
+few_down_256      | TM BN BK w s | 64 32 32 4 2   | 64 32 64 4 5   | 64 32 64 4 4   | 64 32 128 4 6
+few_down_512      | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 64 4 8
+few_down_1024     | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 32 4 6
 
 BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
-decode_few_down   | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
+decode_down       | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
 
 16 values a thread, two loads of 16 bytes of each operand; no size is measurably better.
 dense             | BLOCK w s    | 4096 8 1
@@ -123,6 +134,11 @@ def _parse(table: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 OPTIONS = _parse(TABLE)
+# The sizes in the names of few.py's options.
+FEW_TOKENS = {
+    part: sorted(int(name.split("_")[2]) for name in OPTIONS if name.startswith(f"few_{part}_"))
+    for part in ("gate", "up", "down")
+}
 
 # Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
 # of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate and unions].
@@ -135,10 +151,11 @@ HOPPER_TILES = 2
 # Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
 # blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
 LARGE_BLOCK_TOKENS = 16_384
-# Up to so many tokens decode without tensor cores, in the first launch and in the second.
-# In the second, 3 and 4 tokens lose 0.3 to 0.7 us [Decoding].
-FEW_UP_TOKENS = 4
-FEW_DOWN_TOKENS = 2
+# Up to so many tokens decode without tensor cores: 14.0 us for 2 tokens, by few.py 18.5 [Few tokens].
+DECODE_TOKENS = 2
+# Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
+# (50.7) and 92.3 for 1,024 (84.7) [Few tokens].
+DEPENDENT_TOKENS = 256
 
 
 def block_tokens(num_tokens: int) -> int:
@@ -154,14 +171,28 @@ def row_warps(block_k: int) -> int:
     return min(max(block_k // 1024, 1), 16)
 
 
-def decode_few_up(num_tokens: int, hidden_size: int) -> dict[str, int]:
-    """Launch options of decode_few_up_kernel: BN whole rows of weights in registers.
+def decode_up(hidden_size: int) -> dict[str, int]:
+    """Launch options of decode_up_kernel: BN whole rows of weights in registers.
 
-    Two neurons a program: 14.5 us for 4 tokens (16.1), but slower for 1 and 2 [Decoding].
+    Two neurons a program are slower for 1 and 2 tokens [Decoding].
     """
-    neurons, block_k = 1 if num_tokens <= 2 else 2, 1 << (hidden_size - 1).bit_length()
-    num_warps = min(max(neurons * block_k // 2048, 1), 16)
-    return with_fusion(BN=neurons, BK=block_k, num_warps=num_warps, num_stages=1)
+    block_k = 1 << (hidden_size - 1).bit_length()
+    return with_fusion(BN=1, BK=block_k, num_warps=min(max(block_k // 2048, 1), 16), num_stages=1)
+
+
+def few_options(part: str, num_tokens: int, device: torch.device) -> dict[str, int]:
+    """A copy of the launch options of few.py's "gate", "up" or "down" for so many tokens."""
+    size = next(most for most in FEW_TOKENS[part] if num_tokens <= most)
+    return launch_options(f"few_{part}_{size}", device)
+
+
+def launches_dependents(num_tokens: int, device: torch.device) -> bool:
+    """Whether the kernels of few.py overlap, which needs Hopper or a successor like it."""
+    import triton
+
+    name = architecture(device)
+    possible = LIKE.get(name, name) == "sm_90" and not triton.knobs.runtime.interpret
+    return possible and num_tokens <= DEPENDENT_TOKENS
 
 
 @cache

@@ -46,6 +46,9 @@ TRAINING = {
 }
 # options.HOPPER_TILES, and a value by which other kernels compute the gate of any size.
 HOPPER_TILES, NEVER_HOPPER = options.HOPPER_TILES, 2**60
+# Numbers of tokens with all options of few.py, and some of them.
+FEW = 3, 20, 40, 100, 200, 400, 1000
+SOME = FEW[::3]
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
@@ -130,27 +133,33 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
     w = torch.empty(5632, 2048, dtype=torch.bfloat16)
     several = [(True, torch.zeros(4, dtype=torch.int64)), (True, None), (False, None)]
     for gated, activity in several if variants == "all" else several[:1]:
-        compile_layers(w, gated, activity)
+        few = FEW if variants == "all" else SOME
+        compile_layers(w, few, gated, activity)
         if architecture in WITH_FP8:
-            compile_float8(w, gated, activity)
+            compile_float8(w, few, gated, activity)
     dense.relu_times(w, w)
     others = [("relu2", 0.1, True), ("relu2", 0.0, False), ("drelu", 0.0, True)]
     for name, threshold, gated in others if variants == "all" else []:
         act = get_activation(name, threshold)
-        compile_layers(w, gated, None, act)
+        compile_layers(w, SOME, gated, None, act)
         dense.relu_times(w, w if gated else None, act)
     return shared, sorted(problems)
 
 
 def compile_layers(
-    w: torch.Tensor, gated: bool, activity: torch.Tensor | None, act: Activation = RELU
+    w: torch.Tensor,
+    few: tuple[int, ...],
+    gated: bool,
+    activity: torch.Tensor | None,
+    act: Activation = RELU,
 ) -> None:
-    """Every path for 256 tokens; counting activity, with biases and a mask too."""
-    x, layer, mask = w[:256].clone(), Layer(w if gated else None, w, w, act=act), None
+    """Every path for 256 tokens, or `few`; counting activity, with biases and a mask too."""
+    x, layer, mask = w[:1024].clone(), Layer(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    compile_inference(x, layer, activity)
+    compile_inference(x, few, layer, activity)
+    x = x[:256]
     step(training, x, layer, mask, 29)
     if act == RELU:  # the paper's
         twell_rowwise.ffn(x, layer)
@@ -159,28 +168,32 @@ def compile_layers(
 
 def compile_inference(
     x: torch.Tensor,
+    few: tuple[int, ...],
     layer: Layer,
     activity: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
 ) -> None:
-    rowwise.ffn(x, layer, x_scale, activity=activity)
+    some = x[:256], layer, None if x_scale is None else x_scale[:256]
+    rowwise.ffn(*some, activity=activity)
     for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
         for options.LARGE_BLOCK_TOKENS in (0, 256):
-            union.ffn(x, layer, x_scale, activity=activity)
-    for num_tokens in (1, 2, 4, 16, 64):
+            union.ffn(*some, activity=activity)
+    for num_tokens in (1, 2, *few):
         scale = None if x_scale is None else x_scale[:num_tokens]
         decode.ffn(x[:num_tokens], layer, scale, activity=activity)
 
 
-def compile_float8(w: torch.Tensor, gated: bool, activity: torch.Tensor | None) -> None:
+def compile_float8(
+    w: torch.Tensor, few: tuple[int, ...], gated: bool, activity: torch.Tensor | None
+) -> None:
     """Every path of inference in FP8; counting activity, with biases too."""
-    x, values, scale = w[:256].clone(), w.to(FLOAT8), torch.empty(len(w))
+    x, values, scale = w[:1024].clone(), w.to(FLOAT8), torch.empty(len(w))
     first = values if gated else None
     layer = Layer(first, values, w, s_gate=scale if gated else None, s_up=scale)
     if activity is not None:
         bias = w[:, 0].contiguous()
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    compile_inference(values[:256].clone(), layer, activity, scale[:256].clone())
+    compile_inference(values[:1024].clone(), few, layer, activity, scale[:1024].clone())
     float8.quantize(x)
 
 
@@ -287,11 +300,11 @@ def launch_inference(x: torch.Tensor, layer: Layer) -> None:
     if layer.gated:
         in_fp8 = in_fp8._replace(w_gate=values, s_gate=scales)
     for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        for path in (rowwise, union, decode):
+        for path in (rowwise, union):
             path.ffn(x, layer, activity=activity)
             path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
-    for few in (2, 4):
-        decode.ffn(x[:few], layer, activity=activity)
+    for tokens in (1, 2, *FEW):
+        decode.ffn(x[:tokens], layer, activity=activity)
     twell_rowwise.ffn(x, layer)
     dense.ffn(x, layer)
     float8.quantize(x)

@@ -15,7 +15,7 @@ from tests.factories.kernels import (
     random,
     run_as,
 )
-from twell.kernels import common, decode, gate, ops, options, rowwise, union
+from twell.kernels import common, few, gate, ops, options, rowwise, union
 from twell.kernels.paper.gate import gate_words
 
 slow = pytest.mark.slow
@@ -35,7 +35,7 @@ SIZES = {
     "rowwise": [(0, 70, 48), (2, 1, 16), (3, 257, 80)],
     "twell": [(0, 70, 48), (2, 1, 16)],
     "union": [(0, 70, 48), (1, 1, 16), (130, 130, 80)],
-    "decode": [(0, 70, 48), (1, 130, 16), (2, 1, 16), (3, 60, 48), (4, 33, 80), (66, 70, 48)],
+    "decode": [(0, 70, 48), (1, 130, 16), (2, 1, 16), (3, 60, 48), (17, 33, 80), (130, 70, 48)],
 }
 
 
@@ -53,8 +53,9 @@ def test_every_size_is_exact(path, size):
 @pytest.mark.parametrize("path", OPERATORS)
 def test_every_configuration_is_exact(path, architecture, monkeypatch):
     run_as(architecture, monkeypatch)
-    sizes = dict(num_tokens=66 if path in ("union", "decode") else 2, intermediate_size=130)
-    assert fuzz.check(integer_case(path, **sizes, hidden_size=80), DEVICE) == 0
+    for num_tokens in {"union": (66,), "decode": (2, 3, 30, 66, 260)}.get(path, (2,)):
+        sizes = dict(num_tokens=num_tokens, intermediate_size=130, hidden_size=80)
+        assert fuzz.check(integer_case(path, **sizes), DEVICE) == 0
 
 
 @slow
@@ -133,7 +134,8 @@ def expected_activity(tensors):
         ("rowwise", 66, 0, True),
         ("union", 66, 0, False),
         ("union", 130, 1000, True),
-        ("decode", 66, 0, True),
+        ("decode", 130, 0, True),
+        ("decode", 17, 0, True),
         ("decode", 2, 0, False),
     ],
 )
@@ -149,29 +151,28 @@ def test_activity_is_counted(path, num_tokens, large_block_tokens, gated, monkey
     assert (activity - before).tolist() == expected_activity(tensors)
 
 
-@pytest.mark.parametrize("module", [pytest.param(rowwise, marks=slow), union, decode])
-def test_chunks_give_the_same_bits(module, monkeypatch):
-    path = module.__name__.rpartition(".")[2]
-    num_tokens = 150 if path == "decode" else 260
+CHUNKS = [
+    pytest.param("rowwise", rowwise, "WORKSPACE_BYTES", 1, marks=slow),
+    ("union", union, "WORKSPACE_BYTES", 1),
+    ("decode", few, "MAX_TOKENS", 128),
+]
+
+
+@pytest.mark.parametrize("path, module, limit, value", CHUNKS)
+def test_chunks_give_the_same_bits(path, module, limit, value, monkeypatch):
+    num_tokens = 260
     changes = dict(num_tokens=num_tokens, intermediate_size=33, hidden_size=16, values="normal")
     tensors = fuzz.layer(integer_case(path, **changes, pattern="skewed"), DEVICE)
     activity = [torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2)]
     whole = ops.run(path, *tensors.values(), activity=activity[0])
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(module, limit, value)
     assert torch.equal(ops.run(path, *tensors.values(), activity=activity[1]), whole)
     assert torch.equal(*activity) and activity[0][0] == num_tokens
 
 
-@pytest.mark.parametrize("hidden_size, num_neurons", [(16, 1), (2048, 5632), (16_384, 65_536)])
-def test_workspace_of_a_chunk_is_bounded(hidden_size, num_neurons):
-    """Where 64 or 256 tokens fit; and a grid of decoding has less than 65,536 blocks."""
-    device = torch.device("cpu")
-    tokens = decode.chunk_tokens(hidden_size, num_neurons, device)
-    columns = hidden_size // options.launch_options("decode_down", device)["BN"]
-    width = common.round_up(num_neurons, 64)
-    assert tokens % 64 == 0 and 64 <= tokens <= 64 * 65_535 and tokens * width < 2**31
-    workspace = tokens // 64 * width * (64 * 2 + columns * 4)
-    assert tokens == 64 or workspace <= decode.WORKSPACE_BYTES
+@pytest.mark.parametrize("num_neurons", [1, 5632, 65_536])
+def test_workspace_of_a_chunk_is_bounded(num_neurons):
+    """Where 256 tokens fit."""
     tokens, width = union.chunk_tokens(num_neurons), common.round_up(num_neurons, 256)
     lists = tokens // 64 * (width + 1 + -(-num_neurons // 64)) * 4
     assert tokens % 256 == 0

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
-from twell.kernels import options
+from twell.kernels import few, options
 
 SOURCES = {
     path: path.read_text()
@@ -25,7 +26,10 @@ def test_every_key_is_used_and_every_used_key_exists():
     }
     expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
     in_fp8 = {key for key in options.OPTIONS if key.removesuffix("_fp8") in expanded}
-    assert expanded | in_fp8 == set(options.OPTIONS)
+    few_tokens = {
+        f"few_{part}_{size}" for part, sizes in options.FEW_TOKENS.items() for size in sizes
+    }
+    assert expanded | in_fp8 | few_tokens == set(options.OPTIONS)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -58,6 +62,23 @@ def test_sizes_decide():
     )
     assert [options.block_tokens(m) for m in (1, 16_384, 16_385)] == [128, 128, 64]
     assert [options.row_warps(k) for k in (16, 1024, 2048, 4096, 65_536)] == [1, 1, 2, 4, 16]
-    few = [options.decode_few_up(m, 2048) for m in (2, 3)]
-    assert [(o["BN"], o["BK"], o["num_warps"]) for o in few] == [(1, 2048, 1), (2, 2048, 2)]
-    assert options.decode_few_up(1, 2064)["BK"] == 4096
+    assert [options.decode_up(k)["BK"] for k in (48, 2048, 2064)] == [64, 2048, 4096]
+    assert [options.decode_up(k)["num_warps"] for k in (48, 2064)] == [1, 2]
+
+
+def test_few_tokens_have_options_of_their_own(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr(options, "architecture", lambda device: "sm_90")
+    for part, sizes in options.FEW_TOKENS.items():
+        assert sizes[-1] == few.MAX_TOKENS
+        for before, size in zip([0, *sizes], sizes, strict=False):
+            expected = options.launch_options(f"few_{part}_{size}", device)
+            assert options.few_options(part, before + 1, device) == expected
+            assert options.few_options(part, size, device) == expected
+    overlap = options.launches_dependents
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert overlap(256, device) and not overlap(257, device)
+    monkeypatch.setattr(options, "architecture", lambda device: "sm_100")
+    assert overlap(1, device)
+    monkeypatch.setattr(options, "architecture", lambda device: "sm_89")
+    assert not overlap(1, device)

@@ -284,15 +284,16 @@ def test_operations_and_bytes_are_those_of_a_count(gated):
 
 
 def test_every_kernel_has_a_formula_or_is_known_to_have_none():
-    from twell.kernels import decode, dense, gate, gate_hopper, rowwise, union
+    from twell.kernels import decode, dense, few, gate, gate_hopper, rowwise, union
 
     # One only counts activity, the other belongs to training.
     none = {("rowwise", "count_activity_kernel"), ("union", "union_product_kernel")}
     given = case(5)
     formulas = set(kernel_formulas(given.columns, given.exact))
-    modules = {"dense": dense, "rowwise": rowwise, "union": union, "decode": decode}
-    for path, module in modules.items():
-        own = {(path, name) for name in vars(module) if name.endswith("_kernel")}
+    modules = {"dense": [dense], "rowwise": [rowwise], "union": [union], "decode": [decode, few]}
+    for path, files in modules.items():
+        names = {name for file in files for name in vars(file) if name.endswith("_kernel")}
+        own = {(path, name) for name in names}
         gates = {**vars(gate), **vars(gate_hopper)}
         shared = {(path, name) for name in gates if name.endswith("_kernel")}
         library = {("dense", "cublas matmul"), ("dense", "elementwise")}
@@ -320,6 +321,8 @@ def test_the_kernels_of_a_path_add_up_to_its_operations(gated):
     products = 2 * K * (2 if gated else 1)
     kernels = "gate_bits_kernel", "union_lists_kernel", "union_up_kernel", "union_down_kernel"
     assert extra("union", *kernels) == products * (in_unions - entries)
+    kernels = "few_gate_kernel", "few_up_kernel", "few_down_kernel"
+    assert extra("decode", *kernels) == products * (in_unions - entries)
     decoding = extra("decode", "decode_up_kernel", "decode_down_kernel")
     assert decoding == products * (m * touched - entries)
 

@@ -74,7 +74,7 @@ def test_rows_of_passes(tables):
     assert list(table["batch"]) == 2 * (6 * [2] + 6 * [1])
     assert (table["mode"] == np.where(table["tokens"] > 100, "stream", "graph")).all()
     assert (table["tokens_per_ms"] == table["tokens"]).all() and (table["idle"] == 20).all()
-    paths = {"triton": ["union 3", "decode 3"], "dense eager": ["dense 3", "dense 3"]}
+    paths = {"triton": ["decode 3", "decode 3"], "dense eager": ["dense 3", "dense 3"]}
     for name, expected in paths.items():
         assert list(table["path"][table["provider"] == name]) == 2 * expected
     assert table["relative_rms"].between(1e-4, 0.05).all()
@@ -85,7 +85,7 @@ def test_rows_of_passes(tables):
     assert (table["peak"] == weights + 500_000 + 64).all()
     first = next(line for line in tables["output"] if "  provider triton torch.compile" in line)
     assert first.startswith("model:  model quick  tokens 128  batch 2  context 64  active ")
-    assert "path union 3  p50 1.0  tokens_per_ms 128.0  energy 20.0" in first
+    assert "path decode 3  p50 1.0  tokens_per_ms 128.0  energy 20.0" in first
 
 
 def test_rows_of_decoding(tables):
@@ -283,7 +283,8 @@ KERNELS = [*DENSE[:2], ("relu_times_kernel", 50.0), DENSE[3]]
         (KERNELS, 300, 1250),
         (UNION, 300, 75),
         (2 * UNION, 600, 150),
-        ([("decode_few_up_kernel", 8.0), ("decode_few_down_kernel", 4.0)], 8, 4),  # decoding
+        ([("decode_up_kernel", 8.0), ("decode_down_kernel", 4.0)], 8, 4),  # decoding
+        ([("few_gate_kernel", 8.0), ("few_up_kernel", 3.0), ("few_down_kernel", 4.0)], 8, 7),
         ([("Memset (Device)", 16.0), GATE, ("rowwise_kernel", 30.0)], 300, 30),
         ([DENSE[0], DENSE[2], DENSE[3]], 300, 750),  # without a gate
         (SPLIT, 300, 9),

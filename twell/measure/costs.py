@@ -58,11 +58,13 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
     up = 1 if columns["gated"] else 0
     x_and_gate, flags = 2 * k * (m + n), m * n // 8
     gate = 2 * m * n * k, x_and_gate + 2 * m * n + flags
-    few_up = 2 * m * k * (n + up * touched), x_and_gate + 2 * up * k * touched + 2 * m * touched
-    few_down = 2 * m * touched * k, 2 * k * touched + 2 * m * touched
+    both = 2 * m * k * (n + up * touched), x_and_gate + 2 * up * k * touched + 2 * m * touched
+    decode_down = 2 * m * touched * k, 2 * k * touched + 2 * m * touched
+    few_gate = gate[0], x_and_gate + 2 * m * n + 4 * unions
     products = 2 + up
     matmul = 2 * products * m * n * k, 2 * products * (m * k + n * k + m * n)
     up_down = 2 * (1 + up) * entries * k, 2 * k * (2 * m + (1 + up) * touched) + 4 * entries
+    union_down = 2 * values * k, 2 * k * (m + touched) + 2 * values
     union_up = 2 * up * values * k, 2 * up * k * (m + touched) + 2 * 2 * values
     return {
         ("dense", "cublas matmul"): matmul,
@@ -75,11 +77,12 @@ def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[
         ("union", "gate_hopper_kernel"): gate,
         ("union", "union_lists_kernel"): (0, flags + 4 * unions),
         ("union", "union_up_kernel"): union_up,
-        ("union", "union_down_kernel"): (2 * values * k, 2 * k * (m + touched) + 2 * values),
-        ("decode", "decode_few_up_kernel"): few_up,
-        ("decode", "decode_up_kernel"): few_up,
-        ("decode", "decode_few_down_kernel"): few_down,
-        ("decode", "decode_down_kernel"): few_down,
+        ("union", "union_down_kernel"): union_down,
+        ("decode", "decode_up_kernel"): both,
+        ("decode", "decode_down_kernel"): decode_down,
+        ("decode", "few_gate_kernel"): few_gate,
+        ("decode", "few_up_kernel"): union_up,
+        ("decode", "few_down_kernel"): union_down,
     }
 
 

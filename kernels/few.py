@@ -1,0 +1,387 @@
+"""Inference with 3 to 1,024 tokens: no kernel reads more than its product needs, none waits long.
+
+Union.py's kernels fill a large GPU with many tokens. Here tiles are small, lists are made where the
+gate is, and the path takes three launches:
+
+  1. gate. A program owns BN neurons, a *segment*, and a block of tokens. It stores g and, of the
+     neurons that are active for any token of the block, a list and its length. A list for each
+     segment needs no other program's result, and no atomic decides an order.
+  2. up. A program takes BN places of a block's union and TM of the block's tokens. It finds its
+     neurons by a prefix sum over the lengths: of some hundred segments, not of N flags. It stores
+     h, and the union as one list.
+  3. down. A program owns BN outputs and TM tokens, and sums over that list.
+
+On Hopper and for few tokens, a kernel may start while the one before ends (PDL: programmatic
+dependent launch), and waits for its results by itself.
+
+    x, y           [M, K], in B = ceil(M / block) blocks of 16, 32, 64 or 128 tokens
+    g              [N, B * block]
+    lists, counts  [B, W], [B, S] int32; the list of segment s begins at s * SEGMENT
+    union          [B, W] int32: the active neurons in ascending order; whole steps of down, where
+                   the last neuron repeats with h = 0
+    h              [B * W, block], by places in the union
+
+    g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
+    without w_gate: h = g = relu(x w_up^T + b_up)
+
+Each sum has one order, so two calls give the same bits. An inf or NaN in w_down may reach the other
+tokens of a block, where h is 0: 0 * inf is NaN. Ours, not the paper's.
+Reference: twell.sparse.reference.union_up_down, union_down.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from twell.kernels.common import (
+    Layer,
+    add_activity,
+    cdiv,
+    chunks,
+    empty_output,
+    gate_value,
+    load,
+    narrow,
+    next_power_of_2,
+    of_gate,
+    of_up,
+    round_up,
+    scaled,
+    wide,
+)
+from twell.kernels.gate import tile_of, tile_product, with_bias
+from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
+
+MAX_TOKENS = 1024
+MAX_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def few_gate_kernel(
+    x_desc,
+    w_desc,
+    b_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    g_desc,
+    lists_ptr,
+    counts_ptr,
+    activity_ptr,
+    threshold,
+    M,
+    N,
+    K,
+    width,
+    num_segments,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """g of BN neurons and one block of BM tokens, and which of the neurons are active."""
+    num_blocks = tl.cdiv(M, BM)
+    block, segment = tile_of(tl.program_id(0), num_blocks, num_segments, GROUP)
+    token, neuron = block * BM, segment * BN
+    acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, True)
+    if PDL:
+        gdc_launch_dependents()
+    tokens, neurons = token + tl.arange(0, BM), neuron + tl.arange(0, BN)
+    acc = scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, True)
+    acc = with_bias(acc, b_ptr, neurons, N, True)
+    g = gate_value(acc, threshold, g_desc.dtype)
+    g_desc.store([neuron, token], g)
+    # Tokens beyond M may hold relu(bias), neurons beyond N the NaN of a token.
+    active = (g.to(tl.float32) != 0) & (tokens < M)[None, :] & (neurons < N)[:, None]
+    flags = tl.max(active.to(tl.int32), 1)
+    slot = tl.cumsum(flags, 0) - flags
+    tl.store(lists_ptr + block.to(tl.int64) * width + neuron + slot, neurons, mask=flags != 0)
+    tl.store(counts_ptr + block * num_segments + segment, tl.sum(flags, 0))
+    if activity_ptr is not None:
+        SIZE: tl.constexpr = BM if BM < 64 else 64
+        in_unions = tl.max(tl.reshape(active.to(tl.int32), (BN, BM // SIZE, SIZE)), 2)
+        entries = tl.sum(active.to(tl.int32))
+        add_activity(activity_ptr, tl.program_id(0) == 0, M, entries, tl.sum(in_unions))
+
+
+@triton.jit
+def _listed(places, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
+    """Where in the segments' lists these places of a union are.
+
+    Each segment that ends before a place moves it by what its list leaves unused. By CHUNK segments
+    at a time, since registers hold places x segments.
+    """
+    at = places
+    before = 0
+    for start in tl.static_range(0, SEGMENTS, CHUNK):
+        segments = start + tl.arange(0, CHUNK)
+        counts = tl.load(counts_ptr + segments, mask=segments < num_segments, other=0)
+        ends = before + tl.cumsum(counts, 0)
+        passed = ends[None, :] <= places[:, None]
+        at += tl.sum(tl.where(passed, (SEGMENT - counts)[None, :], 0), 1)
+        before += tl.sum(counts, 0)
+    return at
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def few_up_kernel(
+    x_desc,
+    w_ptr,
+    b_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    g_ptr,
+    h_ptr,
+    lists_ptr,
+    counts_ptr,
+    union_ptr,
+    M,
+    N,
+    K,
+    tokens,
+    width,
+    num_blocks,
+    num_segments,
+    num_programs,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h and the union, by tiles of BN places and TM tokens; STEP is BK of few_down_kernel."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    PARTS: tl.constexpr = BLOCK // TM
+    blocks, segments = tl.arange(0, BLOCKS), tl.arange(0, SEGMENTS)
+    inside = (blocks < num_blocks)[:, None] & (segments < num_segments)[None, :]
+    count_ptrs = counts_ptr + blocks[:, None] * num_segments + segments[None, :]
+    totals = tl.sum(tl.load(count_ptrs, mask=inside, other=0), 1)
+    tiles = (totals + BN - 1) // BN
+    ends = tl.cumsum(tiles, 0)
+    k = tl.arange(0, BK)
+    for number in range(tl.program_id(0), tl.sum(tiles, 0) * PARTS, num_programs):
+        part = number % PARTS
+        past = ends <= number // PARTS
+        block = tl.sum(past.to(tl.int32), 0)
+        tile = number // PARTS - tl.sum(tl.where(past, tiles, 0), 0)
+        total = tl.sum(tl.where(blocks == block, totals, 0), 0)
+        places = tile * BN + tl.arange(0, BN)
+        # Places behind the last are the last.
+        at = _listed(
+            tl.minimum(places, total - 1),
+            counts_ptr + block * num_segments,
+            num_segments,
+            SEGMENT,
+            SEGMENTS,
+            CHUNK,
+        )
+        base = block.to(tl.int64) * width
+        neurons = tl.load(lists_ptr + base + at)
+        if part == 0:
+            tl.store(union_ptr + base + places, neurons)
+        first = block * BLOCK + part * TM
+        columns = first + tl.arange(0, TM)
+        rows = neurons.to(tl.int64)[:, None]
+        g_ptrs = g_ptr + rows * tokens + columns[None, :]
+        EARLY: tl.constexpr = BN * TM <= 4096  # larger ones would cost the loop its registers
+        if EARLY:
+            g = tl.load(g_ptrs).to(tl.float32)
+        if GATED:
+            w_ptrs = w_ptr + rows * K + k[None, :]
+            u = tl.zeros((BN, TM), tl.float32)
+            for start in range(0, K, BK):
+                w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
+                u = tl.dot(wide(w), wide(x_desc.load([first, start])).T, u)
+            u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
+            if b_ptr is not None:
+                u += tl.load(b_ptr + neurons).to(tl.float32)[:, None]
+        if not EARLY:
+            g = tl.load(g_ptrs).to(tl.float32)
+        active = (g != 0) & (places < total)[:, None]
+        h = of_gate(g, h_ptr.dtype.element_ty, ACT)
+        if GATED:
+            h *= of_up(u, ACT)
+        # Select, do not multiply: u may be infinite where the token is inactive.
+        h = narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty)
+        of_part = part * TM + tl.arange(0, TM)[None, :]
+        tl.store(h_ptr + (base + places)[:, None] * BLOCK + of_part, h)
+        if tile * BN + BN >= total:
+            last = tl.max(neurons, 0)  # in ascending order
+            zeros = tl.zeros((BN, TM), h_ptr.dtype.element_ty)
+            for behind in range(tile * BN + BN, tl.cdiv(total, STEP) * STEP, BN):
+                padding = base + behind + tl.arange(0, BN)
+                tl.store(union_ptr + padding, tl.zeros((BN,), tl.int32) + last)
+                tl.store(h_ptr + padding[:, None] * BLOCK + of_part, zeros)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_down_kernel(
+    h_desc,
+    w_ptr,
+    b_ptr,
+    union_ptr,
+    counts_ptr,
+    y_ptr,
+    M,
+    K,
+    width,
+    num_segments,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [TM tokens, BN outputs] over the union of a block."""
+    if PDL:
+        gdc_wait()
+    PARTS: tl.constexpr = BLOCK // TM
+    block, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    segments = tl.arange(0, SEGMENTS)
+    count_ptrs = counts_ptr + block * num_segments + segments
+    total = tl.sum(tl.load(count_ptrs, mask=segments < num_segments, other=0), 0)
+    list_ptr = union_ptr + block.to(tl.int64) * width
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros((TM, BN), tl.float32)
+    for start in range(0, total, BK):
+        neurons = tl.load(list_ptr + start + tl.arange(0, BK)).to(tl.int64)
+        w = load(w_ptr + neurons[:, None] * K + columns[None, :], (columns < K)[None, :], EVEN)
+        h = wide(h_desc.load([block * width + start, part * TM]))
+        acc = tl.dot(h.T, wide(w), acc)
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    rows = block * BLOCK + part * TM + tl.arange(0, TM)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+
+
+def _chunk(
+    x: Tensor, x_scale: Tensor | None, y: Tensor, layer: Layer, activity: Tensor | None
+) -> None:
+    """The three launches for at most MAX_TOKENS tokens, x and y [M, K]."""
+    (num_tokens, k), n, device = x.shape, len(layer.w_up), x.device
+    gate, up, down = (few_options(part, num_tokens, device) for part in ("gate", "up", "down"))
+    block = min(max(next_power_of_2(num_tokens), 16), MAX_BLOCK)
+    up["TM"], down["TM"] = min(up["TM"], block), min(down["TM"], block)
+    num_blocks, num_segments = cdiv(num_tokens, block), cdiv(n, gate["BN"])
+    tokens, segments = num_blocks * block, next_power_of_2(num_segments)
+    width = round_up(num_segments * gate["BN"], max(up["BN"], down["BK"]))
+    g, h = y.new_empty(n, tokens), y.new_empty(num_blocks * width, block)
+    # lists, union and counts, in one allocation.
+    integers = torch.empty(
+        num_blocks * (2 * width + num_segments), dtype=torch.int32, device=device
+    )
+    lists, union, counts = integers.split(
+        [num_blocks * width, num_blocks * width, num_blocks * num_segments]
+    )
+    pdl = launches_dependents(num_tokens, device)
+    dependent = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    w, b = layer.first
+    few_gate_kernel[(num_blocks * num_segments,)](
+        TensorDescriptor.from_tensor(x, [block, gate["BK"]]),
+        TensorDescriptor.from_tensor(w, [gate["BN"], gate["BK"]]),
+        b,
+        x_scale,
+        layer.first_scale,
+        TensorDescriptor.from_tensor(g, [gate["BN"], block]),
+        lists,
+        counts,
+        activity,
+        layer.act.threshold or None,
+        num_tokens,
+        n,
+        k,
+        width,
+        num_segments,
+        GROUP=GATE_GROUP,
+        BM=block,
+        PDL=pdl,
+        **gate,
+    )
+    most = num_blocks * cdiv(n, up["BN"]) * (block // up["TM"])
+    num_programs = min(most, up.pop("PER_SM") * num_processors(device))
+    few_up_kernel[(num_programs,)](
+        TensorDescriptor.from_tensor(x, [up["TM"], up["BK"]]),
+        layer.w_up,
+        layer.b_up,
+        x_scale,
+        layer.s_up,
+        g,
+        h,
+        lists,
+        counts,
+        union,
+        num_tokens,
+        n,
+        k,
+        tokens,
+        width,
+        num_blocks,
+        num_segments,
+        num_programs,
+        GATED=layer.gated,
+        ACT=layer.act.name,
+        EVEN=k % up["BK"] == 0,
+        BLOCK=block,
+        BLOCKS=next_power_of_2(num_blocks),
+        SEGMENT=gate["BN"],
+        SEGMENTS=segments,
+        CHUNK=min(segments, 256),
+        STEP=down["BK"],
+        **up,
+        **dependent,
+    )
+    few_down_kernel[(cdiv(k, down["BN"]), num_blocks * (block // down["TM"]))](
+        TensorDescriptor.from_tensor(h, [down["BK"], down["TM"]]),
+        layer.w_down_t,
+        layer.b_down,
+        union,
+        counts,
+        y,
+        num_tokens,
+        k,
+        width,
+        num_segments,
+        EVEN=k % down["BN"] == 0,
+        BLOCK=block,
+        SEGMENTS=segments,
+        **down,
+        **dependent,
+    )
+
+
+def ffn(
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The layer for some tokens: y [M, K] of x [M, K], M at least 1.
+
+    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. More than
+    MAX_TOKENS tokens are taken in chunks. Workspace: 4 bytes for each token of a chunk and neuron.
+    """
+    y = empty_output(x) if out is None else out
+    for x_chunk, x_scales, y_chunk in chunks(MAX_TOKENS, x, x_scale, y):
+        _chunk(x_chunk, x_scales, y_chunk, layer, activity)
+    return y
