@@ -159,26 +159,13 @@ def decode_down_kernel(
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
 
 
-def ffn(
-    x: Tensor,
-    layer: Layer,
-    x_scale: Tensor | None = None,
-    *,
-    activity: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 1,024.
-
-    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
-    h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.
-    Ours: the paper has no kernel for decoding.
-    """
+def _up(
+    x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The first launch: h, and the flags as words of eight, [W / 8] int64."""
     (num_tokens, hidden_size), intermediate_size = x.shape, len(layer.w_up)
-    if num_tokens > DECODE_TOKENS:
-        return few.ffn(x, layer, x_scale, activity=activity, out=out)
-    y = empty_output(x) if out is None else out
     width = round_up(intermediate_size, 8)
-    h = y.new_empty(width, num_tokens)
+    h = empty_output(x[:0]).new_empty(width, num_tokens)
     flags = torch.empty(width // 8, dtype=torch.int64, device=x.device)
     w, b = layer.first
     options = decode_up(hidden_size)
@@ -203,9 +190,15 @@ def ffn(
         EVEN=options["BK"] == hidden_size and width == intermediate_size,
         **options,
     )
-    options = launch_options("decode_down", x.device)
+    return h, flags
+
+
+def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor) -> None:
+    """The second launch: y [M, K] from the results of `_up`."""
+    (num_tokens, hidden_size), (width, _) = y.shape, h.shape
+    options = launch_options("decode_down", h.device)
     num_columns = cdiv(hidden_size, options["BN"])
-    lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=x.device)
+    lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=h.device)
     decode_down_kernel[(num_columns,)](
         h,
         flags,
@@ -219,4 +212,24 @@ def ffn(
         EIGHTS=next_power_of_2(width // 8),
         **options,
     )
+
+
+def ffn(
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 1,024.
+
+    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.
+    Ours: the paper has no kernel for decoding.
+    """
+    if len(x) > DECODE_TOKENS:
+        return few.ffn(x, layer, x_scale, activity=activity, out=out)
+    y = empty_output(x) if out is None else out
+    _down(*_up(x, x_scale, layer, activity), layer, y)
     return y

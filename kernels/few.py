@@ -31,6 +31,8 @@ Reference: twell.sparse.reference.union_up_down, union_down.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -59,6 +61,8 @@ from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, 
 
 MAX_TOKENS = 1024
 MAX_BLOCK = 128
+# Segments that a program looks at together: with its places, they fill registers.
+MAX_CHUNK = 256
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -273,98 +277,136 @@ def few_down_kernel(
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _chunk(
-    x: Tensor, x_scale: Tensor | None, y: Tensor, layer: Layer, activity: Tensor | None
-) -> None:
-    """The three launches for at most MAX_TOKENS tokens, x and y [M, K]."""
-    (num_tokens, k), n, device = x.shape, len(layer.w_up), x.device
+class Plan(NamedTuple):
+    """Sizes, launch options, and the lists of a chunk of tokens; see the module."""
+
+    block: int
+    num_blocks: int
+    num_segments: int
+    width: int
+    gate: dict[str, int]
+    up: dict[str, int]
+    down: dict[str, int]
+    lists: Tensor
+    union: Tensor
+    counts: Tensor
+    overlap: bool  # by PDL
+
+    @property
+    def segments(self) -> dict[str, int]:
+        """Segments as up and down read their lengths."""
+        size = next_power_of_2(self.num_segments)
+        return {"SEGMENTS": size, "BLOCK": self.block}
+
+    @property
+    def dependent(self) -> dict[str, bool]:
+        """Of a launch that may begin early."""
+        return {"PDL": True, "launch_pdl": True} if self.overlap else {"PDL": False}
+
+
+def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> Plan:
+    """The plan for at most MAX_TOKENS tokens, with empty lists."""
     gate, up, down = (few_options(part, num_tokens, device) for part in ("gate", "up", "down"))
     block = min(max(next_power_of_2(num_tokens), 16), MAX_BLOCK)
     up["TM"], down["TM"] = min(up["TM"], block), min(down["TM"], block)
-    num_blocks, num_segments = cdiv(num_tokens, block), cdiv(n, gate["BN"])
-    tokens, segments = num_blocks * block, next_power_of_2(num_segments)
+    num_blocks, num_segments = cdiv(num_tokens, block), cdiv(intermediate_size, gate["BN"])
     width = round_up(num_segments * gate["BN"], max(up["BN"], down["BK"]))
-    g, h = y.new_empty(n, tokens), y.new_empty(num_blocks * width, block)
-    # lists, union and counts, in one allocation.
-    integers = torch.empty(
-        num_blocks * (2 * width + num_segments), dtype=torch.int32, device=device
-    )
-    lists, union, counts = integers.split(
-        [num_blocks * width, num_blocks * width, num_blocks * num_segments]
-    )
-    pdl = launches_dependents(num_tokens, device)
-    dependent = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    lengths = [num_blocks * width, num_blocks * width, num_blocks * num_segments]
+    integers = torch.empty(sum(lengths), dtype=torch.int32, device=device).split(lengths)
+    overlap = launches_dependents(num_tokens, device)
+    return Plan(block, num_blocks, num_segments, width, gate, up, down, *integers, overlap)
+
+
+def _gate(
+    x: Tensor, x_scale: Tensor | None, layer: Layer, plan: Plan, activity: Tensor | None
+) -> Tensor:
+    """The first launch: g; it fills the lists and counts."""
+    (num_tokens, k), n, options = x.shape, len(layer.w_up), plan.gate
+    g = empty_output(x[:0]).new_empty(n, plan.num_blocks * plan.block)
     w, b = layer.first
-    few_gate_kernel[(num_blocks * num_segments,)](
-        TensorDescriptor.from_tensor(x, [block, gate["BK"]]),
-        TensorDescriptor.from_tensor(w, [gate["BN"], gate["BK"]]),
+    few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
+        TensorDescriptor.from_tensor(x, [plan.block, options["BK"]]),
+        TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
         b,
         x_scale,
         layer.first_scale,
-        TensorDescriptor.from_tensor(g, [gate["BN"], block]),
-        lists,
-        counts,
+        TensorDescriptor.from_tensor(g, [options["BN"], plan.block]),
+        plan.lists,
+        plan.counts,
         activity,
         layer.act.threshold or None,
         num_tokens,
         n,
         k,
-        width,
-        num_segments,
+        plan.width,
+        plan.num_segments,
         GROUP=GATE_GROUP,
-        BM=block,
-        PDL=pdl,
-        **gate,
+        BM=plan.block,
+        PDL=plan.overlap,
+        **options,
     )
-    most = num_blocks * cdiv(n, up["BN"]) * (block // up["TM"])
-    num_programs = min(most, up.pop("PER_SM") * num_processors(device))
+    return g
+
+
+def _up(x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan) -> Tensor:
+    """The second launch: h; it fills the union."""
+    (num_tokens, k), n = x.shape, len(layer.w_up)
+    options = {name: value for name, value in plan.up.items() if name != "PER_SM"}
+    h = g.new_empty(plan.num_blocks * plan.width, plan.block)
+    most = plan.num_blocks * cdiv(n, options["BN"]) * (plan.block // options["TM"])
+    num_programs = min(most, plan.up["PER_SM"] * num_processors(x.device))
     few_up_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(x, [up["TM"], up["BK"]]),
+        TensorDescriptor.from_tensor(x, [options["TM"], options["BK"]]),
         layer.w_up,
         layer.b_up,
         x_scale,
         layer.s_up,
         g,
         h,
-        lists,
-        counts,
-        union,
+        plan.lists,
+        plan.counts,
+        plan.union,
         num_tokens,
         n,
         k,
-        tokens,
-        width,
-        num_blocks,
-        num_segments,
+        g.shape[1],
+        plan.width,
+        plan.num_blocks,
+        plan.num_segments,
         num_programs,
         GATED=layer.gated,
         ACT=layer.act.name,
-        EVEN=k % up["BK"] == 0,
-        BLOCK=block,
-        BLOCKS=next_power_of_2(num_blocks),
-        SEGMENT=gate["BN"],
-        SEGMENTS=segments,
-        CHUNK=min(segments, 256),
-        STEP=down["BK"],
-        **up,
-        **dependent,
+        EVEN=k % options["BK"] == 0,
+        BLOCKS=next_power_of_2(plan.num_blocks),
+        SEGMENT=plan.gate["BN"],
+        CHUNK=min(plan.segments["SEGMENTS"], MAX_CHUNK),
+        STEP=plan.down["BK"],
+        **plan.segments,
+        **options,
+        **plan.dependent,
     )
-    few_down_kernel[(cdiv(k, down["BN"]), num_blocks * (block // down["TM"]))](
-        TensorDescriptor.from_tensor(h, [down["BK"], down["TM"]]),
+    return h
+
+
+def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan) -> None:
+    """The third launch: y [M, K]."""
+    (num_tokens, k), options = y.shape, plan.down
+    parts = plan.num_blocks * (plan.block // options["TM"])
+    few_down_kernel[(cdiv(k, options["BN"]), parts)](
+        TensorDescriptor.from_tensor(h, [options["BK"], options["TM"]]),
         layer.w_down_t,
         layer.b_down,
-        union,
-        counts,
+        plan.union,
+        plan.counts,
         y,
         num_tokens,
         k,
-        width,
-        num_segments,
-        EVEN=k % down["BN"] == 0,
-        BLOCK=block,
-        SEGMENTS=segments,
-        **down,
-        **dependent,
+        plan.width,
+        plan.num_segments,
+        EVEN=k % options["BN"] == 0,
+        **plan.segments,
+        **options,
+        **plan.dependent,
     )
 
 
@@ -383,5 +425,7 @@ def ffn(
     """
     y = empty_output(x) if out is None else out
     for x_chunk, x_scales, y_chunk in chunks(MAX_TOKENS, x, x_scale, y):
-        _chunk(x_chunk, x_scales, y_chunk, layer, activity)
+        plan = make_plan(len(x_chunk), len(layer.w_up), x.device)
+        g = _gate(x_chunk, x_scales, layer, plan, activity)
+        _down(_up(x_chunk, x_scales, layer, g, plan), layer, y_chunk, plan)
     return y
