@@ -222,7 +222,7 @@ def ffn(
     activity: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 1,024.
+    """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 512.
 
     g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
     h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.

@@ -1,4 +1,4 @@
-"""Inference with 3 to 1,024 tokens: no kernel reads more than its product needs, none waits long.
+"""Inference with 3 to 512 tokens: no kernel reads more than its product needs, none waits long.
 
 Union.py's kernels fill a large GPU with many tokens. Here tiles are small, lists are made where the
 gate is, and the path takes three launches:
@@ -59,7 +59,7 @@ from twell.kernels.common import (
 from twell.kernels.gate import tile_of, tile_product, with_bias
 from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
 
-MAX_TOKENS = 1024
+MAX_TOKENS = 512
 MAX_BLOCK = 128
 # Segments that a program looks at together: with its places, they fill registers.
 MAX_CHUNK = 256
@@ -114,21 +114,25 @@ def few_gate_kernel(
 
 
 @triton.jit
-def _listed(places, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
-    """Where in the segments' lists these places of a union are.
+def _unused(places, counts, before, SEGMENT):
+    """What the lists of segments that end before these places of a union leave unused."""
+    passed = (before + tl.cumsum(counts, 0))[None, :] <= places[:, None]
+    return tl.sum(tl.where(passed, (SEGMENT - counts)[None, :], 0), 1)
 
-    Each segment that ends before a place moves it by what its list leaves unused. By CHUNK segments
-    at a time, since registers hold places x segments.
-    """
+
+@triton.jit
+def _listed(places, counts, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
+    """Where in the segments' lists these places of a union are, with the lengths `counts`."""
+    if SEGMENTS <= CHUNK:
+        return places + _unused(places, counts, 0, SEGMENT)
+    # Registers do not hold places x segments.
     at = places
     before = 0
-    for start in tl.static_range(0, SEGMENTS, CHUNK):
+    for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)
-        counts = tl.load(counts_ptr + segments, mask=segments < num_segments, other=0)
-        ends = before + tl.cumsum(counts, 0)
-        passed = ends[None, :] <= places[:, None]
-        at += tl.sum(tl.where(passed, (SEGMENT - counts)[None, :], 0), 1)
-        before += tl.sum(counts, 0)
+        some = tl.load(counts_ptr + segments, mask=segments < num_segments, other=0)
+        at += _unused(places, some, before, SEGMENT)
+        before += tl.sum(some, 0)
     return at
 
 
@@ -174,7 +178,8 @@ def few_up_kernel(
     blocks, segments = tl.arange(0, BLOCKS), tl.arange(0, SEGMENTS)
     inside = (blocks < num_blocks)[:, None] & (segments < num_segments)[None, :]
     count_ptrs = counts_ptr + blocks[:, None] * num_segments + segments[None, :]
-    totals = tl.sum(tl.load(count_ptrs, mask=inside, other=0), 1)
+    all_counts = tl.load(count_ptrs, mask=inside, other=0)
+    totals = tl.sum(all_counts, 1)
     tiles = (totals + BN - 1) // BN
     ends = tl.cumsum(tiles, 0)
     k = tl.arange(0, BK)
@@ -188,6 +193,7 @@ def few_up_kernel(
         # Places behind the last are the last.
         at = _listed(
             tl.minimum(places, total - 1),
+            tl.sum(tl.where((blocks == block)[:, None], all_counts, 0), 0),
             counts_ptr + block * num_segments,
             num_segments,
             SEGMENT,

@@ -2,7 +2,7 @@
 
     rowwise   any M; weight rows of each token's active neurons (rowwise.py)
     union     many tokens; products over unions of 64 or 128 tokens (union.py)
-    decode    1 to 1,024 tokens, more 1,024 at a time (decode.py, few.py)
+    decode    1 to 512 tokens, more 512 at a time (decode.py, few.py)
     dense     any M; three matrix products (dense.py)
 
 `twell.ffn` (twell/sparse/ops.py) is its public face. training_ops.py has the operators of sparse
@@ -285,7 +285,7 @@ def run(
 
 
 def choose(num_tokens: int) -> str:
-    """The sparse path for so many tokens: "decode" up to 1,024, else "union".
+    """The sparse path for so many tokens: "decode" up to 512, else "union".
 
     "rowwise" has to be named: one heavy token holds up its launch.
     """

@@ -73,24 +73,23 @@ twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                
 
 By the most tokens: narrow tiles give every multiprocessor work, deep pipelines hide latency. us of
 the path, and with other options: 16 tokens 21.3 (23.2), 64: 24.4 (25.3), 128: 28.9 (32.9), 256:
-34.7 (52.0), 512: 50.2 (60.0), 1,024: 84.0 (101). FP8 has the same, untuned [Few tokens].
+34.7 (52.0), 512: 50.2 (60.0). FP8 has the same, untuned [Few tokens].
 few_gate_16       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 4     | 64 256 4 5
 few_gate_32       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 3     | 64 256 4 4
 few_gate_64       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 64 4 4      | 64 128 4 6
 few_gate_128      | BN BK w s    | 64 32 4 2      | 64 64 4 4      | 64 64 4 3      | 64 128 4 4
 few_gate_256      | BN BK w s    | 64 32 4 2      | 128 64 8 4     | 128 32 8 4     | 128 64 4 5
-few_gate_1024     | BN BK w s    | 64 32 4 2      | 128 64 8 3     | 128 32 8 3     | 128 64 4 3
+few_gate_512      | BN BK w s    | 64 32 4 2      | 128 64 8 3     | 128 32 8 3     | 128 64 4 3
 
 TM tokens of a block, at most all of it.
 few_up_32  | TM BN BK PER_SM w s|16 16 64 2 4 2|16 16 256 2 4 4|16 16 128 2 4 4|16 16 256 2 4 5
 few_up_64  | TM BN BK PER_SM w s|32 16 64 2 4 2|32 16 256 1 4 4|32 16 128 2 4 4|32 16 256 2 4 6
 few_up_128 | TM BN BK PER_SM w s|32 32 64 2 4 2|32 64 128 1 4 4|32 64 64 2 4 4 |32 64 128 2 4 6
 few_up_256 | TM BN BK PER_SM w s|64 64 32 2 4 2|64 64 64 2 4 4 |64 64 64 1 4 3 |64 64 128 2 4 5
-few_up_1024| TM BN BK PER_SM w s|64 64 32 2 4 2|128 64 64 1 4 4|128 64 32 1 4 4|128 64 64 2 4 4
+few_up_512 | TM BN BK PER_SM w s|64 64 32 2 4 2|128 64 64 1 4 4|128 64 32 1 4 4|128 64 128 2 4 4
 few_down_32       | TM BN BK w s | 32 32 32 4 2   | 32 32 64 4 5   | 32 32 64 4 5   | 32 32 128 4 6
 few_down_256      | TM BN BK w s | 64 32 32 4 2   | 64 32 64 4 5   | 64 32 64 4 4   | 64 32 128 4 6
 few_down_512      | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 64 4 8
-few_down_1024     | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 32 4 6
 
 BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
 decode_down       | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
@@ -155,7 +154,7 @@ LARGE_BLOCK_TOKENS = 16_384
 # [Few tokens].
 DECODE_TOKENS = 2
 # Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
-# (50.7) and 92.3 for 1,024 (84.7) [Few tokens].
+# (50.7) [Few tokens].
 DEPENDENT_TOKENS = 256
 
 

@@ -356,9 +356,9 @@ def check(case: Case, device: torch.device | str) -> float:
     assert error <= limit, f"relative RMS {error:.2e} is above {limit}"
     if expected.isfinite().sum() >= MANY:
         dense = relative_rms_of_dense(given, expected, case.act)
-        assert error <= 1.25 * dense, (
-            f"relative RMS {error:.2e} is above 1.25 of dense, {dense:.2e}"
-        )
+        # torch's dense FP8 moves its sums out of the tensor cores as it goes.
+        allowed = hypot(1.25 * dense, of_sums(case, tensors, expected, FP8_SUM))
+        assert error <= allowed, f"relative RMS {error:.2e} is above 1.25 of dense, {dense:.2e}"
     return error
 
 

@@ -47,8 +47,8 @@ TRAINING = {
 # options.HOPPER_TILES, and a value by which other kernels compute the gate of any size.
 HOPPER_TILES, NEVER_HOPPER = options.HOPPER_TILES, 2**60
 # Numbers of tokens with all options of few.py, and some of them.
-FEW = 3, 20, 40, 100, 200, 400, 1000
-SOME = FEW[::3]
+FEW = 3, 20, 40, 100, 200, 500
+SOME = 3, 100, 500
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
@@ -154,7 +154,7 @@ def compile_layers(
     act: Activation = RELU,
 ) -> None:
     """Every path for 256 tokens, or `few`; counting activity, with biases and a mask too."""
-    x, layer, mask = w[:1024].clone(), Layer(w if gated else None, w, w, act=act), None
+    x, layer, mask = w[:512].clone(), Layer(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
@@ -187,13 +187,13 @@ def compile_float8(
     w: torch.Tensor, few: tuple[int, ...], gated: bool, activity: torch.Tensor | None
 ) -> None:
     """Every path of inference in FP8; counting activity, with biases too."""
-    x, values, scale = w[:1024].clone(), w.to(FLOAT8), torch.empty(len(w))
+    x, values, scale = w[:512].clone(), w.to(FLOAT8), torch.empty(len(w))
     first = values if gated else None
     layer = Layer(first, values, w, s_gate=scale if gated else None, s_up=scale)
     if activity is not None:
         bias = w[:, 0].contiguous()
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    compile_inference(values[:1024].clone(), few, layer, activity, scale[:1024].clone())
+    compile_inference(values[:512].clone(), few, layer, activity, scale[:512].clone())
     float8.quantize(x)
 
 

@@ -54,7 +54,7 @@ def ffn(
         w_down_t: [N, K], contiguous: the transpose of the weight that `nn.Linear` holds.
         b_gate, b_up: [N]. b_down: [K].
         activation, threshold: see twell/sparse/activations.py.
-        path: "union", "decode", "rowwise" or "dense". None: decode up to 64 tokens, else union;
+        path: "union", "decode", "rowwise" or "dense". None: decode up to 512 tokens, else union;
             dense where the kernels do not take the tensors.
         out: a contiguous tensor like y to write to; it may share memory with no other argument.
 
