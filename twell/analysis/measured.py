@@ -356,18 +356,19 @@ def _fp8_costs(quality: pd.DataFrame) -> Quantities:
 
 
 def _fp8_tasks(evaluated: pd.DataFrame) -> Quantities:
-    """Changes of the mean accuracy of seven tasks over bf16, in points, over the models."""
+    """Changes of the mean accuracy of seven tasks over dense bf16, in points, over the models."""
     names = ["least", "most", "error", "models"]
     result = {f"tasks_{side}_{name}": np.nan for side in ("dense", "sparse") for name in names}
     if evaluated.empty:
         return result
     means = evaluated[(evaluated["task"] == MEAN) & (evaluated["metric"] == "acc")]
+    accuracy = means.pivot_table(index="model", columns=["backend", "dtype"], values="accuracy")
     for side, backend in (("dense", "dense"), ("sparse", "triton")):
-        some = means[means["backend"] == backend]
-        accuracy = some.pivot_table(index="model", columns="dtype", values="accuracy")
-        if {providers.FP8, "bfloat16"} <= set(accuracy):
-            change = 100 * (accuracy[providers.FP8] - accuracy["bfloat16"]).dropna()
-            numbers = change.min(), change.max(), 100 * some["stderr"].max(), len(change)
+        if {("dense", "bfloat16"), (backend, providers.FP8)} <= set(accuracy):
+            fp8 = accuracy[backend, providers.FP8]
+            change = 100 * (fp8 - accuracy["dense", "bfloat16"]).dropna()
+            error = means.loc[means["dtype"] == providers.FP8, "stderr"].max()
+            numbers = change.min(), change.max(), 100 * error, len(change)
             pairs = zip(names, numbers, strict=True)
             result |= {f"tasks_{side}_{name}": number for name, number in pairs}
     return result

@@ -219,7 +219,13 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 FLAGSHIP = "flagship-dense flagship-triton"
-NO_SEEDS = "*-reinit-*", "*-warmup-*", "*-silu-*", "*-nongated-*"  # evaluated, of other choices
+NO_SEEDS = (
+    "fp8-*",
+    "*-reinit-*",
+    "*-warmup-*",
+    "*-silu-*",
+    "*-nongated-*",
+)  # evaluated, of other choices
 PAIRS = {  # one training on one GPU and on two: the newest version, and those before it
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
     "before": "171m-30m-1-gpu-before 171m-30m-2-gpus-before",

@@ -74,7 +74,7 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
 def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/quality.csv with their side, of each model's newest call.
 
-    The model in bf16 is the side "dense", of which differences are 0.
+    Small models and active ones come first. The model in bf16 is the side "dense", of which differences are 0.
     """
     if rows.empty:
         return rows.assign(side="")
@@ -84,8 +84,12 @@ def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
         ("dense" if one.backend == "dense" else "sparse") + _PRECISIONS[one.precision]
         for one in providers
     ]
-    order = ["parameters", "active"]
-    return newest.assign(side=sides).sort_values(order, ascending=[True, False], kind="stable")
+    level = newest.groupby("model")["active"].transform("first")
+    order, down = ["parameters", "level"], [True, False]
+    sorted_rows = newest.assign(side=sides, level=level).sort_values(
+        order, ascending=down, kind="stable"
+    )
+    return sorted_rows.drop(columns="level")
 
 
 def speed_and_quality(speeds: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
