@@ -1,8 +1,9 @@
 """Measure on a GPU what data/ holds: python scripts/record.py [PART ...] --out DIR
 
-Parts run one after the other, with several GPUs side by side. Each has a log in DIR/logs and a
-limit of time; given again, the command goes on with what is not done. Without a part it lists them.
-Two parts read a corpus: --corpus FOLDER has train/ and valid.jsonl.xz.
+Parts run one after the other, with several GPUs side by side. Each waits until nothing else runs on
+its GPU, has a log in DIR/logs, and a limit of time, at which all of its processes end. Given again,
+the command goes on with what is not done. Without a part it lists them. Two parts read a corpus:
+--corpus FOLDER has train/ and valid.jsonl.xz.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
 SIZE = "--hidden-size {} --intermediate-size {}".format
@@ -35,7 +39,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "layer": (400, [f"{FFN} --tokens 131072,16384,2048,1"]),
     "large-layer": (150, [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"]),
     "busy-layer": (150, [f"{FFN} --tokens 131072 --active 100"]),
-    "tokens": (400, [f"{FFN} --tokens 16,64,4,256,8,32,128,512,1024,2,4096,8192,32768,65536"]),
+    "tokens": (400, [f"{FFN} --tokens 128,64,256,16,512,8,1024,32,4,2,4096,8192,32768,65536"]),
     "activity": (240, [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"]),
     "opt": (
         220,
@@ -66,13 +70,56 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     ),
 }
 
+RUNNING: set[int] = set()  # sessions of processes, which Ctrl-C does not reach
+
+
+def wait_for_gpu(gpu: str) -> None:
+    """Return when no process uses the GPU: what it computes would be in the times."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle, said = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)), False
+    while busy := [one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]:
+        if not said:
+            print(f"GPU {gpu} is used by the processes {busy}; waiting for their end", flush=True)
+        said = True
+        time.sleep(1)
+
+
+def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -> int:
+    """The exit status of a module's command, 124 at its limit; its children end with it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command.split()],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    RUNNING.add(process.pid)
+    try:
+        return process.wait(max(limit, 1))
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        end(process.pid)
+
+
+def end(session: int) -> None:
+    """Kill a command and its children."""
+    RUNNING.discard(session)
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
 
 def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
     """Run a part's commands on a GPU; whether all of them ended well."""
     limit, commands = PARTS[name]
-    log, start = given.out / "logs" / f"{name}.log", time.monotonic()
+    log = given.out / "logs" / f"{name}.log"
     done = log.with_suffix(".done")
     code = 0
+    if not done.is_file():
+        wait_for_gpu(gpu)
+    start = time.monotonic()
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
             jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
@@ -82,17 +129,7 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
             file.write(f"== {command}\n")
             file.flush()
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
-            left = limit - (time.monotonic() - start)
-            try:
-                code = subprocess.run(
-                    [sys.executable, "-m", *command.split()],
-                    env=environment,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(left, 1),
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = 124
+            code = run(command, environment, file, limit - (time.monotonic() - start))
             if code:
                 break
     if not code:
@@ -132,11 +169,16 @@ def main() -> None:
                 return
             results.append(run_part(name, gpu, given, lock))
 
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in given.gpus]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    threads = [threading.Thread(target=work, args=(gpu,), daemon=True) for gpu in given.gpus]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        for session in list(RUNNING):
+            end(session)
     raise SystemExit(not all(results))
 
 

@@ -66,6 +66,13 @@ def test_more_flags_than_one_step_has(num_tokens, monkeypatch):
     assert fuzz.check(integer_case("decode", **sizes, pattern="full"), DEVICE) == 0
 
 
+@pytest.mark.parametrize("pattern", ["even", "full", "edges"])
+def test_more_segments_than_one_step_has(pattern, monkeypatch):
+    monkeypatch.setattr(few, "MAX_CHUNK", 2)
+    sizes = dict(num_tokens=140, hidden_size=48, intermediate_size=650)
+    assert fuzz.check(integer_case("decode", **sizes, pattern=pattern), DEVICE) == 0
+
+
 # Non-finite values
 
 
