@@ -74,7 +74,8 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
 def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/quality.csv with their side, of each model's newest call.
 
-    Small models and active ones come first. The model in bf16 is the side "dense", of which differences are 0.
+    Small models and active ones come first. The model in bf16 is the side "dense", of which
+    differences are 0.
     """
     if rows.empty:
         return rows.assign(side="")
@@ -85,11 +86,9 @@ def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
         for one in providers
     ]
     level = newest.groupby("model")["active"].transform("first")
-    order, down = ["parameters", "level"], [True, False]
-    sorted_rows = newest.assign(side=sides, level=level).sort_values(
-        order, ascending=down, kind="stable"
-    )
-    return sorted_rows.drop(columns="level")
+    rows = newest.assign(side=sides, level=level)
+    rows = rows.sort_values(["parameters", "level"], ascending=[True, False], kind="stable")
+    return rows.drop(columns="level")
 
 
 def speed_and_quality(speeds: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
