@@ -45,9 +45,11 @@ from twell.kernels.common import (
     round_up,
     scaled,
 )
+from twell.kernels.launch import direct
 from twell.kernels.options import DECODE_TOKENS, decode_up, launch_options
 
 
+@direct
 @triton.jit(do_not_specialize=["N"])
 def decode_up_kernel(
     x_ptr,
@@ -110,6 +112,7 @@ def decode_up_kernel(
     tl.store(h_ptr + neurons[:, None] * M + tokens[None, :], h)
 
 
+@direct
 @triton.jit
 def decode_down_kernel(
     h_ptr,

@@ -24,11 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, rectified
+from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation
 
 
+@direct
 @triton.jit
 def relu_times_kernel(g_ptr, u_ptr, threshold, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """Writes h, that is relu(g) * u, over g; without u what g alone makes."""

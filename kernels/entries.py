@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, popcount, through_gate
+from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.sparse.activations import Activation
 
@@ -54,6 +55,7 @@ class UnionSaved(NamedTuple):
     totals: Tensor
 
 
+@direct
 @triton.jit(do_not_specialize=["num_words", "N", "capacity", "dense_count", "backup_rows"])
 def entries_index_kernel(
     bits_ptr,
@@ -135,6 +137,7 @@ def value_bits(value):
     return value.to(tl.uint16, bitcast=True).to(tl.int32)
 
 
+@direct
 @triton.jit
 def entries_forward_kernel(
     g_ptr,
@@ -200,6 +203,7 @@ def entries_forward_kernel(
     tl.store(l0_ptr + tokens, tl.sum(l0, 0), mask=tokens < M)
 
 
+@direct
 @triton.jit
 def entries_backward_kernel(
     dh_ptr,

@@ -38,7 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import (
     Layer,
@@ -57,6 +56,7 @@ from twell.kernels.common import (
     wide,
 )
 from twell.kernels.gate import tile_of, tile_product, with_bias
+from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
 
 MAX_TOKENS = 512
@@ -65,6 +65,7 @@ MAX_BLOCK = 128
 MAX_CHUNK = 256
 
 
+@direct
 @triton.jit(do_not_specialize=["M", "N"])
 def few_gate_kernel(
     x_desc,
@@ -136,6 +137,7 @@ def _listed(places, counts, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
     return at
 
 
+@direct
 @triton.jit(do_not_specialize=["M", "N"])
 def few_up_kernel(
     x_desc,
@@ -239,6 +241,7 @@ def few_up_kernel(
                 tl.store(h_ptr + padding[:, None] * BLOCK + of_part, zeros)
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def few_down_kernel(
     h_desc,
@@ -331,12 +334,12 @@ def _gate(
     g = empty_output(x[:0]).new_empty(n, plan.num_blocks * plan.block)
     w, b = layer.first
     few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
-        TensorDescriptor.from_tensor(x, [plan.block, options["BK"]]),
-        TensorDescriptor.from_tensor(w, [options["BN"], options["BK"]]),
+        descriptor(x, [plan.block, options["BK"]]),
+        descriptor(w, [options["BN"], options["BK"]]),
         b,
         x_scale,
         layer.first_scale,
-        TensorDescriptor.from_tensor(g, [options["BN"], plan.block]),
+        descriptor(g, [options["BN"], plan.block]),
         plan.lists,
         plan.counts,
         activity,
@@ -362,7 +365,7 @@ def _up(x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan) 
     most = plan.num_blocks * cdiv(n, options["BN"]) * (plan.block // options["TM"])
     num_programs = min(most, plan.up["PER_SM"] * num_processors(x.device))
     few_up_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(x, [options["TM"], options["BK"]]),
+        descriptor(x, [options["TM"], options["BK"]]),
         layer.w_up,
         layer.b_up,
         x_scale,
@@ -399,7 +402,7 @@ def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan) -> None:
     (num_tokens, k), options = y.shape, plan.down
     parts = plan.num_blocks * (plan.block // options["TM"])
     few_down_kernel[(cdiv(k, options["BN"]), parts)](
-        TensorDescriptor.from_tensor(h, [options["BK"], options["TM"]]),
+        descriptor(h, [options["BK"], options["TM"]]),
         layer.w_down_t,
         layer.b_down,
         plan.union,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import INTERPRETED, next_power_of_2, on_device
+from twell.kernels.launch import direct
 from twell.kernels.options import with_fusion
 from twell.sparse.float8 import FLOAT8
 
@@ -43,6 +44,7 @@ def narrow_float8(value):
         return value.to(tl.float8e4nv)
 
 
+@direct
 @triton.jit
 def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
     """One row."""

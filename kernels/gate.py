@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide
+from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import GATE_GROUP, hopper_gate, launch_options, num_processors
 
 
@@ -72,6 +72,7 @@ def words_of(g):
     return tl.sum(part << (2 * tl.arange(0, 4)[None, None, :]), 2)
 
 
+@direct
 @triton.jit(do_not_specialize=["M", "N"])
 def gate_bits_kernel(
     x_desc,
@@ -178,21 +179,21 @@ def gate_bits(
     block_m, block_n, block_k = (options[name] for name in ("BM", "BN", "BK"))
     g, bits = empty_gate(x, intermediate_size, block_m, by_neuron)
     if hopper:
-        from twell.kernels.gate_hopper import descriptor
+        from twell.kernels.gate_hopper import blocks
         from twell.kernels.gate_hopper import gate_hopper_kernel as kernel
 
         g_block = [block_n, block_m // 2]
     else:
-        kernel, descriptor = gate_bits_kernel, TensorDescriptor.from_tensor
+        kernel, blocks = gate_bits_kernel, descriptor
         g_block = [block_n, block_m] if by_neuron else [block_m, block_n]
     num_tiles = cdiv(num_tokens, block_m) * cdiv(intermediate_size, block_n)
     num_programs = min(num_processors(x.device), num_tiles)
     kernel[(num_programs,)](
-        descriptor(x, [block_m, block_k]),
-        descriptor(w, [block_n, block_k]),
+        blocks(x, [block_m, block_k]),
+        blocks(w, [block_n, block_k]),
         b,
         *scales,
-        descriptor(g, g_block),
+        blocks(g, g_block),
         bits,
         zero,
         threshold or None,

@@ -39,6 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twell.kernels.launch import descriptor, direct
+
 # Registers a thread, of 65,536 in all: the accumulators need many, the loader hardly any.
 CONSUMER_REGISTERS, LOADER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
@@ -281,6 +283,7 @@ def consumer(
     tma.store_wait(0)
 
 
+@direct
 @gluon.jit(do_not_specialize=["M", "N", "K", "bits_stride", "num_programs"])
 def gate_hopper_kernel(
     x_desc, w_desc, b_ptr, x_scale_ptr, w_scale_ptr, g_desc, bits_ptr, zero_ptr, threshold,
@@ -328,8 +331,12 @@ def gate_hopper_kernel(
     )
 
 
-def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Blocks of a matrix, in shared memory as the tensor cores read them."""
+def _shared(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     types = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    layout = gl.NVMMASharedLayout.get_default_for(block, types.get(tensor.dtype, gl.float8e4nv))
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for(block, types.get(matrix.dtype, gl.float8e4nv))
+    return TensorDescriptor.from_tensor(matrix, block, layout)
+
+
+def blocks(matrix: Tensor, block: list[int]) -> TensorDescriptor:
+    """Blocks of a matrix, in shared memory as the tensor cores read them."""
+    return descriptor(matrix, block, _shared)

@@ -43,12 +43,14 @@ from twell.kernels.common import (
     round_up,
 )
 from twell.kernels.gate import gate_bits
+from twell.kernels.launch import direct
 from twell.kernels.options import launch_options, row_warps
 
 # For g and the lists of a chunk of tokens.
 WORKSPACE_BYTES = 2**30
 
 
+@direct
 @triton.jit
 def token_lists_kernel(g_ptr, bits_ptr, words_ptr, N, width, stride, WORDS: tl.constexpr):
     """The words of one token."""
@@ -78,6 +80,7 @@ def _or(a, b):
     return a | b
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.constexpr):
     """Adds the active entries and the union of 64 tokens to `activity`."""
@@ -110,6 +113,7 @@ def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype
     return acc + h * down
 
 
+@direct
 @triton.jit
 def rowwise_kernel(
     x_ptr,

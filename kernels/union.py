@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import (
     Layer,
@@ -46,6 +45,7 @@ from twell.kernels.common import (
     wide,
 )
 from twell.kernels.gate import gate_bits
+from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import block_tokens, launch_options, num_processors
 
 # Below the memory of one of g, u and h in a dense layer of 131,072 tokens and 5,632 neurons.
@@ -67,6 +67,7 @@ class Unions(NamedTuple):
     queue: Tensor
 
 
+@direct
 @triton.jit(do_not_specialize=["M", "N"])
 def union_lists_kernel(
     bits_ptr,
@@ -159,6 +160,7 @@ def _store(h_ptr, h, block, places, width, BM):
     tl.store(h_ptrs, narrow(h, h_ptr.dtype.element_ty))
 
 
+@direct
 @triton.jit
 def union_up_kernel(
     x_desc,
@@ -204,6 +206,7 @@ def union_up_kernel(
         _store(h_ptr, tl.where(active, h, 0.0), block, places, width, BM)
 
 
+@direct
 @triton.jit
 def union_product_kernel(
     x_desc,
@@ -249,6 +252,7 @@ def _add_listed(acc, h_desc, w_ptr, list_ptr, block, count, columns, width, K, E
     return acc
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def union_down_kernel(
     h_desc,
@@ -334,7 +338,7 @@ def _over_unions(
     num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(unions.queue) - 1)
     sizes = *sizes, width, hidden_size, cdiv(len(w), options["BN"]), num_programs
     even = hidden_size % options["BK"] == 0
-    x = TensorDescriptor.from_tensor(x, [block_m, options["BK"]])
+    x = descriptor(x, [block_m, options["BK"]])
     kernel[(num_programs,)](x, w, *rest, out, *unions, *sizes, EVEN=even, BM=block_m, **options)
     return out
 
@@ -390,9 +394,9 @@ def down(
     block, even = [options["BK"], block_m], hidden_size % options["BN"] == 0
     h2, w2 = second or (h, None)
     union_down_kernel[(num_blocks * cdiv(hidden_size, options["BN"]),)](
-        TensorDescriptor.from_tensor(h, block),
+        descriptor(h, block),
         w,
-        TensorDescriptor.from_tensor(h2, block),
+        descriptor(h2, block),
         w2,
         b,
         *unions[:2],

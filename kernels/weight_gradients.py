@@ -25,10 +25,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, of_gate, wide
 from twell.kernels.entries import UnionSaved, entry_places, low_value
+from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import launch_options, num_processors, with_fusion
 from twell.sparse.activations import Activation
 
@@ -71,6 +71,7 @@ def _add_entry(sums, place, operands, k, inside, K, dtype, GATED, ACT, EVEN, GAT
     return dwg, dwu, dwd
 
 
+@direct
 @triton.jit
 def list_gradients_kernel(
     entries_ptr,
@@ -124,6 +125,7 @@ def list_gradients_kernel(
             tl.store(dwd_ptr + row, narrow(dwd, dtype), mask=inside)
 
 
+@direct
 @triton.jit
 def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: tl.constexpr):
     """The sums of one neuron's dg and du."""
@@ -146,6 +148,7 @@ def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: t
         tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
 
 
+@direct
 @triton.jit(do_not_specialize=["num_words", "first_row"])
 def backup_fill_kernel(
     index_ptr,
@@ -205,6 +208,7 @@ def _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT):
     return acc
 
 
+@direct
 @triton.jit(do_not_specialize=["M", "first_row"])
 def backup_gradients_kernel(
     dense_desc,
@@ -293,9 +297,9 @@ def from_backup(step: Step, scratch: Tensor) -> None:
     for first_row in range(0, len(saved.backup), num_rows):
         _fill(step, dense, first_row, num_rows)
         backup_gradients_kernel[(num_tiles,)](
-            TensorDescriptor.from_tensor(dense, [block_rows, options["BT"]]),
-            TensorDescriptor.from_tensor(x, [options["BT"], options["BN"]]),
-            TensorDescriptor.from_tensor(step.dy, [options["BT"], options["BN"]]),
+            descriptor(dense, [block_rows, options["BT"]]),
+            descriptor(x, [options["BT"], options["BN"]]),
+            descriptor(step.dy, [options["BT"], options["BN"]]),
             *step.gradients[1:4],
             saved.backup,
             saved.totals,

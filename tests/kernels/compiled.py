@@ -22,13 +22,14 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
+from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
 from twell.kernels import decode, dense, float8, options, rowwise, training, training_ops, union
+from twell.kernels import launch as launch_module
 from twell.kernels.common import Gradients, Layer
 from twell.kernels.paper import hybrid
 from twell.kernels.paper import rowwise as twell_rowwise
@@ -79,6 +80,9 @@ def use(architecture: str, launch: Callable) -> None:
     def compile_only(kernel, *args, grid, **given):
         return run(kernel, *args, grid=grid, **{**given, "warmup": True})
 
+    launch_module.Direct._launch = lambda self, grid, *args, **given: self.kernel[grid](
+        *args, **given
+    )
     JITFunction.run = lambda *args, **given: launch(compile_only, *args, **given)
     driver.set_active(Driver(target))
     options.architecture = lambda device: architecture
@@ -327,6 +331,61 @@ def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
     return names, sorted((*place, number) for place, number in launches.problems.items())
 
 
+def described(argument):
+    """An argument of a compiled kernel, without the addresses of its tensors."""
+    if isinstance(argument, torch.Tensor):
+        return str((argument.dtype, argument.shape, argument.stride()))
+    if is_descriptor(argument):
+        return str({name: described(value) for name, value in vars(argument).items()})
+    if isinstance(argument, tuple):
+        return str(tuple(map(described, argument)))
+    plain = argument is None or isinstance(argument, (int, float, str))
+    return str(argument) if plain else type(argument).__name__
+
+
+def launch_again(architecture: str) -> list[tuple[str, list, list]]:
+    """Every kernel of inference twice: its name, and what Triton and then `Direct` launch."""
+    direct, run = launch_module.Direct._launch, JITFunction.run
+    use(architecture, lambda: None)
+    launch_module.Direct._launch, JITFunction.run = direct, run
+    launched = []
+
+    def init(self):
+        self.function = self.metadata.name
+        self._run = lambda *given: launched.append([*map(described, given)])
+
+    CompiledKernel._init_handles = init
+    w, scale = torch.empty(300, 2048, dtype=torch.bfloat16), torch.empty(4096)
+    in_fp8 = w.to(FLOAT8)
+    layers = (
+        (Layer(w, w, w), None),
+        (Layer(in_fp8, in_fp8, w, s_gate=scale[:300], s_up=scale[:300]), scale),
+    )
+    x = torch.empty(4096, 2048, dtype=torch.bfloat16)
+    results = []
+    for layer, scales in layers if architecture in WITH_FP8 else layers[:1]:
+        for num_tokens, path in ((1, decode), (20, decode), (500, decode), (300, rowwise)):
+            results.append(twice(path, x, num_tokens, layer, scales, launched))
+        for options.HOPPER_TILES in NEVER_HOPPER, 0:
+            results.append(twice(union, x, 700, layer, scales, launched))
+    return results
+
+
+def twice(path, x, num_tokens, layer, scales, launched) -> tuple[str, list, list]:
+    """The second time for other tokens, and without Triton."""
+    rows = x[:num_tokens] if scales is None else x[:num_tokens].to(FLOAT8)
+    given = layer, None if scales is None else scales[:num_tokens]
+    counts = torch.zeros(4, dtype=torch.int64)
+    launched.clear()
+    path.ffn(rows, *given, activity=counts)
+    first = list(launched)
+    launched.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", None)
+        path.ffn(rows.clone(), *given, activity=counts)
+    return f"{path.__name__} {num_tokens}", first, list(launched)
+
+
 def check_samples(architecture: str) -> tuple[dict, dict, dict]:
     use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
     return compile_samples()
@@ -334,4 +393,5 @@ def check_samples(architecture: str) -> tuple[dict, dict, dict]:
 
 if __name__ == "__main__":
     tasks = {"compile": compile_all, "launch": launch_largest, "samples": check_samples}
+    tasks["again"] = launch_again
     print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

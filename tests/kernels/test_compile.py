@@ -97,6 +97,13 @@ def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("older", [False, pytest.param(True, marks=slow)])
+def test_a_known_case_is_launched_as_triton_does(older, tmp_path):
+    """Function, grid, stream, metadata and all arguments, without asking Triton again."""
+    for name, first, again in in_subprocess(tmp_path, "again", "sm_90", older=older):
+        assert first and first == again, name
+
+
 @slow
 def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")

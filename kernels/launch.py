@@ -1,0 +1,113 @@
+"""Launches of compiled kernels without Triton's preparation, and descriptors of matrices.
+
+A small layer waits for Python. In each call Triton binds a kernel's arguments by name, inspects
+their types, alignment and divisibility, and looks the compiled code up. `direct` does that once for
+each case and keeps the code. A case is told by everything on which the code depends: the device,
+types and alignment of tensors, blocks of descriptors, constants and launch options, and integers by
+their value. So a case that is found again has the same code; Triton sees every other one.
+
+In the interpreter kernels are launched as Triton does. docs/kernel-log.md has the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_CASES = 4096  # of a kernel; more numbers of tokens than that are seen by Triton again
+
+
+def _of_tensor(tensor: Tensor) -> tuple:
+    return tensor.dtype, tensor.data_ptr() % 16
+
+
+def _of_number(number: float) -> type:
+    return float
+
+
+def _of_itself(value):
+    return value
+
+
+def _of_tuple(values: tuple) -> tuple:
+    return tuple([_KINDS[type(value)](value) for value in values])
+
+
+def _of_descriptor(value) -> tuple:
+    """Of Triton's and Gluon's descriptors, which have a layout too."""
+    return type(value), value.base.dtype, *value.block_shape, getattr(value, "layout", None)
+
+
+class _Kinds(dict):
+    """Type of an argument -> what tells of it all on which a kernel's code may depend."""
+
+    def __missing__(self, of: type) -> Callable:
+        self[of] = _of_descriptor
+        if issubclass(of, Tensor):
+            self[of] = _of_tensor
+        elif issubclass(of, tuple):
+            self[of] = _of_tuple
+        return self[of]
+
+
+_KINDS = _Kinds({float: _of_number, **dict.fromkeys((int, bool, type(None)), _of_itself)})
+
+
+class Direct:
+    """A kernel, launched as `kernel[grid](*arguments, **constants_and_options)`."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.constants = [p.name for p in kernel.params if p.is_constexpr]
+        self.cases: dict[tuple, tuple] = {}
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments, **options) -> None:
+        kinds = [value if type(value) is int else _KINDS[type(value)](value) for value in arguments]
+        case = driver.active.get_current_device(), *kinds, *options.items()
+        known = self.cases.get(case)
+        if known is not None:
+            compiled, constants = known
+            compiled[(*grid, 1, 1)](*arguments, *constants)
+            return
+        compiled = self.kernel[grid](*arguments, **options)
+        if len(self.cases) >= MAX_CASES:
+            self.cases.clear()
+        if compiled is not None:  # where a hook of Triton's kept it from compiling
+            self.cases[case] = compiled, tuple(options[name] for name in self.constants)
+
+
+def direct(kernel):
+    """The kernel as `Direct`; its constants are given by name, all other arguments by place."""
+    return kernel if triton.knobs.runtime.interpret else Direct(kernel)
+
+
+@lru_cache(MAX_CASES)
+def _template(make: Callable, block: tuple[int, int], shape, strides, dtype) -> tuple[type, dict]:
+    """Type and fields of a descriptor of such a matrix, after Triton's checks."""
+    matrix = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    made = make(matrix, list(block))
+    return type(made), {name: value for name, value in vars(made).items() if name != "base"}
+
+
+def descriptor(matrix: Tensor, block: Sequence[int], make: Callable = TensorDescriptor.from_tensor):
+    """A descriptor of an aligned matrix by blocks: `make(matrix, block)`.
+
+    Triton would check its shape in every call, where mostly the address alone is new.
+    """
+    size = matrix.shape, matrix.stride(), matrix.dtype
+    kind, fields = _template(make, tuple(block), *size)
+    made = object.__new__(kind)
+    made.__dict__.update(fields, base=matrix)
+    return made
