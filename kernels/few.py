@@ -31,6 +31,7 @@ Reference: twell.sparse.reference.union_up_down, union_down.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ from twell.kernels.common import (
     wide,
 )
 from twell.kernels.gate import tile_of, tile_product, with_bias
-from twell.kernels.launch import descriptor, direct
+from twell.kernels.launch import MAX_CASES, descriptor, direct
 from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
 
 MAX_TOKENS = 512
@@ -287,61 +288,74 @@ def few_down_kernel(
 
 
 class Plan(NamedTuple):
-    """Sizes, launch options, and the lists of a chunk of tokens; see the module."""
+    """Sizes of a number of tokens, and what the three launches are given; see the module."""
 
     block: int
     num_blocks: int
     num_segments: int
     width: int
+    num_programs: int  # of up
     gate: dict[str, int]
     up: dict[str, int]
     down: dict[str, int]
-    lists: Tensor
-    union: Tensor
-    counts: Tensor
-    overlap: bool  # by PDL
-
-    @property
-    def segments(self) -> dict[str, int]:
-        """Segments as up and down read their lengths."""
-        size = next_power_of_2(self.num_segments)
-        return {"SEGMENTS": size, "BLOCK": self.block}
-
-    @property
-    def dependent(self) -> dict[str, bool]:
-        """Of a launch that may begin early."""
-        return {"PDL": True, "launch_pdl": True} if self.overlap else {"PDL": False}
 
 
+@lru_cache(MAX_CASES)
 def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> Plan:
-    """The plan for at most MAX_TOKENS tokens, with empty lists."""
+    """The plan for at most MAX_TOKENS tokens; nobody may change its options."""
     gate, up, down = (few_options(part, num_tokens, device) for part in ("gate", "up", "down"))
     block = min(max(next_power_of_2(num_tokens), 16), MAX_BLOCK)
     up["TM"], down["TM"] = min(up["TM"], block), min(down["TM"], block)
     num_blocks, num_segments = cdiv(num_tokens, block), cdiv(intermediate_size, gate["BN"])
     width = round_up(num_segments * gate["BN"], max(up["BN"], down["BK"]))
-    lengths = [num_blocks * width, num_blocks * width, num_blocks * num_segments]
-    integers = torch.empty(sum(lengths), dtype=torch.int32, device=device).split(lengths)
-    overlap = launches_dependents(num_tokens, device)
-    return Plan(block, num_blocks, num_segments, width, gate, up, down, *integers, overlap)
+    most = num_blocks * cdiv(intermediate_size, up["BN"]) * (block // up["TM"])
+    num_programs = min(most, up.pop("PER_SM") * num_processors(device))
+    size = next_power_of_2(num_segments)
+    shared: dict[str, int] = dict(BLOCK=block, SEGMENTS=size, PDL=False)
+    gate |= dict(GROUP=GATE_GROUP, BM=block, PDL=False)
+    if launches_dependents(num_tokens, device):
+        gate["PDL"] = True
+        shared |= dict(PDL=True, launch_pdl=True)
+    up |= dict(BLOCKS=next_power_of_2(num_blocks), SEGMENT=gate["BN"], STEP=down["BK"])
+    up |= dict(CHUNK=min(size, MAX_CHUNK), **shared)
+    return Plan(block, num_blocks, num_segments, width, num_programs, gate, up, down | shared)
+
+
+class Lists(NamedTuple):
+    """Lists and counts of segments, and the union, of all blocks: see the module."""
+
+    lists: Tensor
+    union: Tensor
+    counts: Tensor
+
+
+def empty_lists(plan: Plan, device: torch.device) -> Lists:
+    length, counts = plan.num_blocks * plan.width, plan.num_blocks * plan.num_segments
+    integers = torch.empty(2 * length + counts, dtype=torch.int32, device=device)
+    return Lists(*integers.split((length, length, counts)))
 
 
 def _gate(
-    x: Tensor, x_scale: Tensor | None, layer: Layer, plan: Plan, activity: Tensor | None
+    x: Tensor,
+    x_scale: Tensor | None,
+    layer: Layer,
+    plan: Plan,
+    lists: Lists,
+    activity: Tensor | None,
 ) -> Tensor:
-    """The first launch: g; it fills the lists and counts."""
+    """The first launch: g; it fills lists and counts."""
     (num_tokens, k), n, options = x.shape, len(layer.w_up), plan.gate
-    g = empty_output(x[:0]).new_empty(n, plan.num_blocks * plan.block)
+    g = layer.w_down_t.new_empty(n, plan.num_blocks * plan.block)
     w, b = layer.first
     few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
-        descriptor(x, [plan.block, options["BK"]]),
-        descriptor(w, [options["BN"], options["BK"]]),
+        descriptor(x, (plan.block, options["BK"])),
+        descriptor(w, (options["BN"], options["BK"])),
         b,
         x_scale,
         layer.first_scale,
-        descriptor(g, [options["BN"], plan.block]),
-        plan.lists,
-        plan.counts,
+        descriptor(g, (options["BN"], plan.block)),
+        lists.lists,
+        lists.counts,
         activity,
         layer.act.threshold or None,
         num_tokens,
@@ -349,32 +363,28 @@ def _gate(
         k,
         plan.width,
         plan.num_segments,
-        GROUP=GATE_GROUP,
-        BM=plan.block,
-        PDL=plan.overlap,
         **options,
     )
     return g
 
 
-def _up(x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan) -> Tensor:
+def _up(
+    x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan, lists: Lists
+) -> Tensor:
     """The second launch: h; it fills the union."""
-    (num_tokens, k), n = x.shape, len(layer.w_up)
-    options = {name: value for name, value in plan.up.items() if name != "PER_SM"}
+    (num_tokens, k), n, options = x.shape, len(layer.w_up), plan.up
     h = g.new_empty(plan.num_blocks * plan.width, plan.block)
-    most = plan.num_blocks * cdiv(n, options["BN"]) * (plan.block // options["TM"])
-    num_programs = min(most, plan.up["PER_SM"] * num_processors(x.device))
-    few_up_kernel[(num_programs,)](
-        descriptor(x, [options["TM"], options["BK"]]),
+    few_up_kernel[(plan.num_programs,)](
+        descriptor(x, (options["TM"], options["BK"])),
         layer.w_up,
         layer.b_up,
         x_scale,
         layer.s_up,
         g,
         h,
-        plan.lists,
-        plan.counts,
-        plan.union,
+        lists.lists,
+        lists.counts,
+        lists.union,
         num_tokens,
         n,
         k,
@@ -382,41 +392,44 @@ def _up(x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan) 
         plan.width,
         plan.num_blocks,
         plan.num_segments,
-        num_programs,
+        plan.num_programs,
         GATED=layer.gated,
         ACT=layer.act.name,
         EVEN=k % options["BK"] == 0,
-        BLOCKS=next_power_of_2(plan.num_blocks),
-        SEGMENT=plan.gate["BN"],
-        CHUNK=min(plan.segments["SEGMENTS"], MAX_CHUNK),
-        STEP=plan.down["BK"],
-        **plan.segments,
         **options,
-        **plan.dependent,
     )
     return h
 
 
-def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan) -> None:
+def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan, lists: Lists) -> None:
     """The third launch: y [M, K]."""
     (num_tokens, k), options = y.shape, plan.down
     parts = plan.num_blocks * (plan.block // options["TM"])
     few_down_kernel[(cdiv(k, options["BN"]), parts)](
-        descriptor(h, [options["BK"], options["TM"]]),
+        descriptor(h, (options["BK"], options["TM"])),
         layer.w_down_t,
         layer.b_down,
-        plan.union,
-        plan.counts,
+        lists.union,
+        lists.counts,
         y,
         num_tokens,
         k,
         plan.width,
         plan.num_segments,
         EVEN=k % options["BN"] == 0,
-        **plan.segments,
         **options,
-        **plan.dependent,
     )
+
+
+def _chunk(
+    x: Tensor, x_scale: Tensor | None, y: Tensor, layer: Layer, activity: Tensor | None
+) -> None:
+    """At most MAX_TOKENS tokens, x and y [M, K]; a function, so that its workspace is freed."""
+    plan = make_plan(len(x), len(layer.w_up), x.device)
+    lists = empty_lists(plan, x.device)
+    g = _gate(x, x_scale, layer, plan, lists, activity)
+    h = _up(x, x_scale, layer, g, plan, lists)
+    _down(h, layer, y, plan, lists)
 
 
 def ffn(
@@ -433,8 +446,9 @@ def ffn(
     MAX_TOKENS tokens are taken in chunks. Workspace: 4 bytes for each token of a chunk and neuron.
     """
     y = empty_output(x) if out is None else out
-    for x_chunk, x_scales, y_chunk in chunks(MAX_TOKENS, x, x_scale, y):
-        plan = make_plan(len(x_chunk), len(layer.w_up), x.device)
-        g = _gate(x_chunk, x_scales, layer, plan, activity)
-        _down(_up(x_chunk, x_scales, layer, g, plan), layer, y_chunk, plan)
+    if len(x) <= MAX_TOKENS:
+        _chunk(x, x_scale, y, layer, activity)
+    else:
+        for chunk in chunks(MAX_TOKENS, x, x_scale, y):
+            _chunk(*chunk, layer, activity)
     return y

@@ -25,6 +25,14 @@ CASES = [("rowwise", 5, 60), ("twell", 5, 60), ("union", 9, 140), ("decode", 9, 
 CASES += [("decode", num_tokens, 60) for num_tokens in (1, 2, 3)]
 
 
+@pytest.fixture(autouse=True)
+def plans_anew():
+    """Tests change options, which plans keep."""
+    few.make_plan.cache_clear()
+    yield
+    few.make_plan.cache_clear()
+
+
 @pytest.mark.parametrize("seed", seeds)
 def test_random_case(seed):
     fuzz.check(fuzz.draw(seed, large=False), DEVICE)
