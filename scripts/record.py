@@ -22,6 +22,7 @@ from typing import IO
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
 SIZE = "--hidden-size {} --intermediate-size {}".format
+FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
 OPT = "--tokens 65536,2048,64,1 --non-gated"
 TRAIN = (
     "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz batch_tokens=32768 "
@@ -36,10 +37,11 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "tests": (600, ["pytest tests/gpu -q -p no:cacheprovider -n 4"]),
     "fuzz": (900, ["tests.fuzz --cases 10000 --seed 100000 --jobs {jobs}"]),
     "fuzz-training": (600, ["tests.fuzz --training --cases 3000 --seed 200000 --jobs {jobs}"]),
-    "layer": (400, [f"{FFN} --tokens 131072,16384,2048,1"]),
+    "layer": (400, [f"{FFN} --tokens 131072,16384"]),
     "large-layer": (150, [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"]),
     "busy-layer": (150, [f"{FFN} --tokens 131072 --active 100"]),
-    "tokens": (400, [f"{FFN} --tokens 128,64,256,16,512,8,1024,32,4,2,4096,8192,32768,65536"]),
+    "tokens": (400, [f"{FFN} --tokens {FEW},4096,8192,32768,65536"]),
+    "situations": (400, [f"{FFN} --mode {mode} --tokens {FEW}" for mode in ("eager", "compiled")]),
     "activity": (240, [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"]),
     "opt": (
         220,

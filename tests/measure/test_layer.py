@@ -83,6 +83,21 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     assert all(row["energy"] is None and row["relative_rms"] < 0.01 for row in rows)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
+    monkeypatch.setattr(layer, "WEIGHT_SETS", 3)
+    compiled = []
+    compile_ = lambda function, **_: compiled.append(function) or function  # noqa: E731
+    monkeypatch.setattr(torch, "compile", compile_)
+    rows = ffn([24], [9], **SIZES, mode=mode)
+    assert [row["provider"] for row in rows] == PROVIDERS
+    assert {(row["mode"], row["weight_sets"], row["p50"]) for row in rows} == {(mode, 3, 0.3333)}
+    # Dense; three paths of the kernels and dense by them; the layers of "auto".
+    assert len(compiled) == (1 + 4 + 3 if mode == "compiled" else 1)
+    with pytest.raises(ValueError, match="'fast' is unknown; use one of stream, graph, eager, com"):
+        ffn([24], **SIZES, mode="fast")
+
+
 @pytest.mark.slow
 def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))

@@ -57,10 +57,11 @@ def command(
     ] = None,
     layer: Annotated[int | None, option("The layer of the trace.", LAYER)] = None,
     mode: Annotated[
-        Literal["stream", "graph"] | None,
+        Literal["stream", "graph", "eager", "compiled"] | None,
         option(
-            "stream: eager calls, cache emptied between; graph: a CUDA graph with 8 sets of "
-            "weights in rotation; default: graph up to 4096 tokens. Not with --backward."
+            "stream: single calls, cache emptied between; graph: a CUDA graph with 8 sets of "
+            "weights in rotation; eager, compiled: these calls back to back; default: graph up to "
+            "4096 tokens. Not with --backward."
         ),
     ] = None,
     energy: Energy = False,

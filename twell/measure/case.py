@@ -19,6 +19,7 @@ from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+MODES = "stream", "graph", "eager", "compiled"  # of timing: see clock.py
 GRAPH_TOKENS = 4096  # up to so many tokens the default mode is "graph"
 DECODE_TOKENS = 1024  # the path "decode" is measured up to so many tokens
 # Row-wise takes half a second for so many entries, and is then far behind every other path.
@@ -96,11 +97,11 @@ class Case:
             for *others, w_down in self.sets
         ]
 
-    def path_calls(self, path: str) -> list[Call]:
-        """Return the calls of one path of the kernels."""
+    def path_calls(self, path: str, mode: str = "stream") -> list[Call]:
+        """Return the calls of one path of the kernels, in the mode "compiled" compiled."""
         from twell.kernels import ops
 
-        return self.calls(functools.partial(ops.run, path, act=self.act))
+        return self.calls(in_mode(functools.partial(ops.run, path, act=self.act), mode))
 
     def paths(self) -> list[str]:
         """Return the paths of the kernels, dense first, without those that would take too long."""
@@ -136,6 +137,13 @@ class Case:
             layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
             layers.append(layer.eval())
         return layers
+
+
+def in_mode(function: Callable, mode: str) -> Callable:
+    """Return the function as it is called in a mode."""
+    if mode != "compiled":
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)

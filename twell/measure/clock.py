@@ -1,9 +1,10 @@
 """Times, energy, memory and kernels of calls on a GPU.
 
-`Gpu` is the one place that touches the device's clocks and counters. A layer is timed in one of two
-modes. "stream" is what a caller of the layer sees: launches one after the other, behind a cache
-that other work has emptied. "graph" is the GPU alone: a CUDA graph of several calls, each with its
-own weights, so they come from memory as in a model of many layers.
+`Gpu` is the one place that touches the device's clocks and counters. A layer is timed in one of
+four modes. "stream": single calls, each behind a cache that other work has emptied, while the host
+runs ahead. The others call several layers in turn, so weights come from memory as in a model of
+many layers: "graph" in a CUDA graph, the GPU alone; "eager" back to back, so a small layer waits
+for the host; "compiled" the same, by torch.compile.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from twell.measure import clock, weight_only
-from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, Grid
+from twell.measure.case import GRAPH_TOKENS, MODES, WEIGHT_SETS, Call, Case, Grid, in_mode
 from twell.measure.check import Exact
 from twell.measure.clock import Gpu
 from twell.measure.costs import ceilings, kernel_formulas, roofline, work
@@ -61,7 +61,8 @@ def ffn(
         activation: of the layer; one other than "relu" joins the column `pattern`.
         bias: whether the projections have biases, of zeros; they join the column `pattern`. Then,
             and for other activations, neither FP8 nor integer weights are timed.
-        mode: "stream" or "graph" (see `clock`); default: graph up to 4,096 tokens.
+        mode: one of MODES (see `clock`); default: graph up to 4,096 tokens, else stream. In the
+            modes "eager" and "compiled" neither FP8 nor integer weights are timed.
         masks: name -> [T, N] bool; default: those of `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
         kernels: also measure each kernel of our paths; needs `out`.
@@ -76,13 +77,13 @@ def ffn(
     gpu = clock.gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act, bias)
-    known = mode in (None, "stream", "graph")
-    require(known, f"mode {mode!r} is unknown; use 'stream' or 'graph'")
+    known = mode is None or mode in MODES
+    require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
     bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
     for num_tokens in tokens:
         how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
         compiled = torch.compile(partial(reference.ffn, act=act), fullgraph=True, dynamic=False)
-        for case in grid.cases(num_tokens, WEIGHT_SETS if how == "graph" else 1, gpu.device):
+        for case in grid.cases(num_tokens, 1 if how == "stream" else WEIGHT_SETS, gpu.device):
             _measure(bench, case, how, compiled, calibration)
             del case
         torch.compiler.reset()  # compiled anew each time, up to a limit
@@ -92,20 +93,22 @@ def ffn(
 def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None:
     """Add the rows of ffn.csv and kernels.csv for one case."""
     layers = {AUTO: case.auto_layers(calibration)}
+    paths = {Provider("triton", path): case.path_calls(path, mode) for path in case.paths()}
     calls = {
         DENSE_EAGER: case.calls(partial(reference.ffn, act=case.act), plain=True),
         DENSE_COMPILED: case.calls(compiled, plain=True),
-        **{Provider("triton", path): case.path_calls(path) for path in case.paths()},
+        **paths,
     }
     quantized, others = None, {}  # others: what is exact for their widened weights
-    for provider, kind in weight_only.providers(case).items() if case.plain else ():
+    quantizable = case.plain and mode in ("stream", "graph")
+    for provider, kind in weight_only.providers(case).items() if quantizable else ():
         calls[provider], others[provider] = weight_only.calls(case, kind)
-    if case.plain and float8.why_not(bench.gpu.device) is None:
+    if quantizable and float8.why_not(bench.gpu.device) is None:
         quantized = Quantized(case)
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()
     for provider, several in layers.items():
-        calls[provider] = [partial(layer, case.x) for layer in several]
+        calls[provider] = [partial(in_mode(layer, mode), case.x) for layer in several]
     runs: dict[Provider, clock.Run] = {}
 
     def check(provider: Provider) -> tuple[dict, Callable]:
@@ -141,9 +144,12 @@ def checked(
     if mode == "stream":
         run, outputs = calls[0], [calls[0]()]
         times = partial(gpu.stream_times, run)
-    else:
+    elif mode == "graph":
         run, outputs = gpu.capture(calls)
         run()
+        times = partial(clock.graph_times, gpu, run, len(calls))
+    else:
+        run, outputs = partial(clock.repeat, calls, 1), [call() for call in calls]
         times = partial(clock.graph_times, gpu, run, len(calls))
     result, *allowed = exact
     error = max(result.check(y, what, *allowed) for y in outputs)
