@@ -50,6 +50,8 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
         ax.set_title(_title(table), loc="left", fontsize=8)
         _points(ax, table)
         ax.set_xlabel(f"change of cross-entropy of {judged} (nats)")
+    left, right = row[0].get_xlim()
+    row[0].set_xlim(left, right + 0.4 * (right - left))  # for the notes
     row[0].set_ylabel("speed over dense bf16")
     (device,) = _one(pd.concat(tables), ["device"], "device")
     figure.suptitle(f"speed: {device}; quality: {judged}", fontsize=8)
@@ -90,7 +92,7 @@ def _points(ax: Axes, table: pd.DataFrame) -> None:
         face = colour if filled else "white"
         ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
         text = f"{_NAMES.get(row.side, row.side)} ({y:.2f})"
-        above = np.nanmax([y, row.speedup_high])  # of the bar
-        _note(ax, text, (x, above), (0, 7), ha="center", va="bottom", fontsize=7, color=colour)
+        beside = np.nanmax([x, row.high])  # of the bar
+        _note(ax, text, (beside, y), (6, 3), ha="left", va="bottom", fontsize=7, color=colour)
     ax.axhline(1, color="black", linewidth=0.8)
-    ax.margins(0.25, 0.2)
+    ax.margins(0.12, 0.2)
