@@ -46,7 +46,7 @@ from twell.kernels.common import (
     scaled,
 )
 from twell.kernels.launch import direct
-from twell.kernels.options import DECODE_TOKENS, decode_up, launch_options
+from twell.kernels.options import VECTOR_TOKENS, decode_up, launch_options
 
 
 @direct
@@ -231,7 +231,7 @@ def ffn(
     h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.
     Ours: the paper has no kernel for decoding.
     """
-    if len(x) > DECODE_TOKENS:
+    if len(x) > VECTOR_TOKENS:
         return few.ffn(x, layer, x_scale, activity=activity, out=out)
     y = empty_output(x) if out is None else out
     _down(*_up(x, x_scale, layer, activity), layer, y)

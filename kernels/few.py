@@ -1,14 +1,11 @@
-"""Inference with 3 to 512 tokens: no kernel reads more than its product needs, none waits long.
+"""Inference with 3 to 512 tokens: three launches with tiles so small that all of the GPU works.
 
-Union.py's kernels fill a large GPU with many tokens. Here tiles are small, lists are made where the
-gate is, and the path takes three launches:
-
-  1. gate. A program owns BN neurons, a *segment*, and a block of tokens. It stores g and, of the
+  1. gate. A program owns a *segment* of BN neurons and a block of tokens. It stores g and, of the
      neurons that are active for any token of the block, a list and its length. A list for each
      segment needs no other program's result, and no atomic decides an order.
   2. up. A program takes BN places of a block's union and TM of the block's tokens. It finds its
-     neurons by a prefix sum over the lengths: of some hundred segments, not of N flags. It stores
-     h, and the union as one list.
+     neurons by a prefix sum over the lengths, which are 88 for 5,632 neurons. It stores h, and the
+     union as one list.
   3. down. A program owns BN outputs and TM tokens, and sums over that list.
 
 On Hopper and for few tokens, a kernel may start while the one before ends (PDL: programmatic
@@ -16,9 +13,10 @@ dependent launch), and waits for its results by itself.
 
     x, y           [M, K], in B = ceil(M / block) blocks of 16, 32, 64 or 128 tokens
     g              [N, B * block]
-    lists, counts  [B, W], [B, S] int32; the list of segment s begins at s * SEGMENT
-    union          [B, W] int32: the active neurons in ascending order; whole steps of down, where
-                   the last neuron repeats with h = 0
+    lists, counts  [B, W], [B, S] int32 for S segments of SEGMENT neurons; list s begins at
+                   s * SEGMENT
+    union          [B, W] int32, W at least N: the active neurons in ascending order, padded to a
+                   multiple of down's BK, where the last neuron repeats, with h = 0
     h              [B * W, block], by places in the union
 
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
@@ -117,7 +115,7 @@ def few_gate_kernel(
 
 @triton.jit
 def _unused(places, counts, before, SEGMENT):
-    """What the lists of segments that end before these places of a union leave unused."""
+    """Unused slots in the lists of the segments that end before these places of a union."""
     passed = (before + tl.cumsum(counts, 0))[None, :] <= places[:, None]
     return tl.sum(tl.where(passed, (SEGMENT - counts)[None, :], 0), 1)
 
@@ -127,7 +125,7 @@ def _listed(places, counts, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
     """Where in the segments' lists these places of a union are, with the lengths `counts`."""
     if SEGMENTS <= CHUNK:
         return places + _unused(places, counts, 0, SEGMENT)
-    # Registers do not hold places x segments.
+    # Places x segments would not fit the registers.
     at = places
     before = 0
     for start in range(0, num_segments, CHUNK):
@@ -193,7 +191,7 @@ def few_up_kernel(
         tile = number // PARTS - tl.sum(tl.where(past, tiles, 0), 0)
         total = tl.sum(tl.where(blocks == block, totals, 0), 0)
         places = tile * BN + tl.arange(0, BN)
-        # Places behind the last are the last.
+        # Places beyond the union repeat its last neuron.
         at = _listed(
             tl.minimum(places, total - 1),
             tl.sum(tl.where((blocks == block)[:, None], all_counts, 0), 0),
@@ -302,7 +300,7 @@ class Plan(NamedTuple):
 
 @lru_cache(MAX_CASES)
 def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> Plan:
-    """The plan for at most MAX_TOKENS tokens; nobody may change its options."""
+    """The plan for at most MAX_TOKENS tokens; cached, so callers must not change its options."""
     gate, up, down = (few_options(part, num_tokens, device) for part in ("gate", "up", "down"))
     block = min(max(next_power_of_2(num_tokens), 16), MAX_BLOCK)
     up["TM"], down["TM"] = min(up["TM"], block), min(down["TM"], block)
@@ -443,7 +441,8 @@ def ffn(
     """The layer for some tokens: y [M, K] of x [M, K], M at least 1.
 
     g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. More than
-    MAX_TOKENS tokens are taken in chunks. Workspace: 4 bytes for each token of a chunk and neuron.
+    MAX_TOKENS tokens are taken in chunks. Workspace: for each neuron, 4 bytes a token (up to whole
+    blocks) and 8 a block.
     """
     y = empty_output(x) if out is None else out
     if len(x) <= MAX_TOKENS:

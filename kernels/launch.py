@@ -2,9 +2,9 @@
 
 A small layer waits for Python. In each call Triton binds a kernel's arguments by name, inspects
 their types, alignment and divisibility, and looks the compiled code up. `direct` does that once for
-each case and keeps the code. A case is told by everything on which the code depends: the device,
-types and alignment of tensors, blocks of descriptors, constants and launch options, and integers by
-their value. So a case that is found again has the same code; Triton sees every other one.
+each case and keeps the code. The key of a case is everything on which the code depends: device,
+types and alignment of tensors, blocks of descriptors, constants, launch options, and integers by
+their value. A new key goes through Triton.
 
 In the interpreter kernels are launched as Triton does. docs/kernel-log.md has the times.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_CASES = 4096  # of a kernel; more numbers of tokens than that are seen by Triton again
+MAX_CASES = 4096  # kept of a kernel; then all are dropped
 
 
 def _of_tensor(tensor: Tensor) -> tuple:
@@ -45,7 +45,7 @@ def _of_descriptor(value) -> tuple:
 
 
 class _Kinds(dict):
-    """Type of an argument -> what tells of it all on which a kernel's code may depend."""
+    """Type of an argument -> the function that makes its part of the key."""
 
     def __missing__(self, of: type) -> Callable:
         self[of] = _of_descriptor
@@ -84,7 +84,7 @@ class Direct:
         compiled = self.kernel[grid](*arguments, **options)
         if len(self.cases) >= MAX_CASES:
             self.cases.clear()
-        if compiled is not None:  # where a hook of Triton's kept it from compiling
+        if compiled is not None:  # None: a hook of Triton's prevented the compilation
             self.cases[case] = compiled, tuple(options[name] for name in self.constants)
 
 

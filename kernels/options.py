@@ -150,9 +150,9 @@ HOPPER_TILES = 2
 # Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
 # blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
 LARGE_BLOCK_TOKENS = 16_384
-# Up to so many tokens decode.py computes without tensor cores: 14.0 us for 2 tokens, few.py 18.5
+# Up to so many tokens decode.py computes without tensor cores: 14.0 us for 2 tokens, few.py 18.7
 # [Few tokens].
-DECODE_TOKENS = 2
+VECTOR_TOKENS = 2
 # Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
 # (50.7) [Few tokens].
 DEPENDENT_TOKENS = 256

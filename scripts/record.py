@@ -32,7 +32,7 @@ LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
 # Name -> limit in seconds, well above what an H200 took where it is known, and commands, which get
-# --out DIR/bench unless they have an --out of their own. Layers took 200 s with torchao installed.
+# --out DIR/bench unless they have an --out of their own. "layer" took 200 s with torchao.
 PARTS: dict[str, tuple[int, list[str]]] = {
     "tests": (600, ["pytest tests/gpu -q -p no:cacheprovider -n 4"]),
     "fuzz": (900, ["tests.fuzz --cases 10000 --seed 100000 --jobs {jobs}"]),
@@ -76,7 +76,7 @@ RUNNING: set[int] = set()  # sessions of processes, which Ctrl-C does not reach
 
 
 def wait_for_gpu(gpu: str) -> None:
-    """Return when no process uses the GPU: what it computes would be in the times."""
+    """Return when no other process uses the GPU: its work would distort the times."""
     import pynvml
 
     pynvml.nvmlInit()

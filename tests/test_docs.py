@@ -290,3 +290,14 @@ def test_the_recipe_says_what_is_missing():
         command = ["bash", ROOT / "scripts" / "recipe.sh", scale]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_tests_that_the_documents_name_exist():
+    named = {  # the kernel log is of the past
+        name
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.stem != "kernel-log"
+        for name in re.findall(r"`(test_\w+)`", page.read_text())
+    }
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert named and not {name for name in named if f"def {name}(" not in sources}

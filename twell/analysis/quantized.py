@@ -74,8 +74,8 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
 def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/quality.csv with their side, of each model's newest call.
 
-    Small models and active ones come first. The model in bf16 is the side "dense", of which
-    differences are 0.
+    Models by size, then by activity, the most active first. The model in bf16 is the side "dense",
+    of which differences are 0.
     """
     if rows.empty:
         return rows.assign(side="")

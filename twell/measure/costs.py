@@ -48,9 +48,9 @@ def work(
 def kernel_formulas(columns: dict, exact: Exact) -> dict[tuple[str, str], tuple[int, int]]:
     """Return (path, kernel) -> the operations and bytes that the kernel's method needs on a case.
 
-    In a union each of the block's tokens has each of its neurons, active or not, in blocks of 64
-    tokens. Bytes: weights of touched neurons, inputs and outputs once, 2 bytes a value, 4 an active
-    entry (value and index), a bit a flag.
+    In a union each of the block's tokens has each of its neurons, active or not. Blocks have 64
+    tokens here, also where the kernels take 128. Bytes: weights of touched neurons, inputs and
+    outputs once, 2 bytes a value, 4 an active entry (value and index), a bit a flag.
     """
     m, k, n = (columns[name] for name in ("tokens", "hidden_size", "intermediate_size"))
     entries, touched, unions = exact.entries, exact.touched, int(exact.unions.sum())

@@ -3,9 +3,8 @@
     function                    computes                              kernel
     ffn                         the dense layer, every activation     kernels/dense.py
     gate_pack                   the gate, packed                      kernels/gate.py
-    up_down, down               one token after the other             kernels/rowwise.py
-    union_up_down, union_down   blocks of tokens                      kernels/union.py
-    union_up_down, one block    few tokens                            kernels/decode.py, few.py
+    up_down, down               one token after the other             kernels/rowwise.py, decode.py
+    union_up_down, union_down   blocks of tokens                      kernels/union.py, few.py
     union_train_forward         a training step by unions: forward    kernels/training.py
     union_train_backward        ... and backward                      kernels/training.py
     ffn_forward, ffn_backward   the paper's training step             kernels/paper/hybrid.py
