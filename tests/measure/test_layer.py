@@ -216,11 +216,15 @@ def timed(dense_kernels, monkeypatch):
         return by_reference(path, x, w_gate, *weights)
 
     def compiled(function, **_):
+        if isinstance(function, torch.nn.Module):  # a layer, which takes its own path
+            return function
         return lambda *tensors: run("dense", *tensors)
 
     monkeypatch.setattr(ops, "run", run)
     monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(calibrations, "FLOOR_TOKENS", (1, 8, 32))
     monkeypatch.setattr(calibrations, "CHECKED_TOKENS", (4, 20))
+    monkeypatch.setattr(calibrations, "CHECKED_CALLS", (4,))
     monkeypatch.setattr(calibrations, "GRAPH_TOKENS", 8)
     return log
 
@@ -234,6 +238,14 @@ def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
     for (m, entries), times in points.items():
         for path, ms in times.items():
             assert ms == pytest.approx(timed[m, entries, path], rel=1e-3)
+    # Least times of calls: of layers with one active neuron a token; 32 tokens are too many.
+    assert again.floors == result.floors
+    cases = [(floor.situation, floor.tokens) for floor in result.floors]
+    assert cases == [(s, m) for m in (1, 8) for s in ("eager", "compiled")]
+    for floor in result.floors:
+        entries = min(entries for m, entries, _ in timed if m == floor.tokens and entries)
+        least = {path: timed[floor.tokens, entries, path] for path in DEPENDS_ON}
+        assert floor.ms == pytest.approx(least, rel=1e-3)
     # The busiest layer of each number of tokens is timed densely; a path far behind is dropped.
     for m in (1, 8, 16):
         curve = [points[key] for key in sorted(points) if key[0] == m]
@@ -249,6 +261,10 @@ def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
     worst = max(map(float, ratios))
     summary = f"dense torch.compile: {worst:.2f} of its time with the activity known"
     assert worst <= 1 and summary in output and "auto took union" in output
+    calls = re.findall(r"(eager|compiled) +auto took \w+ +([0-9.]+) of the time", output)
+    assert [situation for situation, _ in calls] == ["eager", "compiled"]
+    for situation, ratio in calls:
+        assert f"{ratio} in {situation}" in output.splitlines()[-1]
 
 
 def test_the_worst_of_each_kind_is_reported(timed, dense_kernels, monkeypatch):

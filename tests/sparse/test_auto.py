@@ -17,6 +17,7 @@ from tests.factories.sparse import (
     triton_here,
 )
 from twell.sparse import plan
+from twell.sparse.calibration import Floor
 
 DENSE = ((2**20, "dense"),)
 
@@ -88,6 +89,28 @@ def test_compiled_code_keeps_to_the_plan_and_is_shared(monkeypatch):
             assert graphs.frame_count == expected
         assert len({ffn.plan for ffn in layers}) == 3
         assert [ffn.chooser.path(70) for ffn in layers] == ["union", "union", "dense"]
+
+
+@triton_here
+def test_the_path_depends_on_the_situation(taken):
+    def traced(module, _):
+        nodes = [node for node in module.graph.nodes if str(node.target).startswith("twell")]
+        paths.extend(node.kwargs["path"] for node in nodes)
+        return module
+
+    ffn, x = make_auto(), positive(70)
+    floors = (Floor("eager", 1, {"union": 9.0}), Floor("compiled", 1, {"union": 9.0}))
+    ffn.calibration = dataclasses.replace(ffn.calibration, floors=floors)
+    ffn.observe(3, 3)
+    assert ffn.plan == ffn.plans["eager"] == ((8, "decode"), (2**20, "dense"))
+    assert ffn.plans["graph"] == ((8, "decode"), (2**20, "union"))
+    with torch.no_grad():
+        ffn(x)
+        assert taken == ["dense"]
+        for ffn.cuda_graphs, expected in ((True, ["union"]), (False, [])):
+            paths = []
+            y = torch.compile(ffn, fullgraph=True, backend=traced)(x)
+            assert paths == expected and relative(y, exact(ffn, x)) < 1e-3
 
 
 @triton_here

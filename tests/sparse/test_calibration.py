@@ -10,6 +10,7 @@ from twell.sparse.calibration import (
     MARGIN,
     SCALED_MARGIN,
     Calibration,
+    Floor,
     Point,
     crossing,
     default,
@@ -79,12 +80,46 @@ def test_fit_takes_the_median_and_leaves_other_providers_out():
     assert Calibration.fit(rows, **ABOUT).times == (Point(8, 3.5, 9.0, {"dense": 2.0}),)
 
 
+@pytest.mark.parametrize("repeat", range(5))
+def test_no_time_is_below_the_floor_of_its_situation(rng, repeat):
+    rng.seed(repeat)
+    sizes = sorted(rng.sample(range(1, 3000), 4))
+    floors = {
+        (situation, path): [rng.uniform(0.1, 2) for _ in sizes]
+        for situation, path in (("eager", "dense"), ("eager", "union"), ("compiled", "decode"))
+    }
+    given = [
+        Floor(situation, m, {path: times[place]})
+        for place, m in enumerate(sizes)
+        for (situation, path), times in floors.items()
+    ]
+    grid = random_grid(rng)
+    made = from_grid(grid, floors=tuple(rng.sample(given, len(given))))
+    for _ in range(20):
+        m, active, union = (rng.uniform(1, high) for high in (sizes[-1], 900, 900))
+        alone = made.predict(m, active, union)
+        assert alone == from_grid(grid).predict(m, active, union)
+        for situation in ("graph", "eager", "compiled"):
+            expected = dict(alone)
+            for (of, path), times in floors.items():
+                if of == situation:
+                    logs = np.interp(math.log(m), np.log(sizes), np.log(times))
+                    expected[path] = max(alone[path], math.exp(logs))
+            assert made.predict(m, active, union, situation) == pytest.approx(expected)
+            best = min(expected, key=expected.get)
+            sparse = expected[best] <= (1 - made.margin) * expected["dense"]
+            choice = made.choose(m, active, union, situation)
+            assert choice == (best if sparse else "dense")
+
+
 # --- files
 
 
 @pytest.mark.parametrize(("expected", "training"), [(None, 0.5), ((3.5, 20.0), None), (None, 1000)])
 def test_files_keep_everything(rng, tmp_path, expected, training):
+    floors = Floor("eager", 1, {"dense": 0.5}), Floor("compiled", 8, {"dense": 0.25, "union": 3.0})
     options = {"expected": expected, "margin": 0.07, "gated": False, "training": training}
+    options["floors"] = floors
     made, path = from_grid(random_grid(rng), **options), tmp_path / "c.json"
     made.save(path)
     assert vars(Calibration.load(path)) == vars(made)
@@ -92,14 +127,19 @@ def test_files_keep_everything(rng, tmp_path, expected, training):
     assert sum(line.count('{"tokens"') for line in lines) == len(made.times)
     assert sum('{"tokens"' in line for line in lines) == len(made.times)
     assert copy.deepcopy(made) is made
-    fields = json.loads(path.read_text())  # as before training was measured
-    del fields["training"]
+    fields = json.loads(path.read_text())  # as before training and situations were measured
+    del fields["training"], fields["floors"]
     path.write_text(json.dumps(fields))
-    assert Calibration.load(path).training is None
+    again = Calibration.load(path)
+    assert again.training is None and again.floors == ()
 
 
 def first_point(**changes):
     return lambda fields: fields["times"][0].update(changes)
+
+
+def first_floor(**changes):
+    return lambda fields: fields["floors"][0].update(changes)
 
 
 def fields(**changes):
@@ -123,6 +163,10 @@ def fields(**changes):
         (first_point(tokens=0), "tokens is 0; expected a number above 0"),
         (first_point(active=1001), "active is 1001; expected a number from 0 to 1000"),
         (first_point(union=-1), "union is -1"),
+        (first_floor(situation="slow"), "situation is 'slow'; expected one of eager, compiled"),
+        (first_floor(tokens=-1), "tokens is -1; expected a number above 0"),
+        (first_floor(ms={"dense": 0}), "the time of 'dense' is 0"),
+        (fields(floors=3), "floors is 3; expected a list"),
         (fields(intermediate_size=0), "intermediate_size is 0; expected an integer from 1"),
         (fields(gated="yes"), "gated is 'yes'; expected true or false"),
         (fields(margin=1), "margin is 1; expected 0 or more and below 1"),
@@ -136,7 +180,7 @@ def fields(**changes):
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path, change, words):
-    threshold().save(tmp_path / "c.json")
+    threshold(floors=(Floor("eager", 1, {"dense": 1.0}),)).save(tmp_path / "c.json")
     changed = json.loads((tmp_path / "c.json").read_text())
     change(changed)
     (tmp_path / "c.json").write_text(json.dumps(changed))
@@ -177,6 +221,11 @@ def test_scaling_keeps_the_time_of_equal_work():
     assert half.device == "a device, scaled from hidden_size=32, intermediate_size=1000, gated=True"
     assert threshold(training=90).scaled(64, 500, True).training == 45
     assert half.predict(64, 20, 40) == pytest.approx(made.predict(32, 40, 80))
+    slow = threshold(
+        floors=(Floor("eager", 32, {"dense": 7.0}), Floor("eager", 64, {"dense": 9.0}))
+    )
+    for m, floor in ((1, 7.0), (64, 7.0), (128, 9.0), (256, 18.0)):
+        assert slow.scaled(32, 500, True).predict(m, 20, 40, "eager")["dense"] == floor
     rows = [(8, 10, 20, "dense", 6.0), (8, 10, 20, "union", 3.0), (8, 10, 20, "rowwise", 90.0)]
     other = calibration(rows).scaled(32, 1000, False)
     # gate 2; the rest of dense loses one of two products, that of a sparse path too

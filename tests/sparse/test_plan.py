@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
-from twell.sparse.calibration import BLOCK
+from twell.sparse.calibration import BLOCK, Floor
 from twell.sparse.plan import POWERS, Chooser
 
 CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
@@ -34,14 +34,17 @@ def call(chooser, num_tokens, active, union):
 
 def test_a_fresh_layer_is_dense_unless_told_what_to_expect():
     chooser = Chooser(32, 1000, True)
-    assert chooser.plan == DENSE and chooser.observed is None
+    assert chooser.plans["eager"] == DENSE and chooser.observed is None
     chooser.calibration = threshold()
-    assert chooser.plan == DENSE
+    assert chooser.plans["eager"] == DENSE
     chooser.calibration = threshold(expected=(2.0, 50.0))
-    assert chooser.plan == ((32, "decode"), (POWERS[-1], "union")) and chooser.observed is None
+    assert (
+        chooser.plans["eager"] == ((32, "decode"), (POWERS[-1], "union"))
+        and chooser.observed is None
+    )
     assert [chooser.path(m) for m in (1, 32, 33, 10**9)] == ["decode", "decode", "union", "union"]
     chooser.observe(1000, 1000)
-    assert chooser.plan == DENSE  # an observation counts more
+    assert chooser.plans["eager"] == DENSE  # an observation counts more
     chooser.observe(2, 50)
     chooser.calibration = threshold(crossing=40.0)
     assert chooser.path(4096) == "dense"  # a new calibration, a new plan
@@ -61,7 +64,32 @@ def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
         expected = made.choose(power, active, active * (union / active) ** share)
         assert chooser.path(power) == expected
         assert chooser.path(power // 2 + 1) == expected or power == 1
-    assert all(a[1] != b[1] for a, b in zip(chooser.plan, chooser.plan[1:], strict=False))
+    assert all(
+        a[1] != b[1]
+        for a, b in zip(chooser.plans["eager"], chooser.plans["eager"][1:], strict=False)
+    )
+
+
+def test_each_situation_has_a_plan():
+    chooser = make(
+        floors=(Floor("eager", 1, {"decode": 2.0}), Floor("compiled", 1, {"union": 2.0}))
+    )
+    chooser.observe(2, 50)
+    both = (32, "decode"), (POWERS[-1], "union")
+    dense_first, dense_last = (32, "dense"), (POWERS[-1], "dense")
+    expected = {
+        "graph": both,
+        "eager": (dense_first, both[1]),
+        "compiled": (both[0], dense_last),
+    }
+    assert chooser.plans == expected
+    for situation, plan_of in expected.items():
+        assert [chooser.path(m, situation) for m in (1, 32, 33)] == [
+            plan_of[0][1],
+            plan_of[0][1],
+            plan_of[1][1],
+        ]
+    assert pickle.loads(pickle.dumps(chooser)).plans == expected
 
 
 def test_unions_of_few_tokens_bound_those_of_more():
@@ -108,9 +136,9 @@ def test_small_changes_leave_the_plan_as_it_is():
     chooser = make()
     call(chooser, 2**14, 3, 90)
     call(chooser, 2**14, 3, 104)
-    before = chooser.plan
+    before = chooser.plans["eager"]
     call(chooser, 2**14, 3, 104)
-    assert chooser.observed == (3, 104) and chooser.plan is before
+    assert chooser.observed == (3, 104) and chooser.plans["eager"] is before
     assert chooser.path(4096) == "union"
     call(chooser, 2**14, 3, 120)
     chooser.update(2**14)
@@ -184,7 +212,9 @@ def test_counters_outlive_inference_mode_change_device_and_are_not_copied(monkey
     chooser.update(2**14)
     monkeypatch.undo()
     for again in (copy.deepcopy(chooser), pickle.loads(pickle.dumps(chooser))):
-        assert again.plan == chooser.plan and again.observed == chooser.observed == (2, 50)
+        assert again.plans["eager"] == chooser.plans[
+            "eager"
+        ] and again.observed == chooser.observed == (2, 50)
         for _ in range(3):
             call(again, 2**14, 500, 999)
         assert again.path(4096) == "dense"

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from twell import results
 from twell.measure import clock
-from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes
+from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes, in_mode
 from twell.measure.check import Exact
 from twell.measure.float8 import Quantized
 from twell.measure.layer import checked
 from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_FP8
 from twell.sparse import reference
-from twell.sparse.calibration import FLOAT8, Calibration
+from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, GRAPH, Calibration, Floor
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
+# Where a call may wait for Python: 1 and 2 tokens, up to 512, and more take different kernels.
+FLOOR_TOKENS = 1, 2, 4, 64, 512, 1024, 2048
 CHECKED_TOKENS = 8, 512, 8192
+CHECKED_CALLS = 8, 64, 512, 2048  # of eager and of compiled calls
 CHECKED_ACTIVE = 20, 200
 PLANNED_ACTIVE = 29
 
@@ -46,9 +50,10 @@ def calibrate(
     """Time the kernels' dense path and each sparse one, and save what "auto" chooses by.
 
     The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
-    to all; `out` is the JSON file. Then "auto" is compared with dense torch.compile, in FP8 with
-    the faster of it and dense FP8, at sizes between those measured, and on inputs unlike those it
-    observed; the worst of each is printed. About a minute on an H200.
+    to all; `out` is the JSON file. Calls that may wait for Python are timed eager and compiled too,
+    one after the other. Then "auto" is compared with dense torch.compile, in FP8 with the faster of
+    it and dense FP8, at sizes between those measured, in each situation, and on inputs unlike those
+    it observed; the worst of each is printed. About two minutes on an H200.
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
@@ -59,6 +64,8 @@ def calibrate(
         raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
     layers = Layers(gpu, hidden_size, intermediate_size, gated, quantized)
     rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
+    few = [number for number in FLOOR_TOKENS if number <= max(tokens)]
+    floors = tuple(floor for num_tokens in few for floor in layers.floors(num_tokens))
     origin = results.provenance()
     calibration = Calibration.fit(
         rows,
@@ -69,6 +76,7 @@ def calibrate(
         dtype=FLOAT8 if quantized else "bfloat16",
         versions="; ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         date=origin["date"],
+        floors=floors,
     )
     calibration.save(out)
     print(f"{out}: {len(rows)} times", flush=True)
@@ -97,10 +105,15 @@ class Layers:
         return Case.of(pattern.kind, inputs, self.gated, sets)
 
     def milliseconds(
-        self, case: Case, name: str, calls: list[Call], exact: tuple[Exact, *tuple[float, ...]]
+        self,
+        case: Case,
+        name: str,
+        calls: list[Call],
+        exact: tuple[Exact, *tuple[float, ...]],
+        mode: str | None = None,
     ) -> float:
-        """Return p50 of the calls after a check: in a graph up to GRAPH_TOKENS, as `ffn` does."""
-        mode = "graph" if len(case.x) <= GRAPH_TOKENS else "stream"
+        """Return p50 of the calls after a check, by default in the mode that `ffn` takes."""
+        mode = mode or ("graph" if len(case.x) <= GRAPH_TOKENS else "stream")
         _, times, _ = checked(self.gpu, exact, f"{name} at {case}", calls, mode)
         return clock.quantiles(times(clock.CALIBRATION_TURN))["p50"]
 
@@ -123,6 +136,26 @@ class Layers:
             print(f"{case}  {speeds}", flush=True)
         return rows
 
+    def floors(self, num_tokens: int) -> list[Floor]:
+        """Return the times of eager and of compiled calls of a layer with hardly any activity."""
+        case = self.case(num_tokens, 1)
+        side = self._side(case)
+        layer, floors = side.auto_layers()[0], []
+        layer.backend = "triton"
+        for situation in (EAGER, COMPILED):
+            times = {}
+            for layer.path in case.paths():
+                call = functools.partial(in_mode(layer, situation), case.x)
+                name = f"{layer.path}, {situation},"
+                times[layer.path] = self.milliseconds(
+                    case, name, [call], self._exact(side), situation
+                )
+            floors.append(Floor(situation, num_tokens, times))
+            speeds = "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items())
+            print(f"{case}  {situation:<8}  {speeds}", flush=True)
+        torch.compiler.reset()  # compiled anew for each path, up to a limit
+        return floors
+
     def _side(self, case: Case) -> Case | Quantized:
         """The case in the precision of these layers."""
         return Quantized(case) if self.quantized else case
@@ -130,14 +163,16 @@ class Layers:
     def _exact(self, side: Case | Quantized) -> tuple[Exact]:
         return (side.sparse if self.quantized else side.exact,)
 
-    def _dense(self, case: Case, side: Case | Quantized, compiled) -> float:
+    def _dense(
+        self, case: Case, side: Case | Quantized, compiled, mode: str | None = None
+    ) -> float:
         """Return ms of dense torch.compile; of FP8 layers, of the faster of bf16 and FP8."""
         calls = case.calls(compiled, plain=True)
-        dense = self.milliseconds(case, DENSE_COMPILED.name, calls, (case.exact,))
+        dense = self.milliseconds(case, DENSE_COMPILED.name, calls, (case.exact,), mode)
         if self.quantized:
             calls = side.dense_calls()[DENSE_FP8]
             exact = side.exact(DENSE_FP8)
-            dense = min(dense, self.milliseconds(case, DENSE_FP8.name, calls, exact))
+            dense = min(dense, self.milliseconds(case, DENSE_FP8.name, calls, exact, mode))
         return dense
 
     def check_choices(self, calibration: Calibration) -> dict[str, float]:
@@ -145,15 +180,18 @@ class Layers:
 
         Dense is torch.compile. "alike": the layer knows the activity of its inputs. "even": it
         does, and they are even, where skewed ones were calibrated. "busier": it was planned for 29
-        active neurons and all are active, before it can notice.
+        active neurons and all are active, before it can notice. "eager" and "compiled": calls of
+        layers, and of dense torch.compile, one after the other.
         """
         compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
-        worst = {"alike": 0.0, "even": 0.0, "busier": 0.0}
+        worst = self._check_calls(calibration, compiled)
+        worst |= {"alike": 0.0, "even": 0.0, "busier": 0.0}
         n = self.size[1]
         planned = min(PLANNED_ACTIVE, n)
         for tokens in CHECKED_TOKENS:
+            situation = GRAPH if tokens <= GRAPH_TOKENS else EAGER
             known = self._side(self.case(tokens, planned))
-            plan = known.auto_layers(calibration)[0].chooser.path(tokens)
+            plan = known.auto_layers(calibration)[0].chooser.path(tokens, situation)
             full = self.case(tokens, n)
             alike = [self.case(tokens, active) for active in CHECKED_ACTIVE if active < n]
             for kind, case in (
@@ -163,7 +201,8 @@ class Layers:
             ):
                 side = self._side(case)
                 layers = side.auto_layers(calibration)
-                path = plan if kind == "busier" else layers[0].chooser.path(tokens)
+                path = layers[0].chooser.path(tokens, situation)
+                path = plan if kind == "busier" else path
                 calls = [functools.partial(layer, case.x) for layer in layers]
                 if kind == "busier":
                     calls = side.path_calls(path)
@@ -176,7 +215,31 @@ class Layers:
         print(
             f"worst against dense torch.compile: {worst['alike']:.2f} of its time with the "
             f"activity known, {worst['even']:.2f} with even activity, {worst['busier']:.2f} "
-            f"planned for {PLANNED_ACTIVE} active neurons with all active",
+            f"planned for {PLANNED_ACTIVE} active neurons with all active; {worst[EAGER]:.2f} "
+            f"in eager and {worst[COMPILED]:.2f} in compiled calls one after the other",
             flush=True,
         )
+        return worst
+
+    def _check_calls(self, calibration: Calibration, compiled) -> dict[str, float]:
+        """The worst ratios to dense of calls one after the other, with the activity known."""
+        worst = {EAGER: 0.0, COMPILED: 0.0}
+        for tokens, situation in product(CHECKED_CALLS, worst):
+            case = self.case(tokens, min(PLANNED_ACTIVE, self.size[1]))
+            side = self._side(case)
+            layers = side.auto_layers(calibration)
+            path = layers[0].chooser.path(tokens, situation)
+            for layer in layers:
+                layer.cuda_graphs = False
+            calls = [functools.partial(in_mode(layer, situation), case.x) for layer in layers]
+            exact = self._exact(side)
+            ratio = self.milliseconds(case, f"auto ({path})", calls, exact, situation)
+            ratio /= self._dense(case, side, compiled, situation)
+            worst[situation] = max(ratio, worst[situation])
+            print(
+                f"{case}  {situation:<8} auto took {path:<7} {ratio:.2f} of the time of "
+                "torch.compile",
+                flush=True,
+            )
+            torch.compiler.reset()
         return worst

@@ -26,7 +26,7 @@ from twell.measure.providers import (
 from twell.measure.rows import Rows, require, significant
 from twell.sparse import float8, reference
 from twell.sparse.activations import get_activation
-from twell.sparse.calibration import Calibration
+from twell.sparse.calibration import EAGER, Calibration
 
 
 @torch.no_grad()
@@ -108,6 +108,8 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()
     for provider, several in layers.items():
+        for layer in several:
+            layer.cuda_graphs = mode == "graph"
         calls[provider] = [partial(in_mode(layer, mode), case.x) for layer in several]
     runs: dict[Provider, clock.Run] = {}
 
@@ -123,7 +125,8 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
         # It looks again while it runs, so its path is read after the calls.
         path = provider.path or "dense"
         if provider in layers:
-            path = layers[provider][0].chooser.path(len(case.x))
+            situation = EAGER if mode == "stream" else mode
+            path = layers[provider][0].chooser.path(len(case.x), situation)
         number = len(calls[provider])
         columns |= {"path": path, "mode": mode, "weight_sets": number}
         rows.append(bench.row(case, provider, columns, runs[provider], number))

@@ -1,8 +1,9 @@
 """Measured times of a layer's paths on one device, and the fastest path that follows from them.
 
 Row-wise work grows with the active neurons of a token, work by unions with the neurons that any
-token of a block has active, and dense work with neither. `Calibration` holds measured times and
-predicts from them. The choice concerns speed alone: every path is exact for every input.
+token of a block has active, and dense work with neither. A small layer waits for Python, which
+takes longer for some paths than for others. `Calibration` holds measured times and predicts from
+them. The choice concerns speed alone: every path is exact for every input.
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "u
 MARGIN = 0.03
 # Times scaled from another layer's, perhaps on another device, are less certain.
 SCALED_MARGIN = 0.10
+# How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
+SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 POSITIVE = "a number above 0"
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
-# The default calibration: an H200, K = 2048, N = 5632, gated.
-DEFAULT = Path(__file__).with_name("default_calibration.json")
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
+# The default calibrations, in bf16 and in FP8: an H200, K = 2048, N = 5632, gated.
+DEFAULT = {
+    quantized: Path(__file__).with_name(f"default_calibration{name}.json")
+    for quantized, name in ((False, ""), (True, "_fp8"))
+}
+
+
+Curves = list[tuple[float, list[tuple[float, float]]]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,15 @@ class Point:
     ms: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Floor:
+    """The least ms by path of a call with `tokens` in a situation: with hardly an active neuron."""
+
+    situation: str
+    tokens: float
+    ms: Mapping[str, float]
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Times of the paths of one layer on one device, and the choice that follows from them. Ours.
@@ -55,7 +73,8 @@ class Calibration:
         hidden_size, intermediate_size, gated: K, N and kind of the layer.
         dtype: of weights and inputs.
         versions, date: of the measurement, for the reader.
-        times: one Point for each case; every calibration has dense times.
+        times: one Point for each case, of the GPU alone; every calibration has dense times.
+        floors: where a call may wait for Python, one Floor for each situation and number of tokens.
         expected: mean active neurons and mean union of 64 tokens of the calibrated model; a layer
             assumes them until it has seen its own. None: it starts densely.
         margin: the share by which a sparse path must be predicted faster than dense.
@@ -76,6 +95,7 @@ class Calibration:
     expected: tuple[float, float] | None = None
     margin: float = MARGIN
     training: float | None = None
+    floors: tuple[Floor, ...] = ()
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size"):
@@ -92,8 +112,12 @@ class Calibration:
         if self.training is not None:
             require_up_to(most, training=self.training)
         for point in self.times:
-            require(_is_number(point.tokens) and point.tokens > 0, "tokens", point.tokens, POSITIVE)
             require_up_to(most, active=point.active, union=point.union)
+        for floor in self.floors:
+            known = ", ".join(SITUATIONS)
+            require(floor.situation in SITUATIONS, "situation", floor.situation, f"one of {known}")
+        for point in (*self.times, *self.floors):
+            require(_is_number(point.tokens) and point.tokens > 0, "tokens", point.tokens, POSITIVE)
             require(isinstance(point.ms, Mapping), "ms", point.ms, "times by path")
             for path, ms in point.ms.items():
                 require(path in DEPENDS_ON, "a path", path, f"one of {', '.join(DEPENDS_ON)}")
@@ -125,9 +149,12 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Write the calibration as JSON, one case a line."""
         fields = asdict(self)
-        times = ",\n    ".join(json.dumps(point) for point in fields.pop("times"))
+        lists = {name: fields.pop(name) for name in _LISTS}
         text = json.dumps(fields, indent=2).removesuffix("\n}")
-        Path(path).write_text(f'{text},\n  "times": [\n    {times}\n  ]\n}}\n', encoding="utf-8")
+        for name, points in lists.items():
+            lines = ",".join(f"\n    {json.dumps(point)}" for point in points)
+            text += f',\n  "{name}": [{lines}\n  ]'
+        Path(path).write_text(text + "\n}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -136,7 +163,10 @@ class Calibration:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(fields, dict) or not isinstance(fields.get("times"), list):
                 raise ValueError("it has no list 'times'")
-            fields["times"] = tuple(_made(Point, point, "times") for point in fields["times"])
+            for name, kind in _LISTS.items():
+                points = fields.get(name, [])
+                require(isinstance(points, list), name, points, "a list")
+                fields[name] = tuple(_made(kind, point, name) for point in points)
             if isinstance(fields.get("expected"), list):
                 fields["expected"] = tuple(fields["expected"])
             return _made(cls, fields, "the file")
@@ -164,7 +194,7 @@ class Calibration:
     # --- the choice
 
     @cached_property
-    def _curves(self) -> dict[str, list[tuple[float, list[tuple[float, float]]]]]:
+    def _curves(self) -> dict[str, Curves]:
         """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
         times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for point in self.times:
@@ -178,13 +208,25 @@ class Calibration:
             for path, curves in times.items()
         }
 
-    def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
+    @cached_property
+    def _floors(self) -> dict[tuple[str, str], Curves]:
+        """The same of `floors` by situation and path; each curve has one point."""
+        curves = defaultdict(list)
+        for floor in sorted(self.floors, key=lambda floor: floor.tokens):
+            for path, ms in floor.ms.items():
+                curves[floor.situation, path].append((floor.tokens, [(0.0, ms)]))
+        return curves
+
+    def predict(
+        self, num_tokens: float, active: float, union: float, situation: str = GRAPH
+    ) -> dict[str, float]:
         """Return ms by path for means of `active` neurons per token and of `union`.
 
         `union`: of blocks of 64 consecutive tokens, or of all tokens where there are fewer. Linear
         in the activity, and in log time over log tokens; proportional to tokens beyond the largest
         measured number. A sparse path is left out where neither this activity nor a higher one was
-        measured, and below its smallest measured number of tokens.
+        measured, and below its smallest measured number of tokens. No time is below the `floors` of
+        the situation.
         """
         activity = {None: 0.0, "active": active, "union": union}
         times = {}
@@ -192,21 +234,22 @@ class Calibration:
             ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
             fewest_tokens, _ = curves[0]
             if path == "dense" or (ms is not None and num_tokens >= fewest_tokens):
-                times[path] = ms
+                floors = self._floors.get((situation, path))
+                times[path] = max(ms, _interpolate(floors, num_tokens, 0.0)) if floors else ms
         return times
 
-    def choose(self, num_tokens: float, active: float, union: float) -> str:
+    def choose(self, num_tokens: float, active: float, union: float, situation: str = GRAPH) -> str:
         """Return the fastest path by `predict`, dense unless a sparse one wins by the margin."""
-        times = self.predict(num_tokens, active, union)
+        times = self.predict(num_tokens, active, union, situation)
         best = min(times, key=times.get)
         return best if times[best] <= (1 - self.margin) * times["dense"] else "dense"
 
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens. Activity scales with N. A
-        non-gated layer has no up projection: dense saves a third, a sparse path half of its time
-        after the gate.
+        A layer with half the weights gets the time of half the tokens; so do floors, which are
+        nearly constant for few tokens. Activity scales with N. A non-gated layer has no up
+        projection: dense saves a third, a sparse path half of its time after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
@@ -234,19 +277,21 @@ class Calibration:
             intermediate_size=intermediate_size,
             gated=gated,
             times=times,
+            floors=tuple(Floor(f.situation, f.tokens / wider, f.ms) for f in self.floors),
             expected=None,
             margin=SCALED_MARGIN,
             training=None if self.training is None else neurons(self.training),
         )
 
 
+_LISTS = {"times": Point, "floors": Floor}  # fields that are lists in files
+
+
 def _medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
     return {key: median(values) for key, values in times.items()}
 
 
-def _interpolate(
-    curves: list[tuple[float, list[tuple[float, float]]]], tokens: float, x: float
-) -> float | None:
+def _interpolate(curves: Curves, tokens: float, x: float) -> float | None:
     """Return ms at (tokens, x); None where x exceeds every measured one on either side."""
     place = bisect_left(curves, tokens, key=lambda curve: curve[0])
     if place == len(curves):
@@ -326,6 +371,8 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 
 @cache
-def default(hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
-    """Return the DEFAULT calibration, scaled to a layer of this kind."""
-    return Calibration.load(DEFAULT).scaled(hidden_size, intermediate_size, gated)
+def default(
+    hidden_size: int, intermediate_size: int, gated: bool, quantized: bool = False
+) -> Calibration:
+    """Return the DEFAULT calibration of such weights, scaled to a layer of this kind."""
+    return Calibration.load(DEFAULT[quantized]).scaled(hidden_size, intermediate_size, gated)

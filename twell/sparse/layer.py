@@ -32,7 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
 from twell.sparse.activations import ACTIVATIONS, get_activation
-from twell.sparse.calibration import DEPENDS_ON
+from twell.sparse.calibration import COMPILED, DEPENDS_ON, EAGER, GRAPH, SITUATIONS
 from twell.sparse.edit import Edit
 from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
 from twell.sparse.plan import POWERS, Chooser
@@ -102,13 +102,14 @@ class SparseFFN(nn.Module):
     Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
     the output has other values of some neurons. Both still count in `l1` and `stats`.
 
-    Choosing. The backend "auto" follows `plan`, pairs (most tokens, path), made from `calibration`
-    (measured times; None: an H200's) and from `observed`, the newest activity, in ordinary calls.
-    Code of torch.compile or in a CUDA graph keeps the path of its making, so run a batch before,
-    call `observe`, or give a calibration with expectations. `path` sets the path of the backend
-    "triton": "rowwise", "union", "decode" or "dense"; None chooses by the number of tokens. While
-    `readable` is False every sparse backend calls the projections and skips nothing, which `repr`
-    explains.
+    Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
+    layer, made from `calibration` (measured times; None: an H200's) and from `observed`, the newest
+    activity in eager calls. `plan` is that of eager calls. Code of torch.compile or in a CUDA graph
+    keeps the path of its making, so run a batch before, call `observe`, or give a calibration with
+    expectations. Compiled code is taken to run in CUDA graphs, where nothing waits for Python,
+    unless `cuda_graphs` is False. `path` sets the path of the backend "triton": "rowwise", "union",
+    "decode" or "dense"; None chooses by the number of tokens. While `readable` is False every
+    sparse backend calls the projections and skips nothing, which `repr` explains.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
@@ -152,6 +153,7 @@ class SparseFFN(nn.Module):
         self.edit: Edit | None = None
         self.train_path: str | None = None
         self.capacity = 0
+        self.cuda_graphs = True
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend
@@ -229,8 +231,14 @@ class SparseFFN(nn.Module):
 
     @property
     def plan(self) -> tuple[tuple[int, str], ...]:
-        """Pairs (most tokens, path) of "auto"; the last path serves any number above too."""
-        return self.chooser.plan if self.readable else ((POWERS[-1], "dense"),)
+        """Pairs (most tokens, path) of "auto" in eager calls; the last path serves more too."""
+        return self.plans[EAGER]
+
+    @property
+    def plans(self) -> dict[str, tuple[tuple[int, str], ...]]:
+        """The plans by situation: eager calls, code of torch.compile, CUDA graphs."""
+        dense = dict.fromkeys(SITUATIONS, ((POWERS[-1], "dense"),))
+        return self.chooser.plans if self.readable else dense
 
     def observe(self, active: float, union: float, tokens: int = 64) -> None:
         """Plan for this activity: see `Chooser.observe`."""
@@ -424,12 +432,16 @@ class SparseFFN(nn.Module):
         tensors, num_tokens = self._tensors(rows), rows.shape[0]
         if not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
-        counts = not torch.compiler.is_compiling() and num_tokens > 0
-        counts = counts and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+        situation = EAGER
+        if torch.compiler.is_compiling():
+            situation = GRAPH if self.cuda_graphs else COMPILED
+        elif rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            situation = GRAPH
+        counts = situation == EAGER and num_tokens > 0
         with without_autocast(rows.device.type):
             if counts:
                 self.chooser.update(num_tokens)
-            path, activity = self.chooser.path(num_tokens), None
+            path, activity = self.chooser.path(num_tokens, situation), None
             if counts and path == "dense":
                 self.chooser.probe(rows, self._first(tensors))
             elif counts:

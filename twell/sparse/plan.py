@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twell.sparse.calibration import BLOCK, Calibration, default, require, require_up_to
+from twell.sparse.calibration import (
+    BLOCK,
+    EAGER,
+    SITUATIONS,
+    Calibration,
+    default,
+    require,
+    require_up_to,
+)
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
 POWERS = tuple(2**n for n in range(21))
@@ -35,17 +43,18 @@ NOTICEABLE = 1.2
 
 
 class Chooser:
-    """Chooses the path of one layer for every number of tokens. Ours.
+    """Chooses the path of one layer for every situation and number of tokens. Ours.
 
-    `plan` is the choice: pairs (most tokens, path) in rising order; the last serves any number
-    above too. torch.compile compiles its code for a number of tokens again when their path changes.
+    `plans` is the choice by situation (calibration.py): pairs (most tokens, path) in rising order;
+    the last serves any number above too. torch.compile compiles its code for a number of tokens
+    again when their path changes.
     `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
     None at first. Before that the plan is dense, unless the calibration has an expectation.
 
     Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them. Now
     and then they are copied to the host, and whichever later call finds the copy complete uses it;
     no call waits. Activity since the copy before is the newest window, which alone decides. Copies
-    and pickles of a chooser keep its plan and start with counters of their own.
+    and pickles of a chooser keep its plans and start with counters of their own.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool):
@@ -54,24 +63,23 @@ class Chooser:
         self._calibration: Calibration | None = None
         self._quantized = False
         self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
-        self._choices: dict[int, tuple[Any, str]] = {}  # by power: observation and path
-        self.plan: tuple[tuple[int, str], ...] = ()
-        # The plan by power. A list: torch.compile guards its read entries, of a tuple all entries.
-        self._paths: list[str] = []
         self._forget_counters()
+        self._forget_plans()
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_counters", "_copy")
+        own = ("_counters", "_copy", "_choices", "_paths", "plans")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_quantized": False} | state)  # older pickles have none
         self._forget_counters()
+        self._forget_plans()
+        self._make_plan()
 
     @property
     def calibration(self) -> Calibration | None:
-        """Measured times; None: `default`. Raises ValueError for those of other layers."""
+        """Measured times; None: `default`. Raises ValueError for times of other layers."""
         return self._calibration
 
     @calibration.setter
@@ -85,7 +93,7 @@ class Chooser:
 
     @property
     def quantized(self) -> bool:
-        """Whether the layer has FP8 weights. Without a calibration of such it goes by bf16's."""
+        """Whether the layer has FP8 weights. A change drops the calibration."""
         return self._quantized
 
     @quantized.setter
@@ -106,26 +114,38 @@ class Chooser:
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
 
-    def path(self, num_tokens: int) -> str:
-        """Return the path of a call with `num_tokens`."""
+    def path(self, num_tokens: int, situation: str = EAGER) -> str:
+        """Return the path of a call with `num_tokens` in a situation."""
         place = 0
         while place + 1 < len(POWERS) and num_tokens > POWERS[place]:
             place += 1
-        return self._paths[place]
+        return self._paths[situation][place]
 
-    # --- the plan
+    # --- the plans
+
+    def _forget_plans(self) -> None:
+        # By situation and power: observation and path.
+        self._choices: dict[tuple[str, int], tuple[Any, str]] = {}
+        self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
+        # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
+        self._paths: dict[str, list[str]] = {}
 
     def _make_plan(self) -> None:
-        calibration = self._calibration or default(*self.shape)
+        calibration = self._calibration or default(*self.shape, self._quantized)
         activities = {size: self._activity(size, calibration) for size in CLASSES}
-        for power in POWERS:
+        for case in product(SITUATIONS, POWERS):
+            situation, power = case
             activity = activities[min(power, BLOCK)]
-            if power not in self._choices or self._choices[power][0] != activity:
-                path = "dense" if activity is None else calibration.choose(power, *activity)
-                self._choices[power] = activity, path
-        self._paths = [self._choices[power][1] for power in POWERS]
-        same = groupby(zip(POWERS, self._paths, strict=True), key=itemgetter(1))
-        self.plan = tuple(list(pairs)[-1] for _, pairs in same)
+            if case not in self._choices or self._choices[case][0] != activity:
+                path = "dense"
+                if activity is not None:
+                    path = calibration.choose(power, *activity, situation)
+                self._choices[case] = activity, path
+        for situation in SITUATIONS:
+            paths = [self._choices[situation, power][1] for power in POWERS]
+            same = groupby(zip(POWERS, paths, strict=True), key=itemgetter(1))
+            self._paths[situation] = paths
+            self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
 
     def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
         """Return the active neurons and union to expect in calls of a class; None: unknown."""
