@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import IO
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
+# The calibrations that ship; "auto" goes by them in the parts that follow.
+CALIBRATION, KINDS = "twell/sparse/default_calibration", (("", ""), (" --fp8", "_fp8"))
 SIZE = "--hidden-size {} --intermediate-size {}".format
 FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
+FUZZ = 100_000, 102_500, 105_000, 107_500
 OPT = "--tokens 65536,2048,64,1 --non-gated"
 TRAIN = (
     "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz batch_tokens=32768 "
@@ -35,7 +38,10 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # --out DIR/bench unless they have an --out of their own. "layer" took 200 s with torchao.
 PARTS: dict[str, tuple[int, list[str]]] = {
     "tests": (600, ["pytest tests/gpu -q -p no:cacheprovider -n 4"]),
-    "fuzz": (900, ["tests.fuzz --cases 10000 --seed 100000 --jobs {jobs}"]),
+    "fuzz": (
+        900,
+        [f"tests.fuzz --cases 2500 --seed {seed} --jobs {{jobs}}" for seed in FUZZ],
+    ),
     "fuzz-training": (600, ["tests.fuzz --training --cases 3000 --seed 200000 --jobs {jobs}"]),
     "layer": (400, [f"{FFN} --tokens 131072,16384"]),
     "large-layer": (150, [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"]),
@@ -58,7 +64,10 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "--active 1434,573,287"
         ],
     ),
-    "calibrate": (250, ["twell measure calibrate --fp8 --out {out}/calibration_fp8.json"]),
+    "calibrate": (
+        400,
+        [f"twell measure calibrate{fp8} --out {CALIBRATION}{name}.json" for fp8, name in KINDS],
+    ),
     "model": (400, [f"{MODEL} --batches 64x2048"]),
     "decode": (500, [f"{MODEL} --batches none --decode 1,32"]),
     "serve": (600, ["twell measure serve 2b"]),

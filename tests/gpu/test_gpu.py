@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -10,6 +11,8 @@ from tests.factories import SEED
 from twell.kernels import ops, union
 from twell.kernels.paper.gate import COMPRESSIONS
 from twell.measure import synthetic_layer
+from twell.sparse.calibration import Calibration, Floor, Point
+from twell.sparse.layer import SparseFFN
 
 PATHS = sorted(ops.PATHS)
 
@@ -102,6 +105,31 @@ def test_graph_replays_with_new_tokens(path):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, fresh)
+
+
+@pytest.mark.parametrize("num_tokens", [40, 700])
+def test_a_graph_may_take_another_path_than_the_calls_before(num_tokens):
+    torch.use_deterministic_algorithms(False)
+    sizes, path = (176, 336), ops.choose(num_tokens)  # widths that no other test compiles
+    tensors = skewed(num_tokens, *sizes, dtype=torch.float16)
+    layer = SparseFFN(*sizes, backend="auto", device="cuda", dtype=torch.float16).eval()
+    for name in ("gate", "up", "down"):
+        getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)
+    points = tuple(Point(num_tokens, 0, n, {"dense": 1.0, path: 0.5}) for n in (0, sizes[1]))
+    about = "x", *sizes, True, "float16", "", "", points
+    layer.calibration = Calibration(*about, floors=(Floor("eager", 1, {path: 2.0}),))
+    layer.observe(0, 0)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            dense = layer(tensors["x"])
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            y = layer(tensors["x"])
+        graph.replay()
+        assert torch.equal(y, ops.PATHS[path](**tensors))
+    assert fuzz.relative_rms(y, dense) < 2e-3
 
 
 @pytest.mark.parametrize("path", PATHS)

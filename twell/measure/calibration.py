@@ -22,10 +22,10 @@ from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, GRAPH, Calibration
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
-# Where a call may wait for Python: 1 and 2 tokens, up to 512, and more take different kernels.
-FLOOR_TOKENS = 1, 2, 4, 64, 512, 1024, 2048
+# Where a call may wait for Python: up to 2 tokens, up to 512, and more take different kernels.
+FLOOR_TOKENS = 1, 4, 512, 2048
 CHECKED_TOKENS = 8, 512, 8192
-CHECKED_CALLS = 8, 64, 512, 2048  # of eager and of compiled calls
+CHECKED_CALLS = 8, 512, 2048  # of eager and of compiled calls
 CHECKED_ACTIVE = 20, 200
 PLANNED_ACTIVE = 29
 
