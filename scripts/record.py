@@ -24,7 +24,7 @@ FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compi
 # The calibrations that ship; "auto" goes by them in the parts that follow.
 CALIBRATION, KINDS = "twell/sparse/default_calibration", (("", ""), (" --fp8", "_fp8"))
 SIZE = "--hidden-size {} --intermediate-size {}".format
-FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
+FEWEST, FEW = "1,2,4,8,16", "32,64,96,128,192,256,512,1024,2048"
 FUZZ = 100_000, 102_500, 105_000, 107_500
 OPT = "--tokens 65536,2048,64,1 --non-gated"
 TRAIN = (
@@ -47,7 +47,11 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "large-layer": (150, [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"]),
     "busy-layer": (150, [f"{FFN} --tokens 131072 --active 100"]),
     "tokens": (400, [f"{FFN} --tokens {FEW},4096,8192,32768,65536"]),
-    "situations": (400, [f"{FFN} --mode {mode} --tokens {FEW}" for mode in ("eager", "compiled")]),
+    "fewest": (400, [f"{FFN} --tokens {FEWEST}"]),  # with integer weights, which take long to tune
+    "situations": (
+        400,
+        [f"{FFN} --mode {mode} --tokens {FEWEST},{FEW}" for mode in ("eager", "compiled")],
+    ),
     "activity": (240, [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"]),
     "opt": (
         220,
