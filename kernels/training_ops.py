@@ -75,7 +75,7 @@ def train(
         raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
     tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
     arguments = *tensors, token_mask, capacity, act.name, act.threshold
-    step = _step(path)
+    step = operator_step(path)
     if _is_eager(x):
         return Trained(*_Eager.apply(*arguments, step))
     return Trained(*step.operator(*arguments)[: len(Trained._fields)])
@@ -83,10 +83,11 @@ def train(
 
 def operator(path: str) -> torch.library.CustomOpDef:
     """The operator of a path; its results are Trained's, followed by the saved tensors."""
-    return _step(path).operator
+    return operator_step(path).operator
 
 
-def _step(path: str) -> _Step:
+def operator_step(path: str) -> OperatorStep:
+    """What the operators of a path do."""
     if path == "hybrid":
         from twell.kernels.paper.ops import train_hybrid
 
@@ -119,7 +120,7 @@ class _Eager(torch.autograd.Function):
         return *ctx.step.differentiate(ctx, *gradients), None
 
 
-class _Step:
+class OperatorStep:
     """The two operators' implementations for one path.
 
     `path` is a module with the functions forward, backward and saved_like of kernels/training.py,
@@ -233,9 +234,9 @@ class _Step:
         return *gradients, d_b_down, None, None, None, None
 
 
-def register(name: str, path: ModuleType, saved_type: type) -> _Step:
+def register(name: str, path: ModuleType, saved_type: type) -> OperatorStep:
     """Registers twell::train_`name` and its backward operator."""
-    step = _Step(path, saved_type)
+    step = OperatorStep(path, saved_type)
     layer = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
     saved = ", ".join(f"Tensor {field}" for field in saved_type._fields)
     outputs = ", ".join(["Tensor"] * len(Trained._fields + saved_type._fields))
