@@ -75,11 +75,13 @@ class Direct:
 
     def _launch(self, grid: tuple[int, ...], *arguments, **options) -> None:
         kinds = [value if type(value) is int else _KINDS[type(value)](value) for value in arguments]
-        case = driver.active.get_current_device(), *kinds, *options.items()
+        device = driver.active.get_current_device()
+        case = device, *kinds, *options.items()
         known = self.cases.get(case)
         if known is not None:
             compiled, constants = known
-            compiled[(*grid, 1, 1)](*arguments, *constants)
+            stream = driver.active.get_current_stream(device)
+            compiled[(*grid, 1, 1)](*arguments, *constants, stream=stream)
             return
         compiled = self.kernel[grid](*arguments, **options)
         if len(self.cases) >= MAX_CASES:

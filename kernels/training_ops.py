@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from twell.kernels import entries, training
 from twell.kernels.common import Gradients, Layer, on_device
@@ -74,11 +75,19 @@ def train(
         raise ValueError(f"path {path!r} is unknown; use one of {', '.join(TRAIN_PATHS)}")
     tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
     arguments = *tensors, token_mask, capacity, act.name, act.threshold
-    return Trained(*operator(path)(*arguments)[:5])
+    step = operator_step(path)
+    if _is_eager(x):
+        return Trained(*_Eager.apply(*arguments, step))
+    return Trained(*step.operator(*arguments)[: len(Trained._fields)])
 
 
 def operator(path: str) -> torch.library.CustomOpDef:
     """The operator of a path; its results are Trained's, followed by the saved tensors."""
+    return operator_step(path).operator
+
+
+def operator_step(path: str) -> OperatorStep:
+    """What the operators of a path do."""
     if path == "hybrid":
         from twell.kernels.paper.ops import train_hybrid
 
@@ -86,7 +95,32 @@ def operator(path: str) -> torch.library.CustomOpDef:
     return train_union
 
 
-class _Step:
+def _is_eager(x: Tensor) -> bool:
+    """Whether nothing traces, transforms or watches the call, so that it needs no operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not torch._C._are_functorch_transforms_active()
+        and _get_current_dispatch_mode() is None
+    )
+
+
+class _Eager(torch.autograd.Function):
+    """An operator without PyTorch's dispatcher, which takes as long as the kernels' launches."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *arguments, ctx.step = inputs
+        results = ctx.step.forward(*arguments)
+        ctx.step.save(ctx, arguments, results)
+        return results[: len(Trained._fields)]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return *ctx.step.differentiate(ctx, *gradients), None
+
+
+class OperatorStep:
     """The two operators' implementations for one path.
 
     `path` is a module with the functions forward, backward and saved_like of kernels/training.py,
@@ -97,6 +131,7 @@ class _Step:
         self.path = path
         self.saved_type = saved_type
         self.every_activation = path is training
+        self.operator: torch.library.CustomOpDef | None = None
         self.backward_operator: torch.library.CustomOpDef | None = None
 
     def check(self, x, *rest) -> Activation:
@@ -144,7 +179,8 @@ class _Step:
             *self.path.saved_like(x, layer, capacity),
         )
 
-    def backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
+    def gradients(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest) -> list[Tensor | None]:
+        """The gradients of the six tensors; None where `needs` asks for none."""
         *saved, dy, dl1, needs, name = rest
         x, dy = prepare(x), prepare(dy.to(x.dtype))
         # Copied even where it is fp32: in autograd's threads the device has no context before
@@ -157,7 +193,10 @@ class _Step:
         with on_device(x):
             saved = self.saved_type(*saved)
             self.path.backward(x, layer, saved, dy, dl1, Gradients(*gradients))
-        return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+        return gradients
+
+    def backward(self, x, *rest):
+        return tuple(x.new_empty(0) if g is None else g for g in self.gradients(x, *rest))
 
     def fake_backward(self, x, w_gate, w_up, w_down, b_gate, b_up, *rest):
         given = x, w_gate, w_up, w_down.t(), b_gate, b_up
@@ -182,7 +221,10 @@ class _Step:
         needs = [tensor is not None and need for tensor, need in requires]
         gradients = [None] * 6
         if any(needs):
-            computed = self.backward_operator(*tensors, dy, dl1, needs, ctx.activation)
+            # With create_graph=True the operator remembers that it has no gradients of its own.
+            direct = _is_eager(dy) and not torch.is_grad_enabled()
+            compute = self.gradients if direct else self.backward_operator
+            computed = compute(*tensors, dy, dl1, needs, ctx.activation)
             gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
         if needs[3]:
             gradients[3] = gradients[3].t()
@@ -192,14 +234,14 @@ class _Step:
         return *gradients, d_b_down, None, None, None, None
 
 
-def register(name: str, path: ModuleType, saved_type: type) -> torch.library.CustomOpDef:
-    """Registers twell::train_`name` and its backward operator; see `_Step`."""
-    step = _Step(path, saved_type)
+def register(name: str, path: ModuleType, saved_type: type) -> OperatorStep:
+    """Registers twell::train_`name` and its backward operator."""
+    step = OperatorStep(path, saved_type)
     layer = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up"
     saved = ", ".join(f"Tensor {field}" for field in saved_type._fields)
     outputs = ", ".join(["Tensor"] * len(Trained._fields + saved_type._fields))
     # capacity is a SymInt, so that compiled code serves every capacity.
-    forward_operator = torch.library.custom_op(
+    step.operator = torch.library.custom_op(
         f"twell::train_{name}",
         step.forward,
         mutates_args=(),
@@ -213,10 +255,10 @@ def register(name: str, path: ModuleType, saved_type: type) -> torch.library.Cus
         schema=f"({layer}, {saved}, Tensor dy, Tensor dl1, bool[] needs, str activation)"
         f" -> ({', '.join(['Tensor'] * 6)})",
     )
-    forward_operator.register_fake(step.fake_forward)
+    step.operator.register_fake(step.fake_forward)
     step.backward_operator.register_fake(step.fake_backward)
-    forward_operator.register_autograd(step.differentiate, setup_context=step.save)
-    return forward_operator
+    step.operator.register_autograd(step.differentiate, setup_context=step.save)
+    return step
 
 
 train_union = register("union", training, entries.UnionSaved)

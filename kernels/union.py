@@ -392,11 +392,11 @@ def down(
     (num_tokens, hidden_size), block_m = y.shape, h.shape[1]
     options = launch_options(f"union_down_{block_m}", h.device)
     block, even = [options["BK"], block_m], hidden_size % options["BN"] == 0
-    h2, w2 = second or (h, None)
+    h2, w2 = second or (None, None)
     union_down_kernel[(num_blocks * cdiv(hidden_size, options["BN"]),)](
         descriptor(h, block),
         w,
-        descriptor(h2, block),
+        None if h2 is None else descriptor(h2, block),
         w2,
         b,
         *unions[:2],

@@ -32,6 +32,7 @@ from twell.kernels.common import (
     narrow,
     next_power_of_2,
 )
+from twell.kernels.launch import direct
 from twell.kernels.options import launch_options, row_warps
 from twell.kernels.paper.hybrid_backup import (
     backup_grid,
@@ -66,6 +67,7 @@ def load_rows(ptr, rows, k, valid, K, EVEN):
     return value.to(tl.float32)
 
 
+@direct
 @triton.jit
 def hybrid_rows_forward_kernel(
     x_ptr,
@@ -112,6 +114,7 @@ def hybrid_rows_forward_kernel(
         tl.store(l1_ptr + row, tl.sum(l1, 0))
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_rows_backward_kernel(
     dy_ptr,
@@ -161,6 +164,7 @@ def hybrid_rows_backward_kernel(
             tl.store(dx_ptr + row * K + k, narrow(dx, dtype), mask=k < K)
 
 
+@direct
 @triton.jit
 def hybrid_list_gradients_kernel(
     x_ptr,

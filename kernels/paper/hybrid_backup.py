@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import cdiv, narrow, wide
+from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.kernels.paper.hybrid_format import Backup, entry_gradients, store_transposed
 
@@ -55,6 +56,7 @@ def _row_sums(a_ptr, rows, valid, size, ABSOLUTE, BM, BK):
     return sums
 
 
+@direct
 @triton.jit
 def hybrid_backup_up_kernel(
     x_ptr,
@@ -86,6 +88,7 @@ def hybrid_backup_up_kernel(
         tl.store(h_ptr + place, narrow(g * u.to(tl.float32), dtype), mask=inside)
 
 
+@direct
 @triton.jit
 def hybrid_backup_product_kernel(
     a_ptr,
@@ -135,6 +138,7 @@ def hybrid_backup_product_kernel(
                 tl.store(l1_ptr + tokens, l1, mask=valid)
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_backup_backward_kernel(
     dy_ptr,
@@ -175,6 +179,7 @@ def hybrid_backup_backward_kernel(
             store_transposed(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_backup_gradients_kernel(
     a_ptr, x_ptr, dw_ptr, db_ptr, backup, M, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr

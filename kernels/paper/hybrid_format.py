@@ -30,6 +30,7 @@ from torch import Tensor
 
 from twell.kernels.common import Layer, cdiv, narrow, next_power_of_2, popcount, round_up
 from twell.kernels.gate import gate_bits
+from twell.kernels.launch import direct
 from twell.kernels.options import with_fusion
 
 ELL_WIDTH = tl.constexpr(128)  # the paper's
@@ -123,6 +124,7 @@ def transposed_rows(num_tokens: int, num_neurons: int, num_backup: int) -> int:
     return min(max(NEURON_ROWS * num_backup * num_neurons // num_tokens, 1), num_neurons)
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_needed_kernel(
     counts_ptr,
@@ -164,6 +166,7 @@ def least_capacity(counts: Tensor, used: Tensor, num_tokens: int, needed: Tensor
     )
 
 
+@direct
 @triton.jit(do_not_specialize=["first"])
 def hybrid_pack_kernel(
     g_ptr,
@@ -214,6 +217,7 @@ def hybrid_pack_kernel(
     tl.store(place_ptr + row, place)
 
 
+@direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_count_kernel(
     bits_ptr, mask_ptr, all_ptr, counted_ptr, M, N, stride, TOKENS: tl.constexpr
@@ -305,6 +309,7 @@ def pack(
     return token_counts, neuron_counts, needed
 
 
+@direct
 @triton.jit
 def hybrid_marks_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
     """Sets one token's bit for each of its active neurons."""
@@ -326,6 +331,7 @@ def hybrid_marks_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
             tl.atomic_or(marks_ptr + neurons, bits, mask=g != 0, sem="relaxed")
 
 
+@direct
 @triton.jit(do_not_specialize=["num_words"])
 def hybrid_ranks_kernel(transpose, backup, num_words, N, BN: tl.constexpr, STEP: tl.constexpr):
     """`before` and `place` of BN neurons, and the owners of the backup rows."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -344,7 +345,7 @@ def described(argument):
 
 
 def launch_again(architecture: str) -> list[tuple[str, list, list]]:
-    """Every kernel of inference twice: its name, and what Triton and then `Direct` launch."""
+    """Every kernel of `Direct` twice: a name, and what Triton and then `Direct` launch."""
     direct, run = launch_module.Direct._launch, JITFunction.run
     use(architecture, lambda: None)
     launch_module.Direct._launch, JITFunction.run = direct, run
@@ -355,35 +356,57 @@ def launch_again(architecture: str) -> list[tuple[str, list, list]]:
         self._run = lambda *given: launched.append([*map(described, given)])
 
     CompiledKernel._init_handles = init
-    w, scale = torch.empty(300, 2048, dtype=torch.bfloat16), torch.empty(4096)
-    in_fp8 = w.to(FLOAT8)
-    layers = (
-        (Layer(w, w, w), None),
-        (Layer(in_fp8, in_fp8, w, s_gate=scale[:300], s_up=scale[:300]), scale),
-    )
-    x = torch.empty(4096, 2048, dtype=torch.bfloat16)
+    x = torch.empty(700, 2048, dtype=torch.bfloat16)
     results = []
-    for layer, scales in layers if architecture in WITH_FP8 else layers[:1]:
-        for num_tokens, path in ((1, decode), (20, decode), (500, decode), (300, rowwise)):
-            results.append(twice(path, x, num_tokens, layer, scales, launched))
-        for options.HOPPER_TILES in NEVER_HOPPER, 0:
-            results.append(twice(union, x, 700, layer, scales, launched))
+    for options.HOPPER_TILES in NEVER_HOPPER, 0:
+        for name, num_tokens, call in every_call(architecture in WITH_FP8):
+            results.append((f"{name} {num_tokens}", *twice(call, x[:num_tokens], launched)))
     return results
 
 
-def twice(path, x, num_tokens, layer, scales, launched) -> tuple[str, list, list]:
-    """The second time for other tokens, and without Triton."""
-    rows = x[:num_tokens] if scales is None else x[:num_tokens].to(FLOAT8)
-    given = layer, None if scales is None else scales[:num_tokens]
-    counts = torch.zeros(4, dtype=torch.int64)
+def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
+    """A name, a number of tokens, and a function of x for each way into the kernels."""
+    w, scale = torch.empty(300, 2048, dtype=torch.bfloat16), torch.empty(700)
+    b, values, s = w[:, 0].contiguous(), w.to(FLOAT8), scale[:300]
+    layers = (Layer(w, w, w), None), (Layer(values, values, w, s_gate=s, s_up=s), scale)
+    calls = [("relu_times", 300, lambda x: dense.relu_times(x, x))]
+    if in_fp8:
+        calls.append(("quantize", 300, float8.quantize))
+    for num_tokens, path in (
+        (1, decode),
+        (20, decode),
+        (500, decode),
+        (300, rowwise),
+        (700, union),
+    ):
+        for layer, scales in layers if in_fp8 else layers[:1]:
+            call = partial(infer, path, layer=layer, x_scale=scales)
+            calls.append((path.__name__, num_tokens, call))
+    mask = torch.ones(700, dtype=torch.bool)
+    for path in TRAINING:
+        for layer in Layer(w, w, w, b, b), Layer(None, w, w):
+            call = partial(step, path, layer=layer, mask=mask, capacity=8)
+            calls.append((path.__name__, 700, call))
+    return calls
+
+
+def infer(path, x: torch.Tensor, layer: Layer, x_scale: torch.Tensor | None) -> None:
+    """A path that counts activity; x is in FP8 if there are scales."""
+    if x_scale is not None:
+        x, x_scale = x.to(FLOAT8), x_scale[: len(x)]
+    path.ffn(x, layer, x_scale, activity=torch.zeros(4, dtype=torch.int64))
+
+
+def twice(call: Callable, x: torch.Tensor, launched: list) -> tuple[list, list]:
+    """What is launched for x, and then for other tokens, without Triton."""
     launched.clear()
-    path.ffn(rows, *given, activity=counts)
+    call(x)
     first = list(launched)
     launched.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", None)
-        path.ffn(rows.clone(), *given, activity=counts)
-    return f"{path.__name__} {num_tokens}", first, list(launched)
+        call(x.clone())
+    return first, list(launched)
 
 
 def check_samples(architecture: str) -> tuple[dict, dict, dict]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
@@ -342,6 +343,44 @@ def test_operators_keep_the_rules_of_pytorch(path, gated):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks += ["test_aot_dispatch_dynamic"] if DEVICE == "cpu" else []
     torch.library.opcheck(training_ops.operator(path), arguments, test_utils=checks)
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the names of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names += [function._opname] if function.namespace == "twell" else []
+        return function(*args, **(kwargs or {}))
+
+
+@quick_union
+def test_an_eager_step_needs_no_operator(path, monkeypatch):
+    """It has the results of the operators, which run where something watches the call."""
+    step = step_of(path, 5, 20, 48, values="normal")
+    with Watch() as watch:
+        expected = step.run(20)[1]
+    assert watch.names == [f"train_{path}", f"train_{path}_backward"]
+    operators = training_ops.operator_step(path)
+    monkeypatch.setattr(operators, "operator", None)
+    monkeypatch.setattr(operators, "backward_operator", None)
+    assert_same(step.run(20)[1], expected)
+
+
+@quick_union
+def test_a_graph_is_used_again_but_has_no_second_gradients(path):
+    tensors = step_of(path, 5, 20, 48, values="normal").tensors
+    x = tensors["x"].detach().requires_grad_()
+    y = training_ops.train(path, 20, **{**tensors, "x": x}).y
+    first, again = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.equal(first, gradient)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.sum().backward()
 
 
 def test_bad_input_is_named():

@@ -34,7 +34,14 @@ from twell.sparse import float8, reference
 from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import COMPILED, DEPENDS_ON, EAGER, GRAPH, SITUATIONS
 from twell.sparse.edit import Edit
-from twell.sparse.observe import Activity, ActivityStats, Observer, Result, summarize_activity
+from twell.sparse.observe import (
+    Activity,
+    ActivityStats,
+    Observer,
+    Result,
+    mean_entries,
+    summarize_activity,
+)
 from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import is_plain, warn_dense, why_called
 
@@ -408,7 +415,10 @@ class SparseFFN(nn.Module):
         with without_autocast(rows.device.type):
             given = {"token_mask": self.token_mask, "act": self.act}
             trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
-        activity = Activity(trained.token_counts, trained.neuron_counts, trained.needed)
+        needed = trained.needed
+        if self.train_path == "hybrid":  # which says how many rows it needed
+            needed = torch.maximum(needed, mean_entries(trained.token_counts))
+        activity = Activity(trained.token_counts, trained.neuron_counts, needed)
         return Result(trained.y, trained.l1 if wants_l1 else None, activity)
 
     def _triton(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:

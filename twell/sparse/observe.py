@@ -17,7 +17,8 @@ class Activity(NamedTuple):
 
     token_counts [M] integer: active neurons of each token. neuron_counts [N] integer: tokens for
     which each neuron was active, without the tokens that the token mask leaves out. capacity: 0-d
-    int64, entries per token that the buffers of a sparse training pass needed; None elsewhere.
+    int64, entries per token that a sparse training pass needed, at least `mean_entries`; None
+    elsewhere.
     """
 
     token_counts: Tensor
@@ -30,6 +31,12 @@ class Activity(NamedTuple):
         """Count `active` [M, N] bool; `token_mask` of M entries is zero for tokens to leave out."""
         counted = active if token_mask is None else active & (token_mask.reshape(-1, 1) != 0)
         return cls(active.sum(1), counted.sum(0))
+
+
+def mean_entries(token_counts: Tensor) -> Tensor:
+    """Return the mean of `token_counts` [M], rounded up; 0-d int64."""
+    tokens = max(token_counts.shape[0], 1)
+    return (token_counts.sum() + (tokens - 1)) // tokens
 
 
 class Result(NamedTuple):
@@ -148,8 +155,7 @@ class Observer:
 
     @torch.no_grad()
     def _see_capacity(self, activity: Activity) -> None:
-        tokens = max(activity.token_counts.shape[0], 1)
-        needed = (activity.token_counts.sum() + (tokens - 1)) // tokens
-        if activity.capacity is not None:
-            needed = torch.maximum(needed, activity.capacity)
+        needed = activity.capacity
+        if needed is None:
+            needed = mean_entries(activity.token_counts)
         self.needed = needed if self.needed is None else torch.maximum(self.needed, needed)

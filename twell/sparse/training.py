@@ -210,11 +210,11 @@ class SparseTraining:
         """Set path and capacity of each layer, and clear the capacity that it needed."""
         # A tensor and not None, for which compiled layers would need code of their own; one for all
         # layers of a device.
-        devices = {ffn.device for ffn in self.layers}
-        none_needed = {d: torch.full((), -1, dtype=torch.int64, device=d) for d in devices}
-        for ffn, sparse in zip(self.layers, self.sparse, strict=True):
+        devices = [ffn.device for ffn in self.layers]
+        none_needed = {d: torch.full((), -1, dtype=torch.int64, device=d) for d in set(devices)}
+        for ffn, device, sparse in zip(self.layers, devices, self.sparse, strict=True):
             ffn.observer.watch_capacity = self._crossover(ffn) > 0
-            ffn.observer.needed = none_needed[ffn.device]
+            ffn.observer.needed = none_needed[device]
             ffn.train_path = self.path if sparse else None
             ffn.capacity = self._layer_capacity(ffn)
 
