@@ -27,7 +27,7 @@ from twell.measure.float8 import Linears
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.sparse.calibration import Calibration
+from twell.sparse.calibration import GRAPH, Calibration
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
@@ -137,7 +137,8 @@ class Sides:
         from twell.kernels import ops
 
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
-        paths = Counter(fixed or ffn.chooser.path(tokens) for ffn in self.model.ffns)
+        # Few tokens run in CUDA graphs, and with many all situations have one plan.
+        paths = Counter(fixed or ffn.chooser.path(tokens, GRAPH) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
 

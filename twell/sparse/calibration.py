@@ -226,7 +226,7 @@ class Calibration:
         in the activity, and in log time over log tokens; proportional to tokens beyond the largest
         measured number. A sparse path is left out where neither this activity nor a higher one was
         measured, and below its smallest measured number of tokens. No time is below the `floors` of
-        the situation.
+        the situation, which are constant beyond those measured.
         """
         activity = {None: 0.0, "active": active, "union": union}
         times = {}
@@ -235,7 +235,10 @@ class Calibration:
             fewest_tokens, _ = curves[0]
             if path == "dense" or (ms is not None and num_tokens >= fewest_tokens):
                 floors = self._floors.get((situation, path))
-                times[path] = max(ms, _interpolate(floors, num_tokens, 0.0)) if floors else ms
+                if floors:  # what Python takes does not grow with the tokens
+                    most_tokens, _ = floors[-1]
+                    ms = max(ms, _interpolate(floors, min(num_tokens, most_tokens), 0.0))
+                times[path] = ms
         return times
 
     def choose(self, num_tokens: float, active: float, union: float, situation: str = GRAPH) -> str:
@@ -247,8 +250,8 @@ class Calibration:
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens; so do floors, which are
-        nearly constant for few tokens. Activity scales with N. A non-gated layer has no up
+        A layer with half the weights gets the time of half the tokens; so do floors, which hardly
+        depend on the tokens. Activity scales with N. A non-gated layer has no up
         projection: dense saves a third, a sparse path half of its time after the gate.
         """
         if gated and not self.gated:
