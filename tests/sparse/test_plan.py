@@ -80,7 +80,7 @@ def test_each_situation_has_a_plan():
     expected = {
         "graph": both,
         "eager": (dense_first, both[1]),
-        "compiled": (both[0], dense_last),
+        "compiled": (both[0], (8192, "dense"), both[1]),  # past the floors
     }
     assert chooser.plans == expected
     for situation, plan_of in expected.items():
