@@ -50,7 +50,7 @@ def test_prediction_is_that_of_numpy_and_the_fastest_beats_dense_by_the_margin(r
         sparse = expected[best] <= (1 - margin) * expected["dense"]
         assert made.choose(m, active, union) == (best if sparse else "dense")
         edge = made.predict(4096, active, union)
-        ten = {path: 10 * time for path, time in edge.items()}
+        ten = {path: 10 * time for path, time in edge.items() if path != "decode"}
         assert made.predict(40960, active, union) == pytest.approx(ten)
 
 
@@ -65,7 +65,7 @@ def test_what_was_not_measured_is_never_chosen():
     assert set(made.predict(64, 9, 50)) == set(PATHS)
     assert set(made.predict(32, 9, 50)) == {"dense"}  # 16 tokens were not measured at this activity
     assert made.predict(15, 1, 1) == {"dense": 1.0} and made.choose(15, 1, 1) == "dense"
-    assert set(made.predict(10**6, 9, 50)) == set(PATHS)
+    assert set(made.predict(10**6, 9, 50)) == set(PATHS) - {"decode"}
     assert made.choose(10**6, 9.1, 50.1) == "dense"
 
 

@@ -291,6 +291,10 @@ def _batch_names(table: pd.DataFrame, active: float) -> dict[int, str]:
         n: f"{n // 1024:,}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}"
         for n in sorted(table["tokens"].unique())
     }
+    powers = [n for n in names if n & (n - 1) == 0]
+    for n in names.keys() - set(powers):
+        if any(n < 2 * power and power < 2 * n for power in powers):
+            names[n] = ""  # two names would overlap
     far = table[~table["active"].between(active / NEAR, active * NEAR)]
     for tokens, measured in far.groupby("tokens")["active"].first().items():
         names[tokens] += f"\n({measured:.0f})"

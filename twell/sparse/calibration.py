@@ -225,15 +225,17 @@ class Calibration:
         `union`: of blocks of 64 consecutive tokens, or of all tokens where there are fewer. Linear
         in the activity, and in log time over log tokens; proportional to tokens beyond the largest
         measured number. A sparse path is left out where neither this activity nor a higher one was
-        measured, and below its smallest measured number of tokens. No time is below the `floors` of
-        the situation, which are constant beyond those measured.
+        measured, and below its smallest measured number of tokens; decode also above its largest.
+        No time is below the `floors` of the situation, which are constant beyond those measured.
         """
         activity = {None: 0.0, "active": active, "union": union}
         times = {}
         for path, curves in self._curves.items():
             ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
-            fewest_tokens, _ = curves[0]
-            if path == "dense" or (ms is not None and num_tokens >= fewest_tokens):
+            (fewest, _), (most, _) = curves[0], curves[-1]
+            known = ms is not None and num_tokens >= fewest
+            known &= path != "decode" or num_tokens <= most  # it takes more tokens in chunks
+            if path == "dense" or known:
                 floors = self._floors.get((situation, path))
                 if floors:  # what Python takes does not grow with the tokens
                     most_tokens, _ = floors[-1]
