@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from twell.kernels.common import (
     Layer,
@@ -103,7 +104,9 @@ def few_gate_kernel(
     flags = tl.max(active.to(tl.int32), 1)
     slot = tl.cumsum(flags, 0) - flags
     tl.store(lists_ptr + block.to(tl.int64) * width + neuron + slot, neurons, mask=flags != 0)
-    tl.store(counts_ptr + block * num_segments + segment, tl.sum(flags, 0))
+    count_ptr = counts_ptr + block * num_segments + segment
+    # From tensor memory, a sum along the one axis left stops the compiler; one in any order passes.
+    tl.store(count_ptr, tl.sum(flags) if cuda_capability_geq(10) else tl.sum(flags, 0))
     if activity_ptr is not None:
         SIZE: tl.constexpr = BM if BM < 64 else 64
         in_unions = tl.max(tl.reshape(active.to(tl.int32), (BN, BM // SIZE, SIZE)), 2)
