@@ -154,6 +154,18 @@ def scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, BY_NEURON):
 
 
 @triton.jit
+def with_bias(acc, b_ptr, places, size, BY_ROW):
+    """acc + b[places], by rows or columns; b is 0 from `size` on, or not masked if that is None."""
+    if b_ptr is not None:
+        if size is None:
+            b = tl.load(b_ptr + places).to(tl.float32)
+        else:
+            b = tl.load(b_ptr + places, mask=places < size, other=0.0).to(tl.float32)
+        acc += b[:, None] if BY_ROW else b[None, :]
+    return acc
+
+
+@triton.jit
 def popcount(bits):
     """Number of bits that are set in each int32."""
     bits = bits.to(tl.uint32, bitcast=True)

@@ -44,6 +44,7 @@ from twell.kernels.common import (
     of_up,
     round_up,
     scaled,
+    with_bias,
 )
 from twell.kernels.launch import direct
 from twell.kernels.options import VECTOR_TOKENS, decode_up, launch_options
@@ -85,8 +86,7 @@ def decode_up_kernel(
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
         g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
     g = scaled(g, x_scale_ptr, s_ptr, tokens, neurons, M, N, True)
-    if b_ptr is not None:
-        g += tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+    g = with_bias(g, b_ptr, neurons, N, True)
     h = gate_value(g, threshold, h_ptr.dtype.element_ty).to(tl.float32)
     active = (h != 0) & (neurons < N)[:, None]
     flags = tl.max(active.to(tl.int32), 1)
@@ -105,8 +105,7 @@ def decode_up_kernel(
                 dots = tl.sum(wu * row[None, :], 1)
                 u += tl.where((tokens == token)[None, :], dots[:, None], 0.0)
             u = scaled(u, x_scale_ptr, su_ptr, tokens, neurons, M, N, True)
-            if bu_ptr is not None:
-                u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[:, None]
+            u = with_bias(u, bu_ptr, neurons, N, True)
             h *= of_up(u, ACT)
     h = narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty)
     tl.store(h_ptr + neurons[:, None] * M + tokens[None, :], h)
@@ -156,8 +155,7 @@ def decode_down_kernel(
         for token in tl.static_range(M):
             h = tl.load(h_ptr + neurons * M + token, mask=active, other=0.0).to(tl.float32)
             acc += tl.where((tokens == token)[:, None], tl.sum(w * h[:, None], 0)[None, :], 0.0)
-    if bd_ptr is not None:
-        acc += tl.load(bd_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    acc = with_bias(acc, bd_ptr, columns, K, False)
     y_ptrs = y_ptr + tokens[:, None] * K + columns[None, :]
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
 

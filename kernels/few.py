@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from twell.kernels.common import (
     Layer,
@@ -45,18 +46,16 @@ from twell.kernels.common import (
     chunks,
     empty_output,
     gate_value,
-    load,
     narrow,
     next_power_of_2,
-    of_gate,
-    of_up,
     round_up,
     scaled,
-    wide,
+    with_bias,
 )
-from twell.kernels.gate import tile_of, tile_product, with_bias
+from twell.kernels.gate import tile_of, tile_product
 from twell.kernels.launch import MAX_CASES, descriptor, direct
 from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
+from twell.kernels.union import add_listed, hidden, listed_product, store_output
 
 MAX_TOKENS = 512
 MAX_BLOCK = 128
@@ -105,7 +104,9 @@ def few_gate_kernel(
     flags = tl.max(active.to(tl.int32), 1)
     slot = tl.cumsum(flags, 0) - flags
     tl.store(lists_ptr + block.to(tl.int64) * width + neuron + slot, neurons, mask=flags != 0)
-    tl.store(counts_ptr + block * num_segments + segment, tl.sum(flags, 0))
+    count_ptr = counts_ptr + block * num_segments + segment
+    # From tensor memory, a sum along the one axis left stops the compiler; one in any order passes.
+    tl.store(count_ptr, tl.sum(flags) if cuda_capability_geq(10) else tl.sum(flags, 0))
     if activity_ptr is not None:
         SIZE: tl.constexpr = BM if BM < 64 else 64
         in_unions = tl.max(tl.reshape(active.to(tl.int32), (BN, BM // SIZE, SIZE)), 2)
@@ -207,33 +208,25 @@ def few_up_kernel(
             tl.store(union_ptr + base + places, neurons)
         first = block * BLOCK + part * TM
         columns = first + tl.arange(0, TM)
-        rows = neurons.to(tl.int64)[:, None]
-        g_ptrs = g_ptr + rows * tokens + columns[None, :]
+        rows = neurons.to(tl.int64)
+        g_ptrs = g_ptr + rows[:, None] * tokens + columns[None, :]
         EARLY: tl.constexpr = BN * TM <= 4096  # larger ones would cost the loop its registers
         if EARLY:
             g = tl.load(g_ptrs).to(tl.float32)
+        u = None
         if GATED:
-            w_ptrs = w_ptr + rows * K + k[None, :]
-            u = tl.zeros((BN, TM), tl.float32)
-            for start in range(0, K, BK):
-                w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
-                u = tl.dot(wide(w), wide(x_desc.load([first, start])).T, u)
+            u = listed_product(x_desc, w_ptr, first, rows, k, K, EVEN, TM)
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
-            if b_ptr is not None:
-                u += tl.load(b_ptr + neurons).to(tl.float32)[:, None]
+            u = with_bias(u, b_ptr, neurons, None, True)
         if not EARLY:
             g = tl.load(g_ptrs).to(tl.float32)
-        active = (g != 0) & (places < total)[:, None]
-        h = of_gate(g, h_ptr.dtype.element_ty, ACT)
-        if GATED:
-            h *= of_up(u, ACT)
-        # Select, do not multiply: u may be infinite where the token is inactive.
-        h = narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty)
+        dtype: tl.constexpr = h_ptr.dtype.element_ty
+        h = narrow(hidden(g, u, places, total, dtype, ACT), dtype)
         of_part = part * TM + tl.arange(0, TM)[None, :]
         tl.store(h_ptr + (base + places)[:, None] * BLOCK + of_part, h)
         if tile * BN + BN >= total:
             last = tl.max(neurons, 0)  # in ascending order
-            zeros = tl.zeros((BN, TM), h_ptr.dtype.element_ty)
+            zeros = tl.zeros((BN, TM), dtype)
             for behind in range(tile * BN + BN, tl.cdiv(total, STEP) * STEP, BN):
                 padding = base + behind + tl.arange(0, BN)
                 tl.store(union_ptr + padding, tl.zeros((BN,), tl.int32) + last)
@@ -272,17 +265,9 @@ def few_down_kernel(
     list_ptr = union_ptr + block.to(tl.int64) * width
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros((TM, BN), tl.float32)
-    for start in range(0, total, BK):
-        neurons = tl.load(list_ptr + start + tl.arange(0, BK)).to(tl.int64)
-        w = load(w_ptr + neurons[:, None] * K + columns[None, :], (columns < K)[None, :], EVEN)
-        h = wide(h_desc.load([block * width + start, part * TM]))
-        acc = tl.dot(h.T, wide(w), acc)
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-    rows = block * BLOCK + part * TM + tl.arange(0, TM)
-    inside = (rows < M)[:, None] & (columns < K)[None, :]
-    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+    acc = add_listed(acc, h_desc, w_ptr, list_ptr, block, part, total, columns, width, K, EVEN, BK)
+    acc = with_bias(acc, b_ptr, columns, K, False)
+    store_output(acc, y_ptr, block * BLOCK + part * TM, columns, M, K)
 
 
 class Plan(NamedTuple):

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide
+from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide, with_bias
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import GATE_GROUP, hopper_gate, launch_options, num_processors
 
@@ -44,15 +44,6 @@ def tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, BY_NEURON):
         x = wide(x_desc.load([token, k]))
         w = wide(w_desc.load([neuron, k]))
         acc = tl.dot(w, x.T, acc) if BY_NEURON else tl.dot(x, w.T, acc)
-    return acc
-
-
-@triton.jit
-def with_bias(acc, b_ptr, neurons, N, BY_NEURON):
-    """acc + b; 0 beyond neuron N, except for tokens with NaN."""
-    if b_ptr is not None:
-        b = tl.load(b_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)
-        acc += b[:, None] if BY_NEURON else b[None, :]
     return acc
 
 

@@ -43,6 +43,7 @@ from twell.kernels.common import (
     round_up,
     scaled,
     wide,
+    with_bias,
 )
 from twell.kernels.gate import gate_bits
 from twell.kernels.launch import descriptor, direct
@@ -133,23 +134,25 @@ def _tile(number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN):
 
 
 @triton.jit
-def _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK):
-    """w[neurons] x^T [BN, BM] in fp32, for the tokens of a block."""
-    k = tl.arange(0, BK)
+def listed_product(x_desc, w_ptr, token, neurons, k, K, EVEN, BM):
+    """w[neurons] x^T [BN, BM] in fp32, for BM tokens from `token` on, in steps of k [BK]."""
     w_ptrs = w_ptr + neurons[:, None] * K + k[None, :]
-    u = tl.zeros((BN, BM), tl.float32)
-    for start in range(0, K, BK):
+    u = tl.zeros((neurons.shape[0], BM), tl.float32)
+    for start in range(0, K, k.shape[0]):
         w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
-        u = tl.dot(wide(w), wide(x_desc.load([block * BM, start])).T, u)
+        u = tl.dot(wide(w), wide(x_desc.load([token, start])).T, u)
     return u
 
 
 @triton.jit
-def _biased(u, b_ptr, neurons):
-    """u [BN, BM] + b[neurons]."""
-    if b_ptr is not None:
-        u += tl.load(b_ptr + neurons).to(tl.float32)[:, None]
-    return u
+def hidden(g, u, places, count, dtype, ACT):
+    """h [BN, BM] of g and u in fp32, 0 where inactive or beyond `count`; u: None without a gate."""
+    active = (g != 0) & (places < count)[:, None]
+    h = of_gate(g, dtype, ACT)
+    if u is not None:
+        h *= of_up(u, ACT)
+    # Select, do not multiply: u may be infinite where the token is inactive.
+    return tl.where(active, h, 0.0)
 
 
 @triton.jit
@@ -193,17 +196,14 @@ def union_up_kernel(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
         columns = block * BM + tl.arange(0, BM)
+        u = None
         if GATED:
-            u = _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK)
+            u = listed_product(x_desc, w_ptr, block * BM, neurons, tl.arange(0, BK), K, EVEN, BM)
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
-            u = _biased(u, b_ptr, neurons)
-        h = tl.load(g_ptr + neurons[:, None] * tokens + columns[None, :]).to(tl.float32)
-        active = (h != 0) & (places < count)[:, None]
-        h = of_gate(h, h_ptr.dtype.element_ty, ACT)
-        if GATED:
-            h *= of_up(u, ACT)
-        # Select, do not multiply: u may be infinite where the token is inactive.
-        _store(h_ptr, tl.where(active, h, 0.0), block, places, width, BM)
+            u = with_bias(u, b_ptr, neurons, None, True)
+        g = tl.load(g_ptr + neurons[:, None] * tokens + columns[None, :]).to(tl.float32)
+        h = hidden(g, u, places, count, h_ptr.dtype.element_ty, ACT)
+        _store(h_ptr, h, block, places, width, BM)
 
 
 @direct
@@ -234,22 +234,32 @@ def union_product_kernel(
         block, _, places, neurons = _tile(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
-        u = _product(x_desc, w_ptr, block, neurons, K, EVEN, BM, BN, BK)
-        u = _biased(u, b_ptr, neurons)
+        u = listed_product(x_desc, w_ptr, block * BM, neurons, tl.arange(0, BK), K, EVEN, BM)
+        u = with_bias(u, b_ptr, neurons, None, True)
         if add_ptr is not None:
             u += tl.load(add_ptr + block * BM + tl.arange(0, BM))[None, :]
         _store(out_ptr, u, block, places, width, BM)
 
 
 @triton.jit
-def _add_listed(acc, h_desc, w_ptr, list_ptr, block, count, columns, width, K, EVEN, BK):
-    """acc [BM, BN] + h times the listed rows of w at `columns`."""
+def add_listed(acc, h_desc, w_ptr, list_ptr, block, part, count, columns, width, K, EVEN, BK):
+    """acc [BM, BN] + h, of a block's part of BM tokens, times the listed rows of w."""
     for start in range(0, count, BK):
         neurons = tl.load(list_ptr + start + tl.arange(0, BK)).to(tl.int64)
         w_ptrs = w_ptr + neurons[:, None] * K + columns[None, :]
         w = load(w_ptrs, (columns < K)[None, :], EVEN)
-        acc = tl.dot(wide(h_desc.load([block * width + start, 0])).T, wide(w), acc)
+        h = wide(h_desc.load([block * width + start, part * acc.shape[0]]))
+        acc = tl.dot(h.T, wide(w), acc)
     return acc
+
+
+@triton.jit
+def store_output(acc, y_ptr, token, columns, M, K):
+    """acc [BM, BN] to y, from row `token` on."""
+    rows = token + tl.arange(0, acc.shape[0])
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
 @direct
@@ -278,15 +288,13 @@ def union_down_kernel(
     count = tl.load(counts_ptr + block)
     list_ptr = lists_ptr + block.to(tl.int64) * width
     acc = tl.zeros((BM, BN), tl.float32)
-    acc = _add_listed(acc, h_desc, w_ptr, list_ptr, block, count, columns, width, K, EVEN, BK)
+    acc = add_listed(acc, h_desc, w_ptr, list_ptr, block, 0, count, columns, width, K, EVEN, BK)
     if w2_ptr is not None:
-        acc = _add_listed(acc, h2_desc, w2_ptr, list_ptr, block, count, columns, width, K, EVEN, BK)
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-    rows = block * BM + tl.arange(0, BM)
-    inside = (rows < M)[:, None] & (columns < K)[None, :]
-    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+        acc = add_listed(
+            acc, h2_desc, w2_ptr, list_ptr, block, 0, count, columns, width, K, EVEN, BK
+        )
+    acc = with_bias(acc, b_ptr, columns, K, False)
+    store_output(acc, y_ptr, block * BM, columns, M, K)
 
 
 def _max_tiles(intermediate_size: int, block_m: int, device: torch.device) -> int:

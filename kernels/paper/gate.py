@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twell.kernels.common import cdiv, narrow, relu
-from twell.kernels.gate import check_gate, tile_of, tile_product, with_bias
+from twell.kernels.common import cdiv, narrow, relu, with_bias
+from twell.kernels.gate import check_gate, tile_of, tile_product
 from twell.kernels.options import GATE_GROUP, launch_options, num_processors
 
 TILE_N = 256  # the paper's tile, and the widest product of one tensor-core instruction of Hopper

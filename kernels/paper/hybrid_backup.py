@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, narrow, wide
+from twell.kernels.common import cdiv, narrow, wide, with_bias
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.kernels.paper.hybrid_format import Backup, entry_gradients, store_transposed
@@ -78,8 +78,7 @@ def hybrid_backup_up_kernel(
     if some:
         neurons = tl.program_id(1) * BN + tl.arange(0, BN)
         u = _sampled_product(x_ptr, tokens, valid, wu_ptr, neurons, N, K, BM, BN, BK)
-        if bu_ptr is not None:
-            u += tl.load(bu_ptr + neurons, mask=neurons < N, other=0.0).to(tl.float32)[None, :]
+        u = with_bias(u, bu_ptr, neurons, N, False)
         place = rows.to(tl.int64)[:, None] * N + neurons[None, :]
         inside = valid[:, None] & (neurons < N)[None, :]
         g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -126,8 +125,7 @@ def hybrid_backup_product_kernel(
                 a = tl.load(a2_ptr + a_place, mask=a_inside, other=0.0)
                 w = tl.load(w2_ptr + w_place, mask=w_inside, other=0.0)
                 acc = tl.dot(wide(a), wide(w), acc)
-        if b_ptr is not None:
-            acc += tl.load(b_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        acc = with_bias(acc, b_ptr, columns, K, False)
         out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
         # A loop of its own: shared memory that tensor cores read in the product's loop must not be

@@ -116,15 +116,18 @@ def resources(cubin: bytes) -> dict[str, int]:
 def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
     """Largest shared memory of each kernel's launches, in bytes, and the problems of all kernels.
 
-    Of the variants "one" is gated, has biases and counts activity. Kernels in Gluon say how many
-    registers a thread has, so theirs are checked too.
+    Of the variants "one" is gated, has biases and counts activity; "first" of these has the first
+    launch of each kernel. Kernels in Gluon say how many registers a thread has, so theirs are
+    checked too.
     """
     shared: dict[str, int] = {}
     problems = set()
 
     def launch(compile_only, kernel, *args, **given):
-        compiled = compile_only(kernel, *args, **given)
         name = full_name(kernel)
+        if variants == "first" and name in shared:
+            return
+        compiled = compile_only(kernel, *args, **given)
         shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
         ttgir = compiled.asm["ttgir"]
         texts = ir.races(ttgir) + ir.read_back(compiled.asm.get("ttir", ttgir))
