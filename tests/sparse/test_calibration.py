@@ -230,6 +230,8 @@ def test_scaling_keeps_the_time_of_equal_work():
     other = calibration(rows).scaled(32, 1000, False)
     # gate 2; the rest of dense loses one of two products, that of a sparse path too
     assert other.predict(8, 10, 20) == pytest.approx({"dense": 4.0, "union": 2.5, "rowwise": 46.0})
+    rows += [(8, 30, 40, "union", 5.0)]  # where dense was not measured again
+    assert calibration(rows).scaled(32, 1000, False).predict(8, 30, 40)["union"] == 3.5
     with pytest.raises(ValueError, match="non-gated"):
         other.scaled(32, 1000, True)
 

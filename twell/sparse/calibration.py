@@ -264,15 +264,17 @@ class Calibration:
             # Multiply before dividing: N active neurons stay N.
             return number * intermediate_size / self.intermediate_size
 
-        def halve(ms: Mapping[str, float]) -> dict[str, float]:
+        def halve(p: Point) -> dict[str, float]:
             if gated == self.gated:
-                return dict(ms)
-            gate = ms["dense"] / 3
-            halves = {path: min(time, (gate + time) / 2) for path, time in ms.items()}
-            return halves | {"dense": 2 * gate}
+                return dict(p.ms)
+            gate = p.ms.get("dense", self.predict(p.tokens, p.active, p.union)["dense"]) / 3
+            return {
+                path: 2 * gate if path == "dense" else min(ms, (gate + ms) / 2)
+                for path, ms in p.ms.items()
+            }
 
         times = tuple(
-            Point(p.tokens / wider, neurons(p.active), neurons(p.union), halve(p.ms))
+            Point(p.tokens / wider, neurons(p.active), neurons(p.union), halve(p))
             for p in self.times
         )
         return dataclasses.replace(
