@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
+PLAIN = "twell measure model 2b --compile"
 # The calibrations that ship; "auto" goes by them in the parts that follow.
 CALIBRATION, KINDS = "twell/sparse/default_calibration", (("", ""), (" --fp8", "_fp8"))
 SIZE = "--hidden-size {} --intermediate-size {}".format
@@ -74,6 +75,14 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     ),
     "model": (400, [f"{MODEL} --batches 64x2048"]),
     "decode": (500, [f"{MODEL} --batches none --decode 1,32"]),
+    "few-documents": (
+        900,
+        [
+            f"{PLAIN} --batches none --decode 1,2,4,8,16,32,64",
+            f"{PLAIN} --batches none --decode 1,8,32 --context 4096",
+        ],
+    ),
+    "prompts": (300, [f"{PLAIN} --batches 1x128,1x512,1x2048"]),
     "serve": (600, ["twell measure serve 2b"]),
     "levels": (
         900,
