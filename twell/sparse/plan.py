@@ -17,6 +17,7 @@ from torch import Tensor
 from twell.sparse.calibration import (
     BLOCK,
     EAGER,
+    GRAPH,
     SITUATIONS,
     Calibration,
     default,
@@ -68,7 +69,7 @@ class Chooser:
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_counters", "_copy", "_choices", "_paths", "plans")
+        own = ("_counters", "_copy", "_choices", "_paths", "_warm", "plans")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,6 +122,17 @@ class Chooser:
             place += 1
         return self._paths[situation][place]
 
+    def to_warm_up(self, num_tokens: int) -> str | None:
+        """The path of graphs, where no eager call with so many tokens has taken it; only once.
+
+        A call before a capture is to compile and load what the capture launches.
+        """
+        path = self.path(num_tokens, GRAPH)
+        if path == self.path(num_tokens) or (num_tokens, path) in self._warm:
+            return None
+        self._warm.add((num_tokens, path))
+        return path
+
     # --- the plans
 
     def _forget_plans(self) -> None:
@@ -129,6 +141,7 @@ class Chooser:
         self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
+        self._warm: set[tuple[int, str]] = set()
 
     def _make_plan(self) -> None:
         calibration = self._calibration or default(*self.shape, self._quantized)
