@@ -27,7 +27,7 @@ import twell.analysis.claims, twell.inspector, twell.kernels.ops, twell.sparse.c
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 assert len([t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]) > 9
 twell.inspector.script(), twell.inspector.script("widget.js"), twell.inspector.style()
-c.default(2048, 5632, True), twell.analysis.claims.load()
+c.default(2048, 5632, True), c.default(2048, 5632, True, True), twell.analysis.claims.load()
 manager = lm_eval.tasks.TaskManager
 for folder in ("both", "hub", "local"):
     assert manager(include_path=e.TASKS / folder, include_defaults=False).all_tasks

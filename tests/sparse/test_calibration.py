@@ -41,7 +41,7 @@ def test_prediction_is_that_of_numpy_and_the_fastest_beats_dense_by_the_margin(r
     ]
     for m, active, union in between + [(m, a, union) for (m, a), (union, _) in grid.items()]:
         expected = {}
-        for path in PATHS:
+        for path in PATHS if m <= 512 else set(PATHS) - {"decode"}:
             x = {"rowwise": active, "dense": 0}.get(path, union)
             logs = [math.log(np.interp(x, *curve(grid, path, size))) for size in sizes]
             expected[path] = math.exp(np.interp(math.log(m), np.log(sizes), logs))
@@ -50,7 +50,7 @@ def test_prediction_is_that_of_numpy_and_the_fastest_beats_dense_by_the_margin(r
         sparse = expected[best] <= (1 - margin) * expected["dense"]
         assert made.choose(m, active, union) == (best if sparse else "dense")
         edge = made.predict(4096, active, union)
-        ten = {path: 10 * time for path, time in edge.items() if path != "decode"}
+        ten = {path: 10 * time for path, time in edge.items()}
         assert made.predict(40960, active, union) == pytest.approx(ten)
 
 
@@ -102,8 +102,9 @@ def test_no_time_is_below_the_floor_of_its_situation(rng, repeat):
         for situation in ("graph", "eager", "compiled"):
             expected = dict(alone)
             for (of, path), times in floors.items():
-                if of == situation:
-                    logs = np.interp(math.log(m), np.log(sizes), np.log(times))
+                if of == situation and path in alone:
+                    least = np.minimum.accumulate(times[::-1])[::-1]  # fewer take no longer
+                    logs = np.interp(math.log(m), np.log(sizes), np.log(least))
                     expected[path] = max(alone[path], math.exp(logs))
             assert made.predict(m, active, union, situation) == pytest.approx(expected)
             best = min(expected, key=expected.get)

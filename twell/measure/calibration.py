@@ -51,9 +51,9 @@ def calibrate(
 
     The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
     to all; `out` is the JSON file. Calls that may wait for Python are timed eager and compiled too,
-    one after the other. Then "auto" is compared with dense torch.compile, in FP8 with the faster of
-    it and dense FP8, at sizes between those measured, in each situation, and on inputs unlike those
-    it observed; the worst of each is printed. About two minutes on an H200.
+    without a CUDA graph. Then "auto" is compared with dense torch.compile, in FP8 with the faster
+    of it and dense FP8, at sizes between those measured, in each situation, and on inputs unlike
+    those it observed; the worst of each is printed. About two minutes on an H200.
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
@@ -154,7 +154,7 @@ class Layers:
                     case, name, calls, self._exact(side), situation, "p20"
                 )
             floors.append(Floor(situation, num_tokens, times))
-            speeds = "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items())
+            speeds = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
             print(f"{case}  {situation:<8}  {speeds}", flush=True)
         torch.compiler.reset()  # compiled anew for each path, up to a limit
         return floors

@@ -1,9 +1,9 @@
 """Measured times of a layer's paths on one device, and the fastest path that follows from them.
 
 Row-wise work grows with the active neurons of a token, work by unions with the neurons that any
-token of a block has active, and dense work with neither. A small layer waits for Python, which
-takes longer for some paths than for others. `Calibration` holds measured times and predicts from
-them. The choice concerns speed alone: every path is exact for every input.
+token of a block has active, and dense work with neither. A small call waits for Python, and for
+some paths longer than for others. `Calibration` holds measured times and predicts from them. The
+choice concerns speed alone: every path is exact for every input.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 POSITIVE = "a number above 0"
+DECODE_TOKENS = 512  # decode takes more in chunks, each with launches of its own
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
@@ -57,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least ms by path of a call with `tokens` in a situation: with hardly an active neuron."""
+    """The least ms by path of a call with `tokens` in a situation: one active neuron a token."""
 
     situation: str
     tokens: float
@@ -210,11 +211,16 @@ class Calibration:
 
     @cached_property
     def _floors(self) -> dict[tuple[str, str], Curves]:
-        """The same of `floors` by situation and path; each curve has one point."""
+        """The same of `floors` by situation and path; each curve has one point.
+
+        Fewer tokens do not take longer: other work on the host slows single measurements.
+        """
         curves = defaultdict(list)
-        for floor in sorted(self.floors, key=lambda floor: floor.tokens):
+        for floor in sorted(self.floors, key=lambda floor: -floor.tokens):
             for path, ms in floor.ms.items():
-                curves[floor.situation, path].append((floor.tokens, [(0.0, ms)]))
+                curve = curves[floor.situation, path]
+                least = min([ms, *(more for _, [(_, more)] in curve[:1])])
+                curve.insert(0, (floor.tokens, [(0.0, least)]))
         return curves
 
     def predict(
@@ -234,7 +240,7 @@ class Calibration:
             ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
             (fewest, _), (most, _) = curves[0], curves[-1]
             known = ms is not None and num_tokens >= fewest
-            known &= path != "decode" or num_tokens <= most  # it takes more tokens in chunks
+            known &= path != "decode" or num_tokens <= min(most, DECODE_TOKENS)
             if path == "dense" or known:
                 floors = self._floors.get((situation, path))
                 if floors:  # what Python takes does not grow with the tokens
@@ -252,9 +258,9 @@ class Calibration:
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens; so do floors, which hardly
-        depend on the tokens. Activity scales with N. A non-gated layer has no up
-        projection: dense saves a third, a sparse path half of its time after the gate.
+        A layer with half the weights gets the time of half the tokens, and so do floors. Activity
+        scales with N. A non-gated layer has no up projection: dense saves a third, a sparse path
+        half of its time after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")

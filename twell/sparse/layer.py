@@ -111,9 +111,10 @@ class SparseFFN(nn.Module):
 
     Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
     layer, made from `calibration` (measured times; None: an H200's) and from `observed`, the newest
-    activity in eager calls. `plan` is that of eager calls. Code of torch.compile or in a CUDA graph
-    keeps the path of its making, so run a batch before, call `observe`, or give a calibration with
-    expectations. Compiled code is taken to run in CUDA graphs, where nothing waits for Python,
+    activity in eager calls. `plan` is that of eager calls, the first of which also runs the path of
+    a graph, for its kernels to be compiled. Code of torch.compile or in a CUDA graph keeps the path
+    it was made with, so run a batch before, call `observe`, or give a calibration with
+    expectations. Compiled code is assumed to run in CUDA graphs, where nothing waits for Python,
     unless `cuda_graphs` is False. `path` sets the path of the backend "triton": "rowwise", "union",
     "decode" or "dense"; None chooses by the number of tokens. While `readable` is False every
     sparse backend calls the projections and skips nothing, which `repr` explains.
