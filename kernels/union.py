@@ -22,7 +22,6 @@ Ours, not the paper's. Reference: twell.sparse.reference.union_up_down, union_do
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -290,22 +289,16 @@ def union_down_kernel(
     tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
-@lru_cache
 def _tile_neurons(block_m: int, device: torch.device) -> int:
     """Neurons of a tile."""
     return launch_options(f"union_up_{block_m}", device)["BN"]
-
-
-def _max_tiles(intermediate_size: int, block_m: int, device: torch.device) -> int:
-    """Tiles of a list of all neurons."""
-    return cdiv(intermediate_size, _tile_neurons(block_m, device))
 
 
 def empty_unions(num_tokens: int, num_neurons: int, block_m: int, device: torch.device) -> Unions:
     """Tensors for `make_lists`, long enough for lists of all neurons."""
     num_blocks = cdiv(num_tokens, block_m)
     lists = num_blocks, round_up(num_neurons, 256)
-    queue = 1 + num_blocks * _max_tiles(num_neurons, block_m, device)
+    queue = 1 + num_blocks * cdiv(num_neurons, _tile_neurons(block_m, device))
     shapes = lists, num_blocks, queue
     return Unions(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
 
@@ -323,15 +316,15 @@ def make_lists(
     `gate_bits` has set the length of the queue to 0. `activity` [4] int64 counts as ops.py says.
     """
     num_blocks, width = unions.lists.shape
-    sizes = num_tokens, intermediate_size, width
+    step = _tile_neurons(block_m, bits.device)
+    sizes = num_tokens, intermediate_size, width, cdiv(intermediate_size, step)
     union_lists_kernel[(num_blocks,)](
         bits,
         *unions,
         activity,
         *sizes,
-        _max_tiles(intermediate_size, block_m, bits.device),
         WORDS=block_m // 32,
-        STEP=_tile_neurons(block_m, bits.device),
+        STEP=step,
         **launch_options("union_lists", bits.device),
     )
 
