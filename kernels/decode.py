@@ -164,9 +164,9 @@ def _up(
     x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The first launch: h, and the flags as words of eight, [W / 8] int64."""
-    (num_tokens, hidden_size), intermediate_size = x.shape, len(layer.w_up)
+    (num_tokens, hidden_size), intermediate_size = x.shape, layer.w_up.shape[0]
     width = round_up(intermediate_size, 8)
-    h = empty_output(x[:0]).new_empty(width, num_tokens)
+    h = layer.w_down_t.new_empty(width, num_tokens)
     flags = torch.empty(width // 8, dtype=torch.int64, device=x.device)
     w, b = layer.first
     options = decode_up(hidden_size)
@@ -229,7 +229,7 @@ def ffn(
     h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.
     Ours: the paper has no kernel for decoding.
     """
-    if len(x) > VECTOR_TOKENS:
+    if x.shape[0] > VECTOR_TOKENS:
         return few.ffn(x, layer, x_scale, activity=activity, out=out)
     y = empty_output(x) if out is None else out
     _down(*_up(x, x_scale, layer, activity), layer, y)

@@ -327,7 +327,7 @@ def _gate(
     activity: Tensor | None,
 ) -> Tensor:
     """The first launch: g; it fills lists and counts."""
-    (num_tokens, k), n, options = x.shape, len(layer.w_up), plan.gate
+    (num_tokens, k), n, options = x.shape, layer.w_up.shape[0], plan.gate
     g = layer.w_down_t.new_empty(n, plan.num_blocks * plan.block)
     w, b = layer.first
     few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
@@ -355,7 +355,7 @@ def _up(
     x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan, lists: Lists
 ) -> Tensor:
     """The second launch: h; it fills the union."""
-    (num_tokens, k), n, options = x.shape, len(layer.w_up), plan.up
+    (num_tokens, k), n, options = x.shape, layer.w_up.shape[0], plan.up
     h = g.new_empty(plan.num_blocks * plan.width, plan.block)
     few_up_kernel[(plan.num_programs,)](
         descriptor(x, (options["TM"], options["BK"])),
@@ -408,7 +408,7 @@ def _chunk(
     x: Tensor, x_scale: Tensor | None, y: Tensor, layer: Layer, activity: Tensor | None
 ) -> None:
     """At most MAX_TOKENS tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    plan = make_plan(len(x), len(layer.w_up), x.device)
+    plan = make_plan(x.shape[0], layer.w_up.shape[0], x.device)
     lists = empty_lists(plan, x.device)
     g = _gate(x, x_scale, layer, plan, lists, activity)
     h = _up(x, x_scale, layer, g, plan, lists)
@@ -430,9 +430,6 @@ def ffn(
     blocks) and 8 a block.
     """
     y = empty_output(x) if out is None else out
-    if len(x) <= MAX_TOKENS:
-        _chunk(x, x_scale, y, layer, activity)
-    else:
-        for chunk in chunks(MAX_TOKENS, x, x_scale, y):
-            _chunk(*chunk, layer, activity)
+    for chunk in chunks(MAX_TOKENS, x, x_scale, y):
+        _chunk(*chunk, layer, activity)
     return y

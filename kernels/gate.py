@@ -132,11 +132,11 @@ def empty_gate(
 ) -> tuple[Tensor, Tensor]:
     """g and bits of `gate_bits` to write, for tiles of `block_m` tokens; g in bf16 for x in FP8."""
     dtype = torch.bfloat16 if x.itemsize == 1 else x.dtype
-    tokens, width = round_up(len(x), block_m), round_up(intermediate_size, 256)
+    tokens, width = round_up(x.shape[0], block_m), round_up(intermediate_size, 256)
     if by_neuron:
         g, shape = x.new_empty(intermediate_size, tokens, dtype=dtype), (tokens // 32, width)
     else:
-        g, shape = x.new_empty(len(x), width, dtype=dtype), (tokens, width // 32)
+        g, shape = x.new_empty(x.shape[0], width, dtype=dtype), (tokens, width // 32)
     return g, torch.empty(shape, dtype=torch.int32, device=x.device)
 
 
@@ -170,9 +170,9 @@ def gate_bits(
     block_m, block_n, block_k = (options[name] for name in ("BM", "BN", "BK"))
     g, bits = empty_gate(x, intermediate_size, block_m, by_neuron)
     if hopper:
-        from twell.kernels.gate_hopper import blocks
-        from twell.kernels.gate_hopper import gate_hopper_kernel as kernel
+        from twell.kernels import gate_hopper
 
+        kernel, blocks = gate_hopper.gate_hopper_kernel, gate_hopper.blocks
         g_block = [block_n, block_m // 2]
     else:
         kernel, blocks = gate_bits_kernel, descriptor

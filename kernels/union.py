@@ -297,16 +297,16 @@ def union_down_kernel(
     store_output(acc, y_ptr, block * BM, columns, M, K)
 
 
-def _max_tiles(intermediate_size: int, block_m: int, device: torch.device) -> int:
-    """Tiles of a list of all neurons."""
-    return cdiv(intermediate_size, launch_options(f"union_up_{block_m}", device)["BN"])
+def _tile_neurons(block_m: int, device: torch.device) -> int:
+    """Neurons of a tile."""
+    return launch_options(f"union_up_{block_m}", device)["BN"]
 
 
 def empty_unions(num_tokens: int, num_neurons: int, block_m: int, device: torch.device) -> Unions:
     """Tensors for `make_lists`, long enough for lists of all neurons."""
     num_blocks = cdiv(num_tokens, block_m)
     lists = num_blocks, round_up(num_neurons, 256)
-    queue = 1 + num_blocks * _max_tiles(num_neurons, block_m, device)
+    queue = 1 + num_blocks * cdiv(num_neurons, _tile_neurons(block_m, device))
     shapes = lists, num_blocks, queue
     return Unions(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
 
@@ -324,15 +324,15 @@ def make_lists(
     `gate_bits` has set the length of the queue to 0. `activity` [4] int64 counts as ops.py says.
     """
     num_blocks, width = unions.lists.shape
-    sizes = num_tokens, intermediate_size, width
+    step = _tile_neurons(block_m, bits.device)
+    sizes = num_tokens, intermediate_size, width, cdiv(intermediate_size, step)
     union_lists_kernel[(num_blocks,)](
         bits,
         *unions,
         activity,
         *sizes,
-        _max_tiles(intermediate_size, block_m, bits.device),
         WORDS=block_m // 32,
-        STEP=launch_options(f"union_up_{block_m}", bits.device)["BN"],
+        STEP=step,
         **launch_options("union_lists", bits.device),
     )
 
@@ -343,8 +343,8 @@ def _over_unions(
     """Launches union_up_kernel or union_product_kernel, which write `out`; returns `out`."""
     block_m, width, hidden_size = out.shape[1], unions.lists.shape[1], x.shape[1]
     options = launch_options(f"union_up_{block_m}", x.device, fp8=w.itemsize == 1) | flags
-    num_programs = min(options.pop("PER_SM") * num_processors(x.device), len(unions.queue) - 1)
-    sizes = *sizes, width, hidden_size, cdiv(len(w), options["BN"]), num_programs
+    num_programs = min(options.pop("PER_SM") * num_processors(x.device), unions.queue.shape[0] - 1)
+    sizes = *sizes, width, hidden_size, cdiv(w.shape[0], options["BN"]), num_programs
     even = hidden_size % options["BK"] == 0
     x = descriptor(x, [block_m, options["BK"]])
     kernel[(num_programs,)](x, w, *rest, out, *unions, *sizes, EVEN=even, BM=block_m, **options)
@@ -366,7 +366,7 @@ def up(
     set. h is rounded, u is not.
     """
     h = g.new_empty(unions.lists.numel(), block_m)
-    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (len(x), *g.shape)
+    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (x.shape[0], *g.shape)
     flags = dict(GATED=layer.gated, ACT=layer.act.name)
     return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, **flags)
 
@@ -434,7 +434,7 @@ def _chunk(
     activity: Tensor | None,
 ) -> None:
     """One chunk of tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    num_tokens, intermediate_size = len(x), len(layer.w_up)
+    num_tokens, intermediate_size = x.shape[0], layer.w_up.shape[0]
     unions = empty_unions(num_tokens, intermediate_size, block_m, x.device)
     scales = x_scale, layer.first_scale
     options = dict(zero=unions.queue, scales=scales, threshold=layer.act.threshold)
@@ -459,7 +459,8 @@ def ffn(
     that keep it below WORKSPACE_BYTES, since the lengths of lists are not known.
     """
     y = empty_output(x) if out is None else out
-    size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(len(layer.w_up)))), 256)
+    num_tokens, most = x.shape[0], chunk_tokens(layer.w_up.shape[0])
+    size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
     for chunk in chunks(size, x, x_scale, y):
-        _chunk(*chunk, layer, block_tokens(len(x)), activity)
+        _chunk(*chunk, layer, block_tokens(num_tokens), activity)
     return y

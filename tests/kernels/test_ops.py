@@ -54,6 +54,20 @@ def test_weights_at_addresses_that_tensor_descriptors_do_not_take(path):
     assert torch.equal(OPERATORS[path](**tensors), expected)
 
 
+def test_weights_are_checked_again_after_a_change():
+    tensors = small_layer()
+    tensors["w_up"] = weight = torch.nn.Parameter(tensors["w_up"], requires_grad=False)
+    ops.run("dense", *tensors.values())
+    for values, error, message in (
+        (weight[:, :32], ValueError, r"w_up has shape \(.*, 32\)"),
+        (weight.t().contiguous().t(), ValueError, "w_up has strides"),
+        (weight.float(), TypeError, "w_up has dtype torch.float32"),
+    ):
+        weight.data = values.detach()
+        with pytest.raises(error, match=message):
+            ops.run("dense", *tensors.values())
+
+
 def test_sharded_tensors_are_refused():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor

@@ -115,12 +115,14 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
 
     The product is rounded to bf16 before b is added.
     """
-    size = len(w)
+    size = w.shape[0]
+    if x.shape[0] == 0:
+        return x.new_empty(0, size, dtype=torch.bfloat16)
     if size % MULTIPLE:
         w, w_scale = _padded(w), nn.functional.pad(w_scale, (0, -size % MULTIPLE))
-    if len(x) == 0:
-        return x.new_empty(0, size, dtype=torch.bfloat16)
-    y = _product(x, x_scale, w, w_scale)[:, :size].contiguous()
+        y = _product(x, x_scale, w, w_scale)[:, :size].contiguous()
+    else:
+        y = _product(x, x_scale, w, w_scale)
     return y if b is None else (y + b).to(torch.bfloat16)
 
 
@@ -195,7 +197,8 @@ class Float8Linear(nn.Module):
         self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
         scale = torch.empty(out_features, dtype=torch.float32, device=device)
         self.register_buffer("weight_scale", scale)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        kept = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", kept)
         self.original: Tensor | None = None
         self.trained = True, True  # whether weight and bias were parameters to train
 
