@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -48,15 +49,13 @@ class _Kinds(dict):
     """Type of an argument -> the function that makes its part of the key."""
 
     def __missing__(self, of: type) -> Callable:
-        self[of] = _of_descriptor
-        if issubclass(of, Tensor):
-            self[of] = _of_tensor
-        elif issubclass(of, tuple):
-            self[of] = _of_tuple
+        kinds = ((Tensor, _of_tensor), (tuple, _of_tuple), (object, _of_descriptor))
+        # Assigned once: another thread may look it up meanwhile.
+        self[of] = next(function for kind, function in kinds if issubclass(of, kind))
         return self[of]
 
 
-_KINDS = _Kinds({float: _of_number, **dict.fromkeys((int, bool, type(None)), _of_itself)})
+_KINDS = _Kinds({float: _of_number, bool: repr, **dict.fromkeys((int, type(None)), _of_itself)})
 
 
 class Direct:
@@ -68,6 +67,8 @@ class Direct:
         self.cases: dict[tuple, tuple] = {}
 
     def __getattr__(self, name: str):
+        if name == "kernel":  # while a copy is made
+            raise AttributeError(name)
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -86,7 +87,8 @@ class Direct:
         compiled = self.kernel[grid](*arguments, **options)
         if len(self.cases) >= MAX_CASES:
             self.cases.clear()
-        if compiled is not None:  # None: a hook of Triton's prevented the compilation
+        # Else a hook of Triton's prevented the compilation, or it is under way.
+        if isinstance(compiled, CompiledKernel):
             self.cases[case] = compiled, tuple(options[name] for name in self.constants)
 
 

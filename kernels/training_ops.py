@@ -100,7 +100,9 @@ def _is_eager(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
+        and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
         and _get_current_dispatch_mode() is None
     )
 
@@ -183,6 +185,9 @@ class OperatorStep:
         """The gradients of the six tensors; None where `needs` asks for none."""
         *saved, dy, dl1, needs, name = rest
         x, dy = prepare(x), prepare(dy.to(x.dtype))
+        # Hooks on saved tensors, as of offloading to the CPU, may give them back with other strides.
+        w_gate = None if w_gate is None else w_gate.contiguous()
+        w_up, w_down = w_up.contiguous(), w_down.t().contiguous().t()
         # Copied even where it is fp32: in autograd's threads the device has no context before
         # PyTorch runs something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

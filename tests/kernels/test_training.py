@@ -383,6 +383,28 @@ def test_a_graph_is_used_again_but_has_no_second_gradients(path):
         gradient.sum().backward()
 
 
+@quick_union
+def test_saved_tensors_may_come_back_with_other_strides(path):
+    """As from offloading to pinned memory, which copies to `torch.empty` of the same shape."""
+    step = step_of(path, 5, 20, 48, values="normal")
+    expected = step.run(20)[1]
+    copy = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # noqa: E731
+    back = lambda tensor: tensor.to(DEVICE)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(copy, back):
+        assert_same(step.run(20)[1], expected)
+
+
+@quick_union
+def test_gradients_in_a_batch_are_those_of_a_loop(path):
+    tensors = step_of(path, 5, 20, 48, values="normal").tensors
+    x = tensors["x"].detach().requires_grad_()
+    y = training_ops.train(path, 20, **{**tensors, "x": x}).y
+    several = torch.randn(3, *y.shape, device=DEVICE).to(y.dtype)
+    loop = [torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in several]
+    (batch,) = torch.autograd.grad(y, x, several, is_grads_batched=True)
+    assert torch.equal(batch, torch.stack(loop))
+
+
 def test_bad_input_is_named():
     tensors = step_of("union", 70, 140, 48).tensors
     with pytest.raises(ValueError, match="path 'ell' is unknown; use one of .*union"):

@@ -233,7 +233,7 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
     assert model.config.ffn_backend == "auto"
     for ffn in model.ffns:
         assert ffn.backend == "auto" and ffn.calibration.times == calibration().times
-        assert ffn.plan == ((2**20, "decode"),) != default
+        assert ffn.plan[0] == (512, "decode") != default[0]
     assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
     model.save_pretrained(tmp_path / "again")  # the configuration names the backend
     calibration().save(tmp_path / "again" / "calibration.json")

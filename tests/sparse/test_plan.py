@@ -70,6 +70,29 @@ def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
     )
 
 
+def test_decode_is_planned_for_one_chunk_of_tokens_alone():
+    for sizes in ((256, 1024), (1024, 2816), (4096, 14_336)):
+        chooser = Chooser(*sizes, True)
+        chooser.observe(sizes[1] / 200, sizes[1] / 7)
+        assert all(chooser.path(m, "graph") != "decode" for m in POWERS if m > 512)
+
+
+def test_another_thread_may_use_a_copy_first(monkeypatch):
+    chooser = make()
+    call(chooser, 2**14, 4, 60)
+
+    def begin(counters):
+        def arrived():
+            chooser._copy = None  # as the other thread leaves it
+            return True
+
+        return counters.clone(), arrived
+
+    monkeypatch.setattr(plan, "_begin_copy", begin)
+    chooser.update(2**14)
+    assert chooser.observed == (4, 60) and chooser._copy is None
+
+
 def test_each_situation_has_a_plan():
     chooser = make(
         floors=(Floor("eager", 1, {"decode": 2.0}), Floor("compiled", 1, {"union": 2.0}))

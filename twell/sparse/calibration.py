@@ -242,18 +242,33 @@ class Calibration:
             known = ms is not None and num_tokens >= fewest
             known &= path != "decode" or num_tokens <= min(most, DECODE_TOKENS)
             if path == "dense" or known:
-                floors = self._floors.get((situation, path))
-                if floors:  # what Python takes does not grow with the tokens
-                    most_tokens, _ = floors[-1]
-                    ms = max(ms, _interpolate(floors, min(num_tokens, most_tokens), 0.0))
                 times[path] = ms
-        return times
+        return self._at_least(times, num_tokens, situation)
+
+    def _at_least(
+        self, times: Mapping[str, float], num_tokens: float, situation: str
+    ) -> dict[str, float]:
+        """No time below the floor of its path: what Python takes does not grow with the tokens."""
+        result = dict(times)
+        for path, ms in times.items():
+            if floors := self._floors.get((situation, path)):
+                most, _ = floors[-1]
+                result[path] = max(ms, _interpolate(floors, min(num_tokens, most), 0.0))
+        return result
 
     def choose(self, num_tokens: float, active: float, union: float, situation: str = GRAPH) -> str:
         """Return the fastest path by `predict`, dense unless a sparse one wins by the margin."""
-        times = self.predict(num_tokens, active, union, situation)
-        best = min(times, key=times.get)
-        return best if times[best] <= (1 - self.margin) * times["dense"] else "dense"
+        return self.choices(num_tokens, active, union)[situation]
+
+    def choices(self, num_tokens: float, active: float, union: float) -> dict[str, str]:
+        """Return `choose` by situation."""
+        alone, paths = self.predict(num_tokens, active, union), {}
+        for situation in SITUATIONS:
+            times = self._at_least(alone, num_tokens, situation)
+            best = min(times, key=times.get)
+            wins = times[best] <= (1 - self.margin) * times["dense"]
+            paths[situation] = best if wins else "dense"
+        return paths
 
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.

@@ -129,6 +129,7 @@ class SparseFFN(nn.Module):
     """
 
     dropout = 0.0
+    cuda_graphs = True  # here, for layers pickled before it existed
 
     def __init__(
         self,
@@ -161,7 +162,6 @@ class SparseFFN(nn.Module):
         self.edit: Edit | None = None
         self.train_path: str | None = None
         self.capacity = 0
-        self.cuda_graphs = True
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend

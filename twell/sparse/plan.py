@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import groupby, product
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -136,8 +136,8 @@ class Chooser:
     # --- the plans
 
     def _forget_plans(self) -> None:
-        # By situation and power: observation and path.
-        self._choices: dict[tuple[str, int], tuple[Any, str]] = {}
+        # By power: observation, and paths by situation.
+        self._choices: dict[int, tuple[Any, dict[str, str]]] = {}
         self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
@@ -146,16 +146,15 @@ class Chooser:
     def _make_plan(self) -> None:
         calibration = self._calibration or default(*self.shape, self._quantized)
         activities = {size: self._activity(size, calibration) for size in CLASSES}
-        for case in product(SITUATIONS, POWERS):
-            situation, power = case
+        for power in POWERS:
             activity = activities[min(power, BLOCK)]
-            if case not in self._choices or self._choices[case][0] != activity:
-                path = "dense"
+            if power not in self._choices or self._choices[power][0] != activity:
+                paths = dict.fromkeys(SITUATIONS, "dense")
                 if activity is not None:
-                    path = calibration.choose(power, *activity, situation)
-                self._choices[case] = activity, path
+                    paths = calibration.choices(power, *activity)
+                self._choices[power] = activity, paths
         for situation in SITUATIONS:
-            paths = [self._choices[situation, power][1] for power in POWERS]
+            paths = [self._choices[power][1][situation] for power in POWERS]
             same = groupby(zip(POWERS, paths, strict=True), key=itemgetter(1))
             self._paths[situation] = paths
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
@@ -209,17 +208,18 @@ class Chooser:
         if self._copy is None and self._changed and self._unread >= READ_EVERY:
             self._copy = _begin_copy(self._counters)
             self._changed, self._unread = False, 0
-        if self._copy is not None and self._copy[1]():
-            totals, self._copy = self._copy[0].tolist(), None
+        copy = self._copy  # another thread may take it meanwhile; its window is then empty here
+        if copy is not None and copy[1]():
+            totals, self._copy = copy[0].tolist(), None
             pairs = zip(self._read, totals, strict=True)
-            self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
             self._read = totals
+            self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
 
     def _use(self, window: list[list[int]]) -> None:
         """Plan anew where the counts of a window differ from those behind the plan."""
         most, changed = 0, False
         for size, (tokens, blocks, active, union) in zip(CLASSES, window, strict=True):
-            if tokens == 0:
+            if tokens == 0 or blocks == 0:  # the copy may have come between the two
                 continue
             new = active / tokens, union / blocks
             old = self._known.get(size)
