@@ -185,7 +185,7 @@ class OperatorStep:
         """The gradients of the six tensors; None where `needs` asks for none."""
         *saved, dy, dl1, needs, name = rest
         x, dy = prepare(x), prepare(dy.to(x.dtype))
-        # Hooks on saved tensors, as of offloading to the CPU, may give them back with other strides.
+        # Hooks on saved tensors, as of offloading, may give them back with other strides.
         w_gate = None if w_gate is None else w_gate.contiguous()
         w_up, w_down = w_up.contiguous(), w_down.t().contiguous().t()
         # Copied even where it is fp32: in autograd's threads the device has no context before
