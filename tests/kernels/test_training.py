@@ -370,11 +370,16 @@ def test_an_eager_step_needs_no_operator(path, monkeypatch):
     assert_same(step.run(20)[1], expected)
 
 
-@quick_union
-def test_a_graph_is_used_again_but_has_no_second_gradients(path):
+def graph_of(path):
+    """x, and y of a step whose only gradient is that of x."""
     tensors = step_of(path, 5, 20, 48, values="normal").tensors
     x = tensors["x"].detach().requires_grad_()
-    y = training_ops.train(path, 20, **{**tensors, "x": x}).y
+    return x, training_ops.train(path, 20, **{**tensors, "x": x}).y
+
+
+@quick_union
+def test_a_graph_is_used_again_but_has_no_second_gradients(path):
+    x, y = graph_of(path)
     first, again = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -396,9 +401,7 @@ def test_saved_tensors_may_come_back_with_other_strides(path):
 
 @quick_union
 def test_gradients_in_a_batch_are_those_of_a_loop(path):
-    tensors = step_of(path, 5, 20, 48, values="normal").tensors
-    x = tensors["x"].detach().requires_grad_()
-    y = training_ops.train(path, 20, **{**tensors, "x": x}).y
+    x, y = graph_of(path)
     several = torch.randn(3, *y.shape, device=DEVICE).to(y.dtype)
     loop = [torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in several]
     (batch,) = torch.autograd.grad(y, x, several, is_grads_batched=True)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
-from twell.sparse.calibration import BLOCK, Floor
+from twell.sparse.calibration import BLOCK, DECODE_CHUNK, Floor
 from twell.sparse.plan import POWERS, Chooser
 
 CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
@@ -71,10 +71,11 @@ def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
 
 
 def test_decode_is_planned_for_one_chunk_of_tokens_alone():
+    assert pytest.importorskip("twell.kernels.few").MAX_TOKENS == DECODE_CHUNK
     for sizes in ((256, 1024), (1024, 2816), (4096, 14_336)):
         chooser = Chooser(*sizes, True)
         chooser.observe(sizes[1] / 200, sizes[1] / 7)
-        assert all(chooser.path(m, "graph") != "decode" for m in POWERS if m > 512)
+        assert all(chooser.path(m, "graph") != "decode" for m in POWERS if m > DECODE_CHUNK)
 
 
 def test_another_thread_may_use_a_copy_first(monkeypatch):

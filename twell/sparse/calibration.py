@@ -31,7 +31,7 @@ SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 POSITIVE = "a number above 0"
-DECODE_TOKENS = 512  # decode takes more in chunks, each with launches of its own
+DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
@@ -240,7 +240,7 @@ class Calibration:
             ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
             (fewest, _), (most, _) = curves[0], curves[-1]
             known = ms is not None and num_tokens >= fewest
-            known &= path != "decode" or num_tokens <= min(most, DECODE_TOKENS)
+            known &= path != "decode" or num_tokens <= min(most, DECODE_CHUNK)
             if path == "dense" or known:
                 times[path] = ms
         return self._at_least(times, num_tokens, situation)

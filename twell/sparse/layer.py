@@ -457,7 +457,7 @@ class SparseFFN(nn.Module):
                 self.chooser.probe(rows, self._first(tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
-            if counts and (other := self.chooser.to_warm_up(num_tokens)) is not None:
+            if counts and (other := self.chooser.to_warm_up(num_tokens, path)) is not None:
                 ops.run(other, *tensors, act=self.act)
             return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 

@@ -122,13 +122,13 @@ class Chooser:
             place += 1
         return self._paths[situation][place]
 
-    def to_warm_up(self, num_tokens: int) -> str | None:
-        """The path of graphs, where no eager call with so many tokens has taken it; only once.
+    def to_warm_up(self, num_tokens: int, taken: str) -> str | None:
+        """The path of graphs, where it is not the one `taken` by this eager call; only once.
 
         A call before a capture is to compile and load what the capture launches.
         """
         path = self.path(num_tokens, GRAPH)
-        if path == self.path(num_tokens) or (num_tokens, path) in self._warm:
+        if path == taken or (num_tokens, path) in self._warm:
             return None
         self._warm.add((num_tokens, path))
         return path
