@@ -46,6 +46,8 @@ PATTERNS = *SMALL, "full", "edges", "heavy", "tile"
 # Below so many active entries a rounding error or two decide the relative RMS, so y is compared
 # with the rounded result.
 FEW = 400
+# Sums in fp32 are exact to this share of the sum of their terms' absolute values.
+FP32_SUM = 2.0**-20
 # With fewer outputs the two errors are too noisy for their ratio to mean much: one in some
 # thousand cases is above 1.25.
 MANY = 8192
@@ -281,12 +283,15 @@ def relative_rms_of_dense(tensors: Tensors, expected: Tensor, act: Activation = 
 
 
 def of_sums(case: Case, tensors: Tensors, expected: Tensor, share: float) -> float:
-    """The relative RMS that FP8 sums on tensor cores may add; fp32 sums (a CPU's) add nothing.
+    """The relative RMS that inexact sums may add: FP8 ones, and fp32 ones beside a threshold.
 
-    Each sum errs by `share` of its terms' absolute values; see twell.measure.check.FP8_SUM.
+    Each sum errs by a share of its terms' absolute values: FP8 sums on tensor cores by `share`, see
+    twell.measure.check.FP8_SUM, others by FP32_SUM. A neuron beside its threshold may be active.
     """
-    if not case.fp8 or not expected.is_cuda:
-        return 0.0
+    if not (case.fp8 and expected.is_cuda):
+        share = FP32_SUM
+        if not case.threshold:
+            return 0.0
     rows = expected.isfinite().all(1)
     t = doubles(tensors)
     t["x"] = t["x"][rows]
@@ -296,7 +301,8 @@ def of_sums(case: Case, tensors: Tensors, expected: Tensor, share: float) -> flo
     u, act = (sums[1] if case.gated else torch.ones_like(sums[0])), case.act
 
     def h(a: Tensor, u: Tensor) -> Tensor:
-        return act.of_gate(act.gate(a)) * act.of_up(u)
+        g = act.gate(a.to(case.dtype)) if act.threshold else act.gate(a)  # rounded sums decide
+        return act.of_gate(torch.where(g != 0, a, 0)) * act.of_up(u)
 
     same = h(sums[0], u)
     changed = (h(sums[0] + sign * errors[0], u) - same for sign in (1, -1))

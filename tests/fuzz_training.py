@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.fuzz import (
     FEW,
+    FP32_SUM,
     LARGEST,
     TWO_UNITS,
     Case,
@@ -27,9 +28,6 @@ from tests.fuzz import (
     round_to,
 )
 from twell.sparse.activations import RELU, Activation
-
-# Sums in fp32 are exact to this share of the sum of their terms' absolute values.
-EDGE = 2.0**-20
 
 
 def _border(act: Activation, dtype: torch.dtype) -> float:
@@ -193,7 +191,7 @@ def _compare(step: Step, results: dict[str, Tensor], rows, num_active: int) -> f
     expected = step.exact()
     strict = step.exact(case.dtype, step.path == "union")
     # A gate within the rounding of fp32 sums from zero may be active or not; either is right.
-    fewest, most = (step.exact(edge=edge) for edge in (EDGE, -EDGE))
+    fewest, most = (step.exact(edge=edge) for edge in (FP32_SUM, -FP32_SUM))
     worst = 0.0
     for name, value in results.items():
         right, bound, _ = (part[rows] for part in strict[name])

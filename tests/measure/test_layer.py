@@ -92,8 +92,8 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     rows = ffn([24], [9], **SIZES, mode=mode)
     assert [row["provider"] for row in rows] == PROVIDERS
     assert {(row["mode"], row["weight_sets"], row["p50"]) for row in rows} == {(mode, 3, 0.3333)}
-    # Dense; three paths of the kernels and dense by them; the layers of "auto".
-    assert len(compiled) == (1 + 4 + 3 if mode == "compiled" else 1)
+    # Dense as a function, and its layers; four paths of the kernels; the layers of "auto".
+    assert len(compiled) == 1 + 3 + (4 + 3 if mode == "compiled" else 0)
     with pytest.raises(ValueError, match="'fast' is unknown; use one of stream, graph, eager, com"):
         ffn([24], **SIZES, mode="fast")
 

@@ -97,6 +97,12 @@ class Case:
             for *others, w_down in self.sets
         ]
 
+    def dense_calls(self, mode: str) -> list[Call]:
+        """Return calls of the dense layer as a module of nn.Linear layers, as models have it."""
+        weights = [(*others, w_down.contiguous()) for *others, w_down in self.sets]
+        layers = [DenseLayer(self.act, some, self.biases) for some in weights]
+        return [functools.partial(in_mode(layer, mode), self.x) for layer in layers]
+
     def path_calls(self, path: str, mode: str = "stream") -> list[Call]:
         """Return the calls of one path of the kernels, in the mode "compiled" compiled."""
         from twell.kernels import ops
@@ -125,18 +131,42 @@ class Case:
             sizes = c["hidden_size"], c["intermediate_size"]
             options = {"activation": self.act.name, "bias": bool(self.biases), "device": "meta"}
             layer = SparseFFN(*sizes, gated=c["gated"], backend="auto", **options)
-            projections = layer.gate_proj, layer.up_proj, layer.down_proj
-            biases = self.biases or (None,) * 3
-            for part, weight, bias in zip(projections, weights, biases, strict=True):
-                if part is not None:
-                    part.weight = nn.Parameter(weight, requires_grad=False)
-                    part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            give(layer, weights, self.biases)
             if prepare is not None:
                 prepare(layer)
             layer.calibration = calibration
             layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
             layers.append(layer.eval())
         return layers
+
+
+class DenseLayer(nn.Module):
+    """The dense layer of these weights, a baseline: its projections are nn.Linear layers."""
+
+    def __init__(self, act: Activation, weights: Weights, biases: Sequence[Tensor | None]):
+        super().__init__()
+        self.act = act
+        (intermediate_size, hidden_size), options = weights[1].shape, {"device": "meta"}
+        gated = weights[0] is not None
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
+        give(self, weights, biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act.hidden(self.act.gate(self.up_proj(x)), None))
+        g = self.act.gate(self.gate_proj(x))
+        return self.down_proj(self.act.hidden(g, self.up_proj(x)))
+
+
+def give(layer: nn.Module, weights: Weights, biases: Sequence[Tensor | None]) -> None:
+    """Put weights and, if there are any, biases into a layer's projections."""
+    projections = layer.gate_proj, layer.up_proj, layer.down_proj
+    for part, weight, bias in zip(projections, weights, biases or (None,) * 3, strict=True):
+        if part is not None:
+            part.weight = nn.Parameter(weight, requires_grad=False)
+            part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
 
 def in_mode(function: Callable, mode: str) -> Callable:

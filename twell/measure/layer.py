@@ -70,7 +70,7 @@ def ffn(
         out: the folder of ffn.csv, kernels.csv and ceilings.csv.
 
     Returns the rows of ffn.csv, COLUMNS["ffn"]. The dense baselines have w_down as nn.Linear
-    stores it. Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises
+    stores it; in the modes "eager" and "compiled" they are modules, as the layers of "auto" are. Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises
     ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU.
     Ours.
     """
@@ -94,11 +94,13 @@ def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None
     """Add the rows of ffn.csv and kernels.csv for one case."""
     layers = {AUTO: case.auto_layers(calibration)}
     paths = {Provider("triton", path): case.path_calls(path, mode) for path in case.paths()}
-    calls = {
-        DENSE_EAGER: case.calls(partial(reference.ffn, act=case.act), plain=True),
-        DENSE_COMPILED: case.calls(compiled, plain=True),
-        **paths,
-    }
+    if mode in ("eager", "compiled"):  # where the host's work counts, a module's belongs to it
+        calls = {DENSE_EAGER: case.dense_calls("eager")}
+        calls[DENSE_COMPILED] = case.dense_calls("compiled")
+    else:
+        calls = {DENSE_EAGER: case.calls(partial(reference.ffn, act=case.act), plain=True)}
+        calls[DENSE_COMPILED] = case.calls(compiled, plain=True)
+    calls |= paths
     quantized, others = None, {}  # others: what is exact for their widened weights
     quantizable = case.plain and mode in ("stream", "graph")
     for provider, kind in weight_only.providers(case).items() if quantizable else ():

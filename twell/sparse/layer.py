@@ -22,8 +22,9 @@ Without it gradients are always computed densely.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -282,7 +283,7 @@ class SparseFFN(nn.Module):
             x = self._for_inference(x)
         rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
         wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
-        backend = self._backend
+        backend = "dense" if self._compiles_densely(rows) else self._backend
         if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
             if not torch.compiler.is_compiling():
@@ -443,32 +444,42 @@ class SparseFFN(nn.Module):
         tensors, num_tokens = self._tensors(rows), rows.shape[0]
         if not ops.takes(tensors[0], self.intermediate_size):
             return self._dense(rows, wants_l1, wants_activity)
-        situation = EAGER
-        if torch.compiler.is_compiling():
-            situation = GRAPH if self.cuda_graphs else COMPILED
-        elif rows.is_cuda and torch.cuda.is_current_stream_capturing():
-            situation = GRAPH
+        situation = self._situation(rows)
         counts = situation == EAGER and num_tokens > 0
         with without_autocast(rows.device.type):
             if counts:
                 self.chooser.update(num_tokens)
             path, activity = self.chooser.path(num_tokens, situation), None
             if counts and path == "dense":
-                self.chooser.probe(rows, self._first(tensors))
+                self.chooser.probe(rows, partial(self._gate_of, tensors))
             elif counts:
                 activity = self.chooser.counters(num_tokens, rows.device)
             if counts and (other := self.chooser.to_warm_up(num_tokens, path)) is not None:
                 ops.run(other, *tensors, act=self.act)
             return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 
-    def _first(self, tensors: list[Tensor | None]) -> Callable[[Tensor], Tensor]:
-        """The function that gives g, which is not 0 where a neuron is active."""
+    def _situation(self, rows: Tensor) -> str:
+        if torch.compiler.is_compiling():
+            return GRAPH if self.cuda_graphs else COMPILED
+        return GRAPH if rows.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
+
+    def _compiles_densely(self, rows: Tensor) -> bool:
+        """Whether "auto" is dense in this code of torch.compile, for inference.
+
+        Asked before all else: every call of compiled code checks what it read to become so.
+        """
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or self._backend != "auto":
+            return False
+        path = self.chooser.path(rows.shape[0], self._situation(rows))
+        return path == "dense" and not self.quantized
+
+    def _gate_of(self, tensors: list[Tensor | None], blocks: Tensor) -> Tensor:
+        """g of tokens, which is not 0 where a neuron is active."""
         if self.quantized:
             part = self.up_proj if self.gate_proj is None else self.gate_proj
-            return lambda blocks: self.act.gate(part(blocks))
+            return self.act.gate(part(blocks))
         weight, bias = reference.Layer(*tensors).first
-        linear = nn.functional.linear
-        return lambda blocks: self.act.gate(linear(blocks.to(weight.dtype), weight, bias))
+        return self.act.gate(nn.functional.linear(blocks.to(weight.dtype), weight, bias))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""
