@@ -41,6 +41,7 @@ _HOME = {
     "l1_by_layer": "models",
     "intervene": "models",
     "silence": "models",
+    "order_tokens": "models",
     "quantize_": "models",
     "dequantize_": "models",
     "Float8DynamicActivationFloat8WeightConfig": "sparse.float8",

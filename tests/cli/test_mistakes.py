@@ -106,6 +106,8 @@ COMMANDS = {
     "measure model --decode 1,many": r"--decode is '1,many'; write numbers with commas",
     "measure model RUN": r"give a text by --text or by --file",
     "measure model RUN --text a --active 3": r"are for random weights; a checkpoint has its own",
+    "measure model RUN --text a --source sotu": r"give a text or a --source, and not both",
+    "measure model 2b --order-tokens": r"2b is a configuration, .* and no order of its tokens",
     "measure model 2b --text a": r"2b is a configuration, whose weights are random: give no text",
     "measure calibrate RUN --hidden-size 64": r"leave out --hidden-size, --intermediate-size and",
     "measure calibrate --out RUN/config.yaml": r"config\.yaml'; give a file that ends in \.json",

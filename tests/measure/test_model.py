@@ -13,6 +13,7 @@ from twell.measure.model import FILES, language_model
 from twell.measure.parts import BETWEEN, PARTS, split_kernels
 from twell.measure.providers import FP8, FP8_ALL, Provider, model_providers
 from twell.measure.rows import COLUMNS
+from twell.models import order
 from twell.sparse.float8 import FLOAT8
 
 ops = pytest.importorskip("twell.kernels.ops")
@@ -125,7 +126,7 @@ def test_rows_of_layers_and_parts(tables):
     assert np.allclose(between, expected, atol=1e-3)
 
 
-def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
+def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 96}
     given = measure.model(**sizes, num_hidden_layers=2, num_attention_heads=2)
     ids = imposed.draw_tokens(640, 4, 64, seed=3)
@@ -143,6 +144,13 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path):
     assert not rows["decode"] and not rows["model_parts"]
     files = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert files == ["model.csv", "model_layers.csv"]
+    # In another order of the tokens: checked against the same results.
+    monkeypatch.setattr(order, "MIN_TOKENS", 100)
+    rows = language_model(**options, ordered=True)
+    assert {row["profile"] for row in rows["model"]} == {model.ORDERED}
+    assert all(len(ffn.token_order.order) == 4 * 64 for ffn in given.ffns)
+    with pytest.raises(ValueError, match="random weights have no similar tokens"):
+        language_model(ordered=True)
 
 
 def test_layers_in_fp8_join_passes_and_decoding(quick, monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import typer
 
 from twell.cli.common import (
     BENCH,
+    INPUT,
     RANDOM,
     Bench,
     CalibrationFile,
@@ -26,6 +28,7 @@ from twell.cli.common import (
 
 CONFIG = "2b"
 EXAMPLE = "twell measure model 2b --batches 64x2048 --energy --decode 1,32"
+MOST_TOKENS = 2**21  # of a text
 BATCHES = "64x2048,16x2048,1x2048"
 
 
@@ -41,6 +44,18 @@ def command(
     overrides: Overrides = None,
     text: Text = None,
     file: File = None,
+    source: Annotated[
+        str | None,
+        option("Instead of a text: a file or folder of documents, as `twell train` reads.", INPUT),
+    ] = None,
+    order_tokens: Annotated[
+        bool,
+        option(
+            "Let sparse layers compute similar tokens side by side; see `twell.order_tokens`.",
+            INPUT,
+            name="--order-tokens",
+        ),
+    ] = False,
     batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
     spread: Spread = None,
     active: Annotated[
@@ -87,8 +102,11 @@ def command(
     """
     model, overrides = split_config(model, overrides, CONFIG)
     is_config = _is_config(model)
-    if is_config and (text, file) != (None, None):
-        raise ValueError(f"{model} is a configuration, whose weights are random: give no text")
+    if is_config and ((text, file, source) != (None,) * 3 or order_tokens):
+        raise ValueError(
+            f"{model} is a configuration, whose weights are random: give no text, and no order of "
+            "its tokens"
+        )
     if not is_config and (overrides or (spread, active) != (None, None)):
         raise ValueError(
             "key=value, --spread and --active are for random weights; a checkpoint has its own"
@@ -96,7 +114,9 @@ def command(
     shapes = _shapes(batches)
     means = numbers("--active", active, float) if active else None
     documents = numbers("--decode", decode, int) if decode else ()
-    read = None if is_config else read_text(text, file)
+    read = None if is_config or source else read_text(text, file)
+    if source and (text, file) != (None, None):
+        raise ValueError("give a text or a --source, and not both")
 
     from twell import measure
     from twell.measure import clock
@@ -105,7 +125,8 @@ def command(
     measure.language_model(
         model if is_config else CONFIG,
         overrides,
-        checkpoint=None if is_config else _checkpoint(model, read),
+        checkpoint=None if is_config else _checkpoint(model, read, source),
+        ordered=order_tokens,
         shapes=shapes,
         profile=spread or "paper",
         active=means,
@@ -139,13 +160,15 @@ def _shapes(text: str) -> list[tuple[int, int]]:
         ) from None
 
 
-def _checkpoint(name: str, text: str) -> tuple:
-    """Return a model's name, the model in bf16, and the tokens of a text."""
+def _checkpoint(name: str, text: str | None, source: str | None) -> tuple:
+    """Return a model's name, the model in bf16, and the tokens of a text or of a source."""
     import torch
 
-    from twell import results, trace
+    from twell import corpus, results, trace
     from twell.models import check_llama
 
     model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
     check_llama(name, model)
-    return results.model_name(name), model, trace.encode(tokenizer, text)
+    texts = corpus.documents(source) if source else [text]
+    tokens = (token for one in texts for token in trace.encode(tokenizer, one))
+    return results.model_name(name), model, list(itertools.islice(tokens, MOST_TOKENS))

@@ -70,9 +70,9 @@ def ffn(
         out: the folder of ffn.csv, kernels.csv and ceilings.csv.
 
     Returns the rows of ffn.csv, COLUMNS["ffn"]. The dense baselines have w_down as nn.Linear
-    stores it; in the modes "eager" and "compiled" they are modules, as the layers of "auto" are. Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises
-    ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU.
-    Ours.
+    stores it. In the modes "eager" and "compiled" they are modules, as layers of "auto" are.
+    Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises ValueError for
+    unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
     """
     gpu = clock.gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)

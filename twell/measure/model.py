@@ -26,11 +26,13 @@ from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider, model_p
 from twell.measure.rows import LAYER_TIMES, Rows, require, significant
 from twell.measure.sides import Bench, check_model, exact_hidden_states, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
+from twell.models.order import order_tokens
 from twell.sparse import float8, reference
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
 FILES = "model", "model_layers", "model_parts", "decode"
+ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 Draw = Callable[..., Tensor]
 
@@ -41,6 +43,7 @@ def language_model(
     overrides: Sequence[str] = (),
     *,
     checkpoint: Checkpoint | None = None,
+    ordered: bool = False,
     shapes: Sequence[tuple[int, int]] = ((64, 2048),),
     profile: str = "paper",
     active: Sequence[float] | None = None,
@@ -61,6 +64,7 @@ def language_model(
         size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
         overrides: fields of it to change, as key=value.
         checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
+        ordered: compute similar tokens of the text side by side (`twell.order_tokens`).
         shapes: batches (sequences, tokens of each) whose forward pass is timed.
         profile: how the activity varies over layers, see `Pattern`.
         active: means over layers, each imposed and measured in turn; default: the paper's.
@@ -80,20 +84,16 @@ def language_model(
     """
     gpu = clock.gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
-    plan.check(gpu, checkpoint, active)
+    plan.check(gpu, checkpoint, active, ordered)
     rows = Rows(out, FILES)
     if checkpoint is None:
-        name, given = size, _random(size, overrides, profile, active, plan.longest, gpu.device)
+        given = _random(size, overrides, profile, active, plan.longest, gpu.device)
     else:
-        name, profile = checkpoint[0], "checkpoint"
-        given = _given(*checkpoint, plan.longest, gpu.device)
+        size, profile = checkpoint[0], ORDERED if ordered else "checkpoint"
+        given = _given(*checkpoint, ordered, plan.longest, gpu.device)
     model, draw, levels = given
-    bench = Bench(name, model, profile, calibration, gpu)
+    bench = Bench(size, model, profile, calibration, gpu)
     for means in levels:
-        bench.become(DENSE_EAGER)
-        if means is not None:
-            imposed.impose(model, means, draw(64, min(128, plan.longest), seed=1))
-            bench.take_weights()
         plan.run(bench, draw, means, rows)
     return rows.by_file
 
@@ -124,8 +124,12 @@ class Plan:
         unfit = f"tuned: decoding is timed so with compiled layers, and {reason}"
         require(possible or not self.tuned, unfit)
 
-    def check(self, gpu: clock.Gpu, checkpoint: Checkpoint | None, active: object) -> None:
+    def check(
+        self, gpu: clock.Gpu, checkpoint: Checkpoint | None, active: object, ordered: bool
+    ) -> None:
         """Raise ValueError for what this GPU, or this kind of model, does not have."""
+        unfit = "ordered: random weights have no similar tokens; give a checkpoint"
+        require(checkpoint is not None or not ordered, unfit)
         unfit = "active is imposed on random weights; a checkpoint has its own activity"
         require(checkpoint is None or active is None, unfit)
         reason = float8.why_not(gpu.device) if self.fp8 else None
@@ -139,6 +143,10 @@ class Plan:
 
     def run(self, bench: Bench, draw: Draw, means: Sequence[float] | None, rows: Rows) -> None:
         """Measure one level of activity: `means` by layer, or a checkpoint's own."""
+        bench.become(DENSE_EAGER)
+        if means is not None:
+            imposed.impose(bench.model, means, draw(64, min(128, self.longest), seed=1))
+            bench.take_weights()
         in_passes = (None, FP8, FP8_ALL) if self.fp8 else (None,)
         providers = model_providers(self.compiled, precisions=in_passes)
         for index, (batch, context) in enumerate(self.shapes):
@@ -184,10 +192,11 @@ def _given(
     name: str,
     model: SparseLlamaForCausalLM,
     text: Sequence[int],
+    ordered: bool,
     longest: int,
     device: torch.device,
 ) -> tuple[SparseLlamaForCausalLM, Draw, list[None]]:
-    """A checkpoint, what cuts its text, and one level: its own activity.
+    """A checkpoint, what cuts its text, and one level: its own activity. `ordered`: see above.
 
     Raises ValueError for a model that is not measured.
     """
@@ -205,7 +214,10 @@ def _given(
         require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
         return tokens[: batch * context].view(batch, context)
 
-    return model.to(device).requires_grad_(False).eval(), draw, [None]
+    model = model.to(device).requires_grad_(False).eval()
+    if ordered:
+        order_tokens(model)
+    return model, draw, [None]
 
 
 def measure_forward(

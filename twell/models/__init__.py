@@ -4,6 +4,7 @@ llama       SparseLlamaForCausalLM: transformers' Llama with SparseFFN layers
 convert     sparsify and densify models, in place
 adapters    where the feed-forward layers of other models are, and what they compute
 intervene   silence layers and neurons, scale neurons, set their value
+order       similar tokens side by side
 l1          the L1 term of each layer, and which tokens of a batch are padding
 quantize    FP8 weights for these layers, and back
 loading     save models, and load them from every layout
@@ -25,4 +26,5 @@ from twell.models.llama import (
     check_llama,
 )
 from twell.models.loading import CALIBRATION, load, load_config, load_empty, resolve, save
+from twell.models.order import order_tokens
 from twell.models.quantize import dequantize_, num_weights, quantize_

@@ -43,6 +43,7 @@ from twell.sparse.observe import (
     mean_entries,
     summarize_activity,
 )
+from twell.sparse.order import TokenOrder
 from twell.sparse.plan import POWERS, Chooser
 from twell.sparse.projections import is_plain, tensors_of, warn_dense, why_called
 
@@ -120,6 +121,9 @@ class SparseFFN(nn.Module):
     "decode" or "dense"; None chooses by the number of tokens. While `readable` is False every
     sparse backend calls the projections and skips nothing, which `repr` explains.
 
+    Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
+    that many tokens in this order, which leaves y as it is and makes unions smaller.
+
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
     of `capacity` active entries per token. With `dropout` above 0 entries of h are dropped at this
@@ -130,7 +134,9 @@ class SparseFFN(nn.Module):
     """
 
     dropout = 0.0
-    cuda_graphs = True  # here, for layers pickled before it existed
+    # Here, for layers pickled before they existed.
+    cuda_graphs = True
+    token_order: TokenOrder | None = None
 
     def __init__(
         self,
@@ -288,7 +294,11 @@ class SparseFFN(nn.Module):
             backend = "dense"
             if not torch.compiler.is_compiling():
                 warn_dense(reason)
-        result = getattr(self, f"_{backend}")(rows, *wants)
+        order = None if backend == "dense" or self.token_mask is not None else self.token_order
+        if order is None or not order.fits(rows):
+            result = getattr(self, f"_{backend}")(rows, *wants)
+        else:
+            result = order.undo(getattr(self, f"_{backend}")(order.take(rows), *wants))
         observer.see(result, leading, self.training)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)

@@ -1,0 +1,93 @@
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import twell
+from tests.factories.models import family, inputs_of, make, tokens
+from twell.models import order as module
+from twell.models.convert import sparse_ffns
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(module, "MIN_TOKENS", 24)
+
+
+def orders(model):
+    return [ffn.token_order for ffn in sparse_ffns(model)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "t5"])
+def test_a_model_computes_the_same(kind):
+    model = make(ffn_backend="reference").eval() if kind == "llama" else family(kind)
+    if kind != "llama":
+        twell.sparsify(model, backend="reference")
+    inputs = inputs_of(model, tokens(2, 16))
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        ordered = twell.order_tokens(model, clusters=5)
+        same = copy.deepcopy(model)
+        logits = model(**inputs).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        if kind != "t5":  # whose decoder sees fewer tokens, behind the encoder
+            first = orders(model)[0]
+            places = ordered.places[inputs["input_ids"].reshape(-1)]
+            assert torch.equal(first.order, places.argsort(stable=True))
+            assert all(order is first for order in orders(model)) and orders(same) == [None] * 3
+            torch.testing.assert_close(same(**inputs).logits, logits)
+            assert orders(same)[0] is not None
+        model(**inputs_of(model, tokens(1, 8)))
+        assert set(orders(model)) == {None}  # too few to gain
+        model(**inputs)
+        ordered.remove()
+        assert set(orders(model)) == {None}
+        torch.testing.assert_close(model(**inputs).logits, expected)
+
+
+def test_training_has_the_same_loss_and_gradients():
+    model, ids = make(ffn_backend="reference").train(), tokens(3, 20)
+    results = []
+    for ordered in (False, True):
+        model.zero_grad()
+        block = twell.order_tokens(model) if ordered else torch.enable_grad()
+        with block:
+            output = model(input_ids=ids, labels=ids)
+            assert (orders(model)[0] is not None) == ordered
+            output.loss.backward()
+        gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        results.append((output.cross_entropy, output.l1, gradients))
+    assert set(orders(model)) == {None}
+    for expected, computed in zip(*results, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_sparse_layers_is_refused():
+    with pytest.raises(ValueError, match="has no SparseFFN layer"):
+        twell.order_tokens(family("opt"))
+
+
+def test_unions_of_the_shipped_model_are_smaller():
+    model, tokenizer = twell.load(ROOT / "data/checkpoints/twell-6m")
+    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("training", "kernels"))
+    ids = torch.tensor(tokenizer(text)["input_ids"][: 16 * 256]).view(16, 256)
+    unions = []
+
+    def count(ffn, inputs):
+        rows = inputs[0].reshape(-1, ffn.hidden_size)
+        rows = rows if ffn.token_order is None else ffn.token_order.take(rows)
+        unions.append((ffn.activations(rows)[0] != 0).view(-1, 64, ffn.intermediate_size).any(1))
+
+    for ffn in model.ffns:
+        ffn.register_forward_pre_hook(count)
+    model.eval()
+    with torch.no_grad():
+        model(ids)
+        with twell.order_tokens(model):
+            model(ids)
+    entries = [float(union.sum()) for union in unions]
+    text_order, vocabulary_order = sum(entries[:6]), sum(entries[6:])
+    assert vocabulary_order < 0.8 * text_order

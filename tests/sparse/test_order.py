@@ -1,0 +1,127 @@
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.factories import SEED
+from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Result
+from twell.sparse.order import TokenOrder, similar_side_by_side
+
+
+def an_order(num_tokens, device="cpu"):
+    g = torch.Generator().manual_seed(SEED)
+    return TokenOrder.by(torch.randint(0, 9, (num_tokens,), generator=g).to(device))
+
+
+def test_an_order_is_stable_and_undone_with_its_gradient():
+    keys = torch.tensor([2, 0, 1, 0, 2])
+    order = TokenOrder.by(keys)
+    assert order.order.tolist() == [1, 3, 2, 0, 4] and order.places.tolist() == [3, 0, 2, 1, 4]
+    rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(order.take(rows), rows[order.order])
+    back = order.undo(Result(order.take(rows), order.take(rows).sum(1)))
+    assert torch.equal(back.y, rows) and torch.equal(back.l1, rows.sum(1))
+    weights = torch.randn(5, 3, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((order.take(rows) * weights).sum(), rows)
+    (expected,) = torch.autograd.grad((rows[order.order] * weights).sum(), rows)
+    assert torch.equal(gradient, expected)
+    assert torch.autograd.gradgradcheck(order.take, (rows,))
+    assert TokenOrder.by(torch.tensor([], dtype=torch.int64)).order.tolist() == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_computes_the_same_in_any_order(gated, training):
+    ffn = make(gated, bias=True, backend="reference").train(training)
+    ffn.record = True
+    other = copy.deepcopy(ffn)
+    other.token_order = an_order(2 * 35)
+    x = torch.randn(2, 35, 24, dtype=torch.float64)
+    results = []
+    for layer in (ffn, other):
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        loss = (y * x).sum() + (layer.l1 * x[..., 0]).sum() if training else (y * x).sum()
+        loss.backward()
+        results.append([y, given.grad, *(p.grad for p in layer.parameters())])
+        results[-1] += [layer.l1] if training else []
+    for expected, computed in zip(*results, strict=True):
+        assert relative(computed, expected) < 1e-12
+    assert torch.equal(ffn.stats.histogram, other.stats.histogram)
+    assert torch.equal(ffn.stats.neuron_counts, other.stats.neuron_counts)
+
+
+class Untouchable(TokenOrder):
+    def take(self, rows):
+        raise AssertionError("the order is used")
+
+
+def test_an_order_is_used_only_where_it_belongs():
+    ffn, x = make(backend="reference").eval(), torch.randn(5, 24, dtype=torch.float64)
+    ffn.token_order = Untouchable(*an_order(5))
+    with pytest.raises(AssertionError, match="the order is used"):
+        ffn(x)
+    ffn(x[:4])  # of another call
+    ffn.token_mask = torch.tensor([1, 1, 1, 0, 1])  # which is in text order
+    ffn(x)
+    ffn.token_mask, ffn.backend = None, "dense"
+    ffn(x)
+    old = SparseFFN.__new__(SparseFFN)
+    old.__dict__ = {name: value for name, value in vars(ffn).items() if name != "token_order"}
+    assert torch.equal(old(x), ffn(x))  # pickled by an earlier version
+
+
+@triton_here
+def test_kernels_see_the_tokens_in_order(taken):
+    ffn, x = make_auto(), positive(256)
+    with torch.no_grad():  # which three neurons are active depends on the sign of a token
+        ffn.up_proj.weight.copy_(ffn.up_proj.weight.abs())
+    x[::2] *= -1
+    ffn.observe(35, 70)
+    ffn.backend, ffn.path = "triton", "union"
+    order = TokenOrder.by((x[:, 0] < 0).long())
+    with torch.no_grad():
+        y = ffn(x)
+        ffn.token_order = order
+        again = ffn(x)
+        assert taken == ["union", "union"]
+        assert relative(again, y) < 1e-3
+        unions = []
+        for ffn.backend, ffn.token_order in (("auto", None), ("auto", order)):
+            ffn.observe(0, 0)  # so few that the path is the union, which counts
+            for _ in range(3):
+                ffn(x)
+                torch.cuda.synchronize() if x.is_cuda else None
+            unions.append(ffn.observed[1])
+        assert unions[0] == 70 and unions[1] < 40
+
+
+@triton_here
+def test_compiled_code_takes_any_order():
+    torch.compiler.reset()
+    ffn, graphs, x = make_auto(), CompileCounter(), positive(70)
+    ffn.observe(3, 3)
+    compiled = torch.compile(ffn, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        y = ffn(x)
+        for seed in range(2):
+            ffn.token_order = TokenOrder.by(torch.arange(70, device=DEVICE) * (7 + seed) % 70)
+            assert relative(compiled(x), y) < 1e-3
+    assert graphs.frame_count == 1
+
+
+def test_similar_vectors_are_side_by_side():
+    g = torch.Generator().manual_seed(SEED)
+    centres, of = torch.randn(8, 32, generator=g), torch.arange(400) % 8
+    vectors = centres[of] + 0.05 * torch.randn(400, 32, generator=g)
+    places = similar_side_by_side(vectors, clusters=40)
+    assert sorted(places.tolist()) == list(range(400))
+    listed = of[places.argsort()]
+    assert int((listed[1:] != listed[:-1]).sum()) == 7  # each cluster in one piece
+    assert torch.equal(places, similar_side_by_side(vectors, clusters=40))
+    vectors[3], vectors[5, 2] = 0, float("nan")
+    for some in (vectors, vectors[:1], vectors[:, :1], torch.zeros(5, 4)):
+        assert sorted(similar_side_by_side(some).tolist()) == list(range(len(some)))
