@@ -15,7 +15,7 @@ from tests.factories.analysis import (
     together,
 )
 from twell import analysis
-from twell.analysis import claims, quantities, quantized
+from twell.analysis import claims, quantities
 
 EMPTY = pd.DataFrame()
 UNION, ROWWISE = "triton union FP8", "triton rowwise FP8"
@@ -69,7 +69,7 @@ def test_the_fastest_of_each_side_within_a_call():
 
 def test_calls_without_fp8_are_left_out():
     call, later = decode_rows({BASE: 4.0, BY_ROWS: 5.0}), decode_rows({BASE: 3.0}, **LATER)
-    assert quantized.of_fp8_calls(together(call, later))["p50"].tolist() == [4.0, 5.0]
+    assert analysis.of_fp8_calls(together(call, later))["p50"].tolist() == [4.0, 5.0]
 
 
 def test_attention_is_compared_with_attention_in_fp8():
