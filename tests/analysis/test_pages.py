@@ -46,7 +46,11 @@ def test_tables_of_the_layer():
     assert by_activity["29"] == ["3.08", "–", "–", "–"] and by_activity["600"][0] == "0.50"
     assert by_activity["100"] == ["–"] * 4
     assert ["3072 x 8192", "41", "–", "–", "3.00"] in cells(pages.by_width(table))
-    assert cells(pages.few_tokens(table)) == [["1", "decode", "30.0", "10.0", "3.00", "–"]]
+    few = ["1", "decode", "30.0", "10.0", "3.00", "–"]
+    assert cells(pages.few_tokens(table)) == [[*few, "–", "–"]]
+    times = {BASE: 0.03, "triton decode": 0.01, "auto FP8": 0.02, DENSE_FP8: 0.025}
+    in_fp8 = analysis.speedups(speed_rows(1, 34.0, times, **graph))
+    assert cells(pages.few_tokens(in_fp8)) == [[*few, "20.0", "1.25"]]
 
 
 def test_tables_of_other_shapes():

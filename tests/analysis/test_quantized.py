@@ -67,6 +67,11 @@ def test_the_fastest_of_each_side_within_a_call():
     assert analysis.fastest(EMPTY).empty
 
 
+def test_calls_without_fp8_are_left_out():
+    call, later = decode_rows({BASE: 4.0, BY_ROWS: 5.0}), decode_rows({BASE: 3.0}, **LATER)
+    assert analysis.of_fp8_calls(together(call, later))["p50"].tolist() == [4.0, 5.0]
+
+
 def test_attention_is_compared_with_attention_in_fp8():
     names = [
         f"{kind} FP8{more} torch.compile" for more in ("", " all") for kind in ("dense", "triton")

@@ -4,6 +4,8 @@ import re
 
 import numpy as np
 
+_PROMPTS = "row(every, model='2b', batch=1, provider='auto torch.compile')"
+_DECODE = "row(at, provider='triton decode').set_index('tokens')['speedup']"
 # By lesson: a piece of its text with a number in brackets, and where the lesson computes it, in its
 # own names. `row` picks a table's rows. A later measurement cannot contradict the text unseen.
 NUMBERS = {
@@ -51,6 +53,9 @@ NUMBERS = {
         r"even between (\d+) and": "of_step['skewed_crossing']",
         r"where row-wise reaches ([\d.]+)": "row(stream, pattern='even', tokens=16384)"
         ".query('28 < active < 30 and provider == \"triton rowwise\"')['speedup'].iloc[0]",
+        r"gain falls to ([\d.]+) to": f"{_DECODE}.loc[96:256].min()",
+        r"to ([\d.]+) between 96": f"{_DECODE}.loc[96:256].max()",
+        r"At 512 decode gains ([\d.]+)": f"{_DECODE}[512]",
         r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union')"
         "['speedup'] - 100",
         r"unions alone gain ([\d.]+) times": "of_layer['small_eager_times']",
@@ -93,6 +98,9 @@ NUMBERS = {
         r"In FP8 it is ([\d.]+) instead": "row(layer, side='sparse FP8')['p50']",
         r"it is [\d.]+ instead of ([\d.]+) ms": "row(layer, side='dense FP8')['p50']",
         r"One document gains (\d+)%": "of_models['decode_1']",
+        r"128 tokens gains (\d+)%": f"100 * row({_PROMPTS}, tokens=128)['speedup'] - 100",
+        r"of 512 gains (\d+)%": f"100 * row({_PROMPTS}, tokens=512)['speedup'] - 100",
+        r"of 2,048 gains (\d+)%": f"100 * row({_PROMPTS}, tokens=2048)['speedup'] - 100",
         r"takes (\d+)% of the dense layer": "100 * (lambda t: t['attention'] / t['total'])"
         "(row(parts, tokens=128, provider='dense torch.compile'))",
         r"instead of (\d+)% for one document": "100 * (lambda t: t['attention'] / t['total'])"

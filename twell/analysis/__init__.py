@@ -34,7 +34,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
-        ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality side_of speed_and_quality",
+        ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
+        "speed_and_quality",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described "
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "

@@ -40,15 +40,18 @@ def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quant
     """Return the numbers of a tile of TwELL, and of random cases of the kernels.
 
     packed: a `twell.PackedTwELL`; exact: whether unpacking gave the same bits; fuzz: rows of
-    data/bench/fuzz.csv. Errors are relative RMS against fp64, of bf16.
+    data/bench/fuzz.csv, of which the newest commit counts; a call of a single case repeats one.
+    Errors are relative RMS against fp64, of bf16.
     """
     result = {"slots": packed.values.shape[2], "words": packed.words.shape[1]}
     result["kept"] = "exact" if exact else "not exact"
     if fuzz is not None and len(fuzz):
+        fuzz = fuzz[fuzz["cases"] > 1].sort_values("date", kind="stable")
         backward = fuzz["path"].str.startswith("training")
         for name, rows in (("forward", fuzz[~backward]), ("backward", fuzz[backward])):
-            result[f"{name}_cases"] = rows["cases"].iloc[0]
-            result[f"{name}_failed"] = rows["failed"].sum()
+            rows = rows[rows["commit"] == rows["commit"].iloc[-1]]
+            calls = rows.drop_duplicates(["command", "date"])  # whose rows all have its numbers
+            result |= {f"{name}_{column}": calls[column].sum() for column in ("cases", "failed")}
             errors = rows.loc[rows["dtype"] == "bfloat16", "worst_relative_rms"]
             result[f"{name}_error"] = errors.max()
     return result

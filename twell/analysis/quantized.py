@@ -48,6 +48,12 @@ def side_of(name: str) -> str:
     return ("dense" if dense else "sparse") + _PRECISIONS[provider.precision]
 
 
+def of_fp8_calls(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows, of layers or models, of the calls that measured FP8, with their bf16."""
+    in_fp8 = [Provider.parse(name).in_fp8 for name in rows["provider"]]
+    return rows[rows["date"].isin(rows.loc[in_fp8, "date"])]
+
+
 def fastest(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest row of each case and side, of the newest call that measured the side.
 

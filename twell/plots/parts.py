@@ -185,12 +185,13 @@ def model_decode(table: pd.DataFrame) -> Figure:
     dense = table[(table["provider"] == analysis.BASELINE) & ~table["tuned"]].set_index("batch")
     ax.axhline(0, color="black", linewidth=0.8)
     ticks = [
-        f"{row.Index}\n{row.active:.0f} active\ndense {row.tokens_per_second:,.0f} tokens/s"
+        f"{row.Index}\n{row.active:.0f} active\n{row.tokens_per_second:,.0f}"
         for row in dense.itertuples()
     ]
     ax.set_xticks(range(len(batches)), ticks)
     ax.margins(0.12, 0.25)
-    ax.set(xlabel="documents continued at once", ylabel="tokens/s (% over dense)")
+    below = "documents continued at once; active neurons; tokens/s of dense"
+    ax.set(xlabel=below, ylabel="tokens/s (% over dense)")
     _legend(figure, "lower center", ncols=3)
     of_all = auto.loc[auto["path"].str.fullmatch(r"dense \d+"), "batch"]
     densely = f"With {' and '.join(map(str, of_all))} documents it computes all layers densely."
