@@ -65,9 +65,11 @@ def test_training_has_the_same_loss_and_gradients():
         torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_without_sparse_layers_is_refused():
+def test_models_that_have_no_order():
     with pytest.raises(ValueError, match="has no SparseFFN layer"):
         twell.order_tokens(family("opt"))
+    with pytest.raises(ValueError, match="Sequential has no get_input_embeddings"):
+        twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
 
 
 def test_unions_of_the_shipped_model_are_smaller():

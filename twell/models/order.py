@@ -16,7 +16,11 @@ class OrderedTokens:
     """What `order_tokens` returns: `remove()` undoes it, as does the end of a `with` block."""
 
     def __init__(self, model: nn.Module, clusters: int):
-        self.ffns, embedding = sparse_ffns(model), model.get_input_embeddings()
+        self.ffns = sparse_ffns(model)
+        if not hasattr(model, "get_input_embeddings"):
+            name = type(model).__name__
+            raise ValueError(f"{name} has no get_input_embeddings(), as models of transformers do")
+        embedding = model.get_input_embeddings()
         weight = embedding.weight.detach()
         weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         self.places = similar_side_by_side(weight, clusters)
@@ -58,6 +62,6 @@ def order_tokens(model: nn.Module, clusters: int = 64) -> OrderedTokens:
     where a mask leaves tokens out of statistics.
 
     Call it before torch.compile, and again when the embedding has changed much. Raises ValueError
-    for a model without SparseFFN layers.
+    for a model without SparseFFN layers or without `get_input_embeddings`.
     """
     return OrderedTokens(model, clusters)
