@@ -9,6 +9,7 @@ from tests.factories import SEED
 from tests.factories.kernels import DEVICE, random
 from twell.kernels import training_ops
 from twell.sparse.layer import SparseFFN
+from twell.sparse.order import TokenOrder
 from twell.sparse.training import SparseTraining
 
 PATHS = sorted(training_ops.TRAIN_PATHS)
@@ -133,3 +134,20 @@ def test_compiled_code_serves_every_capacity(path):
         sparse.capacity = capacity
         assert_close(step(sparse, x, layer=compiled), expected)
     assert counter.frame_count == 2  # for the first, and for all others
+
+
+@pytest.mark.parametrize("path", ["union", "hybrid"])
+def test_training_is_the_same_in_any_order_of_the_tokens(path):
+    _, sparse, x = layers()
+    sparse.train_path = path
+    expected = step(sparse, x)
+    seen = []
+
+    class Seen(TokenOrder):
+        def take(self, rows):
+            seen.append(len(rows))
+            return super().take(rows)
+
+    sparse.token_order = Seen(*TokenOrder.by(torch.arange(2 * TOKENS, device=DEVICE) * 7 % 11))
+    assert_close(step(sparse, x), expected)
+    assert seen == [2 * TOKENS] and sparse.observer.needed is not None
