@@ -293,7 +293,8 @@ def run(
             y = (float8.dense if in_fp8 else reference.ffn)(x, *tensors, act=act)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
-    if path == "dense" and len(x) <= WAITING and out is None and tensors[1].dtype == x.dtype:
+    plain = x.dtype == tensors[1].dtype != float8.FLOAT8
+    if path == "dense" and len(x) <= WAITING and out is None and plain:
         _check_once(x, *tensors)
         return reference.ffn(x, *tensors, act=act)
     options = {} if activity is None or path == "dense" else {"activity": activity}

@@ -292,7 +292,7 @@ def of_sums(case: Case, tensors: Tensors, expected: Tensor, share: float) -> flo
         share = FP32_SUM
         if not case.threshold:
             return 0.0
-    rows = expected.isfinite().all(1)
+    rows = (expected.isfinite() & tensors["x"].isfinite()).all(1)  # both are [M, K]
     t = doubles(tensors)
     t["x"] = t["x"][rows]
     names = ("gate", "up") if case.gated else ("up",)
@@ -302,7 +302,7 @@ def of_sums(case: Case, tensors: Tensors, expected: Tensor, share: float) -> flo
 
     def h(a: Tensor, u: Tensor) -> Tensor:
         g = act.gate(a.to(case.dtype)) if act.threshold else act.gate(a)  # rounded sums decide
-        return act.of_gate(torch.where(g != 0, a, 0)) * act.of_up(u)
+        return torch.where(g != 0, act.of_gate(a) * act.of_up(u), 0)  # u may be infinite elsewhere
 
     same = h(sums[0], u)
     changed = (h(sums[0] + sign * errors[0], u) - same for sign in (1, -1))

@@ -160,7 +160,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
         ) from None
 
 
-def _checkpoint(name: str, text: str | None, source: str | None) -> tuple:
+def _checkpoint(name: str, text: str | None, source: str | None = None) -> tuple:
     """Return a model's name, the model in bf16, and the tokens of a text or of a source."""
     import torch
 
