@@ -62,6 +62,15 @@ LOADS = {
         **dict.fromkeys(("loader", "kind"), "LlamaForCausalLM"),
     },
 }
+CONSENT = """
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained("given", trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error), error
+else:
+    raise AssertionError("code of the folder ran without consent")
+"""
 LAYER = """
 import sys
 sys.modules["twell"] = None
@@ -145,6 +154,7 @@ def main() -> None:
         run([twell, "export", "run", "--trained-on", "Words.", "--out", "given"], work)
         for number, values in enumerate(LOADS.values()):
             run([python, "-c", LOAD.format(**values), *["compared"] * (number > 0)], work)
+        run([python, "-c", CONSENT], work)
         run([twell, "layer", "--out", "layer"], work)
         run([python, "-c", LAYER], work, TRITON_INTERPRET="1")
     print("the installed package works")

@@ -52,6 +52,14 @@ def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
     assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
 
 
+def test_one_table_names_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (
+        (ROOT / "docs" / "serving.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    )
+    assert re.findall(r"^\| `(\w+)`", table, re.M) == list(project["optional-dependencies"])
+
+
 @pytest.mark.slow
 def test_the_pins_for_a_gpu_can_be_installed_together(tmp_path):
     """Resolved by the registry, the pins need each other and no other package."""

@@ -70,4 +70,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})
 
 
-load_after("transformers.models.auto.modeling_auto", "twell.models.llama")  # which registers itself
+# Each of the later ones imports the one before it, and Llama needs all of them.
+_AUTO = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_layers",
+    "transformers.models.llama.modeling_llama",
+)
+load_after(_AUTO, "twell.models.llama")  # which registers itself

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -32,29 +32,37 @@ def hand_on(
     return load, listed, sorted(homes)
 
 
-def load_after(trigger: str, module: str) -> None:
-    """Import a module as soon as `trigger`, another module, has been imported; now if it has."""
-    if trigger in sys.modules:
+def load_after(triggers: Sequence[str], module: str) -> None:
+    """Import a module as soon as one of `triggers`, other modules, has been imported; now if so.
+
+    Triggers may import each other: the outermost one counts, whose names then exist.
+    """
+    if any(trigger in sys.modules for trigger in triggers):
         importlib.import_module(module)
     else:
-        sys.meta_path.insert(0, _Follower(trigger, module))
+        sys.meta_path.insert(0, _Follower(triggers, module))
 
 
 class _Follower(MetaPathFinder):
-    """Finds `trigger` as Python does, and lets the import of `module` follow."""
+    """Finds `triggers` as Python does, and lets the import of `module` follow."""
 
-    def __init__(self, trigger: str, module: str):
-        self.trigger, self.module = trigger, module
+    def __init__(self, triggers: Sequence[str], module: str):
+        self.triggers, self.module, self.depth = triggers, module, 0
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == self.trigger else None
+        spec = PathFinder.find_spec(name, path, target) if name in self.triggers else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_both(loaded: ModuleType) -> None:
-            execute(loaded)
-            importlib.import_module(self.module)
+            self.depth += 1
+            try:
+                execute(loaded)
+            finally:
+                self.depth -= 1
+            if self.depth == 0:
+                importlib.import_module(self.module)
 
         spec.loader.exec_module = execute_both
         return spec

@@ -121,19 +121,20 @@ def test_the_operator_keeps_the_rules_of_pytorch():
 
 def test_one_compiled_graph_serves_every_number_of_tokens():
     """Across the number at which the path changes."""
-    given, graphs = arguments(num_tokens=65, intermediate_size=20), []
+    given, graphs = arguments(num_tokens=513, intermediate_size=20), []
     rest = list(given.values())[1:]
 
     def backend(graph, inputs):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def compiled(x):
         return twell.ffn(x, *rest) + 1
 
-    for size in (65, 2):
+    for size in (513, 2, 1):
         x = given["x"][:size].clone()
+        torch._dynamo.decorators.mark_unbacked(x, 0)  # else PyTorch makes one more for one token
         assert torch.equal(compiled(x), twell.ffn(x, *rest) + 1)
     assert len(graphs) == 1
 
@@ -168,6 +169,14 @@ def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
     torch.testing.assert_close(twell.ffn(**odd), dense(**odd))
     out = torch.empty_like(odd["x"])
     assert twell.ffn(**odd, out=out) is out and torch.equal(out, twell.ffn(**odd))
+    for change, error, message in (
+        ({"w_gate": odd["w_gate"].half()}, TypeError, "w_gate has dtype torch.float16, expected"),
+        ({"out": out.float()}, TypeError, "out has dtype torch.float32, expected torch.float64"),
+        ({"w_gate": odd["w_gate"].t().contiguous().t()}, ValueError, "w_gate has strides"),
+        ({"b_up": odd["b_up"].to("meta")}, ValueError, "b_up is on meta and x on cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            twell.ffn(**{**odd, **change})
 
 
 def test_bad_arguments_are_named():
@@ -187,4 +196,6 @@ def test_bad_arguments_are_named():
     with pytest.raises(RuntimeError, match="out is given, and a tensor requires gradients"):
         twell.ffn(**given, out=torch.empty_like(given["x"]))
     with torch.no_grad():
-        twell.warm_up([1, 9], *list(given.values())[1:], activation="relu2")
+        given.pop("x")
+        twell.warm_up([1, 9], *given.values(), activation="relu2")
+        twell.warm_up([2], **given)

@@ -117,15 +117,35 @@ def test_without_its_head_the_model_is_not_built():
         AutoModel.from_config(make().config)
 
 
-def test_a_module_is_loaded_after_another(tmp_path, monkeypatch):
-    for name in ("leading_here", "following_here", "late_here"):
-        (tmp_path / f"{name}.py").write_text("value = 1\n")
+def test_a_module_is_loaded_after_the_outermost_of_others(tmp_path, monkeypatch):
+    sources = {"outer_here": "import inner_here\nvalue = 1", "following_here": "import outer_here"}
+    sources["following_here"] += "\nvalue = outer_here.value"
+    for name in ("outer_here", "inner_here", "following_here", "late_here"):
+        (tmp_path / f"{name}.py").write_text(sources.get(name, "value = 1"))
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
-    load_after("leading_here", "following_here")
-    assert importlib.util.find_spec("leading_here") and "following_here" not in sys.modules
-    importlib.import_module("leading_here")
-    assert "following_here" in sys.modules
-    load_after("leading_here", "late_here")  # which is there already
+    load_after(["inner_here", "outer_here"], "following_here")
+    assert importlib.util.find_spec("inner_here") and "following_here" not in sys.modules
+    importlib.import_module("outer_here")
+    assert sys.modules["following_here"].value == 1
+    load_after(["inner_here"], "late_here")  # which is there already
     assert sys.modules.pop("late_here").value == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "LlamaForCausalLM",
+        *(
+            pytest.param(names, marks=pytest.mark.slow)
+            for names in ("OPTForCausalLM", "AutoModel", "Trainer", "modeling_layers", "pipelines")
+        ),
+    ],
+)
+def test_any_class_of_transformers_may_be_imported_after_twell(names):
+    """Modules of transformers import each other, so registering must not come too early."""
+    program = f"import twell, sys; from transformers import {names}; import transformers as t; "
+    program += "print(t.AutoModelForCausalLM._model_mapping._extra_content)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "SparseLlamaForCausalLM" in done.stdout, done.stderr

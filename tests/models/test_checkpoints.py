@@ -280,7 +280,7 @@ OURS = [
     (change_config(hidden_size=...), rf"{CONFIG} has no hidden_size; put back the file"),
     (change_config(hidden_size="wide"), rf"{NO_MODEL}.*'hidden_size'.*wide"),
     (change_config(num_attention_heads=0), rf"{NO_MODEL}ZeroDivisionError"),
-    (change_config(hidden_act="gelu2"), rf"{NO_MODEL}KeyError: 'gelu2'"),
+    (change_config(hidden_act="gelu2"), rf"{NO_MODEL}activation 'gelu2' is unknown; use one"),
     (change_config(model_type="gpt2"), "GPT2LMHeadModel has no feed-forward layer that"),
     (rope("spiral", 1e4), rf"{NO_MODEL}rope_type is 'spiral'; use one of default, .*linear"),
     (rope("default", -1.0), rf"{NO_MODEL}rope_theta is -1\.0; .* a finite number above 0"),

@@ -35,7 +35,14 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"gated_mlp": False}, {"hidden_act": "silu"}, {"mlp_bias": True}]
+    "changes",
+    [
+        {"gated_mlp": False},
+        {"hidden_act": "silu"},
+        {"mlp_bias": True},
+        {"hidden_act": "drelu", "activation_threshold": 0.1},  # which transformers does not know
+        {"hidden_act": "relu2", "gated_mlp": False},
+    ],
 )
 def test_other_layers_survive_saving(tmp_path, changes):
     model = make(**changes).eval()
@@ -44,6 +51,17 @@ def test_other_layers_survive_saving(tmp_path, changes):
     x = tokens(2, 9)
     assert torch.equal(model(input_ids=x).logits, again(input_ids=x).logits)
     assert again.ffns[0].gated == model.config.gated_mlp
+    assert again.ffns[0].act == model.ffns[0].act
+    assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
+
+
+def test_activations_that_do_not_fit_are_refused():
+    for changes, message in (
+        ({"hidden_act": "drelu", "gated_mlp": False}, "'drelu' needs a gate"),
+        ({"hidden_act": "gelu"}, "'gelu' is unknown; use one of relu, relu2, drelu, silu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
 
 
 def test_new_weights_have_the_configured_spread():

@@ -128,13 +128,17 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             raise ValueError(
                 "the configuration is of FP8 weights; load them with from_pretrained or twell.load"
             )
-        super().__init__(config)
+        activation, config.hidden_act = config.hidden_act, "relu"
+        try:  # transformers, whose layers are replaced below, knows no dReLU
+            super().__init__(config)
+        finally:
+            config.hidden_act = activation
         for layer in self.model.layers:
             layer.mlp = SparseFFN(
                 config.hidden_size,
                 config.intermediate_size,
                 gated=config.gated_mlp,
-                activation=config.hidden_act,
+                activation=activation,
                 threshold=config.activation_threshold,
                 bias=config.mlp_bias,
                 backend=config.ffn_backend,

@@ -73,6 +73,8 @@ def ffn(
     given = None if out is None else out.view(rows.shape)
     unfit = path in (None, "dense") and not _takes(rows, len(w_up))
     if unfit or (path == "dense" and learns):
+        _check_alike(x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t, out=out)
+        _check_alike(x, b_gate=b_gate, b_up=b_up, b_down=b_down)
         y = reference.ffn(rows, *tensors, act=act)
         y = y if out is None else given.copy_(y)
     else:
@@ -96,6 +98,19 @@ def _check(x: Tensor, w_up: Tensor, w_down_t: Tensor, out: Tensor | None) -> Non
             )
 
 
+def _check_alike(x: Tensor, **tensors: Tensor | None) -> None:
+    """Refuse what the kernels would, so that a call that works on a CPU works on a GPU."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, expected {x.dtype}, as x has")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+
+
 def _takes(rows: Tensor, intermediate_size: int) -> bool:
     """Whether the kernels are here and take the rows."""
     try:
@@ -105,13 +120,14 @@ def _takes(rows: Tensor, intermediate_size: int) -> bool:
     return ops.takes(rows, intermediate_size)
 
 
-def warm_up(sizes: Iterable[int], *weights: Tensor | None, **options) -> None:
+def warm_up(
+    sizes: Iterable[int], w_gate: Tensor | None, w_up: Tensor, *others: Tensor | None, **options
+) -> None:
     """Compile and load the kernels of `ffn` for numbers of tokens that a CUDA graph will capture.
 
-    weights, options: those of `ffn` behind x. Which kernels run depends on the number of tokens,
-    and not on the values.
+    The arguments behind sizes are those of `ffn` behind x. Which kernels run depends on the number
+    of tokens, and not on the values.
     """
-    w_up = weights[1]
     with torch.no_grad():
         for size in sizes:
-            ffn(w_up.new_zeros(size, w_up.shape[1]), *weights, **options)
+            ffn(w_up.new_zeros(size, w_up.shape[1]), w_gate, w_up, *others, **options)
