@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens; pins fit the ranges."""
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from twell import analysis, results
 from twell.cli import common, main
 from twell.models import load
+from twell.models.llama import AUTO_MAP, CODE
 from twell.trace import Aggregate
 
 ROOT = results.root()
@@ -136,3 +138,9 @@ def test_the_shipped_model_is_the_recorded_run():
     sparse, dense = analysis.sweep(runs, logs).sort_values("active")["cross_entropy"]
     row = f"| cross-entropy, nats a token | {sparse:.4f} | {dense:.4f} |"
     assert row in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_shipped_model_has_the_code_that_loads_it():
+    shipped = ROOT / "data/checkpoints/twell-6m"
+    assert (shipped / CODE.name).read_bytes() == CODE.read_bytes()
+    assert json.loads((shipped / "config.json").read_text())["auto_map"] == AUTO_MAP

@@ -31,7 +31,7 @@ tags: [llama, sparse, relu, twell]
 # {name}
 
 A Llama-like language model with {millions:.1f} M parameters whose feed-forward layers are \
-sparse: with ReLU and an L1 term on
+sparse: with {activation} and an L1 term on
 the activations, {active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are \
 active for a token of held-out text, so {inactive:.1f}% are
 not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
@@ -191,6 +191,7 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         start=start,
         name=out.resolve().name,
         stock=STOCK[row["gated"] and known],
+        activation={"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}"),
         millions=row["parameters"] / 1e6,
         millions_of_tokens=row["tokens"] / 1e6,
         active=active,

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import parametrize, prune
 
 from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
-from twell.sparse.projections import warn_dense
+from twell.sparse.projections import _warn_once
 
 
 class Scaled(torch.nn.Linear):
@@ -111,15 +111,17 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
     assert sparse.plan == ((2**20, "dense"),)
 
 
-def test_a_projection_of_another_class_is_said_once():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_projection_of_another_class_is_said_once(compiled):
     """As servers do that put linear layers of their own in place; see docs/serving.md."""
     ffn, x = make(sizes=(32, 48)).eval(), torch.randn(2, 32).double()
     ffn.backend = "reference"
     ffn.up_proj.__class__ = type("ColumnParallelLinear", (torch.nn.Linear,), {})
-    warn_dense.cache_clear()
+    _warn_once.cache_clear()
+    call = torch.compile(ffn, fullgraph=True, backend="eager") if compiled else ffn
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ffn(x), ffn(x)
+        call(x), call(x)
     (warning,) = caught
     assert "densely and skips nothing: up_proj is a" in str(warning.message)
     assert "ColumnParallelLinear" in str(warning.message) and "Merge adapters" in str(

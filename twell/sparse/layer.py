@@ -292,8 +292,7 @@ class SparseFFN(nn.Module):
         backend = "dense" if self._compiles_densely(rows) else self._backend
         if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
-            if not torch.compiler.is_compiling():
-                warn_dense(reason)
+            warn_dense(reason)
         order = None if backend == "dense" or self.token_mask is not None else self.token_order
         if order is None or not order.fits(rows):
             result = getattr(self, f"_{backend}")(rows, *wants)

@@ -79,14 +79,19 @@ def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
     return None
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
 def warn_dense(reason: str) -> None:
     """Say, once for each reason, that a layer with a sparse backend computes densely."""
+    _warn_once(reason)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
     warnings.warn(
         f"SparseFFN computes densely and skips nothing: {reason}. The kernels read the weights of "
         "plain nn.Linear layers. Merge adapters, remove hooks, or serve the model with software "
         "that keeps these layers; backend 'dense' silences this",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
