@@ -69,6 +69,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "--active 1434,573,287"
         ],
     ),
+    "merged": (120, [f"{FFN} --tokens 65536,2048,64,1 --merged"]),
     "calibrate": (
         400,
         [f"twell measure calibrate{fp8} --out {CALIBRATION}{name}.json" for fp8, name in KINDS],

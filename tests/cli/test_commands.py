@@ -261,6 +261,7 @@ def test_ffn_gets_everything(measured):
     assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
     assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
     changed = {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
+    changed["merged"] = False
     assert options == LAYER_OPTIONS | changed
 
 

@@ -112,6 +112,26 @@ def test_other_activations_and_biases_join_the_pattern(gpu, monkeypatch):
         ffn([70], activation="drelu", gated=False)
 
 
+def test_merged_weights_are_halves_of_one(dense_kernels, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    products, linear = [], torch.nn.functional.linear
+
+    def count(x, weight, *bias):
+        products.append(tuple(weight.shape))
+        return linear(x, weight, *bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", count)
+    rows = ffn([24], [9], **SIZES, merged=True)
+    assert [row["provider"] for row in rows] == PROVIDERS
+    assert {row["pattern"] for row in rows} == {"skewed merged"}
+    merged = 2 * SIZES["intermediate_size"], SIZES["hidden_size"]
+    assert merged in products  # the dense layer's one product of gate and up
+    with pytest.raises(ValueError, match="merged: of gated layers without biases"):
+        ffn([24], gated=False, merged=True)
+    with pytest.raises(ValueError, match="merged: its baseline is timed in the modes stream and g"):
+        ffn([24], mode="eager", merged=True)
+
+
 @pytest.mark.slow
 def test_layers_in_fp8_are_measured_beside_the_others(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "stream_times", lambda *_: np.ones(3))

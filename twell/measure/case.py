@@ -14,6 +14,7 @@ from twell.measure import patterns
 from twell.measure.check import BLOCK, Exact
 from twell.measure.patterns import Pattern, Weights
 from twell.measure.rows import require
+from twell.sparse import reference
 from twell.sparse.activations import RELU, Activation
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
@@ -47,6 +48,7 @@ class Case:
     columns: dict
     act: Activation = RELU
     biases: tuple[Tensor | None, ...] = ()  # b_gate, b_up and b_down, of zeros
+    merged: bool = False  # gate and up are the halves of one tensor
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Case:
         weight_sets: int = 1,
         act: Activation = RELU,
         bias: bool = False,
+        merged: bool = False,
     ) -> Case:
         """pattern: the column; inputs: x, w_gate, w_up and w_down (not gated: w_gate is w_up)."""
         x, w_gate, w_up, w_down = inputs
@@ -77,25 +80,30 @@ class Case:
             "union": round(float(exact.unions.double().mean()), 1),
         }
         sets = [weights, *(patterns.permuted(weights, seed) for seed in range(1, weight_sets))]
-        return cls(x, sets, exact, columns, act, biases)
+        if merged:
+            sets = [(*torch.cat(several[:2]).chunk(2), several[2]) for several in sets]
+        return cls(x, sets, exact, columns, act, biases, merged)
 
     @property
     def plain(self) -> bool:
-        """Whether the layer has ReLU and no biases."""
-        return self.act == RELU and not self.biases
+        """Whether the layer has ReLU, no biases, and gate and up apart."""
+        return self.act == RELU and not self.biases and not self.merged
 
     def __str__(self) -> str:
         c = self.columns
         return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
 
     def calls(self, function: Callable[..., Tensor], *, plain: bool = False) -> list[Call]:
-        """Return a call for each set of weights; plain: with w_down as nn.Linear stores it."""
-        return [
-            functools.partial(
-                function, self.x, *others, w_down.contiguous() if plain else w_down, *self.biases
-            )
-            for *others, w_down in self.sets
-        ]
+        """Return a call for each set of weights; plain: as a dense layer stores them.
+
+        That is w_down as nn.Linear has it, and merged weights [2 N, K] as one.
+        """
+        calls = []
+        for w_gate, w_up, w_down in self.sets:
+            first = [w_gate._base] if plain and self.merged else [w_gate, w_up]
+            last = w_down.contiguous() if plain else w_down
+            calls.append(functools.partial(function, self.x, *first, last, *self.biases))
+        return calls
 
     def dense_calls(self, mode: str) -> list[Call]:
         """Return calls of the dense layer as a module of nn.Linear layers, as models have it."""
@@ -138,6 +146,12 @@ class Case:
             layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
             layers.append(layer.eval())
         return layers
+
+
+def merged_ffn(x: Tensor, both: Tensor, w_down: Tensor, *, act: Activation) -> Tensor:
+    """The dense layer whose gate and up are one product, of both weights [2 N, K]."""
+    g, u = nn.functional.linear(x, both).chunk(2, -1)
+    return nn.functional.linear(act.hidden(act.gate(g), u), w_down)
 
 
 class DenseLayer(nn.Module):
@@ -189,19 +203,28 @@ class Grid:
     masks: Mapping[str, np.ndarray] | None
     act: Activation = RELU
     bias: bool = False
+    merged: bool = False
 
     def __post_init__(self):
         for name in self.patterns:
             Pattern(name)
+        unfit = "merged: of gated layers without biases"
+        require(not self.merged or (self.gated and not self.bias), unfit)
         hidden_size = 16 if self.hidden_size is None else self.hidden_size
         check_sizes(self.tokens, hidden_size, self.intermediate_size)
+
+    def dense(self) -> Callable[..., Tensor]:
+        """Return the dense layer as a function of x and the weights of `Case.calls`, plain."""
+        return functools.partial(merged_ffn if self.merged else reference.ffn, act=self.act)
 
     def cases(self, num_tokens: int, weight_sets: int, device: torch.device) -> Iterator[Case]:
         """Yield the cases of a number of tokens, one at a time: delete a case before the next."""
         for column, inputs in self._inputs(num_tokens, device):
             column += "" if self.act == RELU else f" {self.act.name}"
             column += " biases" if self.bias else ""
-            yield Case.of(column, inputs, self.gated, weight_sets, self.act, self.bias)
+            column += " merged" if self.merged else ""
+            options = self.act, self.bias, self.merged
+            yield Case.of(column, inputs, self.gated, weight_sets, *options)
             del inputs
             torch.cuda.empty_cache()
 

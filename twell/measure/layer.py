@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from twell.measure.providers import (
     Provider,
 )
 from twell.measure.rows import Rows, require, significant
-from twell.sparse import float8, reference
+from twell.sparse import float8
 from twell.sparse.activations import get_activation
 from twell.sparse.calibration import EAGER, Calibration
 
@@ -40,6 +41,7 @@ def ffn(
     gated: bool = True,
     activation: str = "relu",
     bias: bool = False,
+    merged: bool = False,
     mode: str | None = None,
     masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
@@ -61,6 +63,7 @@ def ffn(
         activation: of the layer; one other than "relu" joins the column `pattern`.
         bias: whether the projections have biases, of zeros; they join the column `pattern`. Then,
             and for other activations, neither FP8 nor integer weights are timed.
+        merged: gate and up are halves of one weight; it joins the column too, and is in bf16 alone.
         mode: one of MODES (see `clock`); default: graph up to 4,096 tokens, else stream. In the
             modes "eager" and "compiled" neither FP8 nor integer weights are timed.
         masks: name -> [T, N] bool; default: those of `recorded_masks()`.
@@ -76,31 +79,42 @@ def ffn(
     """
     gpu = clock.gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)
-    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act, bias)
-    known = mode is None or mode in MODES
-    require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act)
+    grid = replace(grid, bias=bias, merged=merged)
+    _check_mode(mode, merged)
     bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
     for num_tokens in tokens:
         how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
-        compiled = torch.compile(partial(reference.ffn, act=act), fullgraph=True, dynamic=False)
+        dense = grid.dense(), in_mode(grid.dense(), "compiled")
         for case in grid.cases(num_tokens, 1 if how == "stream" else WEIGHT_SETS, gpu.device):
-            _measure(bench, case, how, compiled, calibration)
+            _measure(bench, case, how, dense, calibration)
             del case
         torch.compiler.reset()  # compiled anew each time, up to a limit
     return bench.rows.by_file["ffn"]
 
 
-def _measure(bench: Bench, case: Case, mode: str, compiled, calibration) -> None:
+def _check_mode(mode: str | None, merged: bool) -> None:
+    known = mode is None or mode in MODES
+    require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    apart = not merged or mode in (None, "stream", "graph")
+    require(apart, f"merged: its baseline is timed in the modes stream and graph, not in {mode}")
+
+
+def _measure(
+    bench: Bench,
+    case: Case,
+    mode: str,
+    dense: tuple[Callable, Callable],
+    calibration: Calibration | None,
+) -> None:
     """Add the rows of ffn.csv and kernels.csv for one case."""
     layers = {AUTO: case.auto_layers(calibration)}
     paths = {Provider("triton", path): case.path_calls(path, mode) for path in case.paths()}
     if mode in ("eager", "compiled"):  # where the host's work counts, a module's belongs to it
-        calls = {DENSE_EAGER: case.dense_calls("eager")}
-        calls[DENSE_COMPILED] = case.dense_calls("compiled")
+        several = map(case.dense_calls, ("eager", "compiled"))
     else:
-        calls = {DENSE_EAGER: case.calls(partial(reference.ffn, act=case.act), plain=True)}
-        calls[DENSE_COMPILED] = case.calls(compiled, plain=True)
-    calls |= paths
+        several = (case.calls(function, plain=True) for function in dense)
+    calls = dict(zip((DENSE_EAGER, DENSE_COMPILED), several, strict=True)) | paths
     quantized, others = None, {}  # others: what is exact for their widened weights
     quantizable = case.plain and mode in ("stream", "graph")
     for provider, kind in weight_only.providers(case).items() if quantizable else ():
