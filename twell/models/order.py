@@ -70,9 +70,9 @@ def order_tokens(model: nn.Module, clusters: int = 64) -> OrderedTokens:
     the order of its sums. Layers compute tokens as they come where the backend is "dense", and
     where a mask leaves tokens out of statistics.
 
-    Call it before torch.compile. When the embedding has changed much, remove it and call it again.
-    With activation checkpointing, compute gradients before `remove()` and before another pass of
-    at least 4,096 tokens. Raises ValueError for a model without SparseFFN layers, without
-    `get_input_embeddings` or with an offloaded embedding.
+    Call it after adapters are added and before torch.compile. When the embedding has changed much,
+    remove it and call it again. With activation checkpointing, compute gradients before `remove()`
+    and before another pass of at least 4,096 tokens. Raises ValueError for a model without
+    SparseFFN layers, without `get_input_embeddings` or with an offloaded embedding.
     """
     return OrderedTokens(model, clusters)
