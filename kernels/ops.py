@@ -58,7 +58,8 @@ from twell.sparse.formats import MAX_COLUMNS, check_tensor
 PLAIN = Tensor, nn.Parameter
 FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
 
-WAITING = 512  # so many tokens wait for Python, of which torch's operators need less than dense.py
+# Eager calls of so many tokens wait for Python. torch's operators need less of it than dense.py.
+WAITING = 512
 _CHECKED: set[tuple] = set()  # the last cases of `_check_once`
 
 
@@ -294,7 +295,8 @@ def run(
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
     plain = x.dtype == tensors[1].dtype != float8.FLOAT8
-    if path == "dense" and len(x) <= WAITING and out is None and plain:
+    waits = path == "dense" and len(x) <= WAITING and out is None and plain
+    if waits and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         _check_once(x, *tensors)
         return reference.ffn(x, *tensors, act=act)
     options = {} if activity is None or path == "dense" else {"activity": activity}

@@ -363,3 +363,14 @@ def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypat
     message = "twell measure calibrate: not enough memory: lower the sizes (out of memory)\n"
     assert capsys.readouterr().err == message
     assert Calibration.load("build/calibration.json").training is None
+
+
+def test_measure_model_leaves_out_empty_documents(tmp_path):
+    from twell.cli.measure_model import _checkpoint
+
+    for name, text in (("a", "one"), ("b", ""), ("c", "one")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    folder = str(Path(__file__).parents[2] / "data" / "checkpoints" / "twell-6m")
+    _, _, tokens = _checkpoint(folder, None, str(tmp_path))
+    half = len(tokens) // 2
+    assert half and tokens[:half] == tokens[half:]

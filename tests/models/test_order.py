@@ -65,11 +65,51 @@ def test_training_has_the_same_loss_and_gradients():
         torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("between", [(1, 8), (2, 16)])
+def test_activation_checkpointing_has_the_same_gradients(kind, between):
+    model = make(ffn_backend="reference") if kind == "llama" else family(kind, dropout_rate=0.0)
+    if kind != "llama":
+        twell.sparsify(model, backend="reference")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    inputs, others = inputs_of(model, tokens(2, 16)), inputs_of(model, tokens(*between))
+    results = []
+    for ordered in (False, True):
+        model.zero_grad()
+        with twell.order_tokens(model) if ordered else torch.enable_grad():
+            logits = model(**inputs).logits
+            assert (orders(model)[0] is not None) == ordered
+            model(**others)  # before the first pass is computed again
+            logits.square().sum().backward()
+        results.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_order_stays_right_when_the_model_changes():
+    model, ids = make(ffn_backend="reference").eval(), tokens(2, 16)
+    with torch.inference_mode():
+        twell.order_tokens(model)
+        model(ids)
+    x = torch.randn(2, 16, model.config.hidden_size)
+    model(inputs_embeds=x).logits.sum().backward()  # whose order is of the pass before
+    model.resize_token_embeddings(model.config.vocab_size + 4)
+    with torch.no_grad():
+        model(torch.full_like(ids, model.config.vocab_size - 1))
+        assert orders(model)[0] is not None
+
+
 def test_models_that_have_no_order():
     with pytest.raises(ValueError, match="has no SparseFFN layer"):
         twell.order_tokens(family("opt"))
     with pytest.raises(ValueError, match="Sequential has no get_input_embeddings"):
         twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
+    with pytest.raises(ValueError, match="clusters is 0; it has to be at least 1"):
+        twell.order_tokens(make(), clusters=0)
+    model = make()
+    model.get_input_embeddings().to("meta")
+    with pytest.raises(ValueError, match="the input embedding is offloaded"):
+        twell.order_tokens(model)
 
 
 def test_unions_of_the_shipped_model_are_smaller():

@@ -169,6 +169,6 @@ def _checkpoint(name: str, text: str | None, source: str | None = None) -> tuple
 
     model, tokenizer = trace.load_with_tokenizer(name, dtype=torch.bfloat16)
     check_llama(name, model)
-    texts = corpus.documents(source) if source else [text]
+    texts = filter(None, corpus.documents(source)) if source else [text]
     tokens = (token for one in texts for token in trace.encode(tokenizer, one))
     return results.model_name(name), model, list(itertools.islice(tokens, MOST_TOKENS))

@@ -21,17 +21,25 @@ class OrderedTokens:
             name = type(model).__name__
             raise ValueError(f"{name} has no get_input_embeddings(), as models of transformers do")
         embedding = model.get_input_embeddings()
-        weight = embedding.weight.detach()
+        weight = embedding.weight
+        if weight.is_meta:
+            raise ValueError("the input embedding is offloaded; order the tokens before")
+        # T5's encoder and decoder have modules of their own for one weight.
+        modules = (m for m in model.modules() if isinstance(m, nn.Embedding))
+        modules = [m for m in modules if m.weight is weight] or [embedding]
         weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        self.places = similar_side_by_side(weight, clusters)
-        self._handle = embedding.register_forward_pre_hook(self)
+        self.places = similar_side_by_side(weight.detach(), clusters)
+        self._handles = [module.register_forward_pre_hook(self) for module in modules]
 
     def __call__(self, embedding: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         ids, orders = inputs[0].detach().reshape(-1), {}
         if len(ids) >= MIN_TOKENS:
             if self.places.device != ids.device:
                 self.places = self.places.to(ids.device)
-            orders[ids.device] = TokenOrder.by(self.places[ids])
+            known = ids.clamp(max=len(self.places) - 1)  # the embedding may have grown
+            orders[ids.device] = TokenOrder.by(self.places[known])
+        elif torch.is_grad_enabled():
+            return  # activation checkpointing recomputes layers of a longer pass in their order
         for ffn in self.ffns:
             device = ffn.device
             if orders and device not in orders:
@@ -40,7 +48,8 @@ class OrderedTokens:
 
     def remove(self) -> None:
         """Compute tokens as they come again."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for ffn in self.ffns:
             ffn.token_order = None
 
@@ -61,7 +70,9 @@ def order_tokens(model: nn.Module, clusters: int = 64) -> OrderedTokens:
     the order of its sums. Layers compute tokens as they come where the backend is "dense", and
     where a mask leaves tokens out of statistics.
 
-    Call it before torch.compile, and again when the embedding has changed much. Raises ValueError
-    for a model without SparseFFN layers or without `get_input_embeddings`.
+    Call it after adapters are added and before torch.compile. When the embedding has changed much,
+    remove it and call it again. With activation checkpointing, compute gradients before `remove()`
+    and before another pass of at least 4,096 tokens. Raises ValueError for a model without
+    SparseFFN layers, without `get_input_embeddings` or with an offloaded embedding.
     """
     return OrderedTokens(model, clusters)

@@ -34,7 +34,10 @@ class TokenOrder(NamedTuple):
         return TokenOrder(self.order.to(device), self.places.to(device))
 
     def fits(self, rows: Tensor) -> bool:
-        """Whether it is of as many tokens, and on the device of the rows [M, K]."""
+        """Whether the rows [M, K] can be in this order: by number, device and gradients."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self.order.is_inference():
+                return False  # an earlier pass left it, and it cannot be saved for gradients
         return len(self.order) == len(rows) and self.order.device == rows.device
 
     def take(self, rows: Tensor) -> Tensor:
@@ -76,6 +79,8 @@ def similar_side_by_side(vectors: Tensor, clusters: int = 64, rounds: int = 8) -
     The list goes from one cluster of directions (k-means) to the one left that is most similar, and
     within a cluster by number. The same vectors give the same list.
     """
+    if clusters < 1:
+        raise ValueError(f"clusters is {clusters}; it has to be at least 1")
     vectors = torch.nn.functional.normalize(vectors.float().nan_to_num(), dim=1)
     clusters, device = min(clusters, len(vectors)), vectors.device
     chosen = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:clusters]

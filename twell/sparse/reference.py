@@ -394,14 +394,16 @@ class _UnionTraining(torch.autograd.Function):
         y, l1, _, _, saved = union_train_forward(*tensors, act=act)
         active = saved.g != 0
         ctx.mark_non_differentiable(active)
-        ctx.save_for_backward(*tensors)
-        ctx.entries = saved[1:]  # neither inputs nor outputs
+        # All of them here: activation checkpointing replaces saved tensors, not attributes of ctx.
+        ctx.save_for_backward(*tensors, saved.g, saved.u)
+        ctx.block, ctx.act = saved.block, saved.act
         return y, l1, active
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dl1, _):
-        saved = SavedStep(Layer(*ctx.saved_tensors), *ctx.entries)
+        *tensors, g, u = ctx.saved_tensors
+        saved = SavedStep(Layer(*tensors), g, u, ctx.block, ctx.act)
         gradients = union_train_backward(saved, dy, dl1)
         needs = ctx.needs_input_grad[1:]
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
