@@ -208,4 +208,4 @@ def test_what_cannot_be_compared_says_why(open_page):
     assert page.get_by_label("right: difference to left").count() == 0
     page.locator(".tw-t").nth(7).click()
     page.locator(".tw-chip").first.click()
-    assert page.locator(".tw-neuron").count() == 1
+    page.locator(".tw-neuron").wait_for()  # the card comes a frame later
