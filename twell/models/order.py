@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from twell.models.convert import sparse_ffns
 from twell.sparse.order import TokenOrder, similar_side_by_side
 
-# Fewer tokens save less than the sorting and gathering take.
+# A guess: with fewer tokens, sorting and gathering may take what smaller unions save.
 MIN_TOKENS = 4096
 
 
