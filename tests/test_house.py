@@ -1,9 +1,11 @@
 """The house keeps its order: imports go one way, and files, functions and lines stay short."""
 
 import ast
+import importlib
 import importlib.util
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,18 @@ def test_the_picture_of_the_house_is_up_to_date():
     assert f"{house.BEGIN}\n\n{house.picture()}\n\n{house.END}" in page
     with pytest.raises(ValueError, match="circle among"):
         house.floors({"a": {"b"}, "b": {"a"}, "c": set()})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=name)
+def test_what_runs_on_gpus_alone_uses_names_that_exist(path):
+    """Of modules. Elsewhere nobody would notice."""
+    there = vars(importlib.import_module(f"tests.gpu.{path.stem}"))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    own = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Store}
+    modules = {n for n, value in there.items() if type(value) is types.ModuleType} - own
+    used = [n for n in nodes if type(n) is ast.Attribute and type(n.value) is ast.Name]
+    used = [(n.value.id, n.attr) for n in used if n.value.id in modules]
+    assert used and [pair for pair in used if not hasattr(there[pair[0]], pair[1])] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)

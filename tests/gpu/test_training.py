@@ -49,7 +49,7 @@ def test_gradients_at_full_width(active, skew, path):
     dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
     dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
     exact = fuzz_training.exact_training(tensors, dy, dl1)
-    edges = fuzz_training.EDGE, -fuzz_training.EDGE
+    edges = fuzz_training.FP32_SUM, -fuzz_training.FP32_SUM
     fewest, most = (fuzz_training.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
     leaves = leaves_of(tensors)
     trained = training_ops.train(path, 5632, **leaves)
@@ -256,7 +256,7 @@ def test_more_than_2_to_the_31_entries(path, shape):
 
     # A gate within the rounding of fp32 sums from zero may be active or not.
     expected, fewest, most = (
-        exact(edge) for edge in (0.0, fuzz_training.EDGE, -fuzz_training.EDGE)
+        exact(edge) for edge in (0.0, fuzz_training.FP32_SUM, -fuzz_training.FP32_SUM)
     )
     for name, value in results.items():
         error = (value.double() - expected[name]).norm() - (most[name] - fewest[name]).norm()
