@@ -46,7 +46,7 @@ from twell.kernels.common import (
     scaled,
     with_bias,
 )
-from twell.kernels.launch import direct
+from twell.kernels.launch import direct, traced
 from twell.kernels.options import VECTOR_TOKENS, decode_up, launch_options
 
 
@@ -163,14 +163,14 @@ def decode_down_kernel(
 def _up(
     x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first launch: h, and the flags as words of eight, [W / 8] int64."""
+    """The first launch: h, and the flags [W] int8."""
     (num_tokens, hidden_size), intermediate_size = x.shape, layer.w_up.shape[0]
     width = round_up(intermediate_size, 8)
     h = layer.w_down_t.new_empty(width, num_tokens)
-    flags = torch.empty(width // 8, dtype=torch.int64, device=x.device)
+    flags = torch.empty(width, dtype=torch.int8, device=x.device)
     w, b = layer.first
     options = decode_up(hidden_size)
-    decode_up_kernel[(width // options["BN"],)](
+    traced(decode_up_kernel, x)[(width // options["BN"],)](
         x,
         x_scale,
         w,
@@ -180,12 +180,12 @@ def _up(
         layer.b_up,
         layer.s_up,
         h,
-        flags.view(torch.int8),
+        flags,
         activity,
         layer.act.threshold or None,
         intermediate_size,
         hidden_size,
-        M=num_tokens,
+        M=int(num_tokens),  # a symbol of torch where shapes are dynamic
         GATED=layer.gated,
         ACT=layer.act.name,
         EVEN=options["BK"] == hidden_size and width == intermediate_size,
@@ -200,16 +200,16 @@ def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor) -> None:
     options = launch_options("decode_down", h.device)
     num_columns = cdiv(hidden_size, options["BN"])
     lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=h.device)
-    decode_down_kernel[(num_columns,)](
+    traced(decode_down_kernel, h)[(num_columns,)](
         h,
-        flags,
+        flags.view(torch.int64),
         layer.w_down_t,
         layer.b_down,
         lists,
         y,
         hidden_size,
         width,
-        M=num_tokens,
+        M=int(num_tokens),  # a symbol of torch where shapes are dynamic
         EIGHTS=next_power_of_2(width // 8),
         **options,
     )

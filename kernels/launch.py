@@ -97,6 +97,12 @@ def direct(kernel):
     return kernel if triton.knobs.runtime.interpret else Direct(kernel)
 
 
+def traced(kernel, tensor: Tensor):
+    """The kernel; where PyTorch traces the tensor, one that puts launches into its graph."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return kernel if plain else torch.library.wrap_triton(kernel.kernel)
+
+
 @lru_cache(MAX_CASES)
 def _template(make: Callable, block: tuple[int, int], shape, strides, dtype) -> tuple[type, dict]:
     """Type and fields of a descriptor of such a matrix, after Triton's checks."""

@@ -51,6 +51,7 @@ from twell.kernels import decode, dense, few, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.kernels.float8 import quantize
 from twell.kernels.launch import MAX_CASES
+from twell.kernels.options import VECTOR_TOKENS
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
@@ -58,8 +59,6 @@ from twell.sparse.formats import MAX_COLUMNS, check_tensor
 PLAIN = Tensor, nn.Parameter
 FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
 
-# Eager calls of so many tokens wait for Python. torch's operators need less of it than dense.py.
-WAITING = 512
 _CHECKED: set[tuple] = set()  # the last cases of `_check_once`
 
 
@@ -229,6 +228,40 @@ def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     return fake(x, w_gate, *tensors)
 
 
+@torch.library.triton_op("twell::decode", mutates_args=())
+def traced_decode(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    s_gate: Tensor | None = None,
+    s_up: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    threshold: float = 0.0,
+) -> Tensor:
+    """y of decode.py's two launches, which code of torch.compile makes without an operator.
+
+    A call of an operator waits for Python longer than these kernels take. few.py has no such form:
+    its descriptors and overlapping launches cannot be traced.
+    """
+    tensors = w_gate, w_up, w_down, b_gate, b_up, b_down
+    check_tensors(x, *tensors, x_scale, s_gate, s_up)
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    layer = Layer(*tensors[:2], w_down.t(), *tensors[3:], s_gate, s_up, act=act)
+    return decode.ffn(x.contiguous(), layer, x_scale)
+
+
+def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are."""
+    alike = x.dtype == tensors[1].dtype
+    return alike and x.is_cuda and not INTERPRETED and 1 <= x.shape[0] <= VECTOR_TOKENS
+
+
 def known_path(path: str | None) -> str | None:
     """The path. Raises ValueError for one that does not exist."""
     if path is not None and path not in FUNCTIONS:
@@ -256,10 +289,10 @@ operator.register_autograd(_differentiate, setup_context=_save)
 PATHS = {path: partial(operator, path=path) for path in FUNCTIONS if path != "dense"}
 
 
-def takes(x: Tensor, intermediate_size: int) -> bool:
-    """Whether the operators take x [M, K] for layers of N = `intermediate_size` neurons."""
+def takes(x: Tensor, intermediate_size: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether the operators take x [M, K], as `dtype`, for layers of N neurons."""
     here = x.is_cuda or (bool(INTERPRETED) and x.device.type == "cpu")
-    known = x.dtype in DTYPES or x.dtype == float8.FLOAT8
+    known = (dtype or x.dtype) in (*DTYPES, float8.FLOAT8)
     return here and known and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
 
 
@@ -285,20 +318,17 @@ def run(
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
-        if path != "dense":
-            given = {"activation": act.name, "threshold": act.threshold, "path": path}
-            y = operator(x, *tensors, **given)
+        given = {"activation": act.name, "threshold": act.threshold}
+        if path == "decode" and _can_trace(x, *tensors):
+            y = traced_decode(x, *tensors, **given)
+        elif path != "dense":
+            y = operator(x, *tensors, **given, path=path)
         else:
             check_tensors(x, *tensors)
             in_fp8 = tensors[1].dtype == float8.FLOAT8
             y = (float8.dense if in_fp8 else reference.ffn)(x, *tensors, act=act)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
-    plain = x.dtype == tensors[1].dtype != float8.FLOAT8
-    waits = path == "dense" and len(x) <= WAITING and out is None and plain
-    if waits and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _check_once(x, *tensors)
-        return reference.ffn(x, *tensors, act=act)
     options = {} if activity is None or path == "dense" else {"activity": activity}
     if out is not None:
         options["out"] = out

@@ -11,6 +11,7 @@ from tests.factories import SEED
 from twell.kernels import ops, union
 from twell.kernels.paper.gate import COMPRESSIONS
 from twell.measure import synthetic_layer
+from twell.sparse import float8
 from twell.sparse.calibration import Calibration, Floor, Point
 from twell.sparse.layer import SparseFFN
 
@@ -146,6 +147,35 @@ def test_compiled_by_inductor_as_one_graph(path, mode):
     expected = tensors["x"] + ops.PATHS[path](**tensors)
     for _ in range(3):
         torch.testing.assert_close(residual(tensors["x"]), expected, rtol=2**-7, atol=2**-7)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
+    """For one and two tokens; for three it calls the operator. All have the bits of eager calls."""
+    torch.use_deterministic_algorithms(False)
+    case = fuzz.Case("decode", 3, 5632, 2048, gated=gated, biases=True, seed=SEED)
+    x, w_gate, w_up, *others = fuzz.layer(case, "cuda").values()
+    x_scale = s_gate = s_up = None
+    if fp8:
+        (x, x_scale), (w_up, s_up) = float8.quantize(x), float8.quantize(w_up)
+    if fp8 and gated:
+        w_gate, s_gate = float8.quantize(w_gate)
+
+    def calls(x, scale):
+        given = x, w_gate, w_up, *others, scale, s_gate, s_up
+        return [ops.run("decode", *given) for _ in range(2)]
+
+    torch.compiler.reset()
+    compiled = torch.compile(calls, fullgraph=True, dynamic=False, mode=mode)
+    for num_tokens in (1, 2, 3):
+        scale = x_scale if x_scale is None else x_scale[:num_tokens].clone()
+        for given in (x[:num_tokens].clone(), x[-num_tokens:].clone()):
+            torch.compiler.cudagraph_mark_step_begin()
+            y, again = compiled(given, scale)
+            assert torch.equal(y, calls(given, scale)[0]) and torch.equal(y, again)
 
 
 def test_two_models_on_two_streams():

@@ -1,6 +1,6 @@
 """Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
 
-    python -m tests.kernels.compiled compile|launch|samples ARCHITECTURE [VARIANTS]
+    python -m tests.kernels.compiled compile|launch|again|trace|samples ARCHITECTURE [VARIANTS]
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -9,6 +9,7 @@ and do not run. Prints Triton's version and the results as JSON.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -22,14 +23,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel, make_backend
-from triton.runtime import JITFunction, driver
+from triton.runtime import Autotuner, JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
-from twell.kernels import decode, dense, float8, options, rowwise, training, training_ops, union
+from twell.kernels import (
+    decode,
+    dense,
+    float8,
+    ops,
+    options,
+    rowwise,
+    training,
+    training_ops,
+    union,
+)
 from twell.kernels import launch as launch_module
 from twell.kernels.common import Gradients, Layer
 from twell.kernels.paper import hybrid
@@ -412,6 +426,44 @@ def twice(call: Callable, x: torch.Tensor, launched: list) -> tuple[list, list]:
     return first, list(launched)
 
 
+def trace(architecture: str) -> list[tuple[str, list, list]]:
+    """`traced_decode` in code of torch.compile: a name, its launches, and its other operators.
+
+    A launch is a kernel, and the tensors that torch takes it to write to.
+    """
+    driver.set_active(Driver(GPUTarget("cuda", int(architecture[3:]), 32)))
+    options.architecture = lambda device: architecture
+    results, graphs = [], []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    for gated, fp8, num_tokens in itertools.product((True, False), (False, True), (1, 2)):
+        x, layer = empty_layer(num_tokens, 300, 2048, gated)
+        given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
+        if fp8:
+            given[:3] = [None if t is None else t.to(FLOAT8) for t in given[:3]]
+            s = empty(300, dtype=torch.float32)
+            given += [s[:num_tokens], s if gated else None, s]
+        torch.compiler.reset()
+        compiler = aot_autograd(fw_compiler=keep)
+        with torch.no_grad():
+            torch.compile(ops.traced_decode, fullgraph=True, backend=compiler)(*given)
+        nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
+        launches = [node for node in nodes if "triton" in str(node.target)]
+        others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
+        launches = [(launched_by(node), node.kwargs["tensors_to_clone"]) for node in launches]
+        results.append((f"{gated=} {fp8=} {num_tokens=}", launches, others))
+    return results
+
+
+def launched_by(node: torch.fx.Node) -> str:
+    """The kernel of a node; torch wraps those with launch options in a tuner."""
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    return full_name(kernel.fn if isinstance(kernel, Autotuner) else kernel)
+
+
 def check_samples(architecture: str) -> tuple[dict, dict, dict]:
     use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
     return compile_samples()
@@ -419,5 +471,5 @@ def check_samples(architecture: str) -> tuple[dict, dict, dict]:
 
 if __name__ == "__main__":
     tasks = {"compile": compile_all, "launch": launch_largest, "samples": check_samples}
-    tasks["again"] = launch_again
+    tasks |= {"again": launch_again, "trace": trace}
     print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

@@ -115,6 +115,17 @@ def test_a_known_case_is_launched_as_triton_does(older, tmp_path):
     assert launched == DIRECT
 
 
+def test_compiled_code_launches_decode_by_itself(tmp_path):
+    """And takes only results for written: what else it took for written, it would copy."""
+    traced = in_subprocess(tmp_path, "trace", "sm_90")
+    assert len(traced) == 8
+    kernel = "twell.kernels.decode.decode_{}_kernel".format
+    results = {kernel("up"): ["h_ptr", "flags_ptr"], kernel("down"): ["lists_ptr", "y_ptr"]}
+    for name, launches, others in traced:
+        assert dict(launches) == results, name
+        assert not [other for other in others if "twell" in other], name
+
+
 @slow
 def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")

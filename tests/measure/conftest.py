@@ -37,7 +37,7 @@ def dense_kernels(gpu, monkeypatch):
     ops = pytest.importorskip("twell.kernels.ops")
     monkeypatch.setattr(ops, "run", factories.run)
     monkeypatch.setattr("twell.kernels.float8.quantize", float8.quantize)
-    monkeypatch.setattr(ops, "takes", lambda x, _: x.dtype != torch.float16)
+    monkeypatch.setattr(ops, "takes", lambda x, *_: x.dtype != torch.float16)
     monkeypatch.setattr(step.training_ops(), "train", factories.train)
     monkeypatch.setattr(check, "SAMPLE", 128)
     for module in (decode, model):

@@ -6,6 +6,7 @@ import torch
 from tests.factories import SEED
 from tests.factories.sparse import FakeKernels
 from twell.sparse import plan
+from twell.sparse.layer import SparseFFN
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,18 @@ def rng():
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Names of the operators called, in order; the layer reads its counters at every call."""
+    """Names of the paths called, in order; the layer reads its counters at every call."""
     from twell.kernels import ops
 
-    names, run = [], ops.run
+    names, run, dense = [], ops.run, SparseFFN._dense
     monkeypatch.setattr(ops, "run", lambda name, *t, **o: names.append(name) or run(name, *t, **o))
+
+    def chosen(layer, *given):
+        if layer.backend == "auto" and not torch.is_grad_enabled():
+            names.append("dense")
+        return dense(layer, *given)
+
+    monkeypatch.setattr(SparseFFN, "_dense", chosen)
     monkeypatch.setattr(plan, "READ_EVERY", 1)
     return names
 

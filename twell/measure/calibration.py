@@ -24,7 +24,7 @@ from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, GRAPH, Calibration
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
 # Where a call may wait for Python: up to 2 tokens, up to 512, and more take different kernels.
-FLOOR_TOKENS = 1, 4, 512, 2048
+FLOOR_TOKENS = 1, 2, 4, 512, 2048
 CHECKED_TOKENS = 8, 512, 8192
 FLOOR_ROUNDS = 4
 CHECKED_CALLS = 8, 512, 2048  # of eager and of compiled calls
@@ -144,15 +144,16 @@ class Layers:
         case = self.case(num_tokens, 1)
         side = self._side(case)
         layer, floors = side.auto_layers()[0], []
-        layer.backend = "triton"
         for situation in (EAGER, COMPILED):
             call = functools.partial(in_mode(layer, situation), case.x)
             calls, times = [call] * WEIGHT_SETS, {}  # in a row: the clock's own work counts once
             # In turns, and the least of all: other work on the host slows every path for a while.
-            for _, layer.path in product(range(FLOOR_ROUNDS), case.paths()):
-                name, exact = f"{layer.path}, {situation},", self._exact(side)
+            for _, path in product(range(FLOOR_ROUNDS), case.paths()):
+                layer.path, own = path, path == "dense" and not self.quantized
+                layer.backend = "dense" if own else "triton"  # as "auto" calls it
+                name, exact = f"{path}, {situation},", self._exact(side)
                 ms = self.milliseconds(case, name, calls, exact, situation, "p20")
-                times[layer.path] = min(ms, times.get(layer.path, ms))
+                times[path] = min(ms, times.get(path, ms))
             floors.append(Floor(situation, num_tokens, times))
             speeds = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
             print(f"{case}  {situation:<8}  {speeds}", flush=True)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from twell.sparse.observe import (
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
-from twell.sparse.plan import POWERS, Chooser
+from twell.sparse.plan import POWERS, WAITING, Chooser
 from twell.sparse.projections import is_plain, tensors_of, warn_dense, why_called
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
@@ -89,6 +88,12 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return nullcontext()
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    """Autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class SparseFFN(nn.Module):
     """Feed-forward layer with sparse activations, gated or not, with the parameter names of Llama.
 
@@ -129,13 +134,12 @@ class SparseFFN(nn.Module):
     of `capacity` active entries per token. With `dropout` above 0 entries of h are dropped at this
     rate in training mode, and the layer computes densely.
 
-    Raises ValueError for an unknown activation or backend, and RuntimeError with the reason for one
-    that cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1.
+    Raises ValueError for an unknown activation or backend, RuntimeError with the reason for one that
+    cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
     dropout = 0.0
-    # Here, for layers pickled before they existed.
-    cuda_graphs = True
+    cuda_graphs = True  # here, as the next, for layers pickled before they existed
     token_order: TokenOrder | None = None
 
     def __init__(
@@ -310,8 +314,7 @@ class SparseFFN(nn.Module):
                 "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
                 "(twell.dequantize_ puts them back)"
             )
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(_dtype(x))
         if x.dtype != torch.bfloat16:
             raise TypeError(f"x is {x.dtype}; a layer with FP8 weights computes in torch.bfloat16")
         return x
@@ -369,8 +372,7 @@ class SparseFFN(nn.Module):
         down = tensors_of(parts["down_proj"])
         tensors = [rows, gate[0], up[0], down[0], gate[1], up[1], down[1]]
         if torch.is_autocast_enabled(rows.device.type):
-            dtype = torch.get_autocast_dtype(rows.device.type)
-            kept = (None, float8.FLOAT8)
+            dtype, kept = _dtype(rows), (None, float8.FLOAT8)
             tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
         if self.edit is not None:
             tensors[3], tensors[6] = self.edit.of_down(tensors[3], tensors[6])
@@ -406,9 +408,8 @@ class SparseFFN(nn.Module):
     def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
         if wants_l1 or wants_activity:
             return False
-        if (
-            not torch.is_grad_enabled() or self.quantized
-        ):  # asked first: to look at all parameters takes microseconds
+        # Asked first: to look at all parameters takes microseconds.
+        if not torch.is_grad_enabled() or self.quantized:
             return True
         return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
 
@@ -450,21 +451,26 @@ class SparseFFN(nn.Module):
             return self._train(rows, wants_l1, wants_activity)
         from twell.kernels import ops
 
-        tensors, num_tokens = self._tensors(rows), rows.shape[0]
-        if not ops.takes(tensors[0], self.intermediate_size):
+        if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
             return self._dense(rows, wants_l1, wants_activity)
-        situation = self._situation(rows)
+        chooser, activity, unloaded = self.chooser, None, None
+        num_tokens, situation = rows.shape[0], self._situation(rows)
         counts = situation == EAGER and num_tokens > 0
+        if counts:
+            chooser.update(num_tokens)
+        path = chooser.path(num_tokens, situation)
+        if counts:
+            unloaded = chooser.to_warm_up(num_tokens, path)
+        if counts and path != "dense":
+            activity = chooser.counters(num_tokens, rows.device)
+        elif counts:
+            chooser.probe(rows, self._gate_of)
+            if num_tokens <= WAITING and unloaded is None and not self.quantized:
+                return self._dense(rows, wants_l1, wants_activity)
+        tensors = self._tensors(rows)
         with without_autocast(rows.device.type):
-            if counts:
-                self.chooser.update(num_tokens)
-            path, activity = self.chooser.path(num_tokens, situation), None
-            if counts and path == "dense":
-                self.chooser.probe(rows, partial(self._gate_of, tensors))
-            elif counts:
-                activity = self.chooser.counters(num_tokens, rows.device)
-            if counts and (other := self.chooser.to_warm_up(num_tokens, path)) is not None:
-                ops.run(other, *tensors, act=self.act)
+            if unloaded is not None:
+                ops.run(unloaded, *tensors, act=self.act)
             return Result(ops.run(path, *tensors, activity=activity, act=self.act))
 
     def _situation(self, rows: Tensor) -> str:
@@ -482,13 +488,10 @@ class SparseFFN(nn.Module):
         path = self.chooser.path(rows.shape[0], self._situation(rows))
         return path == "dense" and not self.quantized
 
-    def _gate_of(self, tensors: list[Tensor | None], blocks: Tensor) -> Tensor:
+    def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""
-        if self.quantized:
-            part = self.up_proj if self.gate_proj is None else self.gate_proj
-            return self.act.gate(part(blocks))
-        weight, bias = reference.Layer(*tensors).first
-        return self.act.gate(nn.functional.linear(blocks.to(weight.dtype), weight, bias))
+        part = self.up_proj if self.gate_proj is None else self.gate_proj
+        return self.act.gate(part(blocks))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

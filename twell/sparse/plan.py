@@ -36,6 +36,8 @@ CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 # once in READ_EVERY tokens (1.6 ms): 0.6%. Probing, the gate of at most 1,024 tokens, takes 60 to
 # 100 us once in PROBE_EVERY tokens (13 ms): under 0.8%.
 SMALLEST_CALL = 512
+# Dense eager calls of so many tokens wait for Python, of which torch's operators need least.
+WAITING = 512
 READ_EVERY = 2**14
 PROBE_EVERY = 2**17
 PROBE_BLOCKS = 1024 // BLOCK
