@@ -22,6 +22,8 @@ from twell.measure.layer import ffn
 from twell.measure.rows import COLUMNS
 from twell.measure.step import ffn_steps
 from twell.sparse.calibration import DEPENDS_ON, Calibration, Point
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Result
 
 ops = pytest.importorskip("twell.kernels.ops")
 INT8, INT4 = (f"dense int{bits} weights torch.compile" for bits in (8, 4))
@@ -240,7 +242,11 @@ def timed(dense_kernels, monkeypatch):
             return function
         return lambda *tensors: run("dense", *tensors)
 
+    def dense(layer, rows, *_):
+        return Result(run("dense", *layer._tensors(rows)))
+
     monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(SparseFFN, "_dense", dense)
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(calibrations, "FLOOR_TOKENS", (1, 8, 32))
     monkeypatch.setattr(calibrations, "CHECKED_TOKENS", (4, 20))

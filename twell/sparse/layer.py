@@ -134,8 +134,8 @@ class SparseFFN(nn.Module):
     of `capacity` active entries per token. With `dropout` above 0 entries of h are dropped at this
     rate in training mode, and the layer computes densely.
 
-    Raises ValueError for an unknown activation or backend, RuntimeError with the reason for one that
-    cannot be used here. Paper: the feed-forward block; App. A.1 and B.2.1.
+    Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot be used
+    here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
     dropout = 0.0
