@@ -59,6 +59,7 @@ from twell.sparse.formats import MAX_COLUMNS, check_tensor
 PLAIN = Tensor, nn.Parameter
 FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
 
+COMPILED = not INTERPRETED  # a plain bool, which torch.compile can read
 _CHECKED: set[tuple] = set()  # the last cases of `_check_once`
 
 
@@ -259,7 +260,7 @@ def traced_decode(
 def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
     """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are."""
     alike = x.dtype == tensors[1].dtype
-    return alike and x.is_cuda and not INTERPRETED and 1 <= x.shape[0] <= VECTOR_TOKENS
+    return alike and x.is_cuda and COMPILED and 1 <= x.shape[0] <= VECTOR_TOKENS
 
 
 def known_path(path: str | None) -> str | None:
