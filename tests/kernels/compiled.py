@@ -26,6 +26,7 @@ import triton
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import Autotuner, JITFunction, driver
@@ -427,7 +428,7 @@ def twice(call: Callable, x: torch.Tensor, launched: list) -> tuple[list, list]:
 
 
 def trace(architecture: str) -> list[tuple[str, list, list]]:
-    """`traced_decode` in code of torch.compile: a name, its launches, and its other operators.
+    """Decoding in code of torch.compile: a name, its launches, and its other operators.
 
     A launch is a kernel, and the tensors that torch takes it to write to.
     """
@@ -439,7 +440,7 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    for gated, fp8, num_tokens in itertools.product((True, False), (False, True), (1, 2)):
+    for gated, fp8, num_tokens in itertools.product((True, False), (False, True), (1, 2, 3)):
         x, layer = empty_layer(num_tokens, 300, 2048, gated)
         given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
         if fp8:
@@ -448,8 +449,9 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
             given += [s[:num_tokens], s if gated else None, s]
         torch.compiler.reset()
         compiler = aot_autograd(fw_compiler=keep)
-        with torch.no_grad():
-            torch.compile(ops.traced_decode, fullgraph=True, backend=compiler)(*given)
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            given = [None if t is None else torch.empty_like(t, device="cuda") for t in given]
+            torch.compile(partial(ops.run, "decode"), fullgraph=True, backend=compiler)(*given)
         nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
         launches = [node for node in nodes if "triton" in str(node.target)]
         others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
