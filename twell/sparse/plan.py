@@ -26,7 +26,8 @@ from twell.sparse.calibration import (
 )
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
-POWERS = tuple(2**n for n in range(21))
+LARGEST = 20
+POWERS = tuple(2**n for n in range(LARGEST + 1))
 # Observations are kept apart by the number of tokens in a call, up to these: the union of a block
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
@@ -120,7 +121,8 @@ class Chooser:
     def path(self, num_tokens: int, situation: str = EAGER) -> str:
         """Return the path of a call with `num_tokens` in a situation."""
         place = 0
-        while place + 1 < len(POWERS) and num_tokens > POWERS[place]:
+        # Not by POWERS: compiled code would check every entry read, in every call.
+        while place < LARGEST and num_tokens > 1 << place:
             place += 1
         return self._paths[situation][place]
 
