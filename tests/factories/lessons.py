@@ -5,7 +5,9 @@ import re
 import numpy as np
 
 _PROMPTS = "row(every, model='2b', batch=1, provider='auto torch.compile')"
-_DECODE = "row(at, provider='triton decode').set_index('tokens')['speedup']"
+_DECODE = "row(at, provider='triton decode', mode='graph').set_index('tokens')['speedup']"
+_EAGER = "row(at, provider='auto', mode='eager')['speedup']"
+_COMPILED = "row(at, provider='auto', mode='compiled')['speedup']"
 # By lesson: a piece of its text with a number in brackets, and where the lesson computes it, in its
 # own names. `row` picks a table's rows. A later measurement cannot contradict the text unseen.
 NUMBERS = {
@@ -56,8 +58,12 @@ NUMBERS = {
         r"gain falls to ([\d.]+) to": f"{_DECODE}.loc[96:256].min()",
         r"to ([\d.]+) between 96": f"{_DECODE}.loc[96:256].max()",
         r"At 512 decode gains ([\d.]+)": f"{_DECODE}[512]",
-        r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union')"
-        "['speedup'] - 100",
+        r"At 1,024 unions gain (\d+)%": "100 * row(at, tokens=1024, provider='triton union', "
+        "mode='graph')['speedup'] - 100",
+        r"one after the other it gains ([\d.]+) to": f"{_EAGER}.min()",
+        r"gains [\d.]+ to ([\d.]+) times eagerly": f"{_EAGER}.max()",
+        r"and ([\d.]+) to [\d.]+ times in compiled": f"{_COMPILED}.min()",
+        r"to ([\d.]+) times in compiled": f"{_COMPILED}.max()",
         r"unions alone gain ([\d.]+) times": "of_layer['small_eager_times']",
         r"Sparse FP8 is ([\d.]+) times": "of_fp8['large_sparse']",
         r"and dense FP8 ([\d.]+) times": "of_fp8['large_dense']",

@@ -151,6 +151,8 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path, monkeypatch):
     assert all(len(ffn.token_order.order) == 4 * 64 for ffn in given.ffns)
     with pytest.raises(ValueError, match="random weights have no similar tokens"):
         language_model(ordered=True)
+    with pytest.raises(ValueError, match="layers: they are timed alone"):
+        language_model(**options, layers=True, ordered=True)
 
 
 def test_layers_in_fp8_join_passes_and_decoding(quick, monkeypatch):

@@ -69,7 +69,8 @@ def layer_speed(
 
     table: `speedups`; auto: `speedups` of data/bench/auto.csv, by default `table`; rows: those of
     data/bench/ffn.csv, all calls. Of each of CASES, NAME_times and NAME_path are of the fastest
-    path. auto_shipped_times: the lowest of auto in `table`. A crossing is in active neurons.
+    path. auto_shipped_times, auto_eager_times and auto_compiled_times: the lowest of auto in
+    `table`, of eager and of compiled calls one after the other. A crossing is in active neurons.
     """
     result = {}
     for name, (tokens, pattern, mode, active, gated) in CASES.items():
@@ -83,7 +84,10 @@ def layer_speed(
     table = table[table["gated"].astype(bool) & (table["hidden_size"] == width)]
     table = table[table["intermediate_size"] == neurons]
     table = table[table["pattern"].isin(["skewed", "even"])]  # ReLU without biases
-    of_auto = {"auto": table if auto is None or auto.empty else auto, "auto_shipped": table}
+    situations = {name: table[table["mode"] == name] for name in ("eager", "compiled")}
+    shipped = table[~table["mode"].isin(situations)]
+    of_auto = {"auto": shipped if auto is None or auto.empty else auto, "auto_shipped": shipped}
+    of_auto |= {f"auto_{name}": some for name, some in situations.items()}
     for name, some in of_auto.items():
         times = some.loc[some["provider"] == providers.AUTO.name, "speedup"]
         result[f"{name}_times"] = times.min()

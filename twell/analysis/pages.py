@@ -44,6 +44,7 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
         "activity": by_activity(layers),
         "widths": by_width(layers),
         "few tokens": few_tokens(layers),
+        "situations": situations(layers),
         "fp8 layer": fp8_layer(layers),
         "fp8 models": fp8_models(forward, decode),
         "fp8 quality": fp8_costs(quality),
@@ -178,6 +179,24 @@ def few_tokens(table: pd.DataFrame) -> str:
             rows.append((f"{tokens:,}", _named(best["path"]), *times, *cells))
     columns = "tokens: | best sparse path | dense, us: | sparse, us: | speed-up: | `auto` takes | "
     return _markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
+
+
+def situations(table: pd.DataFrame) -> str:
+    """Return auto beside compiled dense in calls one after the other, eager and compiled."""
+    few = table.query(f"{USUAL} and pattern == 'skewed' and mode in ('eager', 'compiled')")
+    rows = []
+    for tokens, case in at_level(few, 29).groupby("tokens"):
+        cells = []
+        for mode in ("eager", "compiled"):
+            of_mode = case[case["mode"] == mode]
+            for name in ("p50_dense", "p50"):
+                cells.append(_time(1e3 * _auto(of_mode, name), ""))
+            cells.append(_number(_auto(of_mode)))
+        rows.append((f"{tokens:,}", *cells))
+    columns = " | ".join(
+        f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in ("eager", "compiled")
+    )
+    return _markdown(f"tokens: | {columns}", rows)
 
 
 def other_shapes(table: pd.DataFrame) -> str:

@@ -130,6 +130,8 @@ class Plan:
         """Raise ValueError for what this GPU, or this kind of model, does not have."""
         unfit = "ordered: random weights have no similar tokens; give a checkpoint"
         require(checkpoint is not None or not ordered, unfit)
+        unfit = "layers: they are timed alone and in the text's order; ordered says another"
+        require(not (self.layers and ordered), unfit)
         unfit = "active is imposed on random weights; a checkpoint has its own activity"
         require(checkpoint is None or active is None, unfit)
         reason = float8.why_not(gpu.device) if self.fp8 else None

@@ -68,6 +68,12 @@ _IN_FP8 = DENSE_FP8, SPARSE_FP8
 NEAR = 1.25  # a case within this factor of the wanted activity is drawn without a word
 _BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}
 _BASELINE = {"color": "black", "linewidth": 0.8}
+_WAYS = {
+    "graph": "in a CUDA graph",
+    "stream": "separate calls, the cache emptied between",
+    "eager": "eager calls, one after the other",
+    "compiled": "compiled calls, one after the other",
+}
 _PATTERNS = {
     "skewed": "Skewed: a few neurons fire often, as in trained models.",
     "even": "Even: all neurons fire equally often.",
@@ -254,17 +260,20 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     """
     title = _layer(table)
     (pattern,) = _one(table, ["pattern"], "pattern")
-    words = {"stream": "separate calls", "graph": "in a CUDA graph"}
     sets = table["weight_sets"].map(lambda n: f", {n} sets of weights" if n > 1 else "")
-    table = table.assign(way=table["mode"].map(words) + sets)
-    ways = table.sort_values(["mode", "weight_sets"], ascending=[True, False])["way"].unique()
+    table = table.assign(way=table["mode"].map(_WAYS) + sets)
+    order = table["mode"].map(list(_WAYS).index)
+    table = table.assign(order=order).sort_values(["order", "weight_sets"], ascending=[True, False])
     names, rows, _, _ = _of_paths(table, table[:0])
-    batches = [sorted(rows.loc[rows["way"] == way, "tokens"].unique()) for way in ways]
-    shape = {"sharey": True, "width_ratios": [1 + len(tokens) for tokens in batches]}
-    figure, (line,) = _figure(PAGE, 3.0, 1, len(ways), **shape)
+    ways = [way for way in table["way"].unique() if way in set(rows["way"])]
+    lines = -(-len(ways) // 2)
+    figure, axes = _figure(PAGE, 0.6 + 2.4 * lines, lines, min(len(ways), 2), sharey=True)
     far = False
-    for way, tokens, ax in zip(ways, batches, line, strict=True):
+    for ax in axes.flat[len(ways) :]:
+        ax.remove()
+    for way, ax in zip(ways, axes.flat, strict=False):
         some = rows[rows["way"] == way]
+        tokens = some["tokens"].unique()
         _speed_lines(ax, some, "tokens", "way", {way: STYLES[0]})
         ax.set_xscale("log", base=2)
         named = _batch_names(some, active)
@@ -274,10 +283,11 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
         ax.set_xlim(min(tokens) / 1.5, max(tokens) * 1.5)
         ax.set_title(way, loc="left", fontsize=8)
         ax.set_xlabel("tokens in the call")
-    line[0].set_ylabel("speed-up over dense (log scale)")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("speed-up over dense\n(log scale)")
     figure.suptitle(f"{title}, forward; {pattern} activity, {active:g} active", fontsize=8)
     _speed_legend(figure, names, {})
-    graph = "A CUDA graph leaves out the launches from Python; sets of weights take turns, so that"
+    graph = "Without a CUDA graph, few tokens wait for Python. Sets of weights take turns, so that"
     graph = f"{graph} they come from memory." if table["weight_sets"].max() > 1 else ""
     brackets = f"In brackets: active neurons, where they are far from {active:g}." if far else ""
     spread = _measured(rows["speedup_low"])
