@@ -229,11 +229,9 @@ NO_SEEDS = (
     "*-silu-*",
     "*-nongated-*",
 )  # evaluated, of other choices
-PAIRS = {  # one training on one GPU and on two: the newest version, and those before it
+PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
-    "before": "171m-30m-1-gpu-before 171m-30m-2-gpus-before",
-    "larger": "171m-40m-1-gpu-before 171m-40m-2-gpus-before",
-    "drawn": "171m-40m-1-gpu 171m-40m-2-gpus",
+    "larger": "171m-40m-1-gpu 171m-40m-2-gpus",
 }
 
 
