@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def scored(
 def answers(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[tuple[str, dict]]
 ) -> pd.DataFrame:
-    """Return a row an item: task, item, correct, by_bytes and nats of the right choice.
+    """Return a row an item: task, item, correct and by_bytes.
 
     correct: the right choice is the likeliest, of a single choice (the last word) every token;
     by_bytes: likeliest for its length in bytes.
@@ -97,8 +99,8 @@ def answers(
         correct = greedy[start:].all() if single else sums.argmax() == gold
         by_bytes = correct if single else (sums / bytes_of).argmax() == gold
         numbers[task] = numbers.get(task, -1) + 1
-        rows.append((task, numbers[task], int(correct), int(by_bytes), round(-sums[gold], 3)))
-    return pd.DataFrame(rows, columns=["task", "item", "correct", "by_bytes", "nats"])
+        rows.append((task, numbers[task], int(correct), int(by_bytes)))
+    return pd.DataFrame(rows, columns=["task", "item", "correct", "by_bytes"])
 
 
 class Counted(Counter):
@@ -130,18 +132,20 @@ def activity(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
 
 
 def of_blocks(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
-    """Return the mean loss of each validation block, as rows of `answers`."""
+    """Return the mean loss of each validation block (nats), as rows of `answers`."""
     losses = [round(-float(right.mean()), 4) for right, _ in scored(model, blocks)]
     table = pd.DataFrame({"task": "held_out_text", "item": range(len(losses))})
-    return table.assign(correct=0, by_bytes=0, nats=losses)
+    return table.assign(nats=losses)
 
 
-def keep_run(run: Path, out: Path) -> None:
-    """Copy the small files of a run, the log compressed."""
+def keep_run(run: Path, out: Path, command: str) -> None:
+    """Copy the small files of a run, the log compressed; the provenance says what was kept how."""
     folder = out / "runs" / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.yaml", "provenance.json"):
-        shutil.copy(run / name, folder / name)
+    shutil.copy(run / "config.yaml", folder)
+    origin = results.load_provenance(run) | {"kept": results.provenance(command)}
+    text = json.dumps(origin, indent=2) + "\n"
+    results.write_atomically(folder / "provenance.json", text)
     results.write_atomically(folder / "log.csv.xz", lzma.compress((run / "log.csv").read_bytes()))
 
 
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
     given.out.joinpath("traces").mkdir(exist_ok=True)
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
@@ -163,7 +168,7 @@ def main() -> None:
     asked = answers(model, tokenizer, list(questions(given.run, given.tasks)))
     table = pd.concat([asked, of_blocks(model, blocks)])
     table.to_csv(given.out / "eval" / f"{given.run.name}.csv.xz", index=False)
-    keep_run(given.run, given.out)
+    keep_run(given.run, given.out, command)
     shutil.rmtree(given.run / "model")
     print(f"{given.run.name}: {len(table):,} answers; the weights are deleted", flush=True)
 

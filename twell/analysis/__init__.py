@@ -6,7 +6,7 @@ and only `quantities.recorded` reads files. Each module stands on those above it
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
 longer    outcomes over training tokens, and the time that two trainings take to one loss
-findings  where activity is, in every recorded model
+agreement where activity is, in every recorded model
 items     sparse models beside dense ones on the same items
 activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
@@ -36,7 +36,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "union_sizes value_histogram",
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
-        ".findings": "FINDINGS PEAK_WITHIN findings shared",
+        ".agreement": "FINDINGS PEAK_WITHIN findings shared",
         ".formats": "format_bytes format_cells",
         ".items": "DRAWS SCORES paired",
         ".longer": "BUDGETS RACED over_tokens race reached",

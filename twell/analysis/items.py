@@ -31,6 +31,7 @@ def paired(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.DataF
     whether the dense models' interval over items is.
     """
     columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict"
+    items = items.reindex(columns=["run", "task", "item", "correct", "by_bytes", "nats"])
     rows, random = [], np.random.default_rng(0)
     for task, (column, chance) in SCORES.items():
         asked = items[(items["task"] == task) & items["run"].isin([*dense, *sparse])]

@@ -22,13 +22,14 @@ def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     NaN where L1 = 0 has a single run.
     """
     runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
+    budgets = [some for _, some in runs.groupby("tokens")] if len(runs) else []
     names = ["active", "dead", "change"]
     names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
-    tables = [_of_budget(sweep(some, log)) for _, some in runs.groupby("tokens")]
+    tables = [_of_budget(sweep(some, log)) for some in budgets]
     table = pd.concat([pd.DataFrame(columns=["tokens", "l1_coefficient"]), *tables])
     table = table.reindex(columns=["tokens", "l1_coefficient", "runs", "dense_runs", *names])
-    budgets = table.groupby("l1_coefficient")["tokens"].transform("nunique")
-    return table[budgets >= BUDGETS].sort_values(["l1_coefficient", "tokens"], ignore_index=True)
+    several = table.groupby("l1_coefficient")["tokens"].transform("nunique") >= BUDGETS
+    return table[several].sort_values(["l1_coefficient", "tokens"], ignore_index=True)
 
 
 def _of_budget(table: pd.DataFrame) -> pd.DataFrame:

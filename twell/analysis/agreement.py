@@ -23,18 +23,20 @@ def findings(
     """Return a row a complete ReLU run: which of FINDINGS hold in it.
 
     kept: `kept_activity` of models, with a column run; those without it have neither no_overflow
-    nor first_is_most (None). peak_depth: the paper's, from 0 (first layer) to 1 (last). Other
+    nor first_is_most (None), those of up to three layers no first_two_least. peak_depth: the paper's, from 0 (first layer) to 1 (last). Other
     columns: run, setting (the run's name without its seed), choice, l1_coefficient, tokens,
     num_layers, seed, least and peak (layers, from 0), ratio_least and ratio_most (busiest token
     over mean), overflow (share of tokens, in the layer with most), first and later (active
     neurons).
     """
     rows = []
-    runs = runs[runs["complete"].astype(bool)]
+    runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
     runs = runs.assign(choice=choice(runs))
     by_run = dict(tuple(log.groupby("run")))
     traced = dict(tuple(kept.groupby("run"))) if len(kept) else {}
-    for run in runs[runs["activation"] == "relu"].to_dict("records"):
+    for run in runs.to_dict("records"):
+        if run["activation"] != "relu":
+            continue
         table = logged_layers(by_run[run["run"]], run["intermediate_size"]).set_index("layer")
         least, peak = table["mean"].nsmallest(2).index.tolist(), int(table["mean"].idxmax())
         ratios = table["max_over_mean"]
@@ -44,7 +46,9 @@ def findings(
         row |= {"setting": run["run"].partition("-seed-")[0], "least": least[0], "peak": peak}
         row |= {"ratio_least": ratios.min(), "ratio_most": ratios.max()}
         depth = peak / max(len(table) - 1, 1)
-        row |= {"first_two_least": set(least) == {0, 1}, "ten_times": ratios.min() > 10}
+        # Of two layers both are the least active.
+        row["first_two_least"] = set(least) == {0, 1} if len(table) > 3 else None
+        row |= {"ten_times": bool(ratios.min() > 10)}
         row["early_peak"] = abs(depth - peak_depth) < PEAK_WITHIN
         row |= {"no_overflow": None, "first_is_most": None}
         if run["run"] in traced:
