@@ -1,13 +1,18 @@
 """The recorder trains what is not recorded, with the fields of what is, and goes on."""
 
+import json
+import shutil
 import sys
 import types
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 import yaml
 
-from scripts import record, trainings
-from twell import analysis, results
+from scripts import keep, record, trainings
+from twell import analysis, corpus, results, trace
 from twell.config import TrainConfig
 
 COMMANDS = {name: command for group in trainings.ROUND for name, (command, _) in
@@ -93,3 +98,59 @@ def test_a_begun_training_is_resumed(tmp_path):
     results.write_run(tmp_path / "runs" / "x", {}, origin)
     assert record.completed(command, given).endswith("/runs/x --resume")
     assert record.completed("fake", given) == f"fake --out {tmp_path / 'bench'}"
+
+
+def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
+    """Its log, its activity as the log has it, and answers; the weights are deleted."""
+    monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
+    run, tasks, out = tmp_path / "run", tmp_path / "tasks", tmp_path / "kept"
+    shutil.copytree(tiny / "run", run)
+    tasks.mkdir()
+    item = {"query": "bada baga", "choices": ["bada", "gain du"], "gold": 1}
+    for name in keep.PROMPTS:
+        (tasks / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
+    monkeypatch.setattr(sys, "argv", ["keep", str(run), "--tasks", str(tasks), "--out", str(out)])
+    keep.main()
+    assert "the weights are deleted" in capsys.readouterr().out and not (run / "model").exists()
+    row, log = results.load_run(out / "runs" / "run")
+    pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
+    assert row["complete"] and "scripts.keep" in (out / "runs/run/provenance.json").read_text()
+    kept = results.load_kept(out / "traces", ".csv").query("metric == 'mean'")
+    logged = analysis.logged_layers(log, row["intermediate_size"])
+    assert kept["value"].tolist() == pytest.approx(logged["mean"].tolist(), rel=1e-3)
+    asked = results.load_kept(out / "eval", ".csv.xz")
+    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.PROMPTS, 2) | {
+        "held_out_text": 16
+    }
+    loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
+    last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
+    assert loss == pytest.approx(last["value"].item(), rel=1e-4)
+
+
+def test_answers_are_the_likeliest(tiny):
+    """By a plain pass a choice, without batches."""
+    model, tokenizer = trace.load_with_tokenizer(tiny / "run")
+    model.eval()
+    items = [{"query": "bada", "choices": ["bada baga", "gain"], "gold": g} for g in (0, 1)]
+    items.append({"query": "bada gain", "choices": ["du"], "gold": 0})
+    sums, lengths = [], []
+    for choice in items[0]["choices"]:
+        before = len(trace.encode(tokenizer, "bada"))
+        ids = torch.tensor([trace.encode(tokenizer, f"bada {choice}")])
+        logprob = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
+        sums.append(logprob.gather(-1, ids[0, 1:, None])[before - 1 :].sum().item())
+        lengths.append(len(choice))
+    table = keep.answers(model, tokenizer, [("a", items[0]), ("a", items[1]), ("b", items[2])])
+    assert table["task"].tolist() == ["a", "a", "b"] and table["item"].tolist() == [0, 1, 0]
+    best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
+    assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
+    assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]
+
+
+def test_last_words_stand_before_their_sentence():
+    text = (
+        "The harbour was quiet. " + "word " * 30 + "so we walked down to the harbour. " + "a " * 90
+    )
+    (item,) = corpus.last_words([text], 5, 25)
+    assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
+    assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []

@@ -32,7 +32,8 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".activity": "by_neuron by_position by_surprise contexts firing kept_activity passage "
-        "per_layer per_token places specific strongest surprise surprise_correlation tile_overflow together "
+        "per_layer per_token places specific strongest surprise surprise_correlation "
+        "tile_overflow together "
         "union_sizes value_histogram",
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",

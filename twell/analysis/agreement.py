@@ -23,11 +23,11 @@ def findings(
     """Return a row a complete ReLU run: which of FINDINGS hold in it.
 
     kept: `kept_activity` of models, with a column run; those without it have neither no_overflow
-    nor first_is_most (None), those of up to three layers no first_two_least. peak_depth: the paper's, from 0 (first layer) to 1 (last). Other
-    columns: run, setting (the run's name without its seed), choice, l1_coefficient, tokens,
-    num_layers, seed, least and peak (layers, from 0), ratio_least and ratio_most (busiest token
-    over mean), overflow (share of tokens, in the layer with most), first and later (active
-    neurons).
+    nor first_is_most (None), and those of up to three layers no first_two_least. peak_depth: the
+    paper's, from 0 (first layer) to 1 (last). Other columns: run, setting (the run's name without
+    its seed), choice, l1_coefficient, tokens, num_layers, seed, least and peak (layers, from 0),
+    ratio_least and ratio_most (busiest token over mean), overflow (share of tokens, in the layer
+    with most), first and later (active neurons).
     """
     rows = []
     runs = runs[runs["complete"].astype(bool)] if len(runs) else runs

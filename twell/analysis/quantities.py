@@ -71,8 +71,8 @@ def layers(
     """Return where in the model activity is.
 
     sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1,
-    and at a level beyond use; overflow: `tile_overflow` at the recommended level; prefix stands before
-    every name. Layers count from
+    and at a level beyond use; overflow: `tile_overflow` at the recommended level; prefix stands
+    before every name. Layers count from
     0; _depth is a layer's place from 0 (first) to 1 (last).
     """
     last = len(sparse) - 1

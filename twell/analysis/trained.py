@@ -56,8 +56,9 @@ def sweep(
     """Return quantities of an L1 sweep.
 
     table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices` (or a
-    `sweep`), for the noise; longer: a `sweep` on more tokens, whose seeds count too. `best` is the `recommended`
-    level, `beyond` the next one above, `last` the highest, `middle` those between 0 and best.
+    `sweep`), for the noise; longer: a `sweep` on more tokens, whose seeds count too. `best` is the
+    `recommended` level, `beyond` the next one above, `last` the highest, `middle` those between 0
+    and best.
     """
     more = longer if longer is not None else seeds[:0]
     seeds = pd.concat([seeds, more.assign(choice="longer")], ignore_index=True)
@@ -101,17 +102,21 @@ def sweep(
         result |= {"middle_first": names.iloc[0], "middle_last": names.iloc[-1]}
         result["middle_limit"] = noise_limit(seeds, LOSS, runs, dense["runs"])
     if len(more):
-        longer = levels(more)
-        zero = longer[longer["l1_coefficient"] == 0]
-        dense = zero.iloc[0] if len(zero) else dense
-        same = longer["l1_coefficient"] == best["l1_coefficient"]
-        other = ~same & (longer["l1_coefficient"] > 0)
-        for name, rows in (("longer", longer[same]), ("longer_other", longer[other])):
-            for _, row in rows[:1].iterrows():
-                numbers = _level(name, row, seeds, dense)
-                wanted = "level price price_limit dead dead_limit runs".split()
-                wanted = [f"{name}_{key}" for key in wanted]
-                result |= {key: numbers[key] for key in wanted}
+        result |= _longer(levels(more), seeds, dense, best["l1_coefficient"])
+    return result
+
+
+def _longer(table: pd.DataFrame, seeds: pd.DataFrame, dense: pd.Series, level: float) -> Quantities:
+    """Quantities of `levels` on more tokens, at the recommended level and at the first other."""
+    zero, result = table[table["l1_coefficient"] == 0], {}
+    dense = zero.iloc[0] if len(zero) else dense
+    same = table["l1_coefficient"] == level
+    other = ~same & (table["l1_coefficient"] > 0)
+    for name, rows in (("longer", table[same]), ("longer_other", table[other])):
+        for _, row in rows[:1].iterrows():
+            numbers = _level(name, row, seeds, dense)
+            kept = "level price price_limit dead dead_limit runs".split()
+            result |= {f"{name}_{key}": numbers[f"{name}_{key}"] for key in kept}
     return result
 
 

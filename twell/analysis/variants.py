@@ -239,7 +239,8 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: parameters, tokens, num_layers, hidden_size, intermediate_size, l1_coefficient (the
     level above 0 of most sizes, the lowest of equals); at that level runs, cross_entropy, active,
     active_fraction, dead_fraction_train, status; cross_entropy_dense (NaN without a run at L1 = 0),
-    dense_runs and change (%). Sizes without a run at the level are left out. Empty where no run is complete.
+    dense_runs and change (%). Sizes without a run at the level are left out. Empty where no run is
+    complete.
     """
     size = ["parameters", "tokens", "num_layers", "hidden_size", "intermediate_size"]
     own = ["runs", "cross_entropy", "active", "active_fraction", "dead_fraction_train", "status"]

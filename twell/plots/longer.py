@@ -1,4 +1,4 @@
-"""Figures over training tokens and over time: what more text changes, and who is first at a loss."""
+"""Figures over training tokens and over time: what more text changes, who is first at a loss."""
 
 from __future__ import annotations
 
