@@ -2,8 +2,8 @@
 
 PARTS holds train-00 to -03 and valid as .jsonl.xz, {"text", "source"} a line. The recorded runs
 left out the addresses of presidents ("sotu"), which stayed unseen, held out the end of the last
-part beside `valid`, and had a tokenizer of the first part. Checked against what is recorded: the
-tokenizer's strings, and the counts of all held-out tokens, in data/traces.
+part beside `valid`, and had tokenizers of the first part. Checked against what is recorded: the
+strings of both tokenizers, and the counts of all held-out tokens, in data/traces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import lzma
 from pathlib import Path
 
 HELD_OUT_FROM = 8582  # lines of the last part
-VOCAB_SIZE = 16_384
+VOCAB_SIZES = {"4k": 4096, "16k": 16_384}
 
 
 def lines(path: Path) -> list[bytes]:
@@ -38,8 +38,9 @@ def main() -> None:
 
     *whole, last = sorted(given.parts.glob("train-*.jsonl.xz"))
     first = lines(whole[0])
-    texts = (json.loads(line)["text"] for line in first if line)
-    train_tokenizer(texts, VOCAB_SIZE).save_pretrained(given.out / "tokenizer-16k")
+    for name, size in VOCAB_SIZES.items():
+        texts = (json.loads(line)["text"] for line in first if line)
+        train_tokenizer(texts, size).save_pretrained(given.out / f"tokenizer-{name}")
     end = lines(last)
     write(given.out / "valid.jsonl.xz", lines(given.parts / "valid.jsonl.xz") + end[HELD_OUT_FROM:])
     for part in whole:

@@ -1,8 +1,8 @@
 """The second round of trainings, as parts of `scripts.record`, in order of value.
 
 Three seeds of whatever is compared, schedules of 25 to 300 M tokens, and the flagship's partners.
-Seeds from 1 on: of seed 0 the logs are recorded, but no weights to trace or to ask. Fields are
-those of the recorded runs of the same comparison. Each part trains (going on where it stopped),
+Of the recorded runs there are logs, but no weights to trace or to ask. Fields are those of the
+recorded runs of the same comparison. Each part trains (going on where it stopped),
 then keeps what is small (`scripts.keep`). Runs that data/runs has are no parts.
 """
 
@@ -22,6 +22,11 @@ WIDE = (
     "valid_every=256 valid_tokens=1048576 warmup_steps=100 learning_rate=5e-4 "
     "tokens={tokens} l1_coefficient={l1}"
 )
+SHIPS = (
+    f"5m {TEXT} tokenizer=corpus/tokenizer-4k micro_batch=128 log_every=64 valid_every=2048 "
+    "precision=bf16 dead_window_tokens=4194304 learning_rate=3e-3 tokens={tokens} "
+    "l1_coefficient={l1}"
+).replace("tokenizer=corpus/tokenizer-16k ", "")
 WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
 
 Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
@@ -61,12 +66,13 @@ ROUND: dict[str, list[Row]] = {  # by group
         (f"lr-{rate}-l1-{l1}", SMALL, "5e7", l1, f"learning_rate={rate}", "12")
         for rate, l1 in (("2e-3", "0"), ("2e-3", "3e-4"), ("5e-4", "0"))
     ],
+    "ships": [(f"5m-500m-l1-{l1}", SHIPS, "5e8", l1, "", "012") for l1 in ("1.5e-3", "0")],
     "flagship": [
         ("flagship-300m-l1-6e-4", WIDE, "3e8", "6e-4", "backend=auto", "0"),
         ("flagship-300m-l1-0", WIDE, "3e8", "0", "backend=dense", "0"),
     ],
 }
-TOKENS_A_SECOND = {"0.5b": 190e3, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
+TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
 START = 60  # seconds: start, compilation, and what `scripts.keep` asks; a guess
 
 
