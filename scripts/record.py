@@ -98,7 +98,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
     ),
 } | trainings.parts()
-STOPPING = 60  # seconds in which a training writes its checkpoint
+STOPPING = 40  # seconds in which a training writes its checkpoint
 
 RUNNING: set[int] = set()  # sessions of processes, which Ctrl-C does not reach
 

@@ -73,7 +73,7 @@ ROUND: dict[str, list[Row]] = {  # by group
     ],
 }
 TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
-START = 60  # seconds: start, compilation, and what `scripts.keep` asks; a guess
+START = 90  # seconds: start, compilation, and what `scripts.keep` asks; a guess
 
 
 def runs(group: str) -> dict[str, tuple[str, float]]:
