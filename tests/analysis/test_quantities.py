@@ -99,25 +99,30 @@ def test_bounds_are_judged_by_the_whole_interval(price, scatter, verdict):
 
 
 def test_a_sweep_with_seeds_and_longer_runs():
-    runs = [made(f"0-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.2, 0.2))]
+    runs = [made(f"0-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.02, 0.02))]
     runs += [made("a", 1e-4, 0.5, 10, 5.0), made("b", 1e-3, 1.0, 0.5, 40.0)]
     runs += [made("c", 1e-2, 9.0, 0.1, 50.0)]
     more = made("d", 0.0, 0, 20, 0), made("e", 1e-3, 3, 1, 10), made("f", 1e-4, 2, 1, 8)
     numbers = swept(*runs, longer=analysis.sweep(*tables(*more)))
-    check(numbers, best_price_limit=LIMIT * math.sqrt(1 / 1 + 1 / 2), best_inactive=99.5)
+    check(numbers, best_price_limit=LIMIT / 10 * math.sqrt(1 / 1 + 1 / 2), best_inactive=99.5)
     check(numbers, longer_price=3, longer_dead=10, longer_other_price=2, beyond_rise=8)
-    check(numbers, beyond_rise_limit=LIMIT * math.sqrt(2), middle_least=0.5, middle_runs=1)
+    check(numbers, beyond_rise_limit=LIMIT / 10 * math.sqrt(2), middle_least=0.5, middle_runs=1)
     # 8 points exceed the noise of two single runs.
-    names = "breaks", "price_of_lower_levels"
-    assert judged("sweep", numbers, *names) == ["reproduced", "not testable"]
+    assert judged("sweep", numbers, "breaks", "price_of_lower_levels") == ["reproduced"] * 2
     names = "price_on_more_tokens", "dead_on_more_tokens"
-    assert judged("sweep", numbers, *names) == ["not testable"] * 2  # of the dead no seeds differ
-    limit = LIMIT * math.sqrt(2)
+    assert judged("sweep", numbers, *names) == [
+        "contradicted",
+        "not testable",
+    ]  # seeds have as many dead
+    limit = LIMIT / 10 * math.sqrt(2)
     assert printed("sweep", numbers)["price_on_more_tokens"] == f"+3.0 ± {limit:.1f}% (1 seed)"
     # Seeds of the longer runs are noise, too.
-    more = [made(f"g-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.1, 0.1))]
+    more = [made(f"g-{seed}", 0.0, price, 20, 0.0) for seed, price in enumerate((-0.01, 0.01))]
     more = analysis.sweep(*tables(*more, made("h", 1e-3, 3, 1, 10)))
     assert swept(*runs, longer=more)["longer_price_limit"] < limit
+    # A level whose interval exceeds 2% is not the recommended one.
+    runs[3] = made("b", 1e-3, 1.9, 0.5, 40.0)
+    assert swept(*runs)["best_level"] == "1e-4"
 
 
 FAMILY = {}

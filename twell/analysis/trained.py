@@ -57,8 +57,8 @@ def sweep(
 
     table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices` (or a
     `sweep`), for the noise; longer: a `sweep` on more tokens, whose seeds count too. `best` is the
-    `recommended` level, `beyond` the next one above, `last` the highest, `middle` those between 0
-    and best.
+    `recommended` level by the whole interval of its price, `beyond` the next one above, `last` the
+    highest, `middle` those between 0 and best.
     """
     more = longer if longer is not None else seeds[:0]
     seeds = pd.concat([seeds, more.assign(choice="longer")], ignore_index=True)
@@ -66,7 +66,11 @@ def sweep(
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
     if zero.empty or alive.empty:
         return {}
-    dense, best = zero.iloc[0], recommended(table)
+    dense = zero.iloc[0]
+    # The whole interval of the price has to be low.
+    limits = table["runs"].map(lambda runs: noise_limit(seeds, LOSS, runs, dense["runs"])).fillna(0)
+    highest = table["cross_entropy_change"] + limits.where(table["l1_coefficient"] > 0, 0)
+    best = table.loc[recommended(table.assign(cross_entropy_change=highest)).name]
     above = table[table["l1_coefficient"] > best["l1_coefficient"]].sort_values("l1_coefficient")
     between = alive[alive["l1_coefficient"] < best["l1_coefficient"]].sort_values("l1_coefficient")
     bad = table.loc[table["status"] != "alive", ["l1_coefficient", "status"]].to_numpy()
