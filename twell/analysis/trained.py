@@ -67,10 +67,7 @@ def sweep(
     if zero.empty or alive.empty:
         return {}
     dense = zero.iloc[0]
-    # The whole interval of the price has to be low.
-    limits = table["runs"].map(lambda runs: noise_limit(seeds, LOSS, runs, dense["runs"])).fillna(0)
-    highest = table["cross_entropy_change"] + limits.where(table["l1_coefficient"] > 0, 0)
-    best = table.loc[recommended(table.assign(cross_entropy_change=highest)).name]
+    best = _best(table, seeds, dense)
     above = table[table["l1_coefficient"] > best["l1_coefficient"]].sort_values("l1_coefficient")
     between = alive[alive["l1_coefficient"] < best["l1_coefficient"]].sort_values("l1_coefficient")
     bad = table.loc[table["status"] != "alive", ["l1_coefficient", "status"]].to_numpy()
@@ -108,6 +105,13 @@ def sweep(
     if len(more):
         result |= _longer(levels(more), seeds, dense, best["l1_coefficient"])
     return result
+
+
+def _best(table: pd.DataFrame, seeds: pd.DataFrame, dense: pd.Series) -> pd.Series:
+    """The `recommended` row of `levels`, if the whole interval of a price has to be low."""
+    limits = table["runs"].map(lambda runs: noise_limit(seeds, LOSS, runs, dense["runs"])).fillna(0)
+    highest = table["cross_entropy_change"] + limits.where(table["l1_coefficient"] > 0, 0)
+    return table.loc[recommended(table.assign(cross_entropy_change=highest)).name]
 
 
 def _longer(table: pd.DataFrame, seeds: pd.DataFrame, dense: pd.Series, level: float) -> Quantities:
