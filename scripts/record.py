@@ -1,9 +1,11 @@
-"""Measure on a GPU what data/ holds: python scripts/record.py [PART ...] --out DIR
+"""Measure on a GPU what data/ holds: python -m scripts.record [PART ...] --out DIR
 
 Parts run one after the other, with several GPUs side by side. Each waits until nothing else runs on
 its GPU, has a log in DIR/logs, and a limit of time, at which all of its processes end. Given again,
-the command goes on with what is not done. Without a part it lists them. Two parts read a corpus:
---corpus FOLDER has train/ and valid.jsonl.xz.
+the command goes on with what is not done; --seconds ends it in time, a training with a checkpoint.
+Without a part it lists them. Two parts read a corpus: --corpus FOLDER has train/ and
+valid.jsonl.xz. The trainings of `scripts.trainings`, by run or by group, read ./corpus, and --tasks
+has the items that their models are asked.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from scripts import trainings
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
 PLAIN = "twell measure model 2b --compile"
@@ -93,15 +97,18 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         600,
         [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
     ),
-}
+} | trainings.parts()
+STOPPING = 40  # seconds in which a training writes its checkpoint
 
 RUNNING: set[int] = set()  # sessions of processes, which Ctrl-C does not reach
 
 
 def wait_for_gpu(gpu: str) -> None:
     """Return when no other process uses the GPU: its work would distort the times."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return
     pynvml.nvmlInit()
     handle, said = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)), False
     while busy := [one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]:
@@ -112,7 +119,10 @@ def wait_for_gpu(gpu: str) -> None:
 
 
 def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -> int:
-    """The exit status of a module's command, 124 at its limit; its children end with it."""
+    """The exit status of a module's command, 124 at its limit; its children end with it.
+
+    At the limit it is interrupted, so that a training leaves a checkpoint.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", *command.split()],
         env=environment,
@@ -124,6 +134,9 @@ def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -
     try:
         return process.wait(max(limit, 1))
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOPPING)
         return 124
     finally:
         end(process.pid)
@@ -134,6 +147,16 @@ def end(session: int) -> None:
     RUNNING.discard(session)
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
+
+
+def completed(command: str, given: argparse.Namespace) -> str:
+    """Fill in a command's folders; a training goes on with the run that is there."""
+    jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
+    command = command.format(out=given.out, corpus=given.corpus, jobs=jobs, tasks=given.tasks)
+    if "--out" not in command and not command.startswith("pytest"):
+        command += f" --out {given.out / 'bench'}"
+    begun = Path(command.rpartition(" --out ")[2]) / "provenance.json"
+    return command + " --resume" * (command.startswith("twell train ") and begun.is_file())
 
 
 def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
@@ -147,14 +170,12 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
     start = time.monotonic()
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
-            jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
-            command = command.format(out=given.out, corpus=given.corpus, jobs=jobs)
-            if "--out" not in command and not command.startswith("pytest"):
-                command += f" --out {given.out / 'bench'}"
+            command = completed(command, given)
             file.write(f"== {command}\n")
             file.flush()
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
-            code = run(command, environment, file, limit - (time.monotonic() - start))
+            left = min(start + limit, given.until) - time.monotonic()
+            code = run(command, environment, file, left)
             if code:
                 break
     if not code:
@@ -171,8 +192,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--out", type=Path, default=Path("build/record"))
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
+    parser.add_argument("--tasks", type=Path, default=Path("corpus"))
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     given = parser.parse_args()
+    given.until = time.monotonic() + given.seconds - STOPPING
+    named = [trainings.missing(name) if name in trainings.ROUND else [name] for name in given.parts]
+    given.parts = [part for parts in named for part in parts]
     unknown = sorted(set(given.parts) - set(PARTS))
     if unknown:
         parser.error(f"no part is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
@@ -187,7 +213,7 @@ def main() -> None:
     lock, results = threading.Lock(), []
 
     def work(gpu: str) -> None:
-        while True:
+        while time.monotonic() < given.until:
             try:
                 name = waiting.get_nowait()
             except queue.Empty:

@@ -387,6 +387,17 @@ def load_runs(
     return pd.DataFrame([row for row, _ in runs]), pd.concat(logs, ignore_index=True)
 
 
+def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:
+    """Read the tables that `scripts.keep` left of runs, RUN + ending, with the column run in front.
+
+    A table without rows where there is none.
+    """
+    paths = sorted(Path(folder).glob(f"[!.]*{ending}"))
+    tables = [pd.read_csv(path).assign(run=path.name.removesuffix(ending)) for path in paths]
+    table = pd.concat([pd.DataFrame(columns=["run"]), *tables], ignore_index=True)
+    return table[["run", *table.columns.drop("run")]]
+
+
 # --- evaluations --------------------------------------------------------------------------------
 
 

@@ -52,6 +52,8 @@ def test_the_page_and_the_summary_are_current(recorded):
 def test_every_claim_names_quantities_that_are_recorded(recorded):
     """`extra` claims of the notebook alone aside, every template and rule can be computed."""
     notebook_alone = {"specific_neuron", "silent_neuron"}
+    if not list((ROOT / "data" / "eval").glob("*.csv.xz")):  # models that were asked items
+        notebook_alone |= {one["name"] for one in claims.claims("tasks") if "paired" in one["name"]}
     for claim in claims.claims():
         names = set(claims.paper_numbers()) | set(recorded[claim["subject"]])
         templates = [claim.get(key, "") for key in ("paper", "ours", "caveat")]
@@ -90,6 +92,15 @@ def test_claims_are_whole_and_their_evidence_is_there():
             assert list(ROOT.glob(pattern)), (claim["name"], pattern)
         for rule in claims.RULES:
             assert rule not in claim or "paper" in claim, claim["name"]
+
+
+def test_claims_about_trainings_say_of_how_many(recorded):
+    """Under "ours", or in the note."""
+    counted = re.compile(r"\b\d+ (seed|model|run|pair|task)|\bone (seed|run|pair)\b|\bseeds a ")
+    for subject in ("sweep", "choices", "sizes", "layers", "training"):
+        for row in claims.rows(subject, recorded[subject]):
+            told = counted.search(row["ours"]) or counted.search(row["note"])
+            assert told or "training_dips" in row["name"], row["name"]
 
 
 def test_commands_exist():

@@ -44,6 +44,28 @@ def two_budgets():
     return pd.concat([sweep(), longer], ignore_index=True)
 
 
+def budgets():
+    """Two levels on two numbers of tokens, with seeds at the first."""
+    level, tokens = [0.0, 0.0, 1e-3, 1e-3], [1e6, 2e6] * 2
+    table = {"tokens": tokens, "l1_coefficient": level, "runs": [3, 1, 3, 1], "dense_runs": 3}
+    for name, values in (("active", [90.0, 80, 9, 8]), ("dead", [0.0, 1, 20, 30])):
+        table[name] = np.array(values)
+        table |= {f"{name}_low": table[name] - 1, f"{name}_high": table[name] + 1}
+    table |= {"change": [0.0, 0, -1, 1], "change_low": -1.5, "change_high": 1.5}
+    table = pd.DataFrame(table)
+    ends = [name for name in table if name.endswith(("_low", "_high"))]
+    table.loc[table["runs"] == 1, ends] = np.nan
+    return table
+
+
+def race():
+    raced = pd.DataFrame({"run": list("aaabbb"), "backend": ["dense"] * 3 + ["auto"] * 3})
+    raced["l1_coefficient"], raced["tokens"] = 1e-3, [0.0, 1e6, 2e6] * 2
+    raced["seconds"] = [0.0, 60, 120, 0, 50, 80]
+    raced["cross_entropy"] = [9.0, 4, 3, 9, 4, 2.9]
+    return raced, analysis.reached(raced)
+
+
 def remedies():
     """Curves by choice, with three seeds of one; no L1 warm-up has an active neuron."""
     runs, log = made.tables(*made.family(), made.made("reinit-2", 1e-3, 1.0, 2, 6.5, reinit=0.1))
@@ -315,6 +337,8 @@ CASES = {
     "sweep": ("fig03_frontier", lambda: [sweep()]),
     "two runs a level": ("fig03_frontier", lambda: [two_runs_a_level()]),
     "two budgets": ("frontier", lambda: [two_budgets()]),
+    "budgets": ("over_tokens", lambda: [budgets()]),
+    "race": ("race", race),
     "over training": ("fig09_activity_over_training", lambda: [curves(), curves(steps=2), 5000]),
     "no window": ("fig09_activity_over_training", lambda: [curves(scale=0), curves()[:0], 1000]),
     "remedies": ("fig08_remedies", remedies),

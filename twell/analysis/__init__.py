@@ -5,6 +5,9 @@ and only `quantities.recorded` reads files. Each module stands on those above it
 
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
+longer    outcomes over training tokens, and the time that two trainings take to one loss
+agreement where activity is, in every recorded model
+items     sparse models beside dense ones on the same items
 activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
 formats   the formats cell by cell, and their bytes
@@ -28,12 +31,16 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".activity": "by_neuron by_position by_surprise contexts firing passage per_layer "
-        "per_token places specific strongest surprise surprise_correlation tile_overflow together "
+        ".activity": "by_neuron by_position by_surprise contexts firing kept_activity passage "
+        "per_layer per_token places specific strongest surprise surprise_correlation "
+        "tile_overflow together "
         "union_sizes value_histogram",
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
+        ".agreement": "FINDINGS PEAK_WITHIN findings shared",
         ".formats": "format_bytes format_cells",
+        ".items": "DRAWS SCORES paired",
+        ".longer": "BUDGETS RACED over_tokens race reached",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "

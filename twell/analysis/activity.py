@@ -133,6 +133,22 @@ def tile_overflow(
     )
 
 
+def kept_activity(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
+    """Return what is kept of every model's activity: layer (-1 for all), metric and value.
+
+    Of a layer the columns of `per_layer`, and overflow: the share of tokens with an overflowing
+    tile at compression 8. Of all: first, the mean activity at position 0; later, in the second half
+    of the context; and most, the position (from 0) of the largest mean.
+    """
+    table = per_layer(trace).set_index("layer")
+    table["overflow"] = tile_overflow(trace, compressions=(8,)).set_index("layer")["overflow_rows"]
+    rows = table.rename_axis(columns="metric").stack().rename("value").reset_index()
+    mean = by_position(trace)["mean_active"]
+    positions = {"first": mean[0], "later": mean[len(mean) // 2 :].mean(), "most": mean.idxmax()}
+    last = pd.DataFrame({"layer": -1, "metric": positions.keys(), "value": positions.values()})
+    return pd.concat([rows, last], ignore_index=True).round(6)
+
+
 # --- aggregates: one neuron -------------------------------------------------------------------
 
 

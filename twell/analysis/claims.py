@@ -32,8 +32,11 @@ and exceeds
 our interval (±). Where neither our change nor the paper's exceeds it, the claim is not testable. \
 A claim of no
 change is reproduced if our change lies within the interval, a claim of no rise if ours is not \
-above it. A number
-without ± is compared as it is, and so is a number with a bound ("at most 2%")."""
+above it. A bound
+("at most 2%") holds if our whole interval lies within it, and is not testable if only a part \
+does. What holds in
+more than half of several models, but not in all, is reproduced in part. A number without ± is \
+compared as it is."""
 HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml. -->"
 
 

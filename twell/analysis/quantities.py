@@ -7,6 +7,7 @@ them those of data/.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from twell import results
-from twell.analysis import activity, quantized, runs, speed, variants
+from twell.analysis import activity, agreement, items, longer, quantized, runs, speed, variants
 from twell.analysis import tasks as accuracy
 from twell.analysis.measured import (
     fp8,
@@ -65,14 +66,13 @@ def layers(
     dense: pd.DataFrame,
     sparsest: pd.DataFrame,
     overflow: pd.DataFrame,
-    seeds: pd.DataFrame | None = None,
     prefix: str = "",
 ) -> Quantities:
     """Return where in the model activity is.
 
     sparse, dense, sparsest: `per_layer` or `logged_layers` at the recommended level, without L1,
-    and at a level beyond use; overflow: `tile_overflow` at the recommended level; seeds: tables as
-    the first, of other seeds, with a column run; prefix stands before every name. Layers count from
+    and at a level beyond use; overflow: `tile_overflow` at the recommended level; prefix stands
+    before every name. Layers count from
     0; _depth is a layer's place from 0 (first) to 1 (last).
     """
     last = len(sparse) - 1
@@ -98,20 +98,51 @@ def layers(
         first, second = sorted(sparsest.nlargest(2, "mean")["layer"].astype(int))
         result |= {"sparsest_peaks": f"{first}, {second}", "sparsest_at_last": second == last}
         result["sparsest_first_depth"] = first / max(last, 1)
-    if seeds is not None and len(seeds):
-        ratios = seeds.groupby("run", sort=False)["max_over_mean"].min()
-        result |= {"seed_ratios": ", ".join(f"{ratio:.1f}" for ratio in ratios)}
-        result |= {"seed_ratio_least": ratios.min(), "seed_ratio_most": ratios.max()}
     return {f"{prefix}{name}": value for name, value in result.items()}
 
 
-def seed_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
-    """Return `logged_layers` of each run of a log, one under the other, with a column run."""
-    tables = [
-        runs.logged_layers(rows, intermediate_size).assign(run=run)
-        for run, rows in log.groupby("run")
-    ]
-    return pd.concat(tables, ignore_index=True)
+def shared_findings(table: pd.DataFrame, setting: str, at_level: str) -> Quantities:
+    """Return in how many models each of `findings` holds: of one setting, and of all at its level.
+
+    setting: runs that differ by seed; at_level: patterns of the runs at this level, each a training
+    of its own. FINDING_holds and _models; in front of the latter `all_`, with all_settings.
+    """
+    models = table["run"].map(lambda run: any(Path(run).match(one) for one in at_level.split()))
+    result = {"all_settings": table.loc[models, "setting"].nunique()}
+    for prefix, some in (("", table[table["setting"] == setting]), ("all_", table[models])):
+        for row in agreement.shared(some).to_dict("records"):
+            name = f"{prefix}{row['finding']}"
+            result |= {f"{name}_holds": row["holds"], f"{name}_models": row["models"]}
+    return result
+
+
+def raced(table: pd.DataFrame) -> Quantities:
+    """Return the time that two trainings take to one loss, from `longer.reached`, slowest first."""
+    if len(table) < 2:
+        return {}
+    first, last = table.iloc[0], table.iloc[-1]
+    return {
+        "race_loss": first["cross_entropy"],
+        "race_first": first["seconds"] / 60,
+        "race_second": last["seconds"] / 60,
+        "race_faster": 100 * (first["seconds"] / last["seconds"] - 1),
+        "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
+        "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
+    }
+
+
+def paired(table: pd.DataFrame) -> Quantities:
+    """Return by task the numbers of `items.paired`, and on how many tasks sparse models lose."""
+    result = {}
+    for row in table.to_dict("records"):
+        result |= {f"{row['task']}_{name}": row[name] for name in row if name != "task"}
+    asked = table[table["above_chance"].astype(bool)] if len(table) else table
+    if len(asked):
+        lost = asked["verdict"] == "less"
+        result |= {"paired_tasks": len(asked), "paired_lost": int(lost.sum())}
+        result |= {"paired_runs": int(asked[["runs", "dense_runs"]].to_numpy().min())}
+        result["paired_settled"] = not (asked["verdict"] == "one seed").any()
+    return result
 
 
 def _word(token: str) -> str:
@@ -222,6 +253,11 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 FLAGSHIP = "flagship-dense flagship-triton"
+RACES = "flagship-300m-l1-*", FLAGSHIP  # the first that is whole counts
+# Trainings at the level that stands for the paper's, each with another text order, size or length.
+AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
+AT_LEVEL += "flagship-triton flagship-300m-l1-6e-4"
+ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = (
     "fp8-*",
     "*-reinit-*",
@@ -229,11 +265,9 @@ NO_SEEDS = (
     "*-silu-*",
     "*-nongated-*",
 )  # evaluated, of other choices
-PAIRS = {  # one training on one GPU and on two: the newest version, and those before it
+PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
-    "before": "171m-30m-1-gpu-before 171m-30m-2-gpus-before",
-    "larger": "171m-40m-1-gpu-before 171m-40m-2-gpus-before",
-    "drawn": "171m-40m-1-gpu 171m-40m-2-gpus",
+    "larger": "171m-40m-1-gpu 171m-40m-2-gpus",
 }
 
 
@@ -246,7 +280,18 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     every, log = results.load_runs(data / "runs")
     evaluated = accuracy.evaluations(results.load_evaluations(data / "eval"))
     result = {"formats": _formats(data)} | _runs(every, log)
-    return result | _speed(data, evaluated) | _traces(data, log, evaluated)
+    result |= _speed(data, evaluated) | _traces(data, log, evaluated)
+    kept = results.load_kept(data / "traces", ".csv")
+    peak = float(
+        results.paper().query("metric == 'peak_layer' and l1 == 2e-5")["value"].iloc[0].strip("~")
+    )
+    table = agreement.findings(every, log, kept, peak / 27)
+    result["layers"] |= shared_findings(table, "85m-50m-l1-6e-4", AT_LEVEL)
+    result["tokens"] |= shared_findings(table, "85m-50m-l1-6e-4", AT_LEVEL)
+    asked = results.load_kept(data / "eval", ".csv.xz")
+    names = [fnmatch.filter(asked["run"].unique(), pattern) for pattern in ASKED]
+    result["tasks"] |= paired(items.paired(asked, *names))
+    return result
 
 
 def _bench(data: Path, name: str) -> pd.DataFrame:
@@ -276,7 +321,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     family, family_log = _fitting(every, log, SWEEP)
     recipe = family[runs.choice(family) == "recipe"]
     table = runs.levels(runs.sweep(recipe, family_log))
-    longer = runs.levels(runs.sweep(*_fitting(every, log, LONGER)))
+    on_more = runs.sweep(*_fitting(every, log, LONGER))
     chosen = variants.choices(family, family_log)
     active = runs.training_curves(recipe, family_log, "active_mean")
     by_size = variants.sizes(*_fitting(every, log, BY_SIZE))
@@ -291,8 +336,10 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     whole = training(flagships, scaled["devices"], curves, sparse_log)
     for name, table_of_pair in scaled.items():
         whole |= devices(table_of_pair, name)
+    races = (longer.race(*_fitting(every, log, pattern)) for pattern in RACES)
+    whole |= raced(longer.reached(next(race for race in races if race["run"].nunique() > 1)))
     return {
-        "sweep": sweep(table, active, chosen, longer) | single(runs.list_runs(every, log)),
+        "sweep": sweep(table, active, chosen, on_more) | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
         "training": whole | slowed(log[log["run"] == "flagship-half"]),
@@ -333,14 +380,12 @@ def _traces(data: Path, log: pd.DataFrame, evaluated: pd.DataFrame) -> dict[str,
     logs = {}
     for level in ("0", "5e-3"):
         logs[level] = runs.logged_layers(log[log["run"] == f"85m-50m-l1-{level}-seed-0"], 2112)
-    names = [f"85m-50m-l1-6e-4-seed-{seed}" for seed in (0, 1)]
-    seeds = seed_layers(log[log["run"].isin(names)], 2112)
     where, which = {}, {}
     for prefix, name in (("", "85m-50m-l1-6e-4"), ("flagship_", "flagship")):
         counted = Aggregate.load(data / "traces" / f"{name}-aggregate.npz")
         table, tiles = activity.per_layer(counted), activity.tile_overflow(counted)
         beyond = (logs["0"], logs["5e-3"]) if not prefix else (table[:0], table[:0])
-        where |= layers(table, *beyond, tiles, None if prefix else seeds, prefix)
+        where |= layers(table, *beyond, tiles, prefix)
         by_token = activity.per_token(counted, min_count=16)
         which |= tokens(by_token, activity.by_position(counted), prefix)
     passage = Trace.load(data / "traces" / "flagship-passage.npz")

@@ -8,6 +8,7 @@ measured".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,12 @@ Quantities = dict[str, Any]
 
 def _level(prefix: str, row: pd.Series, table: pd.DataFrame, dense: pd.Series) -> Quantities:
     """Quantities of one level of L1, a row of `levels`; table: runs with seeds."""
+    # Of a mean over seeds; activity scatters in proportion.
+    spread = np.expm1(noise_limit(table, ACTIVE, row["runs"], np.inf))
     return {
+        f"{prefix}_active_limit": row["active"] * spread,
+        f"{prefix}_share_limit": 100 * row["active_fraction"] * spread,
+        f"{prefix}_dead_limit": 100 * noise_limit(table, DEAD, row["runs"], np.inf),
         f"{prefix}_level": level_name(row["l1_coefficient"]),
         f"{prefix}_active": row["active"],
         f"{prefix}_share": 100 * row["active_fraction"],
@@ -50,14 +56,18 @@ def sweep(
     """Return quantities of an L1 sweep.
 
     table: `levels` of the recipe; active: `training_curves` of active_mean; seeds: `choices` (or a
-    `sweep`), for the noise; longer: `levels` of runs with more tokens. `best` is the `recommended`
-    level, `beyond` the next one above, `last` the highest, `middle` those between 0 and best.
+    `sweep`), for the noise; longer: a `sweep` on more tokens, whose seeds count too. `best` is the
+    `recommended` level by the whole interval of its price, `beyond` the next one above, `last` the
+    highest, `middle` those between 0 and best.
     """
+    more = longer if longer is not None else seeds[:0]
+    seeds = pd.concat([seeds, more.assign(choice="longer")], ignore_index=True)
     zero = table[table["l1_coefficient"] == 0]
     alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
     if zero.empty or alive.empty:
         return {}
-    dense, best = zero.iloc[0], recommended(table)
+    dense = zero.iloc[0]
+    best = _best(table, seeds, dense)
     above = table[table["l1_coefficient"] > best["l1_coefficient"]].sort_values("l1_coefficient")
     between = alive[alive["l1_coefficient"] < best["l1_coefficient"]].sort_values("l1_coefficient")
     bad = table.loc[table["status"] != "alive", ["l1_coefficient", "status"]].to_numpy()
@@ -67,13 +77,18 @@ def sweep(
     result |= {
         "width": round(dense["active"] / dense["active_fraction"]),
         "fall": dense["active"] / best["active"],
-        "falls": table["active"].is_monotonic_decreasing,
-        "dies": table["dead_fraction_train"].is_monotonic_increasing,
+        "seeds": _seeds(table["runs"]),
         "unusable": ", ".join(bad) or "none",
     }
-    curve = active[active["run"] == best["run"]]
-    if len(curve):
-        result |= {"settles": 100 * settles_after(curve), "steps": curve["step"].max()}
+    spread = noise_limit(seeds, ACTIVE, dense["runs"], best["runs"])
+    result["fall_limit"] = result["fall"] * np.expm1(spread)
+    result |= _steps("falls", -np.log(table["active"].astype(float)), ACTIVE, table, seeds)
+    result |= _steps("dies", table["dead_fraction_train"], DEAD, table, seeds)
+    curves = active[active["l1_coefficient"] == best["l1_coefficient"]]
+    if len(curves):
+        shares = [100 * settles_after(curve) for _, curve in curves.groupby("run")]
+        result |= {"settles": _range(shares, ".0f"), "settles_most": max(shares)}
+        result |= {"settles_runs": len(shares), "steps": curves["step"].max()}
     if len(above):
         beyond = above.iloc[0]
         limit = noise_limit(seeds, LOSS, beyond["runs"], best["runs"])
@@ -87,35 +102,88 @@ def sweep(
         names = between["l1_coefficient"].map(level_name)
         result |= {"middle_first": names.iloc[0], "middle_last": names.iloc[-1]}
         result["middle_limit"] = noise_limit(seeds, LOSS, runs, dense["runs"])
-    if longer is not None and len(longer):
-        same = longer["l1_coefficient"] == best["l1_coefficient"]
-        other = ~same & (longer["l1_coefficient"] > 0)
-        for name, rows in (("longer", longer[same]), ("longer_other", longer[other])):
-            for _, row in rows[:1].iterrows():
-                numbers = _level(name, row, seeds, dense)
-                wanted = [f"{name}_{key}" for key in ("level", "price", "dead", "runs")]
-                result |= {key: numbers[key] for key in wanted}
+    if len(more):
+        result |= _longer(levels(more), seeds, dense, best["l1_coefficient"])
+    return result
+
+
+def _best(table: pd.DataFrame, seeds: pd.DataFrame, dense: pd.Series) -> pd.Series:
+    """The `recommended` row of `levels`, if the whole interval of a price has to be low."""
+    limits = table["runs"].map(lambda runs: noise_limit(seeds, LOSS, runs, dense["runs"])).fillna(0)
+    highest = table["cross_entropy_change"] + limits.where(table["l1_coefficient"] > 0, 0)
+    return table.loc[recommended(table.assign(cross_entropy_change=highest)).name]
+
+
+def _longer(table: pd.DataFrame, seeds: pd.DataFrame, dense: pd.Series, level: float) -> Quantities:
+    """Quantities of `levels` on more tokens, at the recommended level and at the first other."""
+    zero, result = table[table["l1_coefficient"] == 0], {}
+    dense = zero.iloc[0] if len(zero) else dense
+    same = table["l1_coefficient"] == level
+    other = ~same & (table["l1_coefficient"] > 0)
+    for name, rows in (("longer", table[same]), ("longer_other", table[other])):
+        for _, row in rows[:1].iterrows():
+            numbers = _level(name, row, seeds, dense)
+            kept = "level price price_limit dead dead_limit runs".split()
+            result |= {f"{name}_{key}": numbers[f"{name}_{key}"] for key in kept}
+    return result
+
+
+def _range(values: Iterable[float], spec: str) -> str:
+    """The least and the largest value, or one where they read alike."""
+    ends = dict.fromkeys(f"{end:{spec}}" for end in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def _seeds(runs: pd.Series) -> str:
+    """Numbers of runs in words: 1 seed, 1 to 3 seeds."""
+    return f"{_range(runs, 'd')} seed{'s' if runs.max() > 1 else ''}"
+
+
+def _steps(
+    name: str, rising: pd.Series, column: str, table: pd.DataFrame, seeds: pd.DataFrame
+) -> Quantities:
+    """NAME: whether a value of `levels` rises with every level; NAME_clear: beyond the noise.
+
+    NAME_not: whether a step goes the other way beyond the noise.
+    """
+    steps, runs = np.diff(rising.astype(float)), table["runs"].tolist()
+    pairs = zip(runs[:-1], runs[1:], strict=True)
+    limits = np.array([noise_limit(seeds, column, *pair) for pair in pairs])
+    result = {name: bool((steps > 0).all())}
+    if np.isfinite(limits).all():
+        result |= {f"{name}_clear": bool((steps > limits).all())}
+        result |= {f"{name}_not": bool((steps < -limits).any())}
     return result
 
 
 def single(table: pd.DataFrame) -> Quantities:
-    """Return quantities of single recorded runs, from `list_runs`: other learning rates, and the
-    model that ships. Prices are in % over a partner; without both runs a pair has no quantity.
+    """Return quantities of pairs of settings from `list_runs`: other learning rates, and the model
+    that ships. Prices are in % over the second; a pair without both has no quantity. _runs: seeds
+    of the first; _price_limit: Student's t on the runs of both, NaN for one run each.
     """
-    runs = table.set_index("run")
+    table = table.assign(setting=table["run"].str.partition("-seed-")[0])
+    by_setting = dict(tuple(table.groupby("setting")))
     pairs = {
-        "lr_double_dense": ("lr-2e-3-l1-0", "85m-50m-l1-0-seed-0"),
-        "lr_double_sparse": ("lr-2e-3-l1-3e-4", "85m-50m-l1-3e-4-seed-0"),
-        "lr_half_dense": ("lr-5e-4-l1-0", "85m-50m-l1-0-seed-0"),
-        "small": ("5m-500m-l1-1.5e-3-seed-0", "5m-500m-l1-0-seed-0"),
+        "lr_double_dense": ("lr-2e-3-l1-0", "85m-50m-l1-0"),
+        "lr_double_sparse": ("lr-2e-3-l1-3e-4", "85m-50m-l1-3e-4"),
+        "lr_half_dense": ("lr-5e-4-l1-0", "85m-50m-l1-0"),
+        "small": ("5m-500m-l1-1.5e-3", "5m-500m-l1-0"),
     }
     result = {}
-    for name, (first, second) in pairs.items():
-        if {first, second} <= set(runs.index):
-            loss = runs["cross_entropy"]
-            result[f"{name}_price"] = 100 * (loss[first] / loss[second] - 1)
-            result[f"{name}_inactive"] = 100 - 100 * runs["active_fraction"][first]
-            result[f"{name}_parameters"] = runs["parameters"][first] / 1e6
+    for name, settings in pairs.items():
+        if set(settings) <= set(by_setting):
+            first, second = (by_setting[one] for one in settings)
+            losses = pd.concat([first, second]).assign(
+                choice="recipe", l1_coefficient=[0] * len(first) + [1] * len(second)
+            )
+            losses[LOSS] = 100 * losses["cross_entropy"] / second["cross_entropy"].mean()
+            result |= {
+                f"{name}_price": losses[LOSS][: len(first)].mean() - 100,
+                f"{name}_price_limit": noise_limit(losses, LOSS, len(first), len(second)),
+                f"{name}_runs": len(first),
+                f"{name}_inactive": 100 - 100 * first["active_fraction"].mean(),
+                f"{name}_parameters": first["parameters"].mean() / 1e6,
+            }
     return result
 
 
@@ -150,6 +218,7 @@ def choices(table: pd.DataFrame) -> Quantities:
             f"{key}_activity": activity["difference"],
             f"{key}_activity_limit": activity["limit"],
             f"{key}_dead": 100 * dead["value"],
+            f"{key}_dead_limit": 100 * noise_limit(table, DEAD, price["runs"], np.inf),
             f"{key}_runs": price["runs"],
         }
         if len(table) and (name, l1) in every.index:
@@ -158,7 +227,10 @@ def choices(table: pd.DataFrame) -> Quantities:
             result[f"{key}_width"] = round(row["active"] / row["active_fraction"])
     if len(table) and ("recipe", level) in every.index:
         result["recipe_active"] = every.loc[("recipe", level), "active"]
-    result["without"] = 100 * contrast(table, DEAD, ("recipe", level), ("recipe", level))["value"]
+    recipe = contrast(table, DEAD, ("recipe", level), ("recipe", level))
+    limit = noise_limit(table, DEAD, recipe["runs"], np.inf)
+    result |= {"without": 100 * recipe["value"], "without_limit": 100 * limit}
+    result["recipe_runs"] = recipe["runs"]
     return result | _beside_line(table, level)
 
 
@@ -203,11 +275,15 @@ def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
             steps = np.diff(np.log(table[column].astype(float)))
             result |= {f"{name}_fall": -steps.sum(), f"{name}_rise": steps.max()}
     change = table["change"].dropna()
+    result["seeds"] = _seeds(table["runs"])
+    known = table.loc[change.index, ["runs", "dense_runs"]].to_numpy()
+    limits = [noise_limit(seeds, LOSS, *pair) for pair in known]
     if len(change):
         result |= {"price_least": change.min(), "price_most": change.max()}
+        result["price_limit"] = max(limits)
     if len(change) > 1:
         # The difference of two gaps has the noise of four models.
-        limit = np.sqrt(2) * noise_limit(seeds, LOSS, 1, 1)
+        limit = float(np.hypot(limits[0], limits[-1]))
         result |= {"gap_growth": change.iloc[-1] - change.iloc[0], "gap_growth_limit": limit}
     return result
 

@@ -238,8 +238,9 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
     Columns: parameters, tokens, num_layers, hidden_size, intermediate_size, l1_coefficient (the
     level above 0 of most sizes, the lowest of equals); at that level runs, cross_entropy, active,
-    active_fraction, dead_fraction_train, status; cross_entropy_dense (NaN without a run at L1 = 0)
-    and change (%). Sizes without a run at the level are left out. Empty where no run is complete.
+    active_fraction, dead_fraction_train, status; cross_entropy_dense (NaN without a run at L1 = 0),
+    dense_runs and change (%). Sizes without a run at the level are left out. Empty where no run is
+    complete.
     """
     size = ["parameters", "tokens", "num_layers", "hidden_size", "intermediate_size"]
     own = ["runs", "cross_entropy", "active", "active_fraction", "dead_fraction_train", "status"]
@@ -252,8 +253,10 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
             by_level = levels(sweep(some, log)).set_index("l1_coefficient")
             if level in by_level.index:
                 dense = by_level["cross_entropy"].get(0.0, np.nan)
-                rows.append((*key, level, *by_level.loc[level, own], dense))
-    table = pd.DataFrame(rows, columns=[*size, "l1_coefficient", *own, "cross_entropy_dense"])
+                number = by_level["runs"].get(0.0, 0)
+                rows.append((*key, level, *by_level.loc[level, own], dense, number))
+    columns = [*size, "l1_coefficient", *own, "cross_entropy_dense", "dense_runs"]
+    table = pd.DataFrame(rows, columns=columns)
     return table.assign(change=100 * (table["cross_entropy"] / table["cross_entropy_dense"] - 1))
 
 

@@ -2,6 +2,7 @@
 
     sources     documents of files and packages, and which are held out for validation
     tokens      tokenizers, and tokenised text in a cache
+    passages    questions that held-out text answers itself
     blocks      `Blocks` in an order that the seed fixes, and `Stream` of a data set of the hub
 
 The order of the training blocks is a pure function of the seed and of the number of blocks drawn
@@ -18,5 +19,6 @@ __getattr__, __dir__, __all__ = hand_on(
         ".tokens": "CHECKSUMS Corpus ENCODED_TOGETHER END_OF_TEXT load_tokenizer prepare "
         "train_tokenizer",
         ".blocks": "Blocks Stream",
+        ".passages": "continuations last_words",
     },
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,33 +201,11 @@ def held_out_docs(
 ) -> dict[str, datasets.Dataset]:
     """Make the items of held_out_continuation from `held_out_texts`; for lm-eval.
 
-    Documents are cut into passages of context_words + continuation_words words that do not overlap,
-    and num_items of them are drawn (all, where there are fewer). Each is asked once, with the
-    continuations of three others beside its own. The same texts give the same items. Raises
-    ValueError when there are fewer than four continuations.
+    As `corpus.continuations`. Raises ValueError when there are fewer than four continuations.
     """
     texts, description = held_out_texts(model, text)
-    length, passages = context_words + continuation_words, []
-    for document in texts:
-        spans = [match.span() for match in re.finditer(r"\S+", document)]
-        for at in range(0, len(spans) - length + 1, length):
-            words = spans[at : at + length]
-            query = document[words[0][0] : words[context_words - 1][1]]
-            passages.append((query, document[words[context_words][0] : words[-1][1]]))
-    if len({continuation for _, continuation in passages}) < 4:
-        raise ValueError(
-            f"{description}: too short for held_out_continuation, which needs four passages of "
-            f"{context_words} words and {continuation_words} that follow them"
-        )
-    random, items = np.random.default_rng(0), []
-    for at in random.permutation(len(passages))[:num_items]:
-        query, right = passages[at]
-        choices = [right]
-        while len(choices) < 4:
-            other = passages[random.integers(len(passages))][1]
-            if other not in choices:
-                choices.append(other)
-        gold = int(random.integers(4))
-        choices[0], choices[gold] = choices[gold], choices[0]
-        items.append({"query": query, "choices": choices, "gold": gold})
+    try:
+        items = corpus.continuations(texts, num_items, context_words, continuation_words)
+    except ValueError as error:
+        raise ValueError(f"{description}: {error}") from None
     return _dataset(items, f"passages of {len(texts)} documents: {description}")

@@ -6,6 +6,7 @@ Each module stands on `base` alone:
     base      the style, colours and sizes of all figures, and saving them
     formats   the formats (Fig. 1)
     training  sweeps, choices of training and sizes (Figs 2, 3, 8, 9)
+    longer    outcomes over training tokens and over time; stands on `training`, too
     activity  layers, tokens and neurons (Figs 6, 7, 10, 11)
     speed     a layer's speed
     models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
@@ -30,6 +31,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".formats": "fig01_bytes fig01_formats",
         ".glance": "overview",
         ".keep": "Keep",
+        ".longer": "over_tokens race",
         ".models": "ACTIVITY SIDES fig03_accuracy fig04_levels fig05_levels fig06_contributions "
         "table1_scale table6_tasks",
         ".parts": "model_decode model_parts",

@@ -1,0 +1,122 @@
+"""The second round of trainings, as parts of `scripts.record`, in order of value.
+
+Three seeds of whatever is compared, schedules of 25 to 300 M tokens, and the flagship's partners.
+Of the recorded runs there are logs, but no weights to trace or to ask. Fields are those of the
+recorded runs of the same comparison. Each part trains (going on where it stopped),
+then keeps what is small (`scripts.keep`). Runs that data/runs has are no parts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RECORDED = Path(__file__).parents[1] / "data" / "runs"
+TEXT = (
+    "source=corpus/train valid_source=corpus/valid.jsonl.xz tokenizer=corpus/tokenizer-16k "
+    "compile=true checkpoint_every=0"
+)
+SMALL = f"85m {TEXT} batch_tokens=32768 micro_batch=32 log_every=32 valid_every=512"
+SMALL += " learning_rate=1e-3 tokens={tokens} l1_coefficient={l1}"
+WIDE = (
+    f"0.5b {TEXT} vocab_size=16384 context=1024 batch_tokens=131072 micro_batch=64 log_every=8 "
+    "valid_every=256 valid_tokens=1048576 warmup_steps=100 learning_rate=5e-4 "
+    "tokens={tokens} l1_coefficient={l1}"
+)
+SHIPS = (
+    f"5m {TEXT} tokenizer=corpus/tokenizer-4k micro_batch=128 log_every=64 valid_every=2048 "
+    "precision=bf16 dead_window_tokens=4194304 learning_rate=3e-3 tokens={tokens} "
+    "l1_coefficient={l1}"
+).replace("tokenizer=corpus/tokenizer-16k ", "")
+WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
+
+Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
+ROUND: dict[str, list[Row]] = {  # by group
+    "choices": [
+        ("85m-50m-l1-6e-4-warmup", SMALL, "5e7", "6e-4", WARM, "012"),
+        ("85m-50m-nongated-l1-6e-4", SMALL, "5e7", "6e-4", WIDER, "012"),
+        ("85m-50m-nongated-l1-0", SMALL, "5e7", "0", WIDER, "012"),
+        ("85m-50m-silu-l1-0", SMALL, "5e7", "0", "activation=silu", "012"),
+        ("85m-50m-l1-6e-4-reinit", SMALL, "5e7", "6e-4", "reinit=0.1", "012"),
+        ("85m-50m-l1-6e-4-balance", SMALL, "5e7", "6e-4", "balance_every=10", "012"),
+        ("85m-50m-l1-1.5e-3-balance", SMALL, "5e7", "1.5e-3", "balance_every=10", "012"),
+        *((f"85m-50m-l1-{l1}", SMALL, "5e7", l1, "", "012") for l1 in ("1.5e-3", "1.5e-4")),
+    ],
+    "sizes": [
+        (f"depth-{layers}-l1-{l1}", SMALL, tokens, l1, f"num_layers={layers}", "012")
+        for layers, tokens in ((2, "1.67e7"), (4, "3.33e7"), (8, "6.67e7"))
+        for l1 in ("0", "6e-4")
+    ],
+    # Seeds 1 to 3: three models a level to ask and to trace.
+    "tokens-100m": [
+        (f"85m-100m-l1-{l1}", SMALL, "1e8", l1, "", "0123") for l1 in ("6e-4", "0", "1.5e-4")
+    ],
+    "tokens-25m": [
+        (f"85m-25m-l1-{l1}", SMALL, "2.5e7", l1, "", "012") for l1 in ("6e-4", "0", "1.5e-4")
+    ],
+    "tokens-200m": [
+        (f"85m-200m-l1-{l1}", SMALL, "2e8", l1, "", "0") for l1 in ("0", "6e-4", "1.5e-4")
+    ],
+    "tokens-300m": [
+        (f"85m-300m-l1-{l1}", SMALL, "3e8", l1, "", "0") for l1 in ("0", "6e-4", "1.5e-4")
+    ],
+    "levels-seeds": [
+        (f"85m-50m-l1-{l1}", SMALL, "5e7", l1, "", "012") for l1 in ("5e-3", "3e-4", "6e-5", "2e-5")
+    ],
+    "rates": [
+        (f"lr-{rate}-l1-{l1}", SMALL, "5e7", l1, f"learning_rate={rate}", "12")
+        for rate, l1 in (("2e-3", "0"), ("2e-3", "3e-4"), ("5e-4", "0"))
+    ],
+    "ships": [(f"5m-500m-l1-{l1}", SHIPS, "5e8", l1, "", "012") for l1 in ("1.5e-3", "0")],
+    "flagship": [
+        ("flagship-300m-l1-6e-4", WIDE, "3e8", "6e-4", "backend=auto", "0"),
+        ("flagship-300m-l1-0", WIDE, "3e8", "0", "backend=dense", "0"),
+    ],
+}
+TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
+START = 90  # seconds: start, compilation, and what `scripts.keep` asks; a guess
+
+
+def runs(group: str) -> dict[str, tuple[str, float]]:
+    """Return the command of each run of a group, and the seconds that an H200 may take, by name."""
+    result = {}
+    for name, fields, tokens, l1, others, seeds in ROUND[group]:
+        chosen = fields.format(tokens=tokens, l1=l1)
+        for changed in others.split():
+            key = changed.partition("=")[0]
+            chosen = " ".join(one for one in chosen.split() if not one.startswith(f"{key}="))
+        speed = TOKENS_A_SECOND.get(fields.split()[0]) or TOKENS_A_SECOND.get(name[:7], 5.2e5)
+        for seed in seeds:
+            run = name if fields is WIDE else f"{name}-seed-{seed}"
+            command = f"twell train {chosen} {others} seed={seed} --out {{out}}/runs/{run}"
+            result[run] = " ".join(command.split()), START + float(tokens) / speed
+    return result
+
+
+def missing(group: str, recorded: Path = RECORDED) -> list[str]:
+    """Return the runs of a group that are not recorded, seed after seed."""
+    names = [name for name in runs(group) if not (recorded / name / "provenance.json").is_file()]
+    return sorted(names, key=lambda name: name.partition("-seed-")[2])
+
+
+def parts(recorded: Path = RECORDED) -> dict[str, tuple[int, list[str]]]:
+    """Return the limit in seconds and the commands of each run that is not recorded."""
+    keep = "scripts.keep {{out}}/runs/{} --tasks {{tasks}} --out {{out}}/kept"
+    return {
+        name: (3 * int(seconds) + 300, [command, keep.format(name)])
+        for group in ROUND
+        for name, (command, seconds) in runs(group).items()
+        if name in missing(group, recorded)
+    }
+
+
+def main() -> None:
+    """Print what is missing, and the seconds that it may take."""
+    for group in ROUND:
+        seconds = runs(group)
+        names = missing(group)
+        print(f"{group}: {len(names)} runs, {sum(seconds[name][1] for name in names):.0f} s")
+        print(*(f"    {name}  {seconds[name][1]:.0f} s" for name in names), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The recorder trains what is not recorded, with the fields of what is, and goes on."""
+
+import json
+import shutil
+import sys
+import types
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from scripts import keep, record, trainings
+from twell import analysis, corpus, results, trace
+from twell.config import TrainConfig
+
+COMMANDS = {name: command for group in trainings.ROUND for name, (command, _) in
+            trainings.runs(group).items()}  # fmt: skip
+
+
+def config_of(command):
+    words = command.split()
+    return TrainConfig.load(words[2], words[3 : words.index("--out")])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_trainings_have_the_fields_of_the_recorded_runs(name):
+    """Of the same run or, where only another seed is recorded, of that."""
+    stem = name.partition("-seed-")[0]
+    recorded = sorted(trainings.RECORDED.glob(f"{stem}*/config.yaml"))
+    recorded = [path for path in recorded if path.parent.name.partition("-seed-")[0] == stem]
+    if not recorded and not name.startswith("flagship"):
+        assert "-25m-" in name or "-200m-" in name or "-300m-" in name
+        recorded = [trainings.RECORDED / "85m-100m-l1-0-seed-0" / "config.yaml"]
+    elif not recorded:
+        recorded = [trainings.RECORDED / "flagship-half" / "config.yaml"]
+    config = vars(config_of(COMMANDS[name]))
+    before = yaml.safe_load(recorded[0].read_text())
+    may_differ = {*analysis.MAY_DIFFER, "tokens"} if stem not in str(recorded[0]) else set(
+        analysis.MAY_DIFFER) - {"l1_coefficient"}  # fmt: skip
+    different = {key for key in before if before[key] != config[key]}
+    assert different <= may_differ, different
+    assert f"-l1-{analysis.level_name(config['l1_coefficient'])}" in name
+
+
+def test_recorded_runs_are_no_parts(tmp_path):
+    names = list(trainings.runs("sizes"))
+    assert trainings.missing("sizes", tmp_path) == sorted(names, key=lambda name: name[-1])
+    for name in names[:3]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "provenance.json").touch()
+    assert set(trainings.missing("sizes", tmp_path)) == set(names[3:])
+    assert not set(names[:3]) & set(trainings.parts(tmp_path))
+    assert set(trainings.parts(tmp_path)) >= set(names[3:])
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    """A function that runs parts of fake commands, in which a module counts its calls."""
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys, time\n"
+        "calls = pathlib.Path(sys.argv[1]); calls.write_text(calls.read_text() + sys.argv[2])\n"
+        "try: time.sleep(float(sys.argv[3]))\n"
+        "except KeyboardInterrupt: calls.write_text(calls.read_text() + '!'); sys.exit(130)\n"
+    )
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(record, "wait_for_gpu", lambda gpu: None)
+    monkeypatch.setattr(record, "STOPPING", 2)
+
+    def call(*arguments, **parts):
+        made = {name: (60, [f"fake {calls} {x} --out x" for x in xs]) for name, xs in parts.items()}
+        monkeypatch.setattr(record, "PARTS", made)
+        monkeypatch.setattr(trainings, "ROUND", {"group": []})
+        monkeypatch.setattr(trainings, "missing", lambda group: list(parts))
+        monkeypatch.setattr(sys, "argv", ["record", "group", "--out", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as end:
+            record.main()
+        return end.value.code, calls.read_text()
+
+    return call
+
+
+def test_parts_go_on_where_they_stopped(recorder):
+    slow = {"a": ["a 0"], "b": ["b 0", "c 30"], "d": ["d 0"]}
+    assert recorder("--seconds", "6", **slow) == (True, "abc!")
+    assert recorder(**slow | {"b": ["b 0", "c 0"]}) == (False, "abc!bcd")
+    assert recorder(**slow) == (False, "abc!bcd")
+
+
+def test_a_begun_training_is_resumed(tmp_path):
+    given = types.SimpleNamespace(out=tmp_path, corpus="c", tasks="t", gpus=["0"])
+    command = "twell train quick --out {out}/runs/x"
+    assert record.completed(command, given) == f"twell train quick --out {tmp_path}/runs/x"
+    origin = {"device": "d", "versions": {"a": "1"}, "commit": "c", "command": "x"}
+    results.write_run(tmp_path / "runs" / "x", {}, origin)
+    assert record.completed(command, given).endswith("/runs/x --resume")
+    assert record.completed("fake", given) == f"fake --out {tmp_path / 'bench'}"
+
+
+def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
+    """Its log, its activity as the log has it, and answers; the weights are deleted."""
+    monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
+    run, tasks, out = tmp_path / "run", tmp_path / "tasks", tmp_path / "kept"
+    shutil.copytree(tiny / "run", run)
+    tasks.mkdir()
+    item = {"query": "bada baga", "choices": ["bada", "gain du"], "gold": 1}
+    for name in keep.PROMPTS:
+        (tasks / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
+    monkeypatch.setattr(sys, "argv", ["keep", str(run), "--tasks", str(tasks), "--out", str(out)])
+    keep.main()
+    assert "the weights are deleted" in capsys.readouterr().out and not (run / "model").exists()
+    row, log = results.load_run(out / "runs" / "run")
+    pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
+    assert row["complete"] and "scripts.keep" in (out / "runs/run/provenance.json").read_text()
+    kept = results.load_kept(out / "traces", ".csv").query("metric == 'mean'")
+    logged = analysis.logged_layers(log, row["intermediate_size"])
+    assert kept["value"].tolist() == pytest.approx(logged["mean"].tolist(), rel=1e-3)
+    asked = results.load_kept(out / "eval", ".csv.xz")
+    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.PROMPTS, 2) | {
+        "held_out_text": 16
+    }
+    loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
+    last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
+    assert loss == pytest.approx(last["value"].item(), rel=1e-4)
+
+
+def test_answers_are_the_likeliest(tiny):
+    """By a plain pass a choice, without batches."""
+    model, tokenizer = trace.load_with_tokenizer(tiny / "run")
+    model.eval()
+    items = [{"query": "bada", "choices": ["bada baga", "gain"], "gold": g} for g in (0, 1)]
+    items.append({"query": "bada gain", "choices": ["du"], "gold": 0})
+    sums, lengths = [], []
+    for choice in items[0]["choices"]:
+        before = len(trace.encode(tokenizer, "bada"))
+        ids = torch.tensor([trace.encode(tokenizer, f"bada {choice}")])
+        logprob = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
+        sums.append(logprob.gather(-1, ids[0, 1:, None])[before - 1 :].sum().item())
+        lengths.append(len(choice))
+    table = keep.answers(model, tokenizer, [("a", items[0]), ("a", items[1]), ("b", items[2])])
+    assert table["task"].tolist() == ["a", "a", "b"] and table["item"].tolist() == [0, 1, 0]
+    best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
+    assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
+    assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]
+
+
+def test_last_words_stand_before_their_sentence():
+    text = (
+        "The harbour was quiet. " + "word " * 30 + "so we walked down to the harbour. " + "a " * 90
+    )
+    (item,) = corpus.last_words([text], 5, 25)
+    assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
+    assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []

@@ -1,0 +1,82 @@
+"""Where activity is, in every recorded model: findings that all share, or accidents of one."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from twell.analysis.runs import choice, logged_layers
+
+PEAK_WITHIN = 0.25  # of the depth, from the paper's peak
+# Of a model: what the paper says of its own, and the column that says it of ours.
+FINDINGS = {
+    "first_two_least": "the first two layers are the least active",
+    "ten_times": "the busiest token of every layer has ten times its mean",
+    "early_peak": "activity peaks near a fifth of the depth",
+    "no_overflow": "no tile overflows at compression 8",
+    "first_is_most": "the first token is the most active",
+}
+
+
+def findings(
+    runs: pd.DataFrame, log: pd.DataFrame, kept: pd.DataFrame, peak_depth: float
+) -> pd.DataFrame:
+    """Return a row a complete ReLU run: which of FINDINGS hold in it.
+
+    kept: `kept_activity` of models, with a column run; those without it have neither no_overflow
+    nor first_is_most (None), and those of up to three layers no first_two_least. peak_depth: the
+    paper's, from 0 (first layer) to 1 (last). Other columns: run, setting (the run's name without
+    its seed), choice, l1_coefficient, tokens, num_layers, seed, least and peak (layers, from 0),
+    ratio_least and ratio_most (busiest token over mean), overflow (share of tokens, in the layer
+    with most), first and later (active neurons).
+    """
+    rows = []
+    runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
+    runs = runs.assign(choice=choice(runs))
+    by_run = dict(tuple(log.groupby("run")))
+    traced = dict(tuple(kept.groupby("run"))) if len(kept) else {}
+    for run in runs.to_dict("records"):
+        if run["activation"] != "relu":
+            continue
+        table = logged_layers(by_run[run["run"]], run["intermediate_size"]).set_index("layer")
+        least, peak = table["mean"].nsmallest(2).index.tolist(), int(table["mean"].idxmax())
+        ratios = table["max_over_mean"]
+        row = {
+            name: run[name] for name in "run choice l1_coefficient tokens num_layers seed".split()
+        }
+        row |= {"setting": run["run"].partition("-seed-")[0], "least": least[0], "peak": peak}
+        row |= {"ratio_least": ratios.min(), "ratio_most": ratios.max()}
+        depth = peak / max(len(table) - 1, 1)
+        # Of two layers both are the least active.
+        row["first_two_least"] = set(least) == {0, 1} if len(table) > 3 else None
+        row |= {"ten_times": bool(ratios.min() > 10)}
+        row["early_peak"] = abs(depth - peak_depth) < PEAK_WITHIN
+        row |= {"no_overflow": None, "first_is_most": None}
+        if run["run"] in traced:
+            row |= _of_trace(traced[run["run"]])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _of_trace(kept: pd.DataFrame) -> dict:
+    """Columns of one model's `kept_activity`."""
+    whole = kept[kept["layer"] == -1].set_index("metric")["value"]
+    overflow = kept.loc[kept["metric"] == "overflow", "value"].max()
+    row = {"overflow": overflow, "first": whole["first"], "later": whole["later"]}
+    first_is_most = bool(whole["most"] == 0 and whole["first"] > whole["later"])
+    return row | {"no_overflow": bool(overflow == 0), "first_is_most": first_is_most}
+
+
+def shared(table: pd.DataFrame) -> pd.DataFrame:
+    """Return how many models of a table of `findings` each finding holds in, a row a finding.
+
+    Columns: finding, holds and models (numbers; of those where it is known), verdict: "in all",
+    "in none", "in some" (an accident of a seed or size), or "one model", of which neither can be
+    said.
+    """
+    rows = []
+    for name in FINDINGS:
+        known = table[name].dropna().astype(bool)
+        holds, models = int(known.sum()), len(known)
+        verdict = {0: "in none", models: "in all"}.get(holds, "in some")
+        rows.append((name, holds, models, verdict if models > 1 else "one model" * models))
+    return pd.DataFrame(rows, columns=["finding", "holds", "models", "verdict"])

@@ -1,0 +1,105 @@
+"""Tables over training tokens, and of the time that two trainings take to one loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from twell.analysis.runs import check_alike, choice, levels, sweep
+from twell.analysis.variants import QUANTITIES, noise_limit
+
+BUDGETS = 2  # of a level that is compared over tokens
+RACED = {"backend", "l1_coefficient"}  # in which two trainings of a race differ
+
+
+def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return the recipe's outcome by training tokens and level, of levels with several budgets.
+
+    Each number of tokens is a schedule of its own. Columns: tokens, l1_coefficient, runs (seeds),
+    dense_runs (those at L1 = 0), and for active (neurons), dead (%) and change (of cross-entropy,
+    % over L1 = 0 on the same tokens) the mean over seeds, NAME_low and NAME_high: the 95% interval
+    by the noise of seeds on these tokens (`noise_limit`), NaN for a single run. Of the change also
+    NaN where L1 = 0 has a single run.
+    """
+    runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
+    budgets = [some for _, some in runs.groupby("tokens")] if len(runs) else []
+    names = ["active", "dead", "change"]
+    names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+    tables = [_of_budget(sweep(some, log)) for some in budgets]
+    table = pd.concat([pd.DataFrame(columns=["tokens", "l1_coefficient"]), *tables])
+    table = table.reindex(columns=["tokens", "l1_coefficient", "runs", "dense_runs", *names])
+    several = table.groupby("l1_coefficient")["tokens"].transform("nunique") >= BUDGETS
+    return table[several].sort_values(["l1_coefficient", "tokens"], ignore_index=True)
+
+
+def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `over_tokens` from a `sweep` on one number of tokens."""
+    rows = []
+    every = levels(table)
+    dense = int(every.loc[every["l1_coefficient"] == 0, "runs"].sum())
+    for row in every.to_dict("records"):
+        price, active, dead = (
+            noise_limit(table, column, row["runs"], others if row["runs"] > 1 else 0)
+            for column, others in zip(QUANTITIES, (dense, np.inf, np.inf), strict=True)
+        )
+        price = price if dense > 1 and row["l1_coefficient"] else np.nan
+        share = 100 * row["dead_fraction_train"], 100 * dead
+        for name, mean, limit in (
+            ("dead", *share),
+            ("change", row["cross_entropy_change"], price),
+        ):
+            row |= {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
+        ends = {
+            end: row["active"] * np.exp(sign * active) for end, sign in (("low", -1), ("high", 1))
+        }
+        rows.append(row | {f"active_{end}": value for end, value in ends.items()})
+    return pd.DataFrame(rows).assign(dense_runs=dense)
+
+
+def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return the validations of complete runs over the seconds of training, slowest run first.
+
+    Columns: run, backend, l1_coefficient, tokens, seconds (of training alone, by the logged
+    tokens/s), cross_entropy. Raises ValueError when runs differ in more than backend and level.
+    """
+    columns = ["run", "backend", "l1_coefficient", "tokens", "seconds", "cross_entropy"]
+    runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
+    tables = []
+    if len(runs):
+        computed = "run path complete versions commit command parameters micro_batch compile"
+        computed += " log_every valid_every checkpoint_every"
+        check_alike(runs, [*RACED, *computed.split()], "a race is of one model, text and device")
+    for run in runs.to_dict("records"):
+        rows = log[log["run"] == run["run"]]
+        speed = rows[(rows["split"] == "train") & (rows["metric"] == "tokens_per_second")]
+        tokens = speed["tokens"].to_numpy()
+        seconds = np.cumsum(np.diff(tokens, prepend=0) / speed["value"].to_numpy())
+        valid = rows[(rows["split"] == "valid") & (rows["metric"] == "cross_entropy")]
+        table = valid[["tokens", "value"]].rename(columns={"value": "cross_entropy"})
+        table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
+        tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
+    tables.sort(key=lambda table: -table["seconds"].max())
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+
+
+def reached(raced: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds and tokens after which each run of `race` has the loss that all reach.
+
+    That is the highest of their last losses; between two validations the loss is linear. Columns:
+    run, backend, l1_coefficient, cross_entropy, seconds, tokens, last (its own last loss).
+    """
+    last = raced.groupby("run", sort=False)["cross_entropy"].last()
+    rows = []
+    for (run, backend, level), table in raced.groupby(
+        ["run", "backend", "l1_coefficient"], sort=False
+    ):
+        target = last.max()
+        end = int(np.argmax(table["cross_entropy"].to_numpy() <= target))
+        near = table.iloc[max(end - 1, 0) : end + 1].sort_values("cross_entropy")
+        seconds, tokens = (
+            float(np.interp(target, near["cross_entropy"], near[name]))
+            for name in ("seconds", "tokens")
+        )
+        rows.append((run, backend, level, target, seconds, tokens, last[run]))
+    columns = ["run", "backend", "l1_coefficient", "cross_entropy", "seconds", "tokens", "last"]
+    return pd.DataFrame(rows, columns=columns)
