@@ -25,6 +25,15 @@ from twell.models.llama import (
     SparseLlamaForCausalLM,
     check_llama,
 )
-from twell.models.loading import CALIBRATION, load, load_config, load_empty, resolve, save
+from twell.models.loading import (
+    CALIBRATION,
+    load,
+    load_config,
+    load_empty,
+    load_stock,
+    resolve,
+    save,
+    stock_config,
+)
 from twell.models.order import order_tokens
 from twell.models.quantize import dequantize_, num_weights, quantize_
