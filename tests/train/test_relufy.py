@@ -31,6 +31,7 @@ from tests.factories.train import (
 )
 from twell import cli, results
 from twell.corpus import load_tokenizer
+from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, train
@@ -167,6 +168,13 @@ def test_the_result_is_a_model_like_any_other(trained, teacher):
     assert len(tokenizer) == 320
 
 
+def test_the_card_of_an_export_names_the_original(trained, tmp_path):
+    card = (export(trained, tmp_path / "out", text="Words.") / "README.md").read_text()
+    assert (
+        "license" not in card and "Text: Words. It began as `teacher`, and learnt from it" in card
+    )
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
     given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2")
     given = dataclasses.replace(given, checkpoint_every=10)
@@ -199,6 +207,8 @@ def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind, chan
     assert saved.config.model_type == kind and saved.config.hidden_act == "relu"
     names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert set(saved.state_dict()) == names
+    with pytest.raises(ValueError, match="here only a SparseLlamaForCausalLM will do"):
+        export(run, tmp_path / "out", text="Words.")
     with pytest.raises(ValueError, match=f"the teacher is a {kind}; only the configuration of a L"):
         train(config("threshold=0.1", model=folder), tmp_path / "other", quiet=True)
 
