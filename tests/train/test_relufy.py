@@ -15,19 +15,17 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from tests.factories import SEED
 from tests.factories.train import (
-    configuration,
+    FAMILIES,
     contents,
     launch,
     series,
     stop_training,
     write_config,
+    write_pretrained,
 )
 from twell import cli, results
 from twell.corpus import load_tokenizer
@@ -36,30 +34,15 @@ from twell.models import load
 from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, train
 
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig}
-FAMILIES |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
 SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
 SHORT += "l1_zero_steps=0"
 SHORT = SHORT.split()
 
 
-def make(folder, text, kind="llama", **changes):
-    """Write a random model with the tokenizer of the tiny text."""
-    tokenizer = configuration(text).prepare_text()[0]
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(SEED)
-    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=96, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    sizes |= dict(max_position_embeddings=64, initializer_range=0.2) | ends | changes
-    AutoModelForCausalLM.from_config(FAMILIES[kind](**sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory, tiny_text):
-    return make(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
+    return write_pretrained(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
 
 
 @pytest.fixture
@@ -77,7 +60,7 @@ def test_the_loss_is_the_divergence_from_the_original(
     config, tmp_path, tiny_text, kind, monkeypatch
 ):
     monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
-    folder = make(tmp_path / "model", tiny_text, kind)
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind)
     model = Student.of(config("l1_coefficient=0.5", model=folder), torch.device("cpu"))
     dense = AutoModelForCausalLM.from_pretrained(folder)
     before = {name: weight.clone() for name, weight in dense.state_dict().items()}
@@ -197,7 +180,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
     ],
 )
 def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind, changes):
-    folder = make(tmp_path / "model", tiny_text, kind, **changes)
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind, **changes)
     given = dataclasses.replace(config("tokens=2048", model=folder), precision="bf16")
     run = train(given, tmp_path / "run", quiet=True)
     kl = series(results.load_run(run)[1], "kl", "valid")
@@ -217,7 +200,7 @@ def test_what_a_llama_has_stays(config, tmp_path, tiny_text):
     scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     fields = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    folder = make(tmp_path / "model", tiny_text, rope_parameters=scaled, **fields)
+    folder = write_pretrained(tmp_path / "model", tiny_text, rope_parameters=scaled, **fields)
     run = train(config("tokens=2048", model=folder), tmp_path / "run", quiet=True)
     saved = load(run)[0]
     assert all(getattr(saved.config, name) == value for name, value in fields.items())
@@ -269,7 +252,7 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
 
 def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_text, monkeypatch):
     monkeypatch.setattr(relufy, "SAMPLED", 4)
-    folder = make(tmp_path / "model", tiny_text, bos_token_id=5)
+    folder = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder),
         load_tokenizer(str(folder), 320),
@@ -293,7 +276,7 @@ def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkey
     monkeypatch.setattr(relufy, "SAMPLED", 16)
     sources = []
     for scale in (0.2, 0.3):
-        folder = make(tmp_path / "model", tiny_text, initializer_range=scale)
+        folder = write_pretrained(tmp_path / "model", tiny_text, initializer_range=scale)
         sources.append(relufy_config(folder, SHORT, lambda line: None).source)
     assert sources[0] != sources[1]
 
@@ -302,7 +285,7 @@ def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkey
 
 
 def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
-    folder, said = make(tmp_path / "model", tiny_text, hidden_act="relu"), []
+    folder, said = write_pretrained(tmp_path / "model", tiny_text, hidden_act="relu"), []
     fields = [f"source={tiny_text}", *SHORT, "tokens=1024"]
     given = relufy_config(folder, fields, said.append)
     assert any("has ReLU already" in line for line in said)
@@ -357,13 +340,13 @@ def damage(folder, kind):
     ],
 )
 def test_damaged_models_are_refused(config, tmp_path, tiny_text, kind, message):
-    damage(make(tmp_path / "model", tiny_text), kind)
+    damage(write_pretrained(tmp_path / "model", tiny_text), kind)
     with pytest.raises(ValueError, match=message):
         train(config("tokens=1024", model=tmp_path / "model"), tmp_path / "run", quiet=True)
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, tiny_text):
-    folder = make(tmp_path / "model", tiny_text, vocab_size=300)
+    folder = write_pretrained(tmp_path / "model", tiny_text, vocab_size=300)
     with pytest.raises(ValueError, match="has 320 entries; vocab_size 300 does not hold them"):
         relufy_config(folder, SHORT, lambda line: pytest.fail(line))
 
@@ -389,7 +372,7 @@ def test_other_architectures_are_refused_by_name(tmp_path):
 
 def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_text):
     before = contents(trained)
-    other = make(tmp_path / "other", tiny_text)
+    other = write_pretrained(tmp_path / "other", tiny_text)
     with pytest.raises(ValueError, match="holds a run of another configuration: .*teacher was"):
         train(config(model=other), trained, resume=True, quiet=True)
     assert contents(trained) == before

@@ -15,7 +15,7 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 """
 
 from twell.models.adapters import Adapter, last_norm, register_adapter
-from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES
+from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES, read_json
 from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, l1_by_layer
