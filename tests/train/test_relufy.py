@@ -28,6 +28,7 @@ from tests.factories.train import (
     write_pretrained,
 )
 from twell import cli, results
+from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.export import export
 from twell.models import load
@@ -134,7 +135,13 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
     loss = series(log, "kl") + series(log, "l1_coefficient") * series(log, "l1")
     late = loss.index.get_level_values("step") > 20
     assert series(log, "loss")[late].to_numpy() == pytest.approx(loss[late].to_numpy(), rel=1e-3)
+    # Both models' losses on the same held-out text.
     assert "kl" in set(log[log.split == "valid"].metric)
+    original, loss = AutoModelForCausalLM.from_pretrained(row["teacher"]), []
+    for ids in TrainConfig.load(trained / "config.yaml").prepare_text()[2].draw(range(16)):
+        loss.append(original(ids[None], labels=ids[None]).loss.item())
+    logged = series(log, "cross_entropy_teacher", "valid")
+    assert logged.to_numpy() == pytest.approx(np.mean(loss), rel=1e-4)
 
 
 def test_the_result_is_a_model_like_any_other(trained, teacher):

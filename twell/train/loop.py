@@ -278,7 +278,7 @@ class Run:
             result = evaluate(self.model, self.valid_blocks)
         loss = result["cross_entropy"]
         self.check_finite("validation loss", loss, step)  # the last step may be the one
-        values = {name: result[name] for name in ("cross_entropy", "kl") if name in result}
+        values = {name: result[name] for name in result if name != "layers"}
         values |= activity_columns(result["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():

@@ -67,12 +67,14 @@ TIMED = 8  # tokens that a batch writes first, to say how long it will take
 class StudentOutput:
     """Losses in nats a token: loss = kl + l1_scale * l1_coefficient * l1, in training mode.
 
-    cross_entropy is of the text's own tokens. l1 is None in evaluation mode.
+    cross_entropy is of the text's own tokens, cross_entropy_teacher the teacher's. l1 is None in
+    evaluation mode.
     """
 
     loss: Tensor
     kl: Tensor
     cross_entropy: Tensor
+    cross_entropy_teacher: Tensor
     l1: Tensor | None = None
 
 
@@ -151,24 +153,26 @@ class Student(nn.Module):
             checkpoint(_compare, *heads, *chunk, use_reentrant=False)
             for chunk in zip(*pairs, strict=True)
         ]
-        divergence, cross_entropy = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
+        divergence, *losses = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
         kl = divergence / (num_tokens_in_batch or input_ids.numel())
-        cross_entropy = cross_entropy / (num_items_in_batch or input_ids[:, 1:].numel())
+        losses = [loss / (num_items_in_batch or input_ids[:, 1:].numel()) for loss in losses]
         if not self.training:
-            return StudentOutput(kl, kl, cross_entropy)
+            return StudentOutput(kl, kl, *losses)
         l1 = l1_by_layer(self.student, None, num_tokens_in_batch).mean()
-        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, cross_entropy, l1)
+        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, *losses, l1)
 
 
 def _compare(
     head: nn.Module, teacher_head: nn.Module, hidden: Tensor, wanted: Tensor, following: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sums over tokens [T] of KL(teacher, student), and of -log p of the tokens that follow."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over tokens [T] of KL(teacher, student), and of both models' -log p of what follows."""
     with torch.no_grad():
         target = torch.log_softmax(teacher_head(wanted).float(), -1)
+        expected = F.nll_loss(target, following, ignore_index=-100, reduction="sum")
     logprob = torch.log_softmax(head(hidden).float(), -1)
     divergence = F.kl_div(logprob, target, log_target=True, reduction="sum")
-    return divergence, F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+    loss = F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+    return divergence, loss, expected
 
 
 def relu_student(config: TrainConfig) -> PreTrainedModel:
