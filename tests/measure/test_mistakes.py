@@ -2,11 +2,13 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.factories.measure import TINY, K, N
+from tests.factories.train import write_pretrained
 from twell.__main__ import main
 from twell.measure import layer, trainer
 from twell.measure.calibration import calibrate
@@ -15,6 +17,7 @@ from twell.measure.model import language_model
 from twell.measure.step import crossover, ffn_steps
 from twell.measure.trainer import train_step
 from twell.results import root
+from twell.train import relufy_config
 
 pytest.importorskip("triton")
 UNWRITABLE = "cannot be written: name a file in a folder that exists"
@@ -83,10 +86,15 @@ def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, opti
 MEASURED = re.compile("twell measure (?!quality)")  # which needs no GPU
 
 
-def recorded_commands():
+def record_script():
     spec = importlib.util.spec_from_file_location("record", root() / "scripts" / "record.py")
     record = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(record)
+    return record
+
+
+def recorded_commands():
+    record = record_script()
     commands = [command for _, commands in record.PARTS.values() for command in commands]
     return [c.removeprefix("twell ").split() for c in commands if MEASURED.match(c)]
 
@@ -96,3 +104,40 @@ def recorded_commands():
 def test_the_commands_that_record_rows_are_understood(command, tmp_path, capsys):
     assert main([part.format(out=tmp_path, corpus=tmp_path) for part in command]) == 2
     assert "measuring needs a GPU, and torch sees none" in capsys.readouterr().err
+
+
+def test_the_commands_that_relufy_are_understood(tmp_path, tiny_text):
+    parts = record_script().PARTS
+    names = [name for name in parts if name.startswith("relufy-")]
+    assert len(names) == 14
+    folder = write_pretrained(tmp_path / "model", tiny_text)
+    for name in names[1:]:
+        relufy, *others = parts[name][1]
+        words = relufy.format(out=tmp_path, corpus=tmp_path, model=folder).split()
+        _, _, model, *fields, _, out = words
+        config = relufy_config(model, fields, lambda line: None)
+        assert config.steps in (153, 306, 611, 1221, 2442) and out == str(tmp_path / "runs" / name)
+        stages = (config.steps - config.l1_zero_steps) / config.l1_stage_steps
+        assert 27 < stages < 29 and config.checkpoint_every
+        assert [command.split()[:2] for command in others] == [["twell", "trace"]] * 2 + [
+            ["twell", "evaluate"]
+        ]
+
+
+def test_an_interrupted_part_goes_on(tmp_path):
+    left_of = record_script().left_of
+    for command in ("twell relufy m", "twell train 85m"):
+        command = f"{command} --out {tmp_path / command[6:11]}"
+        assert left_of(command) == command
+        Path(command.split()[-1]).mkdir()
+        assert left_of(command) == command
+        Path(command.split()[-1], "config.yaml").touch()
+        assert left_of(command) == f"{command} --resume"
+    for command in ("twell trace r", "twell evaluate r"):
+        command = f"{command} --out {tmp_path / 'file.json'}"
+        assert left_of(command) == command
+        (tmp_path / "file.json").touch()
+        assert left_of(command) is None
+        (tmp_path / "file.json").unlink()
+    measured = f"twell measure ffn --out {tmp_path}"
+    assert left_of(measured) == measured
