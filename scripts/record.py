@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,14 +49,17 @@ SHARES = "0.3", "0.2", "0.1", "0.05", "0.02"
 STAGES = {"5e6": (15, 5, 5), "1e7": (30, 10, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
 SEVEN = "twell evaluate {} --tasks paper7 --data {{corpus}}/eval --out {{out}}/eval/{}.json".format
 TRACE = "twell trace {0} --valid --aggregate --out {0}/aggregate.npz".format
-PASSAGE = "twell trace {0} --file data/traces/flagship-passage.txt --out {0}/passage.npz".format
+SENTENCE = (
+    "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
+)
+TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".format
 
 
 def relufied(name: str, fields: str, tokens: str = "2e7") -> tuple[int, list[str]]:
     """A part: a model relufied, its activity and its answers. It fits a call of ten minutes."""
     name, stages = f"relufy-{name}", STAGES.get(tokens, (60, 20, 10))
     run = "{out}/runs/" + name
-    commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), PASSAGE(run), SEVEN(run, name)]
+    commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), TRACED(run), SEVEN(run, name)]
     return 580, commands
 
 
@@ -146,7 +150,7 @@ def wait_for_gpu(gpu: str) -> None:
 def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -> int:
     """The exit status of a module's command, 124 at its limit; its children end with it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *command.split()],
+        [sys.executable, "-m", *shlex.split(command)],
         env=environment,
         stdout=log,
         stderr=subprocess.STDOUT,
