@@ -41,8 +41,8 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # stages. A share of 0 is ReLU without L1.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
-    "compile=true checkpoint_every=300 tokens={} l1_zero_steps={} l1_stage_steps={} log_every={} {} "
-    "--out {}"
+    "compile=true checkpoint_every=300 "
+    "tokens={} l1_zero_steps={} l1_stage_steps={} log_every={} {} --out {}"
 ).format
 NO_L1 = "active_share=0 l1_coefficient=0"
 SHARES = "0.3", "0.2", "0.1", "0.05", "0.02"
