@@ -3,9 +3,10 @@
 Parts run one after the other, with several GPUs side by side. Each waits until nothing else runs on
 its GPU, has a log in DIR/logs, and a limit of time, at which all of its processes end. Given again,
 the command goes on with what is not done; --seconds ends it in time, a training with a checkpoint.
-Without a part it lists them. Two parts read a corpus: --corpus FOLDER has train/ and
+Without a part it lists them. Parts that train read a corpus: --corpus FOLDER has train/ and
 valid.jsonl.xz. The trainings of `scripts.trainings`, by run or by group, read ./corpus, and --tasks
-has the items that their models are asked.
+has the items that their models are asked. The parts relufy-* change the model --model FOLDER, and
+evaluate on the files of --corpus FOLDER/eval (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,6 +40,32 @@ TRAIN = (
 )
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
+
+# 611 steps of 20 M tokens, with a checkpoint in the middle. Other numbers of tokens have as many L1
+# stages. A share of 0 is ReLU without L1.
+RELUFY = (
+    "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
+    "compile=true checkpoint_every=300 "
+    "tokens={} l1_zero_steps={} l1_stage_steps={} log_every={} {} --out {}"
+).format
+NO_L1 = "active_share=0 l1_coefficient=0"
+SHARES = "0.3", "0.2", "0.1", "0.05", "0.02"
+STAGES = {"5e6": (15, 5, 5), "1e7": (30, 10, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
+SEVEN = "twell evaluate {} --tasks paper7 --data {{corpus}}/eval --out {{out}}/eval/{}.json".format
+TRACE = "twell trace {0} --valid --aggregate --out {0}/aggregate.npz".format
+SENTENCE = (
+    "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
+)
+TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".format
+
+
+def relufied(name: str, fields: str, tokens: str = "2e7") -> tuple[int, list[str]]:
+    """A part: a model relufied, its activity and its answers. It fits a call of ten minutes."""
+    name, stages = f"relufy-{name}", STAGES.get(tokens, (60, 20, 10))
+    run = "{out}/runs/" + name
+    commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), TRACED(run), SEVEN(run, name)]
+    return 580, commands
+
 
 # Name -> limit in seconds, well above what an H200 took where it is known, and commands, which get
 # --out DIR/bench unless they have an --out of their own. "layer" took 200 s with torchao.
@@ -97,6 +125,14 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         600,
         [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
     ),
+    "relufy-original": (580, [SEVEN("{model}", "relufy-original")]),
+    "relufy-0": relufied("0", NO_L1),
+    **{f"relufy-{share}": relufied(share, f"active_share={share}") for share in SHARES},
+    **{f"relufy-{n}": relufied(n, "active_share=0.1", n) for n in STAGES},
+    # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
+    "relufy-0.1-t-0.2": relufied("0.1-t-0.2", "active_share=0.1 threshold=0.2"),
+    "relufy-0.1-t-0.5": relufied("0.1-t-0.5", "active_share=0.1 threshold=0.5"),
+    "relufy-0-t-0.5": relufied("0-t-0.5", f"{NO_L1} threshold=0.5"),
 } | trainings.parts()
 STOPPING = 40  # seconds in which a training writes its checkpoint
 
@@ -124,7 +160,7 @@ def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -
     At the limit it is interrupted, so that a training leaves a checkpoint.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", *command.split()],
+        [sys.executable, "-m", *shlex.split(command)],
         env=environment,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -149,14 +185,18 @@ def end(session: int) -> None:
         os.killpg(session, signal.SIGKILL)
 
 
-def completed(command: str, given: argparse.Namespace) -> str:
-    """Fill in a command's folders; a training goes on with the run that is there."""
+def completed(command: str, given: argparse.Namespace) -> str | None:
+    """Fill in a command's folders, and return what is left of it; None for nothing."""
     jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
-    command = command.format(out=given.out, corpus=given.corpus, jobs=jobs, tasks=given.tasks)
+    places = {name: getattr(given, name) for name in ("out", "corpus", "tasks", "model")}
+    command = command.format(jobs=jobs, **places)
     if "--out" not in command and not command.startswith("pytest"):
         command += f" --out {given.out / 'bench'}"
-    begun = Path(command.rpartition(" --out ")[2]) / "provenance.json"
-    return command + " --resume" * (command.startswith("twell train ") and begun.is_file())
+    out = Path(command.rpartition(" --out ")[2])
+    if command.startswith(("twell train ", "twell relufy ")):
+        return command + " --resume" * (out / "provenance.json").is_file()
+    done = command.startswith(("twell trace", "twell evaluate")) and out.is_file()
+    return None if done else command
 
 
 def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
@@ -171,6 +211,8 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
             command = completed(command, given)
+            if command is None:
+                continue
             file.write(f"== {command}\n")
             file.flush()
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
@@ -193,6 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/record"))
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--tasks", type=Path, default=Path("corpus"))
+    parser.add_argument("--model", type=Path, default=Path("model"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     given = parser.parse_args()

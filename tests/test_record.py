@@ -90,13 +90,21 @@ def test_parts_go_on_where_they_stopped(recorder):
     assert recorder(**slow) == (False, "abc!bcd")
 
 
-def test_a_begun_training_is_resumed(tmp_path):
-    given = types.SimpleNamespace(out=tmp_path, corpus="c", tasks="t", gpus=["0"])
-    command = "twell train quick --out {out}/runs/x"
-    assert record.completed(command, given) == f"twell train quick --out {tmp_path}/runs/x"
+def test_what_is_left_of_a_command(tmp_path):
+    places = {"corpus": "c", "tasks": "t", "model": "m"}
+    given = types.SimpleNamespace(out=tmp_path, gpus=["0"], **places)
     origin = {"device": "d", "versions": {"a": "1"}, "commit": "c", "command": "x"}
-    results.write_run(tmp_path / "runs" / "x", {}, origin)
-    assert record.completed(command, given).endswith("/runs/x --resume")
+    for command in ("twell train quick", "twell relufy {model}"):
+        run = tmp_path / command[6:11]
+        whole = f"{command} --out {run}".format(**places)
+        assert record.completed(f"{command} --out {run}", given) == whole
+        results.write_run(run, {}, origin)
+        assert record.completed(f"{command} --out {run}", given) == f"{whole} --resume"
+    for command in ("twell trace r", "twell evaluate r"):
+        whole = f"{command} --out {tmp_path}/{command[6]}.json"
+        assert record.completed(f"{command} --out {{out}}/{command[6]}.json", given) == whole
+        (tmp_path / f"{command[6]}.json").touch()
+        assert record.completed(whole, given) is None
     assert record.completed("fake", given) == f"fake --out {tmp_path / 'bench'}"
 
 

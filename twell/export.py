@@ -16,7 +16,7 @@ import torch
 
 from twell import analysis, results, trace
 from twell.config import TrainConfig
-from twell.models import load, save
+from twell.models import check_llama, load, save
 from twell.train.text import run_text
 from twell.train.validation import evaluate
 
@@ -24,8 +24,7 @@ AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` 
 # Fields in which a run and its twin may differ.
 TWIN_MAY_DIFFER = {"l1_coefficient", "log_every", "valid_every", "checkpoint_every"}
 CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
+{license}pipeline_tag: text-generation
 tags: [llama, sparse, relu, twell]
 ---
 # {name}
@@ -64,7 +63,7 @@ folder. {stock}
 
 ## Training
 
-Text: {text}
+Text: {text}{teacher}
 
 `{command}`
 
@@ -115,8 +114,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
             dense one. The card names it, shows its losses, and says the price: how much higher the
             run's cross-entropy is, in %.
 
-    Raises FileExistsError where `out` exists, and ValueError for a run that is not complete or a
-    twin that differs by more.
+    Raises FileExistsError where `out` exists, and ValueError for a run that is not complete, a
+    model that is no Llama, or a twin that differs by more.
     """
     run, out = Path(run), Path(out)
     if out.exists():
@@ -134,6 +133,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
                 values = f"{name} is {other.row[name]!r}, not {row[name]!r}"
                 raise ValueError(f"{twin} is no twin of {run}: {values}")
     model, tokenizer = load(run, dtype=torch.bfloat16)
+    check_llama(run, model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     _, _, blocks = run_text(run)
     tokens = blocks.tokens[: len(blocks) * row["context"]]
@@ -185,10 +185,13 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         "inactive": [f"{100 - 100 * one.layers['active_fraction'].mean():.2f}%" for one in runs],
     }
     share = 100 * active / row["intermediate_size"]
+    teacher = row.get("teacher")  # whose licence holds for the weights
     known = row["activation"] in ("relu", "silu") and not row.get("threshold")
     return CARD.format(
         row=row,
         start=start,
+        license="" if teacher else "license: apache-2.0\n",
+        teacher=f" It began as `{Path(teacher).name}`, and learnt from it." if teacher else "",
         name=out.resolve().name,
         stock=STOCK[row["gated"] and known],
         activation={"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}"),

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from transformers import LlamaForCausalLM
 
 import twell
 from tests.factories.evaluate import brute_force
+from tests.factories.train import write_pretrained
+from twell import evaluate
 from twell.evaluate import adapter
 from twell.kernels import ops
 from twell.sparse.float8 import Float8Linear
@@ -102,3 +105,16 @@ def test_log_likelihoods_by_the_kernels_are_the_dense_ones(tiny_run, monkeypatch
         logprobs[backend] = [logprob for logprob, _ in lm.loglikelihood(requests_of(pairs))]
     assert len(sizes) == 2 * lm.model.config.num_hidden_layers  # two batches of two requests
     np.testing.assert_allclose(logprobs["triton"], logprobs["dense"], rtol=0.01)
+
+
+def test_the_original_of_a_relufied_model(tiny_text, tmp_path):
+    folder = write_pretrained(tmp_path / "model", tiny_text)
+    record = evaluate.run(folder, text=str(tiny_text), limit=3)
+    expected = {"hidden_act": "silu", "num_hidden_layers": 2, "intermediate_size": 96}
+    assert expected.items() <= record["model"].items() and record["backend"] == "dense"
+    model = adapter.LM(folder, 2, device=CPU).model
+    assert type(model) is LlamaForCausalLM and model.config.hidden_act == "silu"
+    with pytest.raises(ValueError, match="backend 'reference' is for layers with ReLU"):
+        evaluate.run(folder, backend="reference")
+    with pytest.raises(ValueError, match="FP8 is for layers with ReLU"):
+        evaluate.run(folder, dtype="FP8")

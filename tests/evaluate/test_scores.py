@@ -52,6 +52,7 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path, mon
         chosen = [choose(model, tokenizer, prompt.format(i["query"]), i["choices"]) for i in items]
         right = [one == item["gold"] for one, item in zip(chosen, items, strict=True)]
         assert scores[task]["acc,none"] == np.mean(right)
+        assert facts[task]["correct"] == "".join("01"[one] for one in right)
         chance = np.mean([1 / len(item["choices"]) for item in items])
         assert facts[task]["chance"] == pytest.approx(chance) and facts[task]["items"] == 6
 

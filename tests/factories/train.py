@@ -9,8 +9,17 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from tests.factories import SEED
 from twell import results
 from twell.config import TrainConfig
 from twell.models import load
@@ -18,6 +27,8 @@ from twell.train import train
 from twell.train.loop import Run
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un")]
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig}
+FAMILIES |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SHORT = {"tokens": 512, "warmup_steps": 0}  # one step
 COMPARED = {
     "train": ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"],
@@ -67,6 +78,19 @@ def stream_config(config, text, folder):
     config.prepare_text()[0].save_pretrained(folder.parent / "tokenizer")
     given = {"source": f"hf:{folder}", "tokenizer": str(folder.parent / "tokenizer")}
     return dataclasses.replace(config, checkpoint_every=8, valid_tokens=320, **given)
+
+
+def write_pretrained(folder, text, kind="llama", **changes):
+    """Write a random SiLU model with the tokenizer of the tiny text; return the folder."""
+    tokenizer = configuration(text).prepare_text()[0]
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(SEED)
+    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=96, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    sizes |= dict(max_position_embeddings=64, initializer_range=0.2) | ends | changes
+    AutoModelForCausalLM.from_config(FAMILIES[kind](**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_config(config, path):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -13,49 +15,35 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from tests.factories import SEED
 from tests.factories.train import (
-    configuration,
+    FAMILIES,
     contents,
     launch,
     series,
     stop_training,
     write_config,
+    write_pretrained,
 )
 from twell import cli, results
+from twell.config import TrainConfig
+from twell.corpus import load_tokenizer
+from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
-from twell.train import Student, relufy, relufy_config, train
+from twell.train import Student, evaluate, loop, relufy, relufy_config, train
 
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig}
-FAMILIES |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
 SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
 SHORT += "l1_zero_steps=0"
 SHORT = SHORT.split()
 
 
-def make(folder, text, kind="llama", **changes):
-    """Write a random model with the tokenizer of the tiny text."""
-    tokenizer = configuration(text).prepare_text()[0]
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(SEED)
-    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=96, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    sizes |= dict(max_position_embeddings=64, initializer_range=0.2) | ends | changes
-    AutoModelForCausalLM.from_config(FAMILIES[kind](**sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory, tiny_text):
-    return make(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
+    return write_pretrained(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
 
 
 @pytest.fixture
@@ -73,7 +61,7 @@ def test_the_loss_is_the_divergence_from_the_original(
     config, tmp_path, tiny_text, kind, monkeypatch
 ):
     monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
-    folder = make(tmp_path / "model", tiny_text, kind)
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind)
     model = Student.of(config("l1_coefficient=0.5", model=folder), torch.device("cpu"))
     dense = AutoModelForCausalLM.from_pretrained(folder)
     before = {name: weight.clone() for name, weight in dense.state_dict().items()}
@@ -122,7 +110,7 @@ def test_balanced_students_compute_the_same(config):
 def trained(teacher, tiny_text, tmp_path_factory):
     """A run of the command, and its configuration."""
     folder = tmp_path_factory.mktemp("relufied") / "run"
-    words = "tokens=61440 l1_coefficient=2e-3 l1_zero_steps=20 l1_growth=1.5 l1_stage_steps=5 "
+    words = "tokens=102400 l1_coefficient=2e-3 l1_zero_steps=20 l1_growth=1.5 l1_stage_steps=10 "
     words += "active_share=0.2"
     fields = [f"source={tiny_text}", *SHORT[:-1], *words.split()]
     assert cli.main(["relufy", str(teacher), *fields, "--out", str(folder)]) == 0
@@ -135,17 +123,25 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
     kl, active = series(log, "kl"), series(log, "active_mean").groupby("step").mean() / 96
     # ReLU alone is learnt first. Then the L1 term rises until a fifth of the neurons is active.
     assert kl.iloc[3] < 0.7 * kl.iloc[0]
-    assert active.iloc[3] > 0.4 and active.iloc[-1] < 0.23
-    coefficient = series(log, "l1_coefficient").to_numpy()
-    assert coefficient[0] == pytest.approx(2e-3)
-    steps = coefficient[1:] / coefficient[:-1]
-    shares = active.to_numpy()[:-1]
-    expected = [1.5 if share > 0.2 else 1 / 1.5 if share < 0.18 else 1 for share in shares]
-    assert steps == pytest.approx(expected, rel=1e-3)
+    assert active.iloc[3] > 0.4 and 0.15 < active.iloc[-1] < 0.21
+    coefficient = series(log, "l1_coefficient").droplevel("layer")  # of the steps before a row
+    assert coefficient.loc[:30].to_numpy() == pytest.approx(2e-3)  # a stage with the term
+    ends = range(30, 200, 10)
+    shares = active.loc[ends].to_numpy()
+    expected = 2 * shares - np.concatenate([shares[:1], shares[:-1]])
+    factors = [1.5 if share > 0.2 else 1 / 1.5 if share < 0.18 else 1 for share in expected]
+    later = coefficient.loc[[step + 5 for step in ends]].to_numpy()
+    assert later / [2e-3, *later[:-1]] == pytest.approx(factors, rel=1e-3)
     loss = series(log, "kl") + series(log, "l1_coefficient") * series(log, "l1")
     late = loss.index.get_level_values("step") > 20
     assert series(log, "loss")[late].to_numpy() == pytest.approx(loss[late].to_numpy(), rel=1e-3)
+    # Both models' losses on the same held-out text.
     assert "kl" in set(log[log.split == "valid"].metric)
+    original, loss = AutoModelForCausalLM.from_pretrained(row["teacher"]), []
+    for ids in TrainConfig.load(trained / "config.yaml").prepare_text()[2].draw(range(16)):
+        loss.append(original(ids[None], labels=ids[None]).loss.item())
+    logged = series(log, "cross_entropy_teacher", "valid")
+    assert logged.to_numpy() == pytest.approx(np.mean(loss), rel=1e-4)
 
 
 def test_the_result_is_a_model_like_any_other(trained, teacher):
@@ -162,6 +158,13 @@ def test_the_result_is_a_model_like_any_other(trained, teacher):
     assert len(tokenizer) == 320
 
 
+def test_the_card_of_an_export_names_the_original(trained, tmp_path):
+    card = (export(trained, tmp_path / "out", text="Words.") / "README.md").read_text()
+    assert (
+        "license" not in card and "Text: Words. It began as `teacher`, and learnt from it" in card
+    )
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
     given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2")
     given = dataclasses.replace(given, checkpoint_every=10)
@@ -175,16 +178,44 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
     assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
-def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind):
-    folder = make(tmp_path / "model", tiny_text, kind)
-    run = train(config("tokens=2048", model=folder), tmp_path / "run", quiet=True)
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2", {"tie_word_embeddings": True}),  # has biases
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
+def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind, changes):
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind, **changes)
+    given = dataclasses.replace(config("tokens=2048", model=folder), precision="bf16")
+    run = train(given, tmp_path / "run", quiet=True)
+    kl = series(results.load_run(run)[1], "kl", "valid")
+    assert kl.iloc[-1] < kl.iloc[0]
     saved = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert all(getattr(saved.config, name) == value for name, value in changes.items())
     assert saved.config.model_type == kind and saved.config.hidden_act == "relu"
     names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert set(saved.state_dict()) == names
+    with pytest.raises(ValueError, match="here only a SparseLlamaForCausalLM will do"):
+        export(run, tmp_path / "out", text="Words.")
     with pytest.raises(ValueError, match=f"the teacher is a {kind}; only the configuration of a L"):
         train(config("threshold=0.1", model=folder), tmp_path / "other", quiet=True)
+
+
+def test_what_a_llama_has_stays(config, tmp_path, tiny_text):
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    fields = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    folder = write_pretrained(tmp_path / "model", tiny_text, rope_parameters=scaled, **fields)
+    run = train(config("tokens=2048", model=folder), tmp_path / "run", quiet=True)
+    saved = load(run)[0]
+    assert all(getattr(saved.config, name) == value for name, value in fields.items())
+    assert saved.config.rope_parameters == scaled
+    assert saved.ffns[0].up_proj.bias is not None
+    loss = series(results.load_run(run)[1], "cross_entropy", "valid").iloc[-1]
+    blocks = config("tokens=2048", model=folder).prepare_text()[2]
+    assert evaluate(saved, blocks)["cross_entropy"] == pytest.approx(loss, rel=1e-4)
 
 
 def test_a_threshold_is_part_of_the_model(config, tmp_path):
@@ -196,18 +227,23 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
         shares.append(series(log, "active_mean", "valid").iloc[:2].mean())
         assert load(run)[0].ffns[0].threshold == threshold
     assert shares[1] < 0.9 * shares[0]
+    # A run is a model too, whose threshold the next one keeps.
+    assert config(model=run).threshold == 0.3 and config(model=run).teacher == str(run / "model")
+    assert config("threshold=0", model=run).threshold == 0
 
 
 # --- text that the teacher writes -----------------------------------------------------------------
 
 
 def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
     monkeypatch.setattr(relufy, "SAMPLES", 3000)
     monkeypatch.setattr(relufy, "SAMPLED", 16)
     said = []
     whole = relufy_config(teacher, SHORT, said.append)
     lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
     assert len(lines) == 6 * 16 and any("the teacher writes 96 texts" in line for line in said)
+    assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
     texts = "".join(line["text"] for line in lines)
     assert len(texts) > 3000 and len(set(texts)) > 5
     # Stopped in its third batch, with half a line written, it goes on to the same file.
@@ -221,18 +257,49 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     assert results.load_run(run)[0]["complete"]
 
 
+def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_text, monkeypatch):
+    monkeypatch.setattr(relufy, "SAMPLED", 4)
+    folder = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        load_tokenizer(str(folder), 320),
+    )
+    model.generation_config.repetition_penalty = 9.0
+    tokenizer.bos_token_id = 5
+    torch.manual_seed(SEED)
+    ids = relufy._write(model, tokenizer, 12)
+    torch.manual_seed(SEED)
+    expected = torch.full((4, 1), 5)
+    with torch.no_grad():
+        for _ in range(12):
+            probabilities = torch.softmax(model(expected).logits[:, -1], -1)
+            expected = torch.cat([expected, torch.multinomial(probabilities, 1)], 1)
+    assert not (expected == tokenizer.eos_token_id).any() and torch.equal(ids, expected[:, 1:])
+
+
+def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
+    monkeypatch.setattr(relufy, "SAMPLES", 512)
+    monkeypatch.setattr(relufy, "SAMPLED", 16)
+    sources = []
+    for scale in (0.2, 0.3):
+        folder = write_pretrained(tmp_path / "model", tiny_text, initializer_range=scale)
+        sources.append(relufy_config(folder, SHORT, lambda line: None).source)
+    assert sources[0] != sources[1]
+
+
 # --- what is said, and refused --------------------------------------------------------------------
 
 
 def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
-    folder, said = make(tmp_path / "model", tiny_text, hidden_act="relu"), []
+    folder, said = write_pretrained(tmp_path / "model", tiny_text, hidden_act="relu"), []
     fields = [f"source={tiny_text}", *SHORT, "tokens=1024"]
     given = relufy_config(folder, fields, said.append)
     assert any("has ReLU already" in line for line in said)
     assert any("no GPU was found" in line for line in said) != torch.cuda.is_available()
     parameters = sum(p.numel() for p in LlamaForCausalLM.from_pretrained(folder).parameters())
     sizes = f"teacher {4 * parameters / 2**30:.2f} GiB"
-    assert any(sizes in line and "logits 0.00 GiB" in line for line in said)
+    assert any(sizes in line and "logits 0.01 GiB" in line for line in said)
     log = results.load_run(train(given, tmp_path / "run", quiet=True))[1]
     assert abs(series(log, "kl", "valid").iloc[0]) < 1e-6
 
@@ -254,6 +321,50 @@ def test_fields_that_do_not_fit(config, field, message):
         config(field)
 
 
+def damage(folder, kind):
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    if kind == "cut short":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif kind == "incomplete":
+        tensors = load_file(weights)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    elif kind == "quantised":
+        fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+        path.write_text(json.dumps(fields))
+    else:
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("cut short", "model: damaged weights: .*; put back a whole copy"),
+        ("incomplete", "the weights have missing keys, such as model.layers.1.mlp.up_proj.weight"),
+        ("quantised", "model has quantised weights of a 'llama'"),
+        ("without tokenizer", "no tokenizer at .*model"),
+    ],
+)
+def test_damaged_models_are_refused(config, tmp_path, tiny_text, kind, message):
+    damage(write_pretrained(tmp_path / "model", tiny_text), kind)
+    with pytest.raises(ValueError, match=message):
+        train(config("tokens=1024", model=tmp_path / "model"), tmp_path / "run", quiet=True)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, tiny_text):
+    folder = write_pretrained(tmp_path / "model", tiny_text, vocab_size=300)
+    with pytest.raises(ValueError, match="has 320 entries; vocab_size 300 does not hold them"):
+        relufy_config(folder, SHORT, lambda line: pytest.fail(line))
+
+
+def test_a_slow_run_says_how_long_it_takes(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "SLOW", 0)
+    train(config("tokens=2560"), tmp_path / "run")
+    lines = re.findall(r"step 1 took \d+ s: about \d:\d\d:\d\d left", capsys.readouterr().out)
+    assert len(lines) == 1 - torch.cuda.is_available()
+
+
 def test_sizes_are_those_of_the_teacher(config, tmp_path):
     other = dataclasses.replace(config("tokens=1024"), intermediate_size=64)
     with pytest.raises(ValueError, match="intermediate_size is 64, and 96 in the teacher .*relufy"):
@@ -268,7 +379,7 @@ def test_other_architectures_are_refused_by_name(tmp_path):
 
 def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_text):
     before = contents(trained)
-    other = make(tmp_path / "other", tiny_text)
+    other = write_pretrained(tmp_path / "other", tiny_text)
     with pytest.raises(ValueError, match="holds a run of another configuration: .*teacher was"):
         train(config(model=other), trained, resume=True, quiet=True)
     assert contents(trained) == before

@@ -52,8 +52,8 @@ __getattr__, __dir__, __all__ = hand_on(
         "layer_parts layers_at level_gains model_speedups roofline scale_table short speedups "
         "step_speedups training_crossover training_speedups",
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
-        "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
-        "seven_tasks several_levels",
+        "against_dense backend_differences by_level evaluations paired_records paper_levels "
+        "paper_tasks seven_tasks several_levels",
         ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
         "compared_level computed_curves computed_otherwise contrast contrasts noise_limit "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ def command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Llama, Mistral, Qwen2 or Qwen3: its folder, or its name on the hub.",
+            help="A Llama, Mistral, Qwen2 or Qwen3: its folder, a run, or its name on the hub.",
         ),
     ],
     overrides: Overrides = None,
@@ -41,7 +42,8 @@ def command(
     from twell.train import relufy_config, train
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first one
+            print(line, flush=True)
 
     config = relufy_config(model, overrides or (), say)
     name = f"{Path(model).name}-relu-{config.active_share:g}"

@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from twell.corpus import load_tokenizer
 from twell.measure.float8 import Linears
 from twell.measure.providers import FP8, Provider
-from twell.models import sparse_ffns
+from twell.models import load_stock, read_json, resolve
+from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer
 from twell.trace.watch import Progress
+from twell.train.relufy import RELUFIABLE
 
 # Where "auto" starts on a GPU; lm-eval halves it until it fits. Its trial is five batches of the
 # longest request: with 1024, as many tokens as the paper's seven tasks have.
@@ -70,6 +74,25 @@ class _Told(Progress):
         self.add()
 
 
+def is_original(model: str | Path) -> bool:
+    """Whether a model has SiLU, which `twell relufy` exchanges; `twell.load` refuses it."""
+    fields = read_json(resolve(model) / "config.json")
+    papers = any(name.startswith("sparsity_") for name in fields)  # they have ReLU, and say "silu"
+    is_known = fields.get("model_type") in RELUFIABLE and not papers
+    return is_known and fields.get("hidden_act") == "silu"
+
+
+def _load_original(
+    model: str | Path, backend: str | None, dtype: torch.dtype | None, *, in_fp8: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return a model with SiLU, as transformers computes it, and its tokenizer."""
+    if backend not in (None, "dense") or in_fp8:
+        given = FP8 if in_fp8 else f"backend {backend!r}"
+        raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
+    loaded = load_stock(model, dtype or "auto").eval()
+    return loaded, load_tokenizer(str(resolve(model)), loaded.config.vocab_size)
+
+
 class LM(HFLM):
     """lm-eval's loader around one of our models: fp32 log-likelihoods, requests of any length."""
 
@@ -88,7 +111,12 @@ class LM(HFLM):
             batch_size = CPU_BATCH_SIZE
         in_fp8 = dtype == FP8
         kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
-        loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
+        if is_original(model):
+            loaded, tokenizer = _load_original(model, backend, kind, in_fp8=in_fp8)
+        else:
+            loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
+        self.ffns = [part for part in loaded.modules() if isinstance(part, SparseFFN)]
+        self.ffn_backend = self.ffns[0].backend if self.ffns else "dense"
         self.precision = FP8 if in_fp8 else str(loaded.dtype).removeprefix("torch.")
         # Requests of any length are scored, in windows of a context; the tokenizer need not warn.
         tokenizer.model_max_length = VERY_LARGE_INTEGER
@@ -101,7 +129,7 @@ class LM(HFLM):
             softmax_dtype=torch.float32,
             add_bos_token=add_bos_token,
         )
-        if sparse_ffns(loaded)[0].backend == "triton" and loaded.dtype == torch.float32:
+        if self.ffn_backend == "triton" and loaded.dtype == torch.float32:
             raise ValueError(
                 "backend 'triton' computes in bfloat16 or float16, and the model is float32; "
                 "give a dtype"
@@ -112,7 +140,7 @@ class LM(HFLM):
                 "which texts begin with"
             )
         if in_fp8:
-            Linears(loaded).become(Provider(sparse_ffns(loaded)[0].backend, precision=FP8))
+            Linears(loaded).become(Provider(self.ffn_backend, precision=FP8))
         loaded.config.use_cache = False  # nothing is generated from these passes
         self.say, self.truncated = say, Counter()
 

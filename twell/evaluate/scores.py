@@ -14,14 +14,13 @@ import pandas as pd
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.utils import handle_non_serializable, sanitize_list
-from transformers import PreTrainedModel
 
 from twell import corpus, results
 from twell.config import TrainConfig
 from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
 from twell.measure.providers import FP8
-from twell.models import check_llama, num_weights, resolve, sparse_ffns
+from twell.models import check_llama, num_weights, resolve
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
 
@@ -73,14 +72,26 @@ def run(
         facts = {name: task_facts(task, limit) for name, task in loaded.items()}
         for name, fact in facts.items():
             say(f"{name}: {fact['items']:,} items, {fact['data']}")
-        options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": log_samples}
+        options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": True}
         options |= {"batch_size": lm.batch_size_per_gpu, "device": str(where)}
         scores = simple_evaluate(lm, tasks=chosen, task_manager=manager, **options)
         for name, cut in lm.truncated.items():
             facts[name]["truncated"] = cut
             context = f"the context of {lm.max_length} tokens"
             say(f"{name}: {cut:,} requests were longer than {context} and lost their beginning")
+        for name, samples in scores["samples"].items():
+            facts[name] |= _correct(samples)
+        if not log_samples:
+            del scores["samples"]
     return _record(model, lm, facts, _plain(scores), start)
+
+
+def _correct(samples: list[dict]) -> dict[str, str]:
+    """Whether each item was answered right, "1" or "0", in their order; for paired comparisons."""
+    marks = {sample["doc_id"]: sample.get("acc") for sample in samples}
+    if not set(marks.values()) <= {0, 1}:
+        return {}
+    return {"correct": "".join(str(int(marks[number])) for number in sorted(marks))}
 
 
 def _check_options(
@@ -106,8 +117,8 @@ def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) 
     for package in ("lm_eval", "datasets"):
         origin["versions"][package] = importlib.metadata.version(package)
     return {
-        "model": _describe(model, lm.model),
-        "backend": sparse_ffns(lm.model)[0].backend,
+        "model": _describe(model, lm),
+        "backend": lm.ffn_backend,
         "dtype": lm.precision,
         "tasks": facts,
         **origin,
@@ -134,8 +145,9 @@ def _plain(scores: dict) -> dict:
     return scores
 
 
-def _describe(model: str | Path, loaded: PreTrainedModel) -> dict:
-    folder, config, ffns = resolve(model), loaded.config, sparse_ffns(loaded)
+def _describe(model: str | Path, lm: LM) -> dict:
+    folder, config, ffns = resolve(model), lm.model.config, lm.ffns
+    sized = ffns[0] if ffns else config  # an original with SiLU has no such layers
     weights = sorted(folder.glob("*.safetensors"))
     tokens = getattr(config, "training_tokens", None)  # an exported model says it
     if (path := Path(model) / "config.yaml").is_file():
@@ -144,15 +156,15 @@ def _describe(model: str | Path, loaded: PreTrainedModel) -> dict:
         "name": results.model_name(model),
         "path": str(model),
         "sha256": {file.name: results.file_hash(file) for file in weights},
-        "parameters": num_weights(loaded),
+        "parameters": num_weights(lm.model),
         "training_tokens": tokens,
         "context": config.max_position_embeddings,
-        "hidden_act": ffns[0].activation,
-        "gated_mlp": ffns[0].gated,
+        "hidden_act": ffns[0].activation if ffns else config.hidden_act,
+        "gated_mlp": not ffns or ffns[0].gated,
         "l1_coefficient": getattr(config, "l1_coefficient", 0.0),
-        "num_hidden_layers": len(ffns),
-        "hidden_size": ffns[0].hidden_size,
-        "intermediate_size": ffns[0].intermediate_size,
+        "num_hidden_layers": len(ffns) or config.num_hidden_layers,
+        "hidden_size": sized.hidden_size,
+        "intermediate_size": sized.intermediate_size,
         "vocab_size": config.vocab_size,
     }
 

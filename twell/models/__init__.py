@@ -15,7 +15,7 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 """
 
 from twell.models.adapters import Adapter, last_norm, register_adapter
-from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES
+from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES, read_json
 from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, l1_by_layer
@@ -25,6 +25,15 @@ from twell.models.llama import (
     SparseLlamaForCausalLM,
     check_llama,
 )
-from twell.models.loading import CALIBRATION, load, load_config, load_empty, resolve, save
+from twell.models.loading import (
+    CALIBRATION,
+    load,
+    load_config,
+    load_empty,
+    load_stock,
+    resolve,
+    save,
+    stock_config,
+)
 from twell.models.order import order_tokens
 from twell.models.quantize import dequantize_, num_weights, quantize_

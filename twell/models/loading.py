@@ -118,7 +118,7 @@ def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
             config = read_config(folder)
             config.ffn_backend, config.quantization_config = "dense", None
             return folder, SparseLlamaForCausalLM(config)
-        config, auto = _other_config(folder)
+        config, auto = stock_config(folder)
         return folder, sparsify(auto.from_config(config))
 
 
@@ -147,11 +147,36 @@ def resolve(name: str | Path) -> Path:
 # --- models of other families
 
 
+def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Return a model of any family as transformers loads it; see `load` for the name.
+
+    Raises ValueError for a damaged file, a tensor that is missing or unknown, and for quantised
+    weights.
+    """
+    folder = resolve(name)
+    config, auto = stock_config(folder)
+    source = folder if Path(name).is_dir() else name  # transformers downloads other files too
+    try:
+        with _no_progress_bar():
+            model, report = auto.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True
+            )
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: damaged weights: {error}; put back a whole copy") from None
+    for problem in ("missing_keys", "unexpected_keys"):
+        if report[problem]:
+            raise ValueError(
+                f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
+                f"{sorted(report[problem])[0]}; put back a whole copy"
+            )
+    return model
+
+
 def _is_llama(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in LLAMAS
 
 
-def _other_config(folder: Path) -> tuple[PreTrainedConfig, type]:
+def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
     """Return the configuration of a model, and the class that loads it."""
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -173,20 +198,8 @@ def _load_other(
     name: str | Path, folder: Path, backend: str, dtype: torch.dtype | None
 ) -> PreTrainedModel:
     """Return a model of another family than Llama. Raises ValueError for missing weights."""
-    config, auto = _other_config(folder)
     load_empty(folder)  # refuses what cannot become sparse, before weights load
-    source = folder if Path(name).is_dir() else name  # transformers downloads other files too
-    with _no_progress_bar():
-        model, report = auto.from_pretrained(
-            source, config=config, dtype=dtype or "auto", output_loading_info=True
-        )
-    for problem in ("missing_keys", "unexpected_keys"):
-        if report[problem]:
-            raise ValueError(
-                f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
-                f"{sorted(report[problem])[0]}; put back a whole copy"
-            )
-    sparsify(model, backend=backend)
+    model = sparsify(load_stock(name, dtype or "auto"), backend=backend)
     if backend == "auto" and (folder / CALIBRATION).is_file():
         calibration = _calibration_of(folder)
         for ffn in sparse_ffns(model):

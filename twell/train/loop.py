@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import math
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ from twell.train.log import Log, activity_columns
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
 
+SLOW = 60  # seconds until the first row of a log
 CLOSE = 0.9  # a share of active neurons that is this near to the wanted one needs no other L1
 
 
@@ -68,6 +70,7 @@ class Run:
         # Since the last row: sums of these and of the gradient norm; seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
         self.l1_factor = 1.0  # on the L1 coefficient, raised by `steer_l1`
+        self.share: float | None = None  # of active neurons, at the end of the last L1 stage
 
     def train(self, resume: bool) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
@@ -89,6 +92,7 @@ class Run:
             self.since -= self.spent
             for step in range(self.done + 1, config.steps + 1):
                 self.sums += self.step(step)
+                self.say_slow(step)
                 last = step == config.steps
                 if last or step % config.log_every == 0:
                     self.record(step)
@@ -185,6 +189,14 @@ class Run:
 
     # --- records
 
+    def say_slow(self, step: int) -> None:
+        """After the first step on a CPU say how long the run takes, where a row takes minutes."""
+        seconds, config = time.perf_counter() - self.since - self.spent, self.config
+        first = step == self.done + 1 and self.device.type == "cpu"
+        if first and config.log_every * seconds > SLOW:
+            left = datetime.timedelta(seconds=round(seconds * (config.steps - step)))
+            self.say(f"{self.folder.name}  step {step} took {seconds:.0f} s: about {left} left")
+
     def record(self, step: int) -> None:
         """Write the losses and the activity since the last row.
 
@@ -237,17 +249,21 @@ class Run:
         )
 
     def steer_l1(self, step: int, active: float) -> None:
-        """At the end of a stage raise the L1 coefficient where too many neurons are active.
+        """At the end of a stage raise the L1 coefficient if too many neurons will be active.
 
-        It falls again where less than CLOSE times the wanted share is. active: the mean since the
-        last row.
+        That is, if the share changes in the next stage as it did in this one: activity follows the
+        coefficient slowly. The coefficient falls if less than CLOSE times the wanted share will be.
+        Nothing changes before the L1 term acts in full. active: the mean since the last row.
         """
         config = self.config
         share = active / config.intermediate_size
-        if step % config.l1_stage_steps == 0:
-            if share > config.active_share:
+        acts = step > config.l1_zero_steps + config.l1_warmup_steps
+        if acts and step % config.l1_stage_steps == 0:
+            before = share if self.share is None else self.share
+            self.share, expected = share, 2 * share - before
+            if expected > config.active_share:
                 self.l1_factor *= config.l1_growth
-            elif share < CLOSE * config.active_share:
+            elif expected < CLOSE * config.active_share:
                 self.l1_factor /= config.l1_growth
         if step == config.steps and share > config.active_share:
             self.say(
@@ -262,7 +278,7 @@ class Run:
             result = evaluate(self.model, self.valid_blocks)
         loss = result["cross_entropy"]
         self.check_finite("validation loss", loss, step)  # the last step may be the one
-        values = {name: result[name] for name in ("cross_entropy", "kl") if name in result}
+        values = {name: result[name] for name in result if name != "layers"}
         values |= activity_columns(result["layers"])
         if step == self.config.steps:
             with silence(self.model), self.autocast():
@@ -328,6 +344,7 @@ class Run:
             "window": self.window.state(),
             "sparse": self.sparse.state(),
             "l1_factor": self.l1_factor,
+            "share": self.share,
             "random": torch.get_rng_state(),
             "streams": gather_object([self.blocks.state()]),
         }
@@ -356,7 +373,8 @@ class Run:
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.device)
         self.sparse.restore(state["sparse"])
-        self.l1_factor = state.get("l1_factor", 1.0)  # older versions wrote none
+        # Older versions wrote neither.
+        self.l1_factor, self.share = state.get("l1_factor", 1.0), state.get("share")
         self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
         if row := state.get("row"):

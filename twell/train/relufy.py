@@ -13,9 +13,11 @@ no logits of a whole batch exist. Ours; the paper trains from scratch.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,22 +29,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from twell import results
 from twell.config import TrainConfig, cache_folder
+from twell.corpus import load_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.l1 import l1_by_layer
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
 
 CHUNK = 1024  # tokens whose logits exist at a time
+LOGITS = 5  # fp32 tensors of these logits at the peak of `_compare` and its gradients
 # Fields of a configuration that the teacher decides, and their names in its own.
 OF_TEACHER = {
     "vocab_size": "vocab_size",
@@ -55,18 +60,21 @@ BYTES = {"fp32": 4, "bf16": 2}  # of a teacher's weight
 RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
 SAMPLES = 2**20  # tokens that a teacher writes where no text is given
 SAMPLED = 64  # texts of a batch
+TIMED = 8  # tokens that a batch writes first, to say how long it will take
 
 
 @dataclass
 class StudentOutput:
     """Losses in nats a token: loss = kl + l1_scale * l1_coefficient * l1, in training mode.
 
-    cross_entropy is of the text's own tokens. l1 is None in evaluation mode.
+    cross_entropy is of the text's own tokens, cross_entropy_teacher the teacher's. l1 is None in
+    evaluation mode.
     """
 
     loss: Tensor
     kl: Tensor
     cross_entropy: Tensor
+    cross_entropy_teacher: Tensor
     l1: Tensor | None = None
 
 
@@ -89,7 +97,7 @@ class Student(nn.Module):
     def of(cls, config: TrainConfig, device: torch.device) -> Student:
         """Return the student and the teacher of a configuration, the latter on its device."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        teacher = AutoModelForCausalLM.from_pretrained(config.teacher, dtype=kind).to(device)
+        teacher = load_stock(config.teacher, kind).to(device)
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change little
@@ -145,24 +153,26 @@ class Student(nn.Module):
             checkpoint(_compare, *heads, *chunk, use_reentrant=False)
             for chunk in zip(*pairs, strict=True)
         ]
-        divergence, cross_entropy = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
+        divergence, *losses = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
         kl = divergence / (num_tokens_in_batch or input_ids.numel())
-        cross_entropy = cross_entropy / (num_items_in_batch or input_ids[:, 1:].numel())
+        losses = [loss / (num_items_in_batch or input_ids[:, 1:].numel()) for loss in losses]
         if not self.training:
-            return StudentOutput(kl, kl, cross_entropy)
+            return StudentOutput(kl, kl, *losses)
         l1 = l1_by_layer(self.student, None, num_tokens_in_batch).mean()
-        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, cross_entropy, l1)
+        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, *losses, l1)
 
 
 def _compare(
     head: nn.Module, teacher_head: nn.Module, hidden: Tensor, wanted: Tensor, following: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sums over tokens [T] of KL(teacher, student), and of -log p of the tokens that follow."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over tokens [T] of KL(teacher, student), and of both models' -log p of what follows."""
     with torch.no_grad():
         target = torch.log_softmax(teacher_head(wanted).float(), -1)
+        expected = F.nll_loss(target, following, ignore_index=-100, reduction="sum")
     logprob = torch.log_softmax(head(hidden).float(), -1)
     divergence = F.kl_div(logprob, target, log_target=True, reduction="sum")
-    return divergence, F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+    loss = F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+    return divergence, loss, expected
 
 
 def relu_student(config: TrainConfig) -> PreTrainedModel:
@@ -172,7 +182,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     threshold in another model, whose saved configuration has no place for it, and for sizes that
     are not the teacher's.
     """
-    model = AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
+    model = load_stock(config.teacher, torch.float32)
     for field, own in OF_TEACHER.items():
         size, expected = getattr(config, field), getattr(model.config, own)
         if size != expected:
@@ -214,12 +224,14 @@ def relufy_config(
 ) -> TrainConfig:
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
-    name: a folder, or a name on the hub, of a type in RELUFIABLE. overrides: fields
+    name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields
     as key=value. Without a `source` the teacher writes SAMPLES tokens of text first. Raises
-    ValueError for another type of model, and for fields that only the teacher decides.
+    ValueError for another type of model, for fields that only the teacher decides, and for a
+    tokenizer with more entries than the model.
     """
-    teacher = str(name)
-    config = AutoConfig.from_pretrained(teacher)
+    folder = resolve(name)
+    teacher = str(folder) if Path(name).is_dir() else str(name)
+    config, _ = stock_config(folder)
     if config.model_type not in (*RELUFIABLE, SparseLlamaConfig.model_type):
         raise ValueError(
             f"{name} is a {config.model_type} model; relufy knows {', '.join(RELUFIABLE)}"
@@ -233,10 +245,14 @@ def relufy_config(
             raise ValueError(f"{field} is that of the teacher {name}; leave it out")
     if "context" not in given:
         fields["context"] = min(1024, config.max_position_embeddings)
+    if "threshold" not in given:
+        fields["threshold"] = getattr(config, "activation_threshold", 0.0)
     written = [f"{field}={json.dumps(value)}" for field, value in fields.items()]
     loaded = TrainConfig.load("relufy", [*written, *overrides])
+    tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
     if "source" not in given:
-        loaded = dataclasses.replace(loaded, source=str(_samples(teacher, loaded.context, say)))
+        samples = _samples(folder, tokenizer, loaded.context, say)
+        loaded = dataclasses.replace(loaded, source=str(samples))
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     if not torch.cuda.is_available():
@@ -245,28 +261,27 @@ def relufy_config(
     return loaded
 
 
-def _memory(config: PretrainedConfig, loaded: TrainConfig) -> str:
+def _memory(config: PreTrainedConfig, loaded: TrainConfig) -> str:
     """What teacher and student take, without activations."""
     with torch.device("meta"):
         number = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     teacher, student = BYTES[loaded.precision] * number, 16 * number
-    logits = 2 * 4 * CHUNK * loaded.vocab_size
+    logits = LOGITS * 4 * CHUNK * loaded.vocab_size
     sizes = {"teacher": teacher, "student, gradients and AdamW": student, "logits": logits}
     parts = ", ".join(f"{part} {size / 2**30:.2f} GiB" for part, size in sizes.items())
     return f"memory without activations: {parts}"
 
 
 @torch.no_grad()
-def _samples(teacher: str, context: int, say: Callable[[str], None]) -> Path:
+def _samples(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, context: int, say: Callable[[str], None]
+) -> Path:
     """Let the teacher write SAMPLES tokens; return the file, a document a line, in the cache.
 
     An interrupted call goes on where it stopped: every batch has a seed of its own.
     """
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if start is None:
-        raise ValueError(f"{teacher} has no token that a text begins with; give a source")
-    about = json.dumps([teacher, context, SAMPLES])
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors")]
+    about = json.dumps([*map(results.file_hash, files), context, SAMPLES, SAMPLED])
     name = hashlib.sha256(about.encode()).hexdigest()[:16]
     path = cache_folder() / f"samples-{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,26 +290,43 @@ def _samples(teacher: str, context: int, say: Callable[[str], None]) -> Path:
             return path
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(teacher, dtype=kind).to(device).eval()
+        model = load_stock(folder, kind).to(device).eval()
         part = path.with_suffix(".part")
         lines = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
         batches, written = math.ceil(SAMPLES / (SAMPLED * context)), len(lines) // SAMPLED
-        say(f"the teacher writes {batches * SAMPLED} texts of up to {context} tokens: {path}")
         results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * SAMPLED]))
+
+        start = time.perf_counter()
+        _write(model, tokenizer, TIMED)
+        seconds = (time.perf_counter() - start) / TIMED * context * (batches - written)
+        texts = f"{(batches - written) * SAMPLED} texts of up to {context} tokens"
+        say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
+        start = time.perf_counter()
         for batch in range(written, batches):
             torch.manual_seed(batch)
-            ids = model.generate(
-                torch.full((SAMPLED, 1), start, device=device),
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=1.0,
-                max_new_tokens=context - 1,
-                pad_token_id=start,
+            texts = tokenizer.batch_decode(
+                _write(model, tokenizer, context - 1), skip_special_tokens=True
             )
-            texts = tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True)
             with open(part, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-            say(f"{batch + 1} of {batches} batches of texts")
+            pace = (time.perf_counter() - start) / (batch + 1 - written)
+            left = _clock(pace * (batches - batch - 1))
+            say(f"{batch + 1} of {batches} batches of texts, {left} left")
         part.rename(path)
     return path
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: int) -> Tensor:
+    """Return the ids of SAMPLED texts that a model writes, drawn from its own probabilities."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id or end  # may be several
+    # The model's own settings may prefer some tokens, as a repetition penalty does.
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=end)
+    ids = torch.full((SAMPLED, 1), end if begin is None else begin, device=model.device)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens}
+    # Without a mask a first token that is also the padding would be hidden.
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 1:]
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))

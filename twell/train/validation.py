@@ -15,7 +15,8 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
 
     Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
-    blocks; of a student also "kl" (relufy.py). The layers' own counters keep their values.
+    blocks; of a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own counters
+    keep their values.
     """
     training, before = model.training, counters(model)
     model.eval()
@@ -23,7 +24,9 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     for ffn in model.ffns:
         ffn.stats.take()
 
-    totals = {"cross_entropy": 0.0} | ({"kl": 0.0} if isinstance(model, Student) else {})
+    totals = {"cross_entropy": 0.0}
+    if isinstance(model, Student):
+        totals |= {"kl": 0.0, "cross_entropy_teacher": 0.0}
     for start in range(0, len(blocks), batch):
         tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
         output = model(input_ids=tokens, labels=tokens, use_cache=False)
