@@ -86,7 +86,8 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
         with torch.no_grad():
             hidden, _ = forward(model, ids)
         paths = ", ".join(f"{path} {number}" for path, number in Counter(sides.asked).items())
-        assert sides.paths(provider, 100) == (paths or "dense 4") and bool(paths) != dense
+        assert sides.paths(provider, 100) == (paths or "dense 4")
+        assert bool(paths) == (provider.backend == "triton")  # "auto" is dense, by the projections
         assert torch.equal(results.setdefault(provider, hidden), hidden)
     assert sides.paths(TRITON, 64) == "decode 4"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -174,12 +175,17 @@ def measure(
 
     check: raises for a wrong result; returns columns, and what runs the call for a turn and returns
     times in ms. p20, p50 and p80 are added. In turns: a GPU's clock falls while it works, so the
-    first call would look fastest.
+    first call would look fastest. The order of a round is drawn, always alike: where power binds, a
+    call that always followed the hottest one would look slow.
     """
     checked = {key: check(key) for key in keys}
-    turns = [{key: times() for key, (_, times) in checked.items()} for _ in range(rounds)]
+    turns: dict[Any, list[np.ndarray]] = {key: [] for key in checked}
+    draws = random.Random(0)
+    for _ in range(rounds):
+        for key in draws.sample(list(checked), len(checked)):
+            turns[key].append(checked[key][1]())
     return {
-        key: columns | quantiles(np.concatenate([turn[key] for turn in turns]))
+        key: columns | quantiles(np.concatenate(turns[key]))
         for key, (columns, _) in checked.items()
     }
 
