@@ -72,14 +72,20 @@ on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, h
 vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
 tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, \
 L1 coefficient
-{row[l1_coefficient]:g} on the mean over tokens and layers of the sum over neurons of |h|.
+{row[l1_coefficient]:g}{staged} on the mean over tokens and layers of the sum over neurons of |h|.
 
 ## Limits
 
 A small model for looking at sparse activity, not for answers: what it writes is fluent at best \
-and often wrong. It has not been tuned to
-follow instructions, nor checked for bias; it repeats what its text holds.
+and often wrong. {untuned}
 """
+
+# By whether it began as another model: what nobody did.
+UNTUNED = {
+    False: "It has not been tuned to\nfollow instructions, nor checked for bias; it repeats what its "
+    "text holds.",
+    True: "It has not been\nchecked for bias; it repeats what its text and that model hold.",
+}
 
 # By whether transformers' Llama has such layers: what there is without twell.
 STOCK = {
@@ -191,6 +197,8 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         row=row,
         start=start,
         license="" if teacher else "license: apache-2.0\n",
+        staged=" at first (its log has the rest)" if teacher else "",
+        untuned=UNTUNED[bool(teacher)],
         teacher=f" It began as `{Path(teacher).name}`, and learnt from it." if teacher else "",
         name=out.resolve().name,
         stock=STOCK[row["gated"] and known],
