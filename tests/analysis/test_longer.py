@@ -114,7 +114,7 @@ def test_answers_are_paired_over_items_and_seeds():
         parts = [answers(f"d{n}", p, seed=n) for n, p in enumerate(dense)]
         parts += [answers(f"s{n}", p, seed=n) for n, p in enumerate(sparse)]
         names = [f"d{n}" for n in range(len(dense))], [f"s{n}" for n in range(len(sparse))]
-        return analysis.paired(pd.concat(parts), *names).iloc[0]
+        return analysis.paired_runs(pd.concat(parts), *names).iloc[0]
 
     same, worse = of([0.6] * 3, [0.6] * 3), of([0.6] * 3, [0.3] * 3)
     assert same["difference"] == 0 and same["low"] == same["high"] == 0  # the same answers
@@ -126,7 +126,7 @@ def test_answers_are_paired_over_items_and_seeds():
     single = of([0.6], [0.3])
     assert single["verdict"] == "one seed" and np.isnan(single["seeds"])
     assert not of([0.2] * 3, [0.2] * 3)["above_chance"]
-    table = analysis.paired(pd.concat([answers("d", 0.6), answers("s", 0.3)]), ["d"], ["s"])
+    table = analysis.paired_runs(pd.concat([answers("d", 0.6), answers("s", 0.3)]), ["d"], ["s"])
     numbers = quantities.paired(table)
     assert numbers["paired_tasks"] == 1 and not numbers["paired_settled"]
-    assert quantities.paired(analysis.paired(pd.DataFrame(columns=["run"]), [], [])) == {}
+    assert quantities.paired(analysis.paired_runs(pd.DataFrame(columns=["run"]), [], [])) == {}
