@@ -15,7 +15,7 @@ from scripts import keep, record, trainings
 from twell import analysis, corpus, results, trace
 from twell.config import TrainConfig
 
-COMMANDS = {name: command for group in trainings.ROUND for name, (command, _) in
+COMMANDS = {name: command for group in trainings.GROUPS for name, (command, _) in
             trainings.runs(group).items()}  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def recorder(tmp_path, monkeypatch):
     def call(*arguments, **parts):
         made = {name: (60, [f"fake {calls} {x} --out x" for x in xs]) for name, xs in parts.items()}
         monkeypatch.setattr(record, "PARTS", made)
-        monkeypatch.setattr(trainings, "ROUND", {"group": []})
+        monkeypatch.setattr(trainings, "GROUPS", {"group": []})
         monkeypatch.setattr(trainings, "missing", lambda group: list(parts))
         monkeypatch.setattr(sys, "argv", ["record", "group", "--out", str(tmp_path), *arguments])
         with pytest.raises(SystemExit) as end:
