@@ -58,7 +58,10 @@ TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".forma
 
 
 def relufied(name: str, fields: str, tokens: str = "2e7") -> tuple[int, list[str]]:
-    """Return a part that trains a model with ReLU, traces it and evaluates it."""
+    """Return a part that trains a model with ReLU, traces it and evaluates it.
+
+    At its limit a long training leaves a checkpoint, from which the next call goes on.
+    """
     name, stages = f"relufy-{name}", STAGES.get(tokens, (60, 20, 10))
     run = "{out}/runs/" + name
     commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), TRACED(run), SEVEN(run, name)]
