@@ -53,7 +53,7 @@ define execute
 	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/*.npz data/eval/*.json* data/checkpoints/*/*)
+build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/* data/eval/* data/checkpoints/*/*)
 	$(call execute,recorded)
 
 # These run the model that ships.

@@ -1,8 +1,11 @@
-"""Keep what is small of a trained run: python -m scripts.keep RUN --tasks FOLDER --out DIR
+"""Reduce a trained run to small files: python -m scripts.keep RUN --tasks FOLDER --out DIR
 
-DIR/runs/NAME has configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
-position, DIR/eval/NAME.csv.xz the answers to every item. The weights are then deleted. FOLDER has
-arc_easy*, piqa* and hellaswag* as .jsonl; without it only held-out text is asked.
+DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
+position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted. FOLDER has
+arc_easy*, piqa* and hellaswag* as .jsonl; without it all items are of held-out text.
+
+`twell evaluate` needs lm-eval, and has neither last words nor the loss of each held-out block.
+`analysis.paired_runs` compares the answers of several runs.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from twell.trace.counter import Counter
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
 
+# As in twell/tasks/local.
 PROMPTS = {"arc_easy": "Question: {}\nAnswer:", "piqa": "Question: {}\nAnswer:", "hellaswag": "{}"}
-ITEMS = 1000  # of last words; 400 continuations, as the task held_out_continuation has
+CONTINUATIONS = 400, 32, 8  # items and words, as the task held_out_continuation
+LAST_WORDS = 1000, 48
 BATCH_TOKENS = 2**15
 
 
@@ -38,8 +43,8 @@ def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
     source = TrainConfig.load(run / "config.yaml").valid_source
     texts = list(corpus.documents(source)) if source else []
     asked = {
-        "continuation": corpus.continuations(texts, 400, 32, 8) if texts else [],
-        "last_word": corpus.last_words(texts, ITEMS, 48),
+        "continuation": corpus.continuations(texts, *CONTINUATIONS) if texts else [],
+        "last_word": corpus.last_words(texts, *LAST_WORDS),
     }
     for name, prompt in PROMPTS.items() if tasks else ():
         (file,) = tasks.glob(f"{name}*.jsonl")
@@ -53,24 +58,24 @@ def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
 def scored(
     model: torch.nn.Module, sequences: Sequence[list[int]]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return of each sequence the log-likelihood of every token, and whether it was the likeliest.
+    """Return for each sequence the log-likelihood of every token, and whether it was the likeliest.
 
     The first token has neither. In nats, float64.
     """
-    order = sorted(range(len(sequences)), key=lambda at: len(sequences[at]))
-    answers: dict[int, tuple] = {}
+    order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
+    scores: dict[int, tuple] = {}
     start = 0
     while start < len(order):
         batch = max(1, BATCH_TOKENS // len(sequences[order[start]]))
-        ids = next(same_length((sequences[at] for at in order[start:]), batch))
+        ids = next(same_length((sequences[number] for number in order[start:]), batch))
         tokens = torch.tensor(ids, device=model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-        right = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        logprob = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
         greedy = logits.argmax(-1) == tokens[:, 1:]
-        for row, at in enumerate(order[start : start + len(ids)]):
-            answers[at] = right[row].double().cpu().numpy(), greedy[row].cpu().numpy()
+        for row, number in enumerate(order[start : start + len(ids)]):
+            scores[number] = logprob[row].double().cpu().numpy(), greedy[row].cpu().numpy()
         start += len(ids)
-    return [answers[at] for at in range(len(sequences))]
+    return [scores[number] for number in range(len(sequences))]
 
 
 def answers(
@@ -78,8 +83,8 @@ def answers(
 ) -> pd.DataFrame:
     """Return a row an item: task, item, correct and by_bytes.
 
-    correct: the right choice is the likeliest, of a single choice (the last word) every token;
-    by_bytes: likeliest for its length in bytes.
+    correct: the right choice is the likeliest. A single choice, as the last word, is correct if
+    each of its tokens is the likeliest. by_bytes: as correct, with log-likelihoods a byte.
     """
     sequences, starts = [], []
     for _, item in asked:
@@ -88,11 +93,11 @@ def answers(
             whole = trace.encode(tokenizer, f"{item['query']} {choice}")
             sequences.append(whole[-model.config.max_position_embeddings :])
             starts.append(len(sequences[-1]) - len(whole) + len(before) - 1)
-    found = iter(zip(scored(model, sequences), starts, strict=True))
+    scores = iter(zip(scored(model, sequences), starts, strict=True))
     rows, numbers = [], {}
     for task, item in asked:
-        parts = [next(found) for _ in item["choices"]]
-        sums = np.array([loss[start:].sum() for (loss, _), start in parts])
+        parts = [next(scores) for _ in item["choices"]]
+        sums = np.array([logprob[start:].sum() for (logprob, _), start in parts])
         bytes_of = np.array([len(choice.encode()) for choice in item["choices"]])
         gold, single = item["gold"], len(sums) == 1
         (_, greedy), start = parts[0]
@@ -103,8 +108,11 @@ def answers(
     return pd.DataFrame(rows, columns=["task", "item", "correct", "by_bytes"])
 
 
-class Counted(Counter):
-    """Counts over sequences of one length, which the tables of activity read."""
+class Counts(Counter):
+    """Counts over sequences of one length, with the methods that the tables of activity call.
+
+    An `Aggregate` would take a second pass, for examples that nothing here reads.
+    """
 
     def histogram(self) -> np.ndarray:
         return self.active_histogram.cpu().numpy()
@@ -126,20 +134,20 @@ def activity(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
     """Return `analysis.kept_activity` over the validation blocks."""
     config, context = model.config, len(blocks[0])
     shape = config.num_hidden_layers, config.intermediate_size, config.vocab_size
-    counted = Counted(*shape, context, device=model.device)
-    watch(model, blocks, max(1, trace.BATCH_TOKENS // context), counted)
-    return analysis.kept_activity(counted)
+    counts = Counts(*shape, context, device=model.device)
+    watch(model, blocks, max(1, trace.BATCH_TOKENS // context), counts)
+    return analysis.kept_activity(counts)
 
 
-def of_blocks(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
+def block_losses(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
     """Return the mean loss of each validation block (nats), as rows of `answers`."""
-    losses = [round(-float(right.mean()), 4) for right, _ in scored(model, blocks)]
+    losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
     table = pd.DataFrame({"task": "held_out_text", "item": range(len(losses))})
     return table.assign(nats=losses)
 
 
 def keep_run(run: Path, out: Path, command: str) -> None:
-    """Copy the small files of a run, the log compressed; the provenance says what was kept how."""
+    """Copy the small files of a run, the log compressed; the provenance has this command too."""
     folder = out / "runs" / run.name
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(run / "config.yaml", folder)
@@ -152,8 +160,8 @@ def keep_run(run: Path, out: Path, command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--tasks", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tasks", type=Path, help="folder of arc_easy*, piqa*, hellaswag*.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
@@ -166,7 +174,7 @@ def main() -> None:
         path = given.out / "traces" / f"{given.run.name}.csv"
         activity(model, blocks).to_csv(path, index=False)
     asked = answers(model, tokenizer, list(questions(given.run, given.tasks)))
-    table = pd.concat([asked, of_blocks(model, blocks)])
+    table = pd.concat([asked, block_losses(model, blocks)])
     table.to_csv(given.out / "eval" / f"{given.run.name}.csv.xz", index=False)
     keep_run(given.run, given.out, command)
     shutil.rmtree(given.run / "model")

@@ -1,12 +1,9 @@
 """Measure on a GPU what data/ holds: python -m scripts.record [PART ...] --out DIR
 
-Parts run one after the other, with several GPUs side by side. Each waits until nothing else runs on
-its GPU, has a log in DIR/logs, and a limit of time, at which all of its processes end. Given again,
-the command goes on with what is not done; --seconds ends it in time, a training with a checkpoint.
-Without a part it lists them. Parts that train read a corpus: --corpus FOLDER has train/ and
-valid.jsonl.xz. The trainings of `scripts.trainings`, by run or by group, read ./corpus, and --tasks
-has the items that their models are asked. The parts relufy-* change the model --model FOLDER, and
-evaluate on the files of --corpus FOLDER/eval (docs/evaluation.md).
+Without a part it lists all parts. A part is a name of PARTS below, or a run or a group of
+`scripts.trainings`. Each GPU runs one part at a time. A part waits until nothing else runs on its
+GPU, writes a log into DIR/logs, and ends with all of its processes at its limit of time. The same
+command again goes on with what is not done. The trainings of `scripts.trainings` read ./corpus.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -60,15 +58,18 @@ TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".forma
 
 
 def relufied(name: str, fields: str, tokens: str = "2e7") -> tuple[int, list[str]]:
-    """A part: a model relufied, its activity and its answers. It fits a call of ten minutes."""
+    """Return a part that trains a model with ReLU, traces it and evaluates it.
+
+    At its limit a long training leaves a checkpoint, from which the next call goes on.
+    """
     name, stages = f"relufy-{name}", STAGES.get(tokens, (60, 20, 10))
     run = "{out}/runs/" + name
     commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), TRACED(run), SEVEN(run, name)]
     return 580, commands
 
 
-# Name -> limit in seconds, well above what an H200 took where it is known, and commands, which get
-# --out DIR/bench unless they have an --out of their own. "layer" took 200 s with torchao.
+# Name -> limit in seconds and commands. A limit is well above the time on an H200, where that is
+# known: "layer" took 200 s with torchao. Commands without --out get --out DIR/bench.
 PARTS: dict[str, tuple[int, list[str]]] = {
     "tests": (600, ["pytest tests/gpu -q -p no:cacheprovider -n 4"]),
     "fuzz": (
@@ -136,7 +137,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
 } | trainings.parts()
 STOPPING = 40  # seconds in which a training writes its checkpoint
 
-RUNNING: set[int] = set()  # sessions of processes, which Ctrl-C does not reach
+RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 
 
 def wait_for_gpu(gpu: str) -> None:
@@ -155,7 +156,7 @@ def wait_for_gpu(gpu: str) -> None:
 
 
 def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -> int:
-    """The exit status of a module's command, 124 at its limit; its children end with it.
+    """Run a module's command and return its exit status, 124 at its limit; its children end too.
 
     At the limit it is interrupted, so that a training leaves a checkpoint.
     """
@@ -178,15 +179,15 @@ def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -
         end(process.pid)
 
 
-def end(session: int) -> None:
+def end(group: int) -> None:
     """Kill a command and its children."""
-    RUNNING.discard(session)
+    RUNNING.discard(group)
     with suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def completed(command: str, given: argparse.Namespace) -> str | None:
-    """Fill in a command's folders, and return what is left of it; None for nothing."""
+    """Return a command with its folders, with --resume where it began; None where it is done."""
     jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
     places = {name: getattr(given, name) for name in ("out", "corpus", "tasks", "model")}
     command = command.format(jobs=jobs, **places)
@@ -200,7 +201,7 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
 
 
 def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
-    """Run a part's commands on a GPU; whether all of them ended well."""
+    """Run a part's commands on a GPU; return whether all of them succeeded."""
     limit, commands = PARTS[name]
     log = given.out / "logs" / f"{name}.log"
     done = log.with_suffix(".done")
@@ -232,15 +233,21 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART")
-    parser.add_argument("--out", type=Path, default=Path("build/record"))
-    parser.add_argument("--corpus", type=Path, default=Path("corpus"))
-    parser.add_argument("--tasks", type=Path, default=Path("corpus"))
-    parser.add_argument("--model", type=Path, default=Path("model"))
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
+
+    def add(name: str, default: object, text: str, kind: Callable = Path) -> None:
+        parser.add_argument(name, type=kind, default=default, help=text)
+
+    add("--out", Path("build/record"), "folder of rows, runs and logs")
+    add("--corpus", Path("corpus"), "train/, valid.jsonl.xz, and eval/ for the parts relufy-*")
+    add("--tasks", Path("corpus"), "folder of the items for `scripts.keep`")
+    add("--model", Path("model"), "folder of the model that the parts relufy-* change")
+    add("--seconds", float("inf"), "end by then; a training leaves a checkpoint", float)
+    add("--gpus", ["0"], "numbers of GPUs, with commas", lambda text: text.split(","))
     given = parser.parse_args()
     given.until = time.monotonic() + given.seconds - STOPPING
-    named = [trainings.missing(name) if name in trainings.ROUND else [name] for name in given.parts]
+    named = [
+        trainings.missing(name) if name in trainings.GROUPS else [name] for name in given.parts
+    ]
     given.parts = [part for parts in named for part in parts]
     unknown = sorted(set(given.parts) - set(PARTS))
     if unknown:
@@ -271,8 +278,8 @@ def main() -> None:
         for thread in threads:
             thread.join()
     finally:
-        for session in list(RUNNING):
-            end(session)
+        for group in list(RUNNING):
+            end(group)
     raise SystemExit(not all(results))
 
 

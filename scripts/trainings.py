@@ -1,9 +1,10 @@
-"""The second round of trainings, as parts of `scripts.record`, in order of value.
+"""Trainings that are still to record, as parts of `scripts.record`, in order of value.
 
-Three seeds of whatever is compared, schedules of 25 to 300 M tokens, and the flagship's partners.
-Of the recorded runs there are logs, but no weights to trace or to ask. Fields are those of the
-recorded runs of the same comparison. Each part trains (going on where it stopped),
-then keeps what is small (`scripts.keep`). Runs that data/runs has are no parts.
+They are further seeds of every comparison, schedules of 25 to 300 M tokens, and the flagship
+on 300 M tokens, with and without L1. Recorded runs have no weights, so other models have to be
+traced and evaluated. A run has the fields of the recorded runs of its comparison. Each part trains,
+or resumes, and then `scripts.keep` writes its small files. Runs in data/runs are left out.
+`python -m scripts.trainings` lists the others.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from pathlib import Path
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 TEXT = (
-    "source=corpus/train valid_source=corpus/valid.jsonl.xz tokenizer=corpus/tokenizer-16k "
-    "compile=true checkpoint_every=0"
+    "source=corpus/train valid_source=corpus/valid.jsonl.xz compile=true checkpoint_every=0 "
+    "tokenizer=corpus/tokenizer-"
 )
-SMALL = f"85m {TEXT} batch_tokens=32768 micro_batch=32 log_every=32 valid_every=512"
-SMALL += " learning_rate=1e-3 tokens={tokens} l1_coefficient={l1}"
+SMALL = (
+    f"85m {TEXT}16k batch_tokens=32768 micro_batch=32 log_every=32 valid_every=512 "
+    "learning_rate=1e-3 tokens={tokens} l1_coefficient={l1}"
+)
 WIDE = (
-    f"0.5b {TEXT} vocab_size=16384 context=1024 batch_tokens=131072 micro_batch=64 log_every=8 "
+    f"0.5b {TEXT}16k vocab_size=16384 context=1024 batch_tokens=131072 micro_batch=64 log_every=8 "
     "valid_every=256 valid_tokens=1048576 warmup_steps=100 learning_rate=5e-4 "
     "tokens={tokens} l1_coefficient={l1}"
 )
 SHIPS = (
-    f"5m {TEXT} tokenizer=corpus/tokenizer-4k micro_batch=128 log_every=64 valid_every=2048 "
+    f"5m {TEXT}4k micro_batch=128 log_every=64 valid_every=2048 "
     "precision=bf16 dead_window_tokens=4194304 learning_rate=3e-3 tokens={tokens} "
     "l1_coefficient={l1}"
-).replace("tokenizer=corpus/tokenizer-16k ", "")
+)
 WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
 
 Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
-ROUND: dict[str, list[Row]] = {  # by group
+GROUPS: dict[str, list[Row]] = {  # by name of the group
     "choices": [
         ("85m-50m-l1-6e-4-warmup", SMALL, "5e7", "6e-4", WARM, "012"),
         ("85m-50m-nongated-l1-6e-4", SMALL, "5e7", "6e-4", WIDER, "012"),
@@ -46,7 +49,7 @@ ROUND: dict[str, list[Row]] = {  # by group
         for layers, tokens in ((2, "1.67e7"), (4, "3.33e7"), (8, "6.67e7"))
         for l1 in ("0", "6e-4")
     ],
-    # Seeds 1 to 3: three models a level to ask and to trace.
+    # Seed 0 is recorded without weights; seeds 1 to 3 make three traced models a level.
     "tokens-100m": [
         (f"85m-100m-l1-{l1}", SMALL, "1e8", l1, "", "0123") for l1 in ("6e-4", "0", "1.5e-4")
     ],
@@ -73,13 +76,13 @@ ROUND: dict[str, list[Row]] = {  # by group
     ],
 }
 TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
-START = 90  # seconds: start, compilation, and what `scripts.keep` asks; a guess
+START = 90  # seconds of start, compilation and `scripts.keep`; a guess
 
 
 def runs(group: str) -> dict[str, tuple[str, float]]:
     """Return the command of each run of a group, and the seconds that an H200 may take, by name."""
     result = {}
-    for name, fields, tokens, l1, others, seeds in ROUND[group]:
+    for name, fields, tokens, l1, others, seeds in GROUPS[group]:
         chosen = fields.format(tokens=tokens, l1=l1)
         for changed in others.split():
             key = changed.partition("=")[0]
@@ -103,7 +106,7 @@ def parts(recorded: Path = RECORDED) -> dict[str, tuple[int, list[str]]]:
     keep = "scripts.keep {{out}}/runs/{} --tasks {{tasks}} --out {{out}}/kept"
     return {
         name: (3 * int(seconds) + 300, [command, keep.format(name)])
-        for group in ROUND
+        for group in GROUPS
         for name, (command, seconds) in runs(group).items()
         if name in missing(group, recorded)
     }
@@ -111,7 +114,7 @@ def parts(recorded: Path = RECORDED) -> dict[str, tuple[int, list[str]]]:
 
 def main() -> None:
     """Print what is missing, and the seconds that it may take."""
-    for group in ROUND:
+    for group in GROUPS:
         seconds = runs(group)
         names = missing(group)
         print(f"{group}: {len(names)} runs, {sum(seconds[name][1] for name in names):.0f} s")

@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from scripts import keep, record, trainings
-from twell import analysis, corpus, results, trace
+from twell import analysis, results, trace
 from twell.config import TrainConfig
 
-COMMANDS = {name: command for group in trainings.ROUND for name, (command, _) in
+COMMANDS = {name: command for group in trainings.GROUPS for name, (command, _) in
             trainings.runs(group).items()}  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def recorder(tmp_path, monkeypatch):
     def call(*arguments, **parts):
         made = {name: (60, [f"fake {calls} {x} --out x" for x in xs]) for name, xs in parts.items()}
         monkeypatch.setattr(record, "PARTS", made)
-        monkeypatch.setattr(trainings, "ROUND", {"group": []})
+        monkeypatch.setattr(trainings, "GROUPS", {"group": []})
         monkeypatch.setattr(trainings, "missing", lambda group: list(parts))
         monkeypatch.setattr(sys, "argv", ["record", "group", "--out", str(tmp_path), *arguments])
         with pytest.raises(SystemExit) as end:
@@ -153,12 +153,3 @@ def test_answers_are_the_likeliest(tiny):
     best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
     assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
     assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]
-
-
-def test_last_words_stand_before_their_sentence():
-    text = (
-        "The harbour was quiet. " + "word " * 30 + "so we walked down to the harbour. " + "a " * 90
-    )
-    (item,) = corpus.last_words([text], 5, 25)
-    assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
-    assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []

@@ -388,9 +388,9 @@ def load_runs(
 
 
 def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:
-    """Read the tables that `scripts.keep` left of runs, RUN + ending, with the column run in front.
+    """Read the tables of `scripts.keep`, files RUN + ending, into one with the column run in front.
 
-    A table without rows where there is none.
+    Without such files the result has no rows.
     """
     paths = sorted(Path(folder).glob(f"[!.]*{ending}"))
     tables = [pd.read_csv(path).assign(run=path.name.removesuffix(ending)) for path in paths]

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.factories import SEED
 from tests.factories.analysis import evaluation
 from twell import analysis, results
 
@@ -164,46 +163,3 @@ def test_accuracies_to_be_read():
         "piqa": ["50.0", "100", "(50.0 ± 1.0)", "52.1 ± 1.0"],
         "piqa, acc_norm": ["50.0", "100", "", "(10.0 ± 1.0)"],
     }
-
-
-def marked(correct, data="items.jsonl"):
-    record = evaluation(tasks=tuple(correct))
-    for task, marks in correct.items():
-        record["tasks"][task] |= {"correct": marks, "items": len(marks), "data": data}
-    return record
-
-
-def test_models_are_compared_item_by_item():
-    random = np.random.default_rng(SEED)
-    answers = {task: random.integers(0, 2, (2, 400)) for task in ("piqa", "arc_easy")}
-    answers["piqa"][1, :380] = answers["piqa"][0, :380]  # mostly alike
-    records = [
-        marked({task: "".join(map(str, marks[one])) for task, marks in answers.items()})
-        for one in (0, 1)
-    ]
-    table = analysis.paired_records(*records).set_index("task")
-    assert list(table.index) == ["arc_easy", "piqa", "mean"] and table["items"]["mean"] == 800
-    resampled = []
-    for task, marks in answers.items():
-        gains = marks[0] - marks[1]
-        assert table["difference"][task] == pytest.approx(gains.mean())
-        drawn = gains[random.integers(0, 400, (10_000, 400))].mean(1)
-        resampled.append(drawn)
-        bounds = table.loc[task, ["low", "high"]].to_numpy(float)
-        np.testing.assert_allclose(bounds, np.percentile(drawn, [2.5, 97.5]), atol=0.005)
-    bounds = table.loc["mean", ["low", "high"]].to_numpy(float)
-    expected = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
-    np.testing.assert_allclose(bounds, expected, atol=0.005)
-    assert table["high"]["piqa"] - table["low"]["piqa"] < 0.3 * (
-        table["high"]["arc_easy"] - table["low"]["arc_easy"]
-    )
-
-
-def test_models_asked_other_items_are_not_compared():
-    one = marked({"piqa": "01"})
-    with pytest.raises(ValueError, match="the items of piqa differ: 2 of items.jsonl and 2 of x"):
-        analysis.paired_records(one, marked({"piqa": "01"}, data="x"))
-    with pytest.raises(ValueError, match="no single items of piqa; evaluate the model anew"):
-        analysis.paired_records(one, evaluation(tasks=("piqa",)))
-    with pytest.raises(ValueError, match="none of the seven tasks in common"):
-        analysis.paired_records(one, marked({"arc_easy": "01"}))

@@ -41,6 +41,7 @@ NUMBERS = {
         r"would need \d+ to ([\d,]+):": "independent.max()",
         r"narrow model: ([\d.]+)%": "100 * analysis.per_layer(wide)['active_fraction'].mean()",
         r"instead of ([\d.]+)%": "100 * share.mean()",
+        r"holds in (\d) of 3 seeds": "ours['ten_times'].sum()",
     },
     "04_tokens": {
         r"with (\d+) neurons a layer": "positions['mean_active'].iloc[0]",
@@ -123,6 +124,8 @@ NUMBERS = {
         r"peak is (\d+)% higher": "subjects['training']['memory_whole']",
         r"higher \((\d+) against": "subjects['training']['whole_gb']",
         r"against (\d+) GB": "subjects['training']['dense_gb']",
+        r"this loss after ([\d.]+) minutes": "ends['seconds'].min() / 60",
+        r"dense products after ([\d.]+)": "ends['seconds'].max() / 60",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
         r"(\d+)% more memory": "100 * scaled['peak_memory'].pct_change().iloc[-1]",

@@ -7,7 +7,6 @@ runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
 longer    outcomes over training tokens, and the time that two trainings take to one loss
 agreement where activity is, in every recorded model
-items     sparse models beside dense ones on the same items
 activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
 formats   the formats cell by cell, and their bytes
@@ -15,6 +14,7 @@ speed     measured layers, training steps and whole models over dense
 quantized the fastest in FP8 beside bf16, and its quality
 clusters  what a training would cost on many GPUs
 tasks     accuracies of downstream tasks
+items     models beside each other on the same items
 trained   quantities of runs: the numbers behind the claims, by name
 measured  quantities of measured rows
 quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
@@ -33,13 +33,12 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".activity": "by_neuron by_position by_surprise contexts firing kept_activity passage "
         "per_layer per_token places specific strongest surprise surprise_correlation "
-        "tile_overflow together "
-        "union_sizes value_histogram",
+        "tile_overflow together union_sizes value_histogram",
+        ".agreement": "FINDINGS PEAK_WITHIN findings shared",
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
-        ".agreement": "FINDINGS PEAK_WITHIN findings shared",
         ".formats": "format_bytes format_cells",
-        ".items": "DRAWS SCORES paired",
+        ".items": "DRAWS SCORES paired_records paired_runs",
         ".longer": "BUDGETS RACED over_tokens race reached",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
@@ -52,8 +51,8 @@ __getattr__, __dir__, __all__ = hand_on(
         "layer_parts layers_at level_gains model_speedups roofline scale_table short speedups "
         "step_speedups training_crossover training_speedups",
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
-        "against_dense backend_differences by_level evaluations paired_records paper_levels "
-        "paper_tasks seven_tasks several_levels",
+        "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
+        "seven_tasks several_levels",
         ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
         "compared_level computed_curves computed_otherwise contrast contrasts noise_limit "

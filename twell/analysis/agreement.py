@@ -1,4 +1,4 @@
-"""Where activity is, in every recorded model: findings that all share, or accidents of one."""
+"""Where activity is, in every recorded model: which findings hold in all, and which in some."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pandas as pd
 
 from twell.analysis.runs import choice, logged_layers
 
-PEAK_WITHIN = 0.25  # of the depth, from the paper's peak
-# Of a model: what the paper says of its own, and the column that says it of ours.
+PEAK_WITHIN = 0.25  # largest distance from the paper's peak, as a share of the depth
+# Column of `findings` -> what the paper says of its models.
 FINDINGS = {
     "first_two_least": "the first two layers are the least active",
     "ten_times": "the busiest token of every layer has ten times its mean",
@@ -22,8 +22,8 @@ def findings(
 ) -> pd.DataFrame:
     """Return a row a complete ReLU run: which of FINDINGS hold in it.
 
-    kept: `kept_activity` of models, with a column run; those without it have neither no_overflow
-    nor first_is_most (None), and those of up to three layers no first_two_least. peak_depth: the
+    kept: `kept_activity` of traced models, with a column run. no_overflow and first_is_most are
+    None in other models, first_two_least in models of up to three layers. peak_depth: the
     paper's, from 0 (first layer) to 1 (last). Other columns: run, setting (the run's name without
     its seed), choice, l1_coefficient, tokens, num_layers, seed, least and peak (layers, from 0),
     ratio_least and ratio_most (busiest token over mean), overflow (share of tokens, in the layer
@@ -46,7 +46,7 @@ def findings(
         row |= {"setting": run["run"].partition("-seed-")[0], "least": least[0], "peak": peak}
         row |= {"ratio_least": ratios.min(), "ratio_most": ratios.max()}
         depth = peak / max(len(table) - 1, 1)
-        # Of two layers both are the least active.
+        # In few layers this says little: of two layers, both are the least active.
         row["first_two_least"] = set(least) == {0, 1} if len(table) > 3 else None
         row |= {"ten_times": bool(ratios.min() > 10)}
         row["early_peak"] = abs(depth - peak_depth) < PEAK_WITHIN
@@ -69,9 +69,8 @@ def _of_trace(kept: pd.DataFrame) -> dict:
 def shared(table: pd.DataFrame) -> pd.DataFrame:
     """Return how many models of a table of `findings` each finding holds in, a row a finding.
 
-    Columns: finding, holds and models (numbers; of those where it is known), verdict: "in all",
-    "in none", "in some" (an accident of a seed or size), or "one model", of which neither can be
-    said.
+    Columns: finding, models (how many are known), holds (in how many of these), and verdict:
+    "in all", "in none" or "in some"; "one model" where only one is known, empty where none is.
     """
     rows = []
     for name in FINDINGS:

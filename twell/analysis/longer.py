@@ -8,8 +8,8 @@ import pandas as pd
 from twell.analysis.runs import check_alike, choice, levels, sweep
 from twell.analysis.variants import QUANTITIES, noise_limit
 
-BUDGETS = 2  # of a level that is compared over tokens
-RACED = {"backend", "l1_coefficient"}  # in which two trainings of a race differ
+BUDGETS = 2  # numbers of tokens, at least, of a level that is compared over tokens
+RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
 
 
 def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -34,26 +34,28 @@ def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of `over_tokens` from a `sweep` on one number of tokens."""
-    rows = []
-    every = levels(table)
-    dense = int(every.loc[every["l1_coefficient"] == 0, "runs"].sum())
-    for row in every.to_dict("records"):
-        price, active, dead = (
-            noise_limit(table, column, row["runs"], others if row["runs"] > 1 else 0)
-            for column, others in zip(QUANTITIES, (dense, np.inf, np.inf), strict=True)
-        )
-        price = price if dense > 1 and row["l1_coefficient"] else np.nan
-        share = 100 * row["dead_fraction_train"], 100 * dead
-        for name, mean, limit in (
-            ("dead", *share),
-            ("change", row["cross_entropy_change"], price),
-        ):
-            row |= {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
-        ends = {
-            end: row["active"] * np.exp(sign * active) for end, sign in (("low", -1), ("high", 1))
-        }
-        rows.append(row | {f"active_{end}": value for end, value in ends.items()})
+    by_level, rows = levels(table), []
+    dense = int(by_level.loc[by_level["l1_coefficient"] == 0, "runs"].sum())
+    loss, active, dead = QUANTITIES
+    for row in by_level.to_dict("records"):
+        seeds = row["runs"]
+        known = seeds > 1  # a single run has no interval of its own
+        spread = noise_limit(table, active, seeds, np.inf) if known else np.nan
+        row["active_low"] = row["active"] * np.exp(-spread)  # activity scatters in proportion
+        row["active_high"] = row["active"] * np.exp(spread)
+
+        limit = 100 * noise_limit(table, dead, seeds, np.inf) if known else np.nan
+        row |= _interval("dead", 100 * row["dead_fraction_train"], limit)
+
+        both = known and dense > 1 and row["l1_coefficient"] > 0
+        limit = noise_limit(table, loss, seeds, dense) if both else np.nan
+        row |= _interval("change", row["cross_entropy_change"], limit)
+        rows.append(row)
     return pd.DataFrame(rows).assign(dense_runs=dense)
+
+
+def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
+    return {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
 
 
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -90,10 +92,8 @@ def reached(raced: pd.DataFrame) -> pd.DataFrame:
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []
-    for (run, backend, level), table in raced.groupby(
-        ["run", "backend", "l1_coefficient"], sort=False
-    ):
-        target = last.max()
+    target, by = last.max(), ["run", "backend", "l1_coefficient"]
+    for (run, backend, level), table in raced.groupby(by, sort=False):
         end = int(np.argmax(table["cross_entropy"].to_numpy() <= target))
         near = table.iloc[max(end - 1, 0) : end + 1].sort_values("cross_entropy")
         seconds, tokens = (
@@ -101,5 +101,4 @@ def reached(raced: pd.DataFrame) -> pd.DataFrame:
             for name in ("seconds", "tokens")
         )
         rows.append((run, backend, level, target, seconds, tokens, last[run]))
-    columns = ["run", "backend", "l1_coefficient", "cross_entropy", "seconds", "tokens", "last"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=[*by, "cross_entropy", "seconds", "tokens", "last"])

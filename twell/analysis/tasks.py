@@ -227,38 +227,3 @@ def against_dense(table: pd.DataFrame) -> pd.DataFrame:
         result["stderr"] = np.hypot(both["stderr"], both["stderr_dense"])
         result["above_chance"] = (both[["verdict", "verdict_dense"]] == "above chance").any(axis=1)
     return result
-
-
-def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
-    """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
-
-    one, other: records of `results.load_evaluations` with "correct". Rows: the tasks that both
-    have, and the mean of these. Columns: task, items, accuracy, other, difference, low, high; the
-    95% interval is from `draws` bootstrap samples of the items of each task, the same for both
-    models. Raises ValueError for records without single items, or of other items.
-    """
-    random, rows, samples = np.random.default_rng(0), [], []
-    for name in TASKS:
-        if name == MEAN or not (name in one["tasks"] and name in other["tasks"]):
-            continue
-        facts = one["tasks"][name], other["tasks"][name]
-        if any("correct" not in fact for fact in facts):
-            raise ValueError(f"a record has no single items of {name}; evaluate the model anew")
-        if len({(fact["data"], fact["items"]) for fact in facts}) > 1:
-            sources = " and ".join(f"{fact['items']} of {fact['data']}" for fact in facts)
-            raise ValueError(f"the items of {name} differ: {sources}")
-        marks = np.array([[int(mark) for mark in fact["correct"]] for fact in facts])
-        gains, items = marks[0] - marks[1], marks.shape[1]
-        # A sample of items is known by how often each of the three gains is in it.
-        shares = [(gains == gain).mean() for gain in (-1, 0, 1)]
-        drawn = random.multinomial(items, shares, draws)
-        samples.append((drawn[:, 2] - drawn[:, 0]) / items)
-        rows.append((name, items, *marks.mean(1), gains.mean()))
-    if not rows:
-        raise ValueError("the records have none of the seven tasks in common")
-    columns = ["task", "items", "accuracy", "other", "difference"]
-    table = pd.DataFrame(rows, columns=columns)
-    mean = table[columns[2:]].mean().to_dict() | {"task": "mean", "items": table["items"].sum()}
-    table = pd.concat([table, pd.DataFrame([mean])], ignore_index=True)[columns]
-    low, high = np.percentile([*samples, np.mean(samples, axis=0)], [2.5, 97.5], axis=1)
-    return table.assign(low=low, high=high)

@@ -2,7 +2,7 @@
 
     sources     documents of files and packages, and which are held out for validation
     tokens      tokenizers, and tokenised text in a cache
-    passages    questions that held-out text answers itself
+    passages    items of tasks, made from held-out text
     blocks      `Blocks` in an order that the seed fixes, and `Stream` of a data set of the hub
 
 The order of the training blocks is a pure function of the seed and of the number of blocks drawn

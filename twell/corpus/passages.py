@@ -1,4 +1,4 @@
-"""Questions that held-out text answers itself: which continuation is right, and the last word."""
+"""Items made from held-out text: which continuation is right, and the last word of a sentence."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def continuations(
 def last_words(texts: Sequence[str], num_items: int, context_words: int) -> list[dict]:
     """Return items that ask for the last word of a sentence: query, and choices with it alone.
 
-    As in LAMBADA the word stands in the passage before: at least `context_words` words end with a
-    word of four letters or more that also occurs before the last sentence. num_items are drawn
-    (all, where there are fewer), at most one a passage. The same texts give the same items.
+    As in LAMBADA, the word occurs earlier in the passage. A query has at least context_words words;
+    the last word has four letters or more and occurs before the last sentence, too. num_items are
+    drawn (all, where there are fewer), at most one a passage. The same texts give the same items.
     """
-    found = []
+    items = []
     for document, spans in _passages(texts, 2 * context_words):
         for number in range(context_words, len(spans)):
             word = re.match(r"[A-Za-z]{4,}(?=[.!?]$)", document[slice(*spans[number])])
             before = document[spans[0][0] : spans[number][0]].rstrip()
             earlier = re.split(r"[.!?]\s", before)[:-1]
             if word and re.search(rf"\b{word[0]}\b", " ".join(earlier)):
-                found.append({"query": before, "choices": [word[0]], "gold": 0})
+                items.append({"query": before, "choices": [word[0]], "gold": 0})
                 break
     random = np.random.default_rng(0)
-    return [found[at] for at in random.permutation(len(found))[:num_items]]
+    return [items[at] for at in random.permutation(len(items))[:num_items]]
 
 
 def _passages(texts: Sequence[str], length: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:

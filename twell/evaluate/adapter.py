@@ -74,7 +74,7 @@ class _Told(Progress):
         self.add()
 
 
-def is_original(model: str | Path) -> bool:
+def _is_original(model: str | Path) -> bool:
     """Whether a model has SiLU, which `twell relufy` exchanges; `twell.load` refuses it."""
     fields = read_json(resolve(model) / "config.json")
     papers = any(name.startswith("sparsity_") for name in fields)  # they have ReLU, and say "silu"
@@ -111,7 +111,7 @@ class LM(HFLM):
             batch_size = CPU_BATCH_SIZE
         in_fp8 = dtype == FP8
         kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
-        if is_original(model):
+        if _is_original(model):
             loaded, tokenizer = _load_original(model, backend, kind, in_fp8=in_fp8)
         else:
             loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
