@@ -85,7 +85,7 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
         _note(ax, f"{place[0]:.1f} min", place, (0, -14), ha="center", color=colour)
     target = ends["cross_entropy"].iloc[0]
     ax.axhline(target, color="0.5", linestyle="--", linewidth=0.8)
-    ax.set(xlabel="training (minutes)", ylabel="held-out cross-entropy (nats)")
+    ax.set(xlabel="training time (minutes)", ylabel="held-out cross-entropy (nats)")
     ax.margins(0.08, 0.2)
     _legend(figure, "lower center", ncols=2)
     line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
