@@ -459,19 +459,23 @@ class SparseFFN(nn.Module):
         if counts:
             chooser.update(num_tokens)
         path = chooser.path(num_tokens, situation)
+        waits = counts and path == "dense" and num_tokens <= WAITING and not self.quantized
         if counts:
-            unloaded = chooser.to_warm_up(num_tokens, path)
+            # What waits is computed without the kernels, so it loads none.
+            unloaded = chooser.to_warm_up(num_tokens, None if waits else path)
         if counts and path != "dense":
             activity = chooser.counters(num_tokens, rows.device)
         elif counts:
             chooser.probe(rows, self._gate_of)
-            if num_tokens <= WAITING and unloaded is None and not self.quantized:
-                return self._dense(rows, wants_l1, wants_activity)
+        if waits and unloaded is None:
+            return self._dense(rows, wants_l1, wants_activity)
         tensors = self._tensors(rows)
         with without_autocast(rows.device.type):
             if unloaded is not None:
                 ops.run(unloaded, *tensors, act=self.act)
-            return Result(ops.run(path, *tensors, activity=activity, act=self.act))
+            if not waits:
+                return Result(ops.run(path, *tensors, activity=activity, act=self.act))
+        return self._dense(rows, wants_l1, wants_activity)
 
     def _situation(self, rows: Tensor) -> str:
         if torch.compiler.is_compiling():
