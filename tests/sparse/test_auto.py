@@ -34,7 +34,7 @@ def test_auto_follows_what_it_sees(taken, gated, bias):
             call(ffn, x)
         return taken[0], taken[-1]
 
-    # The first call loads the kernels too; on a GPU the counters are on their way for a call longer.
+    # The first call loads kernels too; on a GPU the counters are on their way for a call longer.
     assert calls(x) == ("dense", "union") and taken.count("dense") <= 3
     assert ffn.observed == (3, 3)
     assert calls(-x) == ("union", "dense") and ffn.observed[0] > 60
