@@ -45,6 +45,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, few, rowwise, union
@@ -258,9 +259,13 @@ def traced_decode(
 
 
 def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are."""
+    """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are.
+
+    Code for any number of tokens takes the operator: to compare the number would fix it.
+    """
+    few_tokens = x.shape[0] >= 1, x.shape[0] <= VECTOR_TOKENS
     alike = x.dtype == tensors[1].dtype
-    return alike and x.is_cuda and COMPILED and 1 <= x.shape[0] <= VECTOR_TOKENS
+    return alike and x.is_cuda and COMPILED and all(map(statically_known_true, few_tokens))
 
 
 def known_path(path: str | None) -> str | None:

@@ -440,7 +440,8 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    for gated, fp8, num_tokens in itertools.product((True, False), (False, True), (1, 2, 3)):
+    sizes = (1, False), (2, False), (3, False), (2, True)
+    for gated, fp8, (num_tokens, any_number) in itertools.product(*[(True, False)] * 2, sizes):
         x, layer = empty_layer(num_tokens, 300, 2048, gated)
         given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
         if fp8:
@@ -451,12 +452,14 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         compiler = aot_autograd(fw_compiler=keep)
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
             given = [None if t is None else torch.empty_like(t, device="cuda") for t in given]
+            for tensor in (given[0], *given[7:8]) if any_number else ():
+                torch._dynamo.mark_dynamic(tensor, 0)
             torch.compile(partial(ops.run, "decode"), fullgraph=True, backend=compiler)(*given)
         nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
         launches = [node for node in nodes if "triton" in str(node.target)]
         others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
         launches = [(launched_by(node), node.kwargs["tensors_to_clone"]) for node in launches]
-        results.append((f"{gated=} {fp8=} {num_tokens=}", launches, others))
+        results.append((f"{gated=} {fp8=} {num_tokens=} {any_number=}", launches, others))
     return results
 
 

@@ -293,6 +293,25 @@ def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
         assert f"{ratio} in {situation}" in output.splitlines()[-1]
 
 
+def test_floors_are_of_dense_calls_as_auto_makes_them(timed, dense_kernels, monkeypatch):
+    made = set()
+
+    def milliseconds(_, case, name, calls, exact, situation, quantile):
+        layer = calls[0].func
+        made.add((situation, layer.path, layer.backend))
+        return 1.0
+
+    monkeypatch.setattr(Layers, "milliseconds", milliseconds)
+    monkeypatch.setattr(calibrations, "WAITING", 4)
+    layers = Layers(dense_kernels, 32, 64, True)
+    for num_tokens, eager in ((4, "dense"), (8, "triton")):
+        made.clear()
+        layers.floors(num_tokens)
+        dense = {(situation, backend) for situation, path, backend in made if path == "dense"}
+        assert dense == {("eager", eager), ("compiled", "dense")}
+        assert {backend for _, path, backend in made if path != "dense"} == {"triton"}
+
+
 def test_the_worst_of_each_kind_is_reported(timed, dense_kernels, monkeypatch):
     # Planned for 29 active neurons layers go by rows: m * 64 / 200 ms with all 64 neurons active.
     points = tuple(

@@ -20,6 +20,7 @@ from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, DENSE_FP8
 from twell.sparse import reference
 from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, GRAPH, Calibration, Floor
+from twell.sparse.plan import WAITING
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
@@ -149,7 +150,8 @@ class Layers:
             calls, times = [call] * WEIGHT_SETS, {}  # in a row: the clock's own work counts once
             # In turns, and the least of all: other work on the host slows every path for a while.
             for _, path in product(range(FLOOR_ROUNDS), case.paths()):
-                layer.path, own = path, path == "dense" and not self.quantized
+                own = path == "dense" and (situation == COMPILED or num_tokens <= WAITING)
+                layer.path, own = path, own and not self.quantized
                 layer.backend = "dense" if own else "triton"  # as "auto" calls it
                 name, exact = f"{path}, {situation},", self._exact(side)
                 ms = self.milliseconds(case, name, calls, exact, situation, "p20")

@@ -408,9 +408,8 @@ class SparseFFN(nn.Module):
     def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
         if wants_l1 or wants_activity:
             return False
-        # Asked first: to look at all parameters takes microseconds.
         if not torch.is_grad_enabled() or self.quantized:
-            return True
+            return True  # asked first: to look at all parameters takes microseconds
         return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
 
     def _train(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
@@ -453,25 +452,26 @@ class SparseFFN(nn.Module):
 
         if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
             return self._dense(rows, wants_l1, wants_activity)
-        chooser, activity, unloaded = self.chooser, None, None
-        num_tokens, situation = rows.shape[0], self._situation(rows)
+        chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
+        activity = unloaded = None
         counts = situation == EAGER and num_tokens > 0
         if counts:
             chooser.update(num_tokens)
         path = chooser.path(num_tokens, situation)
-        if counts:
-            unloaded = chooser.to_warm_up(num_tokens, path)
+        waits = counts and path == "dense" and num_tokens <= WAITING and not self.quantized
+        if counts:  # what waits is computed without the kernels, so it loads none
+            unloaded = chooser.to_warm_up(num_tokens, None if waits else path)
         if counts and path != "dense":
             activity = chooser.counters(num_tokens, rows.device)
         elif counts:
             chooser.probe(rows, self._gate_of)
-            if num_tokens <= WAITING and unloaded is None and not self.quantized:
-                return self._dense(rows, wants_l1, wants_activity)
-        tensors = self._tensors(rows)
-        with without_autocast(rows.device.type):
+        tensors = None if waits and unloaded is None else self._tensors(rows)
+        with without_autocast(rows.device.type) if tensors else nullcontext():
             if unloaded is not None:
                 ops.run(unloaded, *tensors, act=self.act)
-            return Result(ops.run(path, *tensors, activity=activity, act=self.act))
+            if not waits:
+                return Result(ops.run(path, *tensors, activity=activity, act=self.act))
+        return self._dense(rows, wants_l1, wants_activity)
 
     def _situation(self, rows: Tensor) -> str:
         if torch.compiler.is_compiling():
