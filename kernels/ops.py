@@ -321,7 +321,7 @@ def run(
             "ops.run computes no gradients, and a tensor requires them; "
             "use torch.no_grad(), twell.ffn or training_ops.train"
         )
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:
         if activity is not None:
             raise ValueError("activity cannot be counted under torch.compile")
         given = {"activation": act.name, "threshold": act.threshold}

@@ -82,8 +82,8 @@ and often wrong. {untuned}
 
 # By whether it began as another model: what nobody did.
 UNTUNED = {
-    False: "It has not been tuned to\nfollow instructions, nor checked for bias; it repeats what its "
-    "text holds.",
+    False: "It has not been tuned to\nfollow instructions, nor checked for bias; "
+    "it repeats what its text holds.",
     True: "It has not been\nchecked for bias; it repeats what its text and that model hold.",
 }
 
