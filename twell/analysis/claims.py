@@ -154,7 +154,7 @@ def fill(template: str, names: dict[str, Any]) -> str | None:
             if missing(value) and not (spec or "").startswith("±"):
                 return None
             text += show(value, spec or "")
-    return text
+    return text.replace(") (", "; ")  # "(17.9 active; 3 seeds)"
 
 
 def judge(claim: dict[str, Any], names: dict[str, Any]) -> str:
