@@ -135,6 +135,18 @@ def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
 
 
+def test_questions_are_put_as_lm_eval_puts_them():
+    folder = results.root() / "twell" / "tasks" / "local"
+    (usual,) = [
+        line for line in (folder / "_local").read_text().splitlines() if "doc_to_text" in line
+    ]
+    for name, prompt in keep.PROMPTS.items():
+        task = (folder / f"{name}.yaml").read_text()
+        (own,) = [line for line in task.splitlines() if "doc_to_text" in line] or [usual]
+        given = yaml.safe_load(own)["doc_to_text"]
+        assert prompt == ("{}" if given == "query" else given.replace("{{query}}", "{}"))
+
+
 def test_answers_are_the_likeliest(tiny):
     """By a plain pass a choice, without batches."""
     model, tokenizer = trace.load_with_tokenizer(tiny / "run")

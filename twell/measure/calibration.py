@@ -150,9 +150,9 @@ class Layers:
             calls, times = [call] * WEIGHT_SETS, {}  # in a row: the clock's own work counts once
             # In turns, and the least of all: other work on the host slows every path for a while.
             for _, path in product(range(FLOOR_ROUNDS), case.paths()):
-                own = path == "dense" and (situation == COMPILED or num_tokens <= WAITING)
-                layer.path, own = path, own and not self.quantized
-                layer.backend = "dense" if own else "triton"  # as "auto" calls it
+                waits = path == "dense" and (situation == COMPILED or num_tokens <= WAITING)
+                by_torch = waits and not self.quantized  # as "auto" calls it
+                layer.path, layer.backend = path, "dense" if by_torch else "triton"
                 name, exact = f"{path}, {situation},", self._exact(side)
                 ms = self.milliseconds(case, name, calls, exact, situation, "p20")
                 times[path] = min(ms, times.get(path, ms))

@@ -76,7 +76,8 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
     ):
         rows = rows[rows["tokens"] > 0]
         colour = BACKENDS.get(backend, GREEN)
-        label = f"{backend}, L1 = {analysis.level_name(level)}"
+        name = {"triton": "sparse kernels"}.get(backend, backend)
+        label = f"{name}, L1 = {analysis.level_name(level)}"
         look = {"marker": "o", "markersize": 3, "color": colour, "label": label}
         ax.plot(rows["seconds"] / 60, rows["cross_entropy"], **look)
         end = ends[ends["run"] == run].iloc[0]
