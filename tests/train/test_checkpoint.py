@@ -2,11 +2,13 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +85,26 @@ def test_rows_after_the_checkpoint_are_written_again(stopped, expected):
     assert (run / "log.csv").stat().st_mtime_ns == stamp
     with pytest.raises(ValueError, match="run of another configuration: seed was 0 and is 1"):
         resume(dataclasses.replace(config, seed=1), run)
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, monkeypatch, moment):
+    run, config = stopped
+    unlink, moments = Path.unlink, itertools.count()
+
+    def kill(path, **options):
+        provenance = json.loads((run / "provenance.json").read_text())
+        if provenance["complete"] and next(moments) == moment:
+            raise ZeroDivisionError
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", kill)
+        with pytest.raises(ZeroDivisionError):
+            resume(config, run)
+    (run / ".config.yaml.abcdefgh.part").write_text("half")
+    assert list(run.glob("checkpoint-*"))
+    assert differences(resume(config, run), expected) == []
 
 
 @pytest.mark.parametrize("kind", ["micro-batches", "remedies", "stream"])

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, bro
 from twell import results
 from twell.config import TrainConfig
 from twell.train import lock
+from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
 
@@ -29,7 +30,7 @@ def train(
     Args:
         overwrite: replace a run: its files are deleted by their names, all others stay.
         resume: go on from the run's checkpoint (from the beginning where it has none yet), exactly
-            as if it had not stopped; a complete run is left as it is.
+            as if it had not stopped; of a complete run only left-over checkpoints are removed.
         quiet: print nothing.
 
     Ctrl-C ends the training after the current step, with a checkpoint; a second one ends it at
@@ -66,6 +67,9 @@ def train(
             if changes := config.changes(before):
                 raise ValueError(f"{folder} holds a run of another configuration: {changes}")
         if resume and results.load_provenance(folder).get("complete"):
+            if accelerator.is_main_process:  # a kill may have come just before the end of this
+                results.remove_unfinished(folder)
+                Checkpoints(folder).remove()
             return folder
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
