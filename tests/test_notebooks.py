@@ -39,10 +39,11 @@ FIGURES = {
     "09_training_choices": "choices_frontier scale_activity flagship race processes",
     "10_clusters": "cluster_costs",
     "11_one_word": "around_word",
+    "12_pretrained": "relufied_course relufied_price gains_by_share",
 }
 # These compute with a model; the others show recorded numbers alone.
 MODEL = ("01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word")
-NO_CLAIMS = ("10_clusters", "11_one_word")
+NO_CLAIMS = ("10_clusters", "11_one_word", "12_pretrained")
 # In place of the model that ships, where a lesson evaluates or traces it.
 TINY = ("06_downstream", "07_inspect", "11_one_word")
 WIDGETS = {"07_inspect": "inspector", "11_one_word": "one_word"}  # they compute here and now

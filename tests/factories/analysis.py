@@ -92,6 +92,29 @@ def made(name, l1, price, active, dead, **config):
     return make_run(name, l1, loss, loss + 1, (active, active), window=(0.9, dead / 100), **config)
 
 
+def relufied_run(name, share, active, kl, **config):
+    """A run of `twell relufy` that ends with these active neurons and this divergence."""
+    coefficient = 1e-3 if share else 0.0
+    asked = {"active_share": share, "threshold": 0.0, "teacher": "original"}
+    row, log = make_run(name, coefficient, 4.0 + kl, 5.0, active, **asked | config)
+    rows = [(step, "valid", "kl", value) for step, value in ((0, 5.0), (10, kl))]
+    rows += [(10, "valid", "cross_entropy_teacher", 4.0)]
+    rows += [(step, "train", "kl", value) for step, value in ((2, 1.0), (10, kl))]
+    rows += [(step, "train", "l1_coefficient", 4e-4 * step) for step in (2, 10) if share]
+    more = pd.DataFrame(rows, columns=["step", "split", "metric", "value"])
+    more = more.assign(run=name, tokens=more["step"] * 100, layer=pd.array([pd.NA] * len(more)))
+    log = log[(log["split"] == "valid") | (log["metric"] != "active_mean")]
+    for layer in range(2):
+        layers = {2: 20.0, 10: active[layer]}
+        values = [(step, "train", layer, "active_mean", value) for step, value in layers.items()]
+        values += [(10, "valid", layer, name, 0.0) for name in ("active_p99", "active_max")]
+        columns = ["step", "split", "layer", "metric", "value"]
+        of_layer = pd.DataFrame(values, columns=columns)
+        more = pd.concat([more, of_layer.assign(run=name, tokens=100 * of_layer["step"])])
+    log = pd.concat([log, more.astype({"layer": "Int64"})], ignore_index=True)
+    return row, log
+
+
 def family(reinit=0.0, warm_active=8.0, silu=-1.0, without=40.0):
     """The recipe at three levels, two of them with two seeds, and every other choice.
 

@@ -157,6 +157,26 @@ NUMBERS = {
         r"has (\d+) places in": "row(effects, factor=0)['tokens'].iloc[0]",
         r"other neuron costs ([\d.]+) nats": "silent.loc[f'neuron {other}', 'rise'].iloc[0]",
     },
+    "12_pretrained": {
+        r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",
+        r"teacher, with (\d+)% of": "100 * row(table, name='ReLU alone')['active_fraction']",
+        r"activity fell to (\d+)%": "100 * row(course, name='30%')['active_fraction'].min()",
+        r"and ends at (\d+)%": "100 * row(table, name='30%')['active_fraction']",
+        r"rises by ([\d.]+) nats": "row(table, name='10%')['rise']",
+        r"nats at (\d+)% active": "100 * row(table, name='10%')['active_fraction']",
+        r"and by ([\d.]+) at 2%": "row(table, name='2%')['rise']",
+        r"share: ([\d.]+) instead": "row(table, name='10%, threshold 0.2')['kl']",
+        r"instead of ([\d.]+) nats": "row(table, name='10%')['kl']",
+        r"wanted, (\d+)% of": "100 * row(layers, name='10%', layer=0)['active_fraction']",
+        r"active, and (\d+) to": "100 * row(layers, name='10%')['active_fraction'].min()",
+        r"and \d+ to (\d+)% in": "100 * row(layers, name='10%')['active_fraction'][-3:].max()",
+        r"measured share: ([\d.]+) times": "row(gains, calls='one token')"
+        ".sort_values('active_fraction')['speedup'].iloc[-1]",
+        r"batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
+        "'0.005 < active_fraction < 0.006')['speedup'].iloc[0]",
+        r"between (\d+) and": "100 * row(ends, calls='many tokens')['slower_at'].min()",
+        r"and (\d+)%, depending": "100 * row(ends, calls='many tokens')['faster_at'].max()",
+    },
 }
 # By lesson: what "Try it" proposes as other parameters.
 TRY = {
@@ -167,6 +187,7 @@ TRY = {
     "09_training_choices": [{"family": "85m-50m-l1-*-seed-0"}],
     "11_one_word": [{"word": " United"}],
     "10_clusters": [{"size": "1.5b", "active": 29}],
+    "12_pretrained": [{"relufied": "relufied-0.0*"}],
 }
 
 

@@ -66,6 +66,27 @@ def race():
     return raced, analysis.reached(raced)
 
 
+def relufied():
+    """Students of four shares; the sparsest has a higher loss, one layer of it is silent."""
+    shares = {0.0: (50, 40), 0.3: (35, 25), 0.1: (12, 8), 0.02: (4, 0.5)}
+    return made.tables(
+        *(
+            made.relufied_run(f"relufied-{share}", share, active, 0.1 + 0.3 * n)
+            for n, (share, active) in enumerate(shares.items())
+        )
+    )
+
+
+def gains():
+    """Two layers with a line each, and one of a single point."""
+    case = [(2048, 5632, True, 65536), (2048, 8192, False, 65536), (4096, 14336, True, 1)]
+    rows = [(*of, share) for of in case[:2] for share in (0.001, 0.01, 0.1)] + [(*case[2], 0.01)]
+    names = ["hidden_size", "intermediate_size", "gated", "tokens", "active_fraction"]
+    table = pd.DataFrame(rows, columns=names).assign(pattern="skewed", provider=UNION)
+    table["calls"] = np.where(table["tokens"] == 1, "one token", "many tokens")
+    return table.assign(speedup=2.5 - 5 * table["active_fraction"] ** 0.5)
+
+
 def remedies():
     """Curves by choice, with three seeds of one; no L1 warm-up has an active neuron."""
     runs, log = made.tables(*made.family(), made.made("reinit-2", 1e-3, 1.0, 2, 6.5, reinit=0.1))
@@ -343,6 +364,18 @@ CASES = {
     "no window": ("fig09_activity_over_training", lambda: [curves(scale=0), curves()[:0], 1000]),
     "remedies": ("fig08_remedies", remedies),
     "one seed, no window": ("fig08_remedies", lambda: [remedies()[0][:3], remedies()[1][:0], 1]),
+    "relufied": (
+        "relufied_course",
+        lambda: [analysis.relufied_course(*relufied()), analysis.relufied_runs(*relufied())],
+    ),
+    "price of relufying": (
+        "relufied_price",
+        lambda: [
+            table(*relufied()) for table in (analysis.relufied_runs, analysis.relufied_layers)
+        ],
+    ),
+    "gains": ("gains_by_share", lambda: [gains(), [0.05], "a GPU"]),
+    "gains without models": ("gains_by_share", lambda: [gains()]),
     "choices": ("choices_frontier", lambda: [choices()]),
     "sizes": ("scale_activity", sizes),
     "sizes without noise": ("scale_activity", lambda: sizes(np.nan, np.nan)),

@@ -6,6 +6,7 @@ and only `quantities.recorded` reads files. Each module stands on those above it
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
 longer    outcomes over training tokens, and the time that two trainings take to one loss
+relufied  pretrained models that became sparse, and the speed of their activity
 agreement where activity is, in every recorded model
 activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
@@ -42,6 +43,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".longer": "BUDGETS RACED over_tokens race reached",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
+        ".relufied": "ASKED MANY_TOKENS gains_by_share relufied_course relufied_layers "
+        "relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described "
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "

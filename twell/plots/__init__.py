@@ -12,6 +12,7 @@ Each module stands on `base` alone:
     models    whole models: tasks, speed, energy and memory (Figs 3 to 6, 10, 11, Tables 1 and 6)
     parts     a decoder layer's parts, and decoding; stands on `models` and `speed`, too
     precision the speed of FP8 against its quality; stands on these two, too
+    relufied  pretrained models that became sparse
     clusters  what a training would cost on many GPUs
     glance    the picture at the top of README
 
@@ -36,6 +37,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "table1_scale table6_tasks",
         ".parts": "model_decode model_parts",
         ".precision": "fp8_quality",
+        ".relufied": "gains_by_share relufied_course relufied_price",
         ".speed": "DENSE_FP8 NAMES NEAR PROVIDERS SPARSE_FP8 STYLES ffn_activity ffn_roofline "
         "ffn_tokens training_activity",
         ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "

@@ -1,0 +1,118 @@
+"""Tables of models that `twell relufy` changed, and of the speed that their activity allows. Ours.
+
+A run of `twell relufy` has a teacher. Its log has the KL divergence from the teacher.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from twell.analysis.runs import check_alike, last_validation, logged_layers
+from twell.measure import providers
+
+# Fields that tell such runs apart; all else has to be alike.
+ASKED = ["active_share", "l1_coefficient", "threshold", "tokens"]
+_SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
+_COMPUTED = "run path complete device versions commit command compile micro_batch".split()
+MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
+
+
+def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return the outcome of each complete run of `twell relufy`, the sparsest last.
+
+    Columns: run, name (what was asked for), tokens, wanted (share of active neurons; 0: no L1 term)
+    and threshold; of the last validation active_fraction (mean over layers), kl, cross_entropy,
+    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction; l1, the last
+    coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
+    """
+    complete = _complete(runs)
+    table = complete.set_index("run")[["tokens", "threshold"]].copy()
+    table["wanted"] = complete.set_index("run")["active_share"]
+    table.insert(0, "name", _names(complete.set_index("run")))
+    means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
+    width = complete.set_index("run")["intermediate_size"]
+    table["active_fraction"] = means["active_mean"].reindex(table.index) / width
+    metrics = ["kl", "cross_entropy", "cross_entropy_teacher", "dead_fraction"]
+    table = table.join(means.reindex(columns=metrics))
+    table["rise"] = table["cross_entropy"] - table["cross_entropy_teacher"]
+    steered = log[(log["split"] == "train") & (log["metric"] == "l1_coefficient")]
+    table["l1"] = steered.groupby("run")["value"].last()
+    # Without steering the log has no coefficient: the configuration's is the last.
+    table["l1"] = table["l1"].fillna(complete.set_index("run")["l1_coefficient"])
+    return table.sort_values("active_fraction", ascending=False).reset_index()
+
+
+def relufied_course(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return KL divergence and activity over the training of each complete run.
+
+    Columns: run, name, tokens, kl (nats), active_fraction: means over the steps since the row
+    before; the first row is the teacher with ReLU, before any step.
+    """
+    complete = _complete(runs).set_index("run")
+    rows = log[log["run"].isin(complete.index) & log["metric"].isin(["kl", "active_mean"])]
+    rows = rows[(rows["split"] == "train") | (rows["step"] == 0)]
+    means = rows.groupby(["run", "tokens", "metric"])["value"].mean().unstack().reset_index()
+    means["active_fraction"] = means.pop("active_mean") / means["run"].map(
+        complete["intermediate_size"]
+    )
+    means.insert(1, "name", means["run"].map(_names(complete)))
+    return means.rename_axis(columns=None).dropna().reset_index(drop=True)
+
+
+def relufied_layers(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return `logged_layers` of each complete run, with its run and name."""
+    parts = []
+    for run, row in _complete(runs).set_index("run").iterrows():
+        layers = logged_layers(log[log["run"] == run], row["intermediate_size"])
+        layers.insert(0, "run", run)
+        parts.append(layers)
+    table = pd.concat(parts, ignore_index=True)
+    table.insert(1, "name", table["run"].map(_names(_complete(runs).set_index("run"))))
+    return table
+
+
+def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
+
+    table: `speedups`. One token in a CUDA graph, and calls of MANY_TOKENS and more with skewed
+    activity. Columns: calls ("one token", "many tokens"), hidden_size, intermediate_size, gated,
+    pattern, tokens, active_fraction, provider, speedup.
+    """
+    sparse = table[table["provider"].map(providers.is_sparse).astype(bool)]
+    sparse = sparse[~sparse["provider"].str.contains("FP8") & (sparse["active"] > 0)]
+    one = (sparse["tokens"] == 1) & (sparse["mode"] == "graph")
+    many = (sparse["tokens"] >= MANY_TOKENS) & (sparse["mode"] == "stream")
+    sparse = sparse.assign(
+        calls=np.select([one, many], ["one token", "many tokens"], ""),
+        active_fraction=sparse["active"] / sparse["intermediate_size"],
+    )
+    kind = sparse["pattern"].str.startswith("skewed") & (sparse["pattern"] != "skewed merged")
+    sparse = sparse[(sparse["calls"] != "") & kind]
+    case = ["calls", "hidden_size", "intermediate_size", "gated", "pattern", "tokens"]
+    case.append("active_fraction")
+    best = sparse.sort_values("speedup").groupby(case, as_index=False).last()
+    return best[[*case, "provider", "speedup"]]
+
+
+def _complete(runs: pd.DataFrame) -> pd.DataFrame:
+    """The complete runs with a teacher, which have to differ in what was asked for alone."""
+    teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
+    complete = runs[runs["complete"] & teachers]
+    if complete.empty:
+        raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
+    rule = "these runs have to be of one teacher and text"
+    check_alike(complete, [*ASKED, *_SCHEDULE, *_COMPUTED, "warmup_steps"], rule)
+    return complete
+
+
+def _names(complete: pd.DataFrame) -> pd.Series:
+    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2"; tokens where they differ."""
+    names = []
+    usual = complete["tokens"].mode().iloc[0]
+    for row in complete.to_dict("records"):
+        name = f"{100 * row['active_share']:g}%" if row["active_share"] else "ReLU alone"
+        name += f", threshold {row['threshold']:g}" if row["threshold"] else ""
+        name += f", {row['tokens'] / 1e6:g} M tokens" if row["tokens"] != usual else ""
+        names.append(name)
+    return pd.Series(names, complete.index)
