@@ -76,7 +76,7 @@ class TrainConfig:
     # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
     teacher: str | None = None
     active_share: float = 0.0  # of the neurons, wanted; 0: the L1 coefficient stays
-    l1_growth: float = 1.5  # factor on the coefficient after a stage with more active neurons
+    l1_growth: float = 1.5  # factor on the coefficient after a stage with too many active
     l1_stage_steps: int = 100
     # records
     log_every: int = 10  # steps

@@ -35,7 +35,9 @@ from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
 
 SLOW = 60  # seconds until the first row of a log
-CLOSE = 0.9  # a share of active neurons that is this near to the wanted one needs no other L1
+# Of the L1 coefficient: the share of the wanted active neurons to end at, the ratio to it that
+# changes the coefficient by one factor, and the most factors of a stage.
+AIM, AWAY, MOST = 0.95, 1.25, 3
 
 
 class Run:
@@ -249,10 +251,11 @@ class Run:
         )
 
     def steer_l1(self, step: int, active: float) -> None:
-        """At the end of a stage raise the L1 coefficient if too many neurons will be active.
+        """At the end of a stage bring the L1 coefficient nearer to the wanted share of neurons.
 
-        That is, if the share changes in the next stage as it did in this one: activity follows the
-        coefficient slowly. The coefficient falls if less than CLOSE times the wanted share will be.
+        It rises if too many neurons will be active, and falls if too few, when the share changes in
+        the next stage as it did in this one: activity follows the coefficient slowly. A share
+        AWAY times the wanted one changes the coefficient by `l1_growth`, one further off by more.
         Nothing changes before the L1 term acts in full. active: the mean since the last row.
         """
         config = self.config
@@ -261,10 +264,8 @@ class Run:
         if acts and step % config.l1_stage_steps == 0:
             before = share if self.share is None else self.share
             self.share, expected = share, 2 * share - before
-            if expected > config.active_share:
-                self.l1_factor *= config.l1_growth
-            elif expected < CLOSE * config.active_share:
-                self.l1_factor /= config.l1_growth
+            ratio = max(expected / (AIM * config.active_share), AWAY**-MOST)
+            self.l1_factor *= config.l1_growth ** min(math.log(ratio, AWAY), MOST)
         if step == config.steps and share > config.active_share:
             self.say(
                 f"{self.folder.name}  {share:.1%} of the neurons are active, not "
