@@ -1,4 +1,4 @@
-"""Inference with 1 or 2 tokens, where reading the weights takes the time: each row once or never.
+"""Inference with 1 to 4 tokens, where reading the weights takes the time: each row once or never.
 
 Two launches, and no message to the host, so a CUDA graph can hold them:
 
@@ -9,7 +9,8 @@ Two launches, and no message to the host, so a CUDA graph can hold them:
      no partial sums, so two calls give the same bits.
 
 Neither uses tensor cores: their tiles of 16 tokens would be mostly padding. `ffn` hands more tokens
-to few.py.
+to few.py. For one token on Hopper, a kernel may start while the one before ends (PDL), and waits
+for its results by itself.
 
     x, y   [M, K]
     h      [W, M], W = N rounded up to 8
@@ -19,16 +20,19 @@ to few.py.
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
     without w_gate: h = g = relu(x w_up^T + b_up)
 
-An inf or NaN in w_down may reach the other token, where h is 0: 0 * inf is NaN.
+An inf or NaN in w_down may reach the other tokens, where h is 0: 0 * inf is NaN.
 Reference: twell.sparse.reference.up_down.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twell.kernels import few
 from twell.kernels.common import (
@@ -46,8 +50,13 @@ from twell.kernels.common import (
     scaled,
     with_bias,
 )
-from twell.kernels.launch import direct, traced
-from twell.kernels.options import VECTOR_TOKENS, decode_up, launch_options
+from twell.kernels.launch import MAX_CASES, direct, traced
+from twell.kernels.options import (
+    VECTOR_TOKENS,
+    decode_up,
+    launches_dependents,
+    options_by_tokens,
+)
 
 
 @direct
@@ -68,27 +77,35 @@ def decode_up_kernel(
     N,
     K,
     M: tl.constexpr,
+    TOKENS: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """h and flags of BN neurons, with their whole weight rows in registers."""
+    """h and flags of BN neurons, with their whole weight rows in registers.
+
+    TOKENS: M, rounded up to a power of 2.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     neurons = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     place = neurons.to(tl.int64)[:, None] * K + k[None, :]
     w = load(w_ptr + place, (neurons < N)[:, None] & (k < K)[None, :], EVEN).to(tl.float32)
-    # g and u stay in registers: [BN, M], one column a token, filled one after the other.
-    tokens = tl.arange(0, M)
-    g = tl.zeros((BN, M), tl.float32)
+    # g and u stay in registers: [BN, TOKENS], one column a token, filled one after the other.
+    tokens = tl.arange(0, TOKENS)
+    g = tl.zeros((BN, TOKENS), tl.float32)
     for token in tl.static_range(M):
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
         g += tl.where((tokens == token)[None, :], tl.sum(w * x[None, :], 1)[:, None], 0.0)
     g = scaled(g, x_scale_ptr, s_ptr, tokens, neurons, M, N, True)
     g = with_bias(g, b_ptr, neurons, N, True)
     h = gate_value(g, threshold, h_ptr.dtype.element_ty).to(tl.float32)
-    active = (h != 0) & (neurons < N)[:, None]
+    active = (h != 0) & (neurons < N)[:, None] & (tokens < M)[None, :]
     flags = tl.max(active.to(tl.int32), 1)
     tl.store(flags_ptr + neurons, flags.to(tl.int8))
     if activity_ptr is not None:
@@ -99,7 +116,7 @@ def decode_up_kernel(
         if tl.max(flags, 0) != 0:
             mask = (flags != 0)[:, None] & (k < K)[None, :]
             wu = tl.load(wu_ptr + place, mask=mask, other=0.0).to(tl.float32)
-            u = tl.zeros((BN, M), tl.float32)
+            u = tl.zeros((BN, TOKENS), tl.float32)
             for token in tl.static_range(M):
                 row = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
                 dots = tl.sum(wu * row[None, :], 1)
@@ -108,7 +125,7 @@ def decode_up_kernel(
             u = with_bias(u, bu_ptr, neurons, N, True)
             h *= of_up(u, ACT)
     h = narrow(tl.where(active, h, 0.0), h_ptr.dtype.element_ty)
-    tl.store(h_ptr + neurons[:, None] * M + tokens[None, :], h)
+    tl.store(h_ptr + neurons[:, None] * M + tokens[None, :], h, mask=(tokens < M)[None, :])
 
 
 @direct
@@ -123,15 +140,19 @@ def decode_down_kernel(
     K,
     width,
     M: tl.constexpr,
+    TOKENS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EIGHTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y [M, BN outputs] of one program, which first lists the flagged neurons by words of eight.
 
     A word of the list is 256 times its place plus its eight flags as bits, so one store makes an
     entry. A step takes BK words; rows of inactive neurons are masked.
     """
+    if PDL:
+        gdc_wait()
     place = tl.arange(0, EIGHTS)
     flags = tl.load(flags_ptr + place, mask=place < width // 8, other=0)
     listed = (flags != 0).to(tl.int32)
@@ -142,8 +163,8 @@ def decode_down_kernel(
     tl.debug_barrier()
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     eight = tl.arange(0, 8)
-    tokens = tl.arange(0, M)
-    acc = tl.zeros((M, BN), tl.float32)
+    tokens = tl.arange(0, TOKENS)
+    acc = tl.zeros((TOKENS, BN), tl.float32)
     for start in range(0, total, BK):
         slots = start + tl.arange(0, BK)
         word = tl.load(list_ptr + slots, mask=slots < total, other=0)
@@ -157,11 +178,28 @@ def decode_down_kernel(
             acc += tl.where((tokens == token)[:, None], tl.sum(w * h[:, None], 0)[None, :], 0.0)
     acc = with_bias(acc, bd_ptr, columns, K, False)
     y_ptrs = y_ptr + tokens[:, None] * K + columns[None, :]
-    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=(columns < K)[None, :])
+    inside = (columns < K)[None, :] & (tokens < M)[:, None]
+    tl.store(y_ptrs, narrow(acc, y_ptr.dtype.element_ty), mask=inside)
+
+
+@lru_cache(MAX_CASES)
+def make_plan(
+    num_tokens: int, hidden_size: int, device: torch.device, overlap: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and options of both launches; cached, so callers must not change them."""
+    shared = dict(M=num_tokens, TOKENS=next_power_of_2(num_tokens), PDL=overlap)
+    if overlap:
+        shared |= dict(launch_pdl=True)
+    down = options_by_tokens("decode_down_", num_tokens, device)
+    return decode_up(hidden_size) | shared, down | shared
 
 
 def _up(
-    x: Tensor, x_scale: Tensor | None, layer: Layer, activity: Tensor | None
+    x: Tensor,
+    x_scale: Tensor | None,
+    layer: Layer,
+    activity: Tensor | None,
+    options: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
     """The first launch: h, and the flags [W] int8."""
     (num_tokens, hidden_size), intermediate_size = x.shape, layer.w_up.shape[0]
@@ -169,7 +207,6 @@ def _up(
     h = layer.w_down_t.new_empty(width, num_tokens)
     flags = torch.empty(width, dtype=torch.int8, device=x.device)
     w, b = layer.first
-    options = decode_up(hidden_size)
     traced(decode_up_kernel, x)[(width // options["BN"],)](
         x,
         x_scale,
@@ -185,7 +222,6 @@ def _up(
         layer.act.threshold or None,
         intermediate_size,
         hidden_size,
-        M=int(num_tokens),  # a symbol of torch where shapes are dynamic
         GATED=layer.gated,
         ACT=layer.act.name,
         EVEN=options["BK"] == hidden_size and width == intermediate_size,
@@ -194,10 +230,9 @@ def _up(
     return h, flags
 
 
-def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor) -> None:
+def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor, options: dict[str, int]) -> None:
     """The second launch: y [M, K] from the results of `_up`."""
-    (num_tokens, hidden_size), (width, _) = y.shape, h.shape
-    options = launch_options("decode_down", h.device)
+    hidden_size, (width, _) = y.shape[1], h.shape
     num_columns = cdiv(hidden_size, options["BN"])
     lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=h.device)
     traced(decode_down_kernel, h)[(num_columns,)](
@@ -209,10 +244,29 @@ def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor) -> None:
         y,
         hidden_size,
         width,
-        M=int(num_tokens),  # a symbol of torch where shapes are dynamic
         EIGHTS=next_power_of_2(width // 8),
         **options,
     )
+
+
+def vector_ffn(
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """`ffn` by the two kernels of this file, for at most TRACED_TOKENS tokens.
+
+    overlap: whether they are launched as dependents, which code of torch.compile cannot do.
+    """
+    y = empty_output(x) if out is None else out
+    num_tokens, hidden_size = map(int, x.shape)  # symbols of torch where shapes are dynamic
+    up, down = make_plan(num_tokens, hidden_size, x.device, overlap)
+    _down(*_up(x, x_scale, layer, activity, up), layer, y, down)
+    return y
 
 
 def ffn(
@@ -226,11 +280,11 @@ def ffn(
     """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 512.
 
     g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
-    h, flags, and for each 16 outputs a list of N / 8 words; few.py's for more than two tokens.
+    h, flags, and for each 16 outputs a list of N / 8 words; few.py's from four tokens on.
     Ours: the paper has no kernel for decoding.
     """
+    given = dict(activity=activity, out=out)
     if x.shape[0] > VECTOR_TOKENS:
-        return few.ffn(x, layer, x_scale, activity=activity, out=out)
-    y = empty_output(x) if out is None else out
-    _down(*_up(x, x_scale, layer, activity), layer, y)
-    return y
+        return few.ffn(x, layer, x_scale, **given)
+    overlap = launches_dependents(x.shape[0], x.device)
+    return vector_ffn(x, layer, x_scale, **given, overlap=overlap)

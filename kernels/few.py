@@ -1,15 +1,15 @@
-"""Inference with 3 to 512 tokens: three launches with tiles so small that all of the GPU works.
+"""Inference with 4 to 512 tokens: three launches with tiles so small that all of the GPU works.
 
   1. gate. A program owns a *segment* of BN neurons and a block of tokens. It stores g and, of the
      neurons that are active for any token of the block, a list and its length. A list for each
      segment needs no other program's result, and no atomic decides an order.
-  2. up. A program takes BN places of a block's union and TM of the block's tokens. It finds its
-     neurons by a prefix sum over the lengths, which are 88 for 5,632 neurons. It stores h, and the
-     union as one list.
-  3. down. A program owns BN outputs and TM tokens, and sums over that list.
+  2. up. A program takes BN places in the lists of a few neighbouring segments, and TM of the
+     block's tokens. It knows where these lists stand, so it gathers weight rows at once. Only to
+     store h and its part of the union, it needs the lengths of all earlier lists.
+  3. down. A program owns BN outputs and TM tokens, and sums over the union.
 
-On Hopper and for few tokens, a kernel may start while the one before ends (PDL: programmatic
-dependent launch), and waits for its results by itself.
+On Hopper and up to 256 tokens, a kernel may start while the one before ends (PDL: programmatic
+dependent launch), and waits for its results by itself. So does the gate, behind any other kernel.
 
     x, y           [M, K], in B = ceil(M / block) blocks of 16, 32, 64 or 128 tokens
     g              [N, B * block]
@@ -54,13 +54,11 @@ from twell.kernels.common import (
 )
 from twell.kernels.gate import tile_of, tile_product
 from twell.kernels.launch import MAX_CASES, descriptor, direct
-from twell.kernels.options import GATE_GROUP, few_options, launches_dependents, num_processors
+from twell.kernels.options import GATE_GROUP, launches_dependents, options_by_tokens
 from twell.kernels.union import add_listed, hidden, listed_product, store_output
 
 MAX_TOKENS = 512
 MAX_BLOCK = 128
-# Segments that a program looks at together: with its places, they fill registers.
-MAX_CHUNK = 256
 
 
 @direct
@@ -88,6 +86,8 @@ def few_gate_kernel(
     PDL: tl.constexpr,
 ):
     """g of BN neurons and one block of BM tokens, and which of the neurons are active."""
+    if PDL:
+        gdc_wait()
     num_blocks = tl.cdiv(M, BM)
     block, segment = tile_of(tl.program_id(0), num_blocks, num_segments, GROUP)
     token, neuron = block * BM, segment * BN
@@ -114,29 +114,6 @@ def few_gate_kernel(
         add_activity(activity_ptr, tl.program_id(0) == 0, M, entries, tl.sum(in_unions))
 
 
-@triton.jit
-def _unused(places, counts, before, SEGMENT):
-    """Unused slots in the lists of the segments that end before these places of a union."""
-    passed = (before + tl.cumsum(counts, 0))[None, :] <= places[:, None]
-    return tl.sum(tl.where(passed, (SEGMENT - counts)[None, :], 0), 1)
-
-
-@triton.jit
-def _listed(places, counts, counts_ptr, num_segments, SEGMENT, SEGMENTS, CHUNK):
-    """Where in the segments' lists these places of a union are, with the lengths `counts`."""
-    if SEGMENTS <= CHUNK:
-        return places + _unused(places, counts, 0, SEGMENT)
-    # Places x segments would not fit the registers.
-    at = places
-    before = 0
-    for start in range(0, num_segments, CHUNK):
-        segments = start + tl.arange(0, CHUNK)
-        some = tl.load(counts_ptr + segments, mask=segments < num_segments, other=0)
-        at += _unused(places, some, before, SEGMENT)
-        before += tl.sum(some, 0)
-    return at
-
-
 @direct
 @triton.jit(do_not_specialize=["M", "N"])
 def few_up_kernel(
@@ -157,55 +134,55 @@ def few_up_kernel(
     width,
     num_blocks,
     num_segments,
-    num_programs,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    JOIN: tl.constexpr,
     TM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h and the union, by tiles of BN places and TM tokens; STEP is BK of few_down_kernel."""
+    """h and the union of BN places in the lists of JOIN segments, for TM tokens.
+
+    Few of them hold more than the first BN places: programs of later ones come last and mostly end
+    at once. STEP is BK of few_down_kernel.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     PARTS: tl.constexpr = BLOCK // TM
-    blocks, segments = tl.arange(0, BLOCKS), tl.arange(0, SEGMENTS)
-    inside = (blocks < num_blocks)[:, None] & (segments < num_segments)[None, :]
-    count_ptrs = counts_ptr + blocks[:, None] * num_segments + segments[None, :]
-    all_counts = tl.load(count_ptrs, mask=inside, other=0)
-    totals = tl.sum(all_counts, 1)
-    tiles = (totals + BN - 1) // BN
-    ends = tl.cumsum(tiles, 0)
-    k = tl.arange(0, BK)
-    for number in range(tl.program_id(0), tl.sum(tiles, 0) * PARTS, num_programs):
-        part = number % PARTS
-        past = ends <= number // PARTS
-        block = tl.sum(past.to(tl.int32), 0)
-        tile = number // PARTS - tl.sum(tl.where(past, tiles, 0), 0)
-        total = tl.sum(tl.where(blocks == block, totals, 0), 0)
-        places = tile * BN + tl.arange(0, BN)
-        # Places beyond the union repeat its last neuron.
-        at = _listed(
-            tl.minimum(places, total - 1),
-            tl.sum(tl.where((blocks == block)[:, None], all_counts, 0), 0),
-            counts_ptr + block * num_segments,
-            num_segments,
-            SEGMENT,
-            SEGMENTS,
-            CHUNK,
-        )
-        base = block.to(tl.int64) * width
-        neurons = tl.load(lists_ptr + base + at)
-        if part == 0:
-            tl.store(union_ptr + base + places, neurons)
+    num_joined = tl.cdiv(num_segments, JOIN)
+    number = tl.program_id(0)
+    part = number % PARTS
+    segment = number // PARTS % num_joined * JOIN
+    block = number // (PARTS * num_joined) % num_blocks
+    tile = number // (PARTS * num_joined * num_blocks)
+    base = block.to(tl.int64) * width
+    counts_ptr += block * num_segments
+    places = tile * BN + tl.arange(0, BN)
+    # All counts are needed at the end alone; to load them here hides the latency.
+    segments = tl.arange(0, SEGMENTS)
+    counts = tl.load(counts_ptr + segments, mask=segments < num_segments, other=0)
+    if JOIN == 1:
+        listed = tl.load(lists_ptr + base + segment * SEGMENT + places)  # does not wait for `total`
+        total = tl.load(counts_ptr + segment)
+        inside = places < total
+    else:
+        joined = segment + tl.arange(0, JOIN)
+        own = tl.load(counts_ptr + joined, mask=joined < num_segments, other=0)
+        total = tl.sum(own, 0)
+        inside = places < total
+        # Unused slots in the lists that end before a place.
+        passed = tl.cumsum(own, 0)[None, :] <= places[:, None]
+        slots = places + tl.sum(tl.where(passed, (SEGMENT - own)[None, :], 0), 1)
+        listed = tl.load(lists_ptr + base + segment * SEGMENT + slots, mask=inside, other=0)
+    if tile * BN < total:
+        neurons = tl.where(inside, listed, 0)
         first = block * BLOCK + part * TM
         columns = first + tl.arange(0, TM)
         rows = neurons.to(tl.int64)
@@ -215,22 +192,30 @@ def few_up_kernel(
             g = tl.load(g_ptrs).to(tl.float32)
         u = None
         if GATED:
-            u = listed_product(x_desc, w_ptr, first, rows, k, K, EVEN, TM)
+            u = listed_product(x_desc, w_ptr, first, rows, tl.arange(0, BK), K, EVEN, TM, inside)
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
             u = with_bias(u, b_ptr, neurons, None, True)
         if not EARLY:
             g = tl.load(g_ptrs).to(tl.float32)
         dtype: tl.constexpr = h_ptr.dtype.element_ty
         h = narrow(hidden(g, u, places, total, dtype, ACT), dtype)
+        before = tl.sum(tl.where(segments < segment, counts, 0), 0)
+        at = base + before + places
         of_part = part * TM + tl.arange(0, TM)[None, :]
-        tl.store(h_ptr + (base + places)[:, None] * BLOCK + of_part, h)
-        if tile * BN + BN >= total:
+        tl.store(h_ptr + at[:, None] * BLOCK + of_part, h, mask=inside[:, None])
+        if part == 0:
+            tl.store(union_ptr + at, neurons, mask=inside)
+        end = before + tl.minimum(tile * BN + BN, total)
+        if end == tl.sum(counts, 0):  # the last tile of the block
             last = tl.max(neurons, 0)  # in ascending order
             zeros = tl.zeros((BN, TM), dtype)
-            for behind in range(tile * BN + BN, tl.cdiv(total, STEP) * STEP, BN):
-                padding = base + behind + tl.arange(0, BN)
-                tl.store(union_ptr + padding, tl.zeros((BN,), tl.int32) + last)
-                tl.store(h_ptr + padding[:, None] * BLOCK + of_part, zeros)
+            padded = tl.cdiv(end, STEP) * STEP
+            for behind in range(end, padded, BN):
+                padding = behind + tl.arange(0, BN)
+                unset = padding < padded
+                tl.store(union_ptr + base + padding, tl.zeros((BN,), tl.int32) + last, mask=unset)
+                h_ptrs = h_ptr + (base + padding)[:, None] * BLOCK + of_part
+                tl.store(h_ptrs, zeros, mask=unset[:, None])
 
 
 @direct
@@ -286,21 +271,21 @@ class Plan(NamedTuple):
 @lru_cache(MAX_CASES)
 def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> Plan:
     """The plan for at most MAX_TOKENS tokens; cached, so callers must not change its options."""
-    gate, up, down = (few_options(part, num_tokens, device) for part in ("gate", "up", "down"))
+    kernels = "few_gate_", "few_up_", "few_down_"
+    gate, up, down = (options_by_tokens(kernel, num_tokens, device) for kernel in kernels)
     block = min(max(next_power_of_2(num_tokens), 16), MAX_BLOCK)
     up["TM"], down["TM"] = min(up["TM"], block), min(down["TM"], block)
     num_blocks, num_segments = cdiv(num_tokens, block), cdiv(intermediate_size, gate["BN"])
     width = round_up(num_segments * gate["BN"], max(up["BN"], down["BK"]))
-    most = num_blocks * cdiv(intermediate_size, up["BN"]) * (block // up["TM"])
-    num_programs = min(most, up.pop("PER_SM") * num_processors(device))
+    tiles = cdiv(num_segments, up["JOIN"]) * cdiv(up["JOIN"] * gate["BN"], up["BN"])
+    num_programs = num_blocks * tiles * (block // up["TM"])
     size = next_power_of_2(num_segments)
     shared: dict[str, int] = dict(BLOCK=block, SEGMENTS=size, PDL=False)
     gate |= dict(GROUP=GATE_GROUP, BM=block, PDL=False)
     if launches_dependents(num_tokens, device):
-        gate["PDL"] = True
         shared |= dict(PDL=True, launch_pdl=True)
-    up |= dict(BLOCKS=next_power_of_2(num_blocks), SEGMENT=gate["BN"], STEP=down["BK"])
-    up |= dict(CHUNK=min(size, MAX_CHUNK), **shared)
+        gate |= dict(PDL=True, launch_pdl=True)
+    up |= dict(SEGMENT=gate["BN"], STEP=down["BK"], **shared)
     return Plan(block, num_blocks, num_segments, width, num_programs, gate, up, down | shared)
 
 
@@ -375,7 +360,6 @@ def _up(
         plan.width,
         plan.num_blocks,
         plan.num_segments,
-        plan.num_programs,
         GATED=layer.gated,
         ACT=layer.act.name,
         EVEN=k % options["BK"] == 0,

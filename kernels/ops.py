@@ -52,7 +52,7 @@ from twell.kernels import decode, dense, few, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.kernels.float8 import quantize
 from twell.kernels.launch import MAX_CASES
-from twell.kernels.options import VECTOR_TOKENS
+from twell.kernels.options import TRACED_TOKENS
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
@@ -255,7 +255,7 @@ def traced_decode(
     check_tensors(x, *tensors, x_scale, s_gate, s_up)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     layer = Layer(*tensors[:2], w_down.t(), *tensors[3:], s_gate, s_up, act=act)
-    return decode.ffn(x.contiguous(), layer, x_scale)
+    return decode.vector_ffn(x.contiguous(), layer, x_scale)
 
 
 def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
@@ -263,7 +263,7 @@ def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
 
     Code for any number of tokens takes the operator: to compare the number would fix it.
     """
-    few_tokens = x.shape[0] >= 1, x.shape[0] <= VECTOR_TOKENS
+    few_tokens = x.shape[0] >= 1, x.shape[0] <= TRACED_TOKENS
     alike = x.dtype == tensors[1].dtype
     return alike and x.is_cuda and COMPILED and all(map(statically_known_true, few_tokens))
 

@@ -72,8 +72,8 @@ iteration, so it takes larger blocks.
 twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
 
 By the most tokens: narrow tiles give every multiprocessor work, deep pipelines hide latency. us of
-the path, and with other options: 16 tokens 21.3 (23.2), 64: 24.4 (25.3), 128: 28.9 (32.9), 256:
-34.7 (52.0), 512: 50.2 (60.0). FP8 has the same, untuned [Few tokens].
+the path, and with other options: 16 tokens 18.3 (19.6), 32: 19.9 (21.1), 64: 21.9 (23.8), 128: 27.8
+(29.1), 256: 33.9 (47.2), 512: 49.1 (63.9). FP8 has the same, untuned [Few tokens, again].
 few_gate_16       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 4     | 64 256 4 5
 few_gate_32       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 3     | 64 256 4 4
 few_gate_64       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 64 4 4      | 64 128 4 6
@@ -81,18 +81,22 @@ few_gate_128      | BN BK w s    | 64 32 4 2      | 64 64 4 4      | 64 64 4 3  
 few_gate_256      | BN BK w s    | 64 32 4 2      | 128 64 8 4     | 128 32 8 4     | 128 64 4 5
 few_gate_512      | BN BK w s    | 64 32 4 2      | 128 64 8 3     | 128 32 8 3     | 128 64 4 3
 
-TM tokens of a block, at most all of it.
-few_up_32  | TM BN BK PER_SM w s|16 16 64 2 4 2|16 16 256 2 4 4|16 16 128 2 4 4|16 16 256 2 4 5
-few_up_64  | TM BN BK PER_SM w s|32 16 64 2 4 2|32 16 256 1 4 4|32 16 128 2 4 4|32 16 256 2 4 6
-few_up_128 | TM BN BK PER_SM w s|32 32 64 2 4 2|32 64 128 1 4 4|32 64 64 2 4 4 |32 64 128 2 4 6
-few_up_256 | TM BN BK PER_SM w s|64 64 32 2 4 2|64 64 64 2 4 4 |64 64 64 1 4 3 |64 64 128 2 4 5
-few_up_512 | TM BN BK PER_SM w s|64 64 32 2 4 2|128 64 64 1 4 4|128 64 32 1 4 4|128 64 128 2 4 4
+TM tokens of a block, at most all of it; BN places in the lists of JOIN segments. Two warps leave
+shorter chains of reductions: 16 tokens 18.5 (19.5 with four) [Few tokens, again].
+few_up_16  | TM BN BK JOIN w s|16 16 64 1 4 2|16 16 256 1 4 4|16 16 128 1 4 4|16 16 512 1 2 3
+few_up_32  | TM BN BK JOIN w s|16 16 64 1 4 2|16 16 256 1 4 4|16 16 128 1 4 4|32 16 256 2 2 5
+few_up_64  | TM BN BK JOIN w s|32 16 64 1 4 2|32 16 256 1 4 4|32 16 128 1 4 4|64 16 256 1 4 4
+few_up_128 | TM BN BK JOIN w s|32 32 64 2 4 2|32 64 128 4 4 4|32 64 64 4 4 4 |64 64 128 4 4 4
+few_up_256 | TM BN BK JOIN w s|64 64 32 4 4 2|64 64 64 2 4 4 |64 64 64 2 4 3 |64 64 128 2 4 4
+few_up_512 | TM BN BK JOIN w s|64 64 32 4 4 2|128 64 64 2 4 4|128 64 32 2 4 4|128 64 128 2 4 4
 few_down_32       | TM BN BK w s | 32 32 32 4 2   | 32 32 64 4 5   | 32 32 64 4 5   | 32 32 128 4 6
 few_down_256      | TM BN BK w s | 64 32 32 4 2   | 64 32 64 4 5   | 64 32 64 4 4   | 64 32 128 4 6
 few_down_512      | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 64 4 8
 
-BK: words of eight neurons. 11.8 us; 16 words a step 12.8, 4 warps 11.9 [Decoding].
-decode_down       | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
+BK: words of eight neurons, by the most tokens. One token: 11.8 us; 16 words a step 12.8, 4 warps
+11.9 [Decoding]. Three tokens: 16.2; 64 words a step 18.3 [Few tokens, again].
+decode_down_2     | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
+decode_down_4     | BN BK w s    | 16 16 4 1      | 16 128 8 1     | 16 128 8 1     | 16 128 8 1
 
 16 values a thread, two loads of 16 bytes of each operand; no size is measurably better.
 dense             | BLOCK w s    | 4096 8 1
@@ -133,10 +137,10 @@ def _parse(table: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 OPTIONS = _parse(TABLE)
-# The sizes in the names of few.py's options.
-FEW_TOKENS = {
-    part: sorted(int(name.split("_")[2]) for name in OPTIONS if name.startswith(f"few_{part}_"))
-    for part in ("gate", "up", "down")
+# The most tokens in the names of options, by what stands before them.
+BY_TOKENS = {
+    kernel: sorted(int(name.rpartition("_")[2]) for name in OPTIONS if name.startswith(kernel))
+    for kernel in ("few_gate_", "few_up_", "few_down_", "decode_down_")
 }
 
 # Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
@@ -150,11 +154,14 @@ HOPPER_TILES = 2
 # Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
 # blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
 LARGE_BLOCK_TOKENS = 16_384
-# Up to so many tokens decode.py computes without tensor cores: 14.0 us for 2 tokens, few.py 18.7
-# [Few tokens].
-VECTOR_TOKENS = 2
+# Up to so many tokens decode.py computes without tensor cores: 16.2 us for 3 tokens, few.py 17.0;
+# for 4 tokens 17.9 and 17.1 [Few tokens, again].
+VECTOR_TOKENS = 3
+# Up to so many in code of torch.compile, which cannot trace few.py.
+TRACED_TOKENS = 4
 # Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
-# (50.7) [Few tokens].
+# (50.7) [Few tokens]. Those of decode.py overlap for one token: 11.6 us (12.5); for two they took
+# 14.4 (13.8) [Few tokens, again].
 DEPENDENT_TOKENS = 256
 
 
@@ -180,19 +187,20 @@ def decode_up(hidden_size: int) -> dict[str, int]:
     return with_fusion(BN=1, BK=block_k, num_warps=min(max(block_k // 2048, 1), 16), num_stages=1)
 
 
-def few_options(part: str, num_tokens: int, device: torch.device) -> dict[str, int]:
-    """A copy of the launch options of few.py's "gate", "up" or "down" for so many tokens."""
-    size = next(most for most in FEW_TOKENS[part] if num_tokens <= most)
-    return launch_options(f"few_{part}_{size}", device)
+def options_by_tokens(kernel: str, num_tokens: int, device: torch.device) -> dict[str, int]:
+    """A copy of the launch options of "few_up_" or another of BY_TOKENS for so many tokens."""
+    size = next(most for most in BY_TOKENS[kernel] if num_tokens <= most)
+    return launch_options(f"{kernel}{size}", device)
 
 
+@cache
 def launches_dependents(num_tokens: int, device: torch.device) -> bool:
-    """Whether the kernels of few.py overlap, which needs Hopper or a successor like it."""
+    """Whether kernels for few tokens overlap, which needs Hopper or a successor like it."""
     import triton
 
     name = architecture(device)
     possible = LIKE.get(name, name) == "sm_90" and not triton.knobs.runtime.interpret
-    return possible and num_tokens <= DEPENDENT_TOKENS
+    return possible and (num_tokens == 1 or VECTOR_TOKENS < num_tokens <= DEPENDENT_TOKENS)
 
 
 @cache

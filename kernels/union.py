@@ -134,12 +134,20 @@ def _tile(number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN):
 
 
 @triton.jit
-def listed_product(x_desc, w_ptr, token, neurons, k, K, EVEN, BM):
-    """w[neurons] x^T [BN, BM] in fp32, for BM tokens from `token` on, in steps of k [BK]."""
+def listed_product(x_desc, w_ptr, token, neurons, k, K, EVEN, BM, listed=None):
+    """w[neurons] x^T [BN, BM] in fp32, for BM tokens from `token` on, in steps of k [BK].
+
+    listed [BN], if given: other rows are not read, and 0.
+    """
     w_ptrs = w_ptr + neurons[:, None] * K + k[None, :]
     u = tl.zeros((neurons.shape[0], BM), tl.float32)
     for start in range(0, K, k.shape[0]):
-        w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
+        if listed is None:
+            w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
+        elif EVEN:
+            w = tl.load(w_ptrs + start, mask=listed[:, None], other=0.0)
+        else:
+            w = tl.load(w_ptrs + start, mask=listed[:, None] & (start + k < K)[None, :], other=0.0)
         u = tl.dot(wide(w), wide(x_desc.load([token, start])).T, u)
     return u
 

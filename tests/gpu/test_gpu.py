@@ -154,9 +154,12 @@ def test_compiled_by_inductor_as_one_graph(path, mode):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
 def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
-    """For one and two tokens; for three it calls the operator. All have the bits of eager calls."""
+    """Up to four tokens; for five it calls the operator.
+
+    All have the bits of eager calls but for four, which few.py computes there.
+    """
     torch.use_deterministic_algorithms(False)
-    case = fuzz.Case("decode", 3, 5632, 2048, gated=gated, biases=True, seed=SEED)
+    case = fuzz.Case("decode", 5, 5632, 2048, gated=gated, biases=True, seed=SEED)
     x, w_gate, w_up, *others = fuzz.layer(case, "cuda").values()
     x_scale = s_gate = s_up = None
     if fp8:
@@ -170,12 +173,14 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
 
     torch.compiler.reset()
     compiled = torch.compile(calls, fullgraph=True, dynamic=False, mode=mode)
-    for num_tokens in (1, 2, 3):
+    for num_tokens in (1, 2, 3, 4, 5):
         scale = x_scale if x_scale is None else x_scale[:num_tokens].clone()
         for given in (x[:num_tokens].clone(), x[-num_tokens:].clone()):
             torch.compiler.cudagraph_mark_step_begin()
             y, again = compiled(given, scale)
-            assert torch.equal(y, calls(given, scale)[0]) and torch.equal(y, again)
+            expected = calls(given, scale)[0]
+            assert torch.equal(y, again)
+            assert fuzz.relative_rms(y, expected) <= (4e-3 if num_tokens == 4 else 0)
 
 
 def test_two_models_on_two_streams():

@@ -64,8 +64,8 @@ TRAINING = {
 # options.HOPPER_TILES, and a value by which other kernels compute the gate of any size.
 HOPPER_TILES, NEVER_HOPPER = options.HOPPER_TILES, 2**60
 # Numbers of tokens with all options of few.py, and some of them.
-FEW = 3, 20, 40, 100, 200, 500
-SOME = 3, 100, 500
+FEW = 3, 4, 20, 40, 100, 200, 500
+SOME = 4, 100, 500
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
@@ -392,6 +392,7 @@ def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
         calls.append(("quantize", 300, float8.quantize))
     for num_tokens, path in (
         (1, decode),
+        (3, decode),
         (20, decode),
         (500, decode),
         (300, rowwise),
@@ -440,7 +441,7 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    sizes = (1, False), (2, False), (3, False), (2, True)
+    sizes = (1, False), (3, False), (4, False), (5, False), (2, True)
     for gated, fp8, (num_tokens, any_number) in itertools.product(*[(True, False)] * 2, sizes):
         x, layer = empty_layer(num_tokens, 300, 2048, gated)
         given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]

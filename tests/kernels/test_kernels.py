@@ -15,22 +15,24 @@ from tests.factories.kernels import (
     random,
     run_as,
 )
-from twell.kernels import common, few, gate, ops, options, rowwise, union
+from twell.kernels import common, decode, few, gate, ops, options, rowwise, union
 from twell.kernels.paper.gate import gate_words
 
 slow = pytest.mark.slow
 seeds = [*range(SEED, SEED + 3), *(pytest.param(SEED + i, marks=slow) for i in range(3, 60))]
 # Each path and each branch by the number of tokens. Few tokens decode with a program a neuron.
 CASES = [("rowwise", 5, 60), ("twell", 5, 60), ("union", 9, 140), ("decode", 9, 140)]
-CASES += [("decode", num_tokens, 60) for num_tokens in (1, 2, 3)]
+CASES += [("decode", num_tokens, 60) for num_tokens in (1, 2, 3, 5)]
 
 
 @pytest.fixture(autouse=True)
 def plans_anew():
     """Tests change options, which plans keep."""
-    few.make_plan.cache_clear()
+    for module in (few, decode):
+        module.make_plan.cache_clear()
     yield
-    few.make_plan.cache_clear()
+    for module in (few, decode):
+        module.make_plan.cache_clear()
 
 
 @pytest.mark.parametrize("seed", seeds)
@@ -67,16 +69,23 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
 def test_more_flags_than_one_step_has(num_tokens, monkeypatch):
     run_as("sm_90", monkeypatch)
     sizes = dict(num_tokens=num_tokens, hidden_size=80, intermediate_size=600)
     assert fuzz.check(integer_case("decode", **sizes, pattern="full"), DEVICE) == 0
 
 
-@pytest.mark.parametrize("pattern", ["even", "full", "edges"])
-def test_more_segments_than_one_step_has(pattern, monkeypatch):
-    monkeypatch.setattr(few, "MAX_CHUNK", 2)
+@pytest.mark.parametrize("pattern", ["even", "full", "edges", "empty"])
+@pytest.mark.parametrize("joined", [1, 2, 4, 16])
+def test_segments_that_share_tiles(joined, pattern, monkeypatch):
+    """Also more than there are, and more neurons than a tile has places."""
+    whole = few.options_by_tokens
+
+    def of(kernel, *size):
+        return whole(kernel, *size) | (dict(JOIN=joined, BN=32) if kernel == "few_up_" else {})
+
+    monkeypatch.setattr(few, "options_by_tokens", of)
     sizes = dict(num_tokens=140, hidden_size=48, intermediate_size=650)
     assert fuzz.check(integer_case("decode", **sizes, pattern=pattern), DEVICE) == 0
 

@@ -26,10 +26,10 @@ def test_every_key_is_used_and_every_used_key_exists():
     }
     expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
     in_fp8 = {key for key in options.OPTIONS if key.removesuffix("_fp8") in expanded}
-    few_tokens = {
-        f"few_{part}_{size}" for part, sizes in options.FEW_TOKENS.items() for size in sizes
-    }
-    assert expanded | in_fp8 | few_tokens == set(options.OPTIONS)
+    used = {f'"{kernel}"' for kernel in options.BY_TOKENS}
+    assert all(kernel in text for kernel in used)
+    by_tokens = {f"{kernel}{size}" for kernel, sizes in options.BY_TOKENS.items() for size in sizes}
+    assert expanded | in_fp8 | by_tokens == set(options.OPTIONS)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -69,15 +69,16 @@ def test_sizes_decide():
 def test_few_tokens_have_options_of_their_own(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr(options, "architecture", lambda device: "sm_90")
-    for part, sizes in options.FEW_TOKENS.items():
-        assert sizes[-1] == few.MAX_TOKENS
+    for kernel, sizes in options.BY_TOKENS.items():
+        most = few.MAX_TOKENS if kernel.startswith("few") else options.TRACED_TOKENS
+        assert sizes[-1] == most
         for before, size in zip([0, *sizes], sizes, strict=False):
-            expected = options.launch_options(f"few_{part}_{size}", device)
-            assert options.few_options(part, before + 1, device) == expected
-            assert options.few_options(part, size, device) == expected
-    overlap = options.launches_dependents
+            expected = options.launch_options(f"{kernel}{size}", device)
+            assert options.options_by_tokens(kernel, before + 1, device) == expected
+            assert options.options_by_tokens(kernel, size, device) == expected
+    overlap = options.launches_dependents.__wrapped__  # the cache knows other devices
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert overlap(256, device) and not overlap(257, device)
+    assert [m for m in (1, 2, 3, 4, 256, 257) if overlap(m, device)] == [1, 4, 256]
     monkeypatch.setattr(options, "architecture", lambda device: "sm_100")
     assert overlap(1, device)
     monkeypatch.setattr(options, "architecture", lambda device: "sm_89")

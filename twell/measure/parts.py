@@ -28,7 +28,7 @@ def split_kernels(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
 
     Products are recognised by their place: before attention come q, k and v, behind it the
     output's, then those of the feed-forward layer, the first of which is the gate's (without a
-    gate: up's; for one or two tokens, the kernel of gate and active up). A large batch is computed
+    gate: up's; for up to three tokens, the kernel of gate and active up). A large batch is computed
     in chunks, each with its gate. Elementwise work between two of these belongs to the
     feed-forward layer. Raises ValueError for kernels without attention.
     """
