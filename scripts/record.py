@@ -27,7 +27,8 @@ from scripts import trainings
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
 PLAIN = "twell measure model 2b --compile"
 # The calibrations that ship; "auto" goes by them in the parts that follow.
-CALIBRATION, KINDS = "twell/sparse/default_calibration", (("", ""), (" --fp8", "_fp8"))
+CALIBRATION = "twell/sparse/default_calibration"
+KINDS = {"": "", "_fp8": " --fp8", "_non_gated": " --non-gated --intermediate-size 8192"}
 SIZE = "--hidden-size {} --intermediate-size {}".format
 FEWEST, FEW = "1,2,4,8,16", "32,64,96,128,192,256,512,1024,2048"
 FUZZ = 100_000, 102_500, 105_000, 107_500
@@ -105,7 +106,10 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "merged": (120, [f"{FFN} --tokens 65536,2048,64,1 --merged"]),
     "calibrate": (
         400,
-        [f"twell measure calibrate{fp8} --out {CALIBRATION}{name}.json" for fp8, name in KINDS],
+        [
+            f"twell measure calibrate{of} --out {CALIBRATION}{kind}.json"
+            for kind, of in KINDS.items()
+        ],
     ),
     "model": (400, [f"{MODEL} --batches 64x2048"]),
     "decode": (500, [f"{MODEL} --batches none --decode 1,32"]),

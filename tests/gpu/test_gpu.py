@@ -1,5 +1,8 @@
 """The kernels on a GPU at real shapes, in CUDA graphs, on streams, and compiled by Inductor."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -91,10 +94,11 @@ def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
     assert torch.equal(ops.PATHS["union"](**tensors), y)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 700])
 @pytest.mark.parametrize("path", PATHS)
-def test_graph_replays_with_new_tokens(path):
-    tensors = skewed(64)
-    other = skewed(64, seed=SEED + 1)["x"]
+def test_graph_replays_with_new_tokens(path, num_tokens):
+    tensors = skewed(num_tokens)
+    other = skewed(num_tokens, seed=SEED + 1)["x"]
     fresh = ops.PATHS[path](**{**tensors, "x": other})
     graph = torch.cuda.CUDAGraph()
     static = {**tensors, "x": tensors["x"].clone()}
@@ -183,8 +187,9 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
             assert fuzz.relative_rms(y, expected) <= (4e-3 if num_tokens == 4 else 0)
 
 
-def test_two_models_on_two_streams():
-    models = [skewed(500, seed=SEED), skewed(500, 1024, 2816, seed=SEED + 1)]
+@pytest.mark.parametrize("num_tokens", [1, 2, 500])
+def test_two_models_on_two_streams(num_tokens):
+    models = [skewed(num_tokens, seed=SEED), skewed(num_tokens, 1024, 2816, seed=SEED + 1)]
     expected = [[ops.PATHS[path](**tensors) for path in PATHS] for tensors in models]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -198,6 +203,29 @@ def test_two_models_on_two_streams():
         torch.cuda.synchronize()
         for ours, right in zip(results, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+
+
+def test_threads_that_call_at_once():
+    """Each with sizes of its own, first calls included."""
+    layers = [skewed(m, 1024, 1408, seed=SEED + m) for m in (1, 2, 3, 40, 600, 1300)]
+    stop = time.monotonic() + 3
+
+    def call(tensors):
+        first = last = None
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while last is None or time.monotonic() < stop:
+                last = [ops.PATHS[path](**tensors) for path in PATHS]
+                first = first or last
+            torch.cuda.current_stream().synchronize()
+        return first, last
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(len(layers)) as pool:
+        results = list(pool.map(call, layers))
+    for tensors, pairs in zip(layers, results, strict=True):
+        for path, y, again in zip(PATHS, *pairs, strict=True):
+            assert torch.equal(y, again) and torch.equal(y, ops.PATHS[path](**tensors))
+            assert_close(y, tensors)
 
 
 def test_nothing_waits_for_the_device():
@@ -257,9 +285,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 @two_gpus
+@pytest.mark.parametrize("num_tokens", [1, 3, 200, 700])
 @pytest.mark.parametrize("path", [*PATHS, "dense"])
-def test_a_device_that_is_not_the_current_one(path):
-    tensors = skewed(200)
+def test_a_device_that_is_not_the_current_one(path, num_tokens):
+    tensors = skewed(num_tokens)
     there = {name: None if t is None else t.to("cuda:1") for name, t in tensors.items()}
     there["w_down"] = there["w_down"].t().contiguous().t()
     expected = ops.run(path, *tensors.values())
@@ -267,3 +296,32 @@ def test_a_device_that_is_not_the_current_one(path):
         operator = ops.PATHS.get(path, lambda *t: ops.run(path, *t))
         for y in (ops.run(path, *there.values()), operator(*there.values())):
             assert y.device == there["x"].device and torch.equal(y.to("cuda:0"), expected)
+
+
+@two_gpus
+@pytest.mark.parametrize("num_tokens", [1, 200, 700])
+def test_auto_on_a_device_that_is_not_the_current_one(num_tokens):
+    """Eager, compiled and in a CUDA graph."""
+    torch.use_deterministic_algorithms(False)
+    tensors = skewed(num_tokens, 256, 704)
+    layer = SparseFFN(256, 704, device="cuda", dtype=torch.bfloat16).eval()
+    for name in ("gate", "up", "down"):
+        getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)
+    x = tensors["x"].to("cuda:1")
+    layer.to("cuda:1").backend = "auto"
+    half = Point(num_tokens, 0, 704, {"dense": 1.0, ops.choose(num_tokens): 0.5})
+    layer.calibration = Calibration("x", 256, 704, True, "bfloat16", "", "", (half,))
+    layer.observe(0, 0)
+    assert layer.chooser.path(num_tokens) == ops.choose(num_tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.device(0):
+        results = [layer(x), torch.compile(layer, fullgraph=True, dynamic=False)(x)]
+        with torch.cuda.device(1):
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                results.append(layer(x))
+        graph.replay()
+        torch.cuda.synchronize("cuda:1")
+    for y in results:
+        assert y.device == x.device
+        assert_close(y.to("cuda:0"), tensors)

@@ -24,8 +24,8 @@ from twell.sparse.plan import WAITING
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
-# Where a call may wait for Python: up to 2 tokens, up to 512, and more take different kernels.
-FLOOR_TOKENS = 1, 2, 4, 512, 2048
+# Where a call may wait for Python: up to 4 tokens, up to 512, and more take different kernels.
+FLOOR_TOKENS = 1, 2, 4, 8, 512, 2048
 CHECKED_TOKENS = 8, 512, 8192
 FLOOR_ROUNDS = 4
 CHECKED_CALLS = 8, 512, 2048  # of eager and of compiled calls

@@ -36,10 +36,11 @@ DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 BLOCK = 64
 
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
-# The default calibrations, in bf16 and in FP8: an H200, K = 2048, N = 5632, gated.
+# The default calibrations: an H200, K = 2048, N = 5632, gated, in bf16 and in FP8; and without a
+# gate, N = 8192, in bf16.
 DEFAULT = {
-    quantized: Path(__file__).with_name(f"default_calibration{name}.json")
-    for quantized, name in ((False, ""), (True, "_fp8"))
+    kind: Path(__file__).with_name(f"default_calibration{kind}.json")
+    for kind in ("", "_fp8", "_non_gated")
 }
 
 
@@ -403,4 +404,5 @@ def default(
     hidden_size: int, intermediate_size: int, gated: bool, quantized: bool = False
 ) -> Calibration:
     """Return the DEFAULT calibration of such weights, scaled to a layer of this kind."""
-    return Calibration.load(DEFAULT[quantized]).scaled(hidden_size, intermediate_size, gated)
+    kind = "_fp8" if quantized else "" if gated else "_non_gated"
+    return Calibration.load(DEFAULT[kind]).scaled(hidden_size, intermediate_size, gated)
