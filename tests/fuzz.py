@@ -369,12 +369,17 @@ def check(case: Case, device: torch.device | str) -> float:
 
 
 def check_number(
-    seed: int, device: str, large: bool, train: bool, fp8: bool = False
+    seed: int, device: str, large: bool, train: bool, fp8: bool = False, path: str | None = None
 ) -> tuple[Case, float]:
-    """The case of a number and its error; an error has the case as a note. `fp8`: all in FP8."""
+    """The case of a number and its error; an error has the case as a note.
+
+    fp8: all in FP8. path: all by this path of inference, row-wise, union or decode.
+    """
     from twell.kernels import options
 
     case = draw(seed, large=large)
+    if path and case.path != "twell":
+        case = replace(case, path=path)
     # These layers are too small for the gate on Hopper: force it in half of the cases.
     options.HOPPER_TILES = random.Random(seed).choice([0, 2])
     if fp8 and case.path != "twell":
@@ -395,7 +400,7 @@ def check_number(
 
 
 def check_range(
-    first: int, cases: int, small: bool, train: bool, fp8: bool
+    first: int, cases: int, small: bool, train: bool, fp8: bool, path: str | None
 ) -> tuple[int, dict[tuple[str, str], float]]:
     """Check the cases of these numbers: how many failed, and the worst errors by path and type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -404,7 +409,7 @@ def check_range(
     failed = 0
     for seed in range(first, first + cases):
         try:
-            case, error = check_number(seed, device, large, train, fp8)
+            case, error = check_number(seed, device, large, train, fp8, path)
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
             notes = " ".join(getattr(problem, "__notes__", []))
@@ -423,16 +428,15 @@ def main() -> None:
     add("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
     add("--training", action="store_true", help="gradients too, on the paths of training")
     add("--fp8", action="store_true", help="every case in FP8 that can be")
+    add("--path", choices=("rowwise", "union", "decode"), help="all by this path, but for twell")
     add("--jobs", type=int, default=1, help="processes, which share the GPU")
     add("--out", help="the folder of fuzz.csv")
     options = parser.parse_args()
     begin, size = time.monotonic(), -(-options.cases // options.jobs)
     end = options.seed + options.cases
     firsts = range(options.seed, end, size)
-    rest = [(options.small, options.training, options.fp8)] * len(firsts)
-    parts = [
-        (first, min(size, end - first), *flags) for first, flags in zip(firsts, rest, strict=True)
-    ]
+    rest = options.small, options.training, options.fp8, options.path
+    parts = [(first, min(size, end - first), *rest) for first in firsts]
     if options.jobs == 1:
         results_of = [check_range(*parts[0])]
     else:
