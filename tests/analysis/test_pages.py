@@ -61,12 +61,23 @@ def test_tables_of_other_shapes():
         speed_rows(64, 330.0, few, **biases),
         speed_rows(2048, 326.0, {BASE: 1.0, UNION: 2.0}, **biases | {"pattern": "skewed"}),
         speed_rows(2048, 163.0, many, **biases),
+        speed_rows(2048, 29.0, many, pattern="skewed merged", mode="graph", weight_sets=8),
     )
     assert cells(pages.other_shapes(analysis.speedups(rows))) == [
         ["OPT-1.3B, 2048 x 8192", "4%", "best sparse path", "–", "0.80", "–", "–"],
         ["OPT-1.3B, 2048 x 8192", "4%", "`auto`", "–", "1.00", "–", "–"],
         ["OPT-1.3B, 2048 x 8192", "2%", "best sparse path", "–", "–", "1.25", "–"],
         ["OPT-1.3B, 2048 x 8192", "2%", "`auto`", "–", "–", "1.00", "–"],
+        [
+            "Merged gate and up, ReLU, 2048 x 5632",
+            "0.5%",
+            "best sparse path",
+            "–",
+            "–",
+            "1.25",
+            "–",
+        ],
+        ["Merged gate and up, ReLU, 2048 x 5632", "0.5%", "`auto`", "–", "–", "1.00", "–"],
     ]
 
 

@@ -26,7 +26,9 @@ SHAPES = {
     (4096, 16384, "biases"): "OPT-6.7B",
     (3072, 9216, "relu2"): "Minitron 4B, ReLU²",
     (4096, 14336, "drelu"): "TurboSparse-Mistral, dReLU",
+    (2048, 5632, "merged"): "Merged gate and up, ReLU",
 }
+SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02)}  # else 4% and 2% active
 _FEW = 1024  # tokens, and fewer
 
 
@@ -200,12 +202,12 @@ def situations(table: pd.DataFrame) -> str:
 
 
 def other_shapes(table: pd.DataFrame) -> str:
-    """Return layers with biases or another activation: the best path and auto by tokens."""
+    """Return layers with biases, merged weights or another activation: best path, auto."""
     rows = []
     for (width, neurons, kind), name in SHAPES.items():
         shape = table[(table["hidden_size"] == width) & (table["intermediate_size"] == neurons)]
         shape = shape[shape["pattern"] == f"skewed {kind}"]
-        for share in (0.04, 0.02):
+        for share in SHARES.get(kind, (0.04, 0.02)):
             lines = {"best sparse path": [], "`auto`": []}
             for tokens in (1, 64, 2048, 65_536):
                 # At one token the number of active neurons varies most.
@@ -213,7 +215,7 @@ def other_shapes(table: pd.DataFrame) -> str:
                 best = _best(case)
                 lines["best sparse path"].append(np.nan if best is None else best["speedup"])
                 lines["`auto`"].append(_auto(case))
-            case = f"{name}, {width} x {neurons}", f"{100 * share:.0f}%"
+            case = f"{name}, {width} x {neurons}", f"{round(100 * share, 1):g}%"
             rows += [
                 (*case, what, *map(_number, gains))
                 for what, gains in lines.items()
