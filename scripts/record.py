@@ -88,8 +88,15 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [f"{FFN} --mode {mode} --tokens {FEWEST},{FEW}" for mode in ("eager", "compiled")],
     ),
     "activity": (240, [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"]),
+    "backward": (
+        240,
+        [
+            f"{FFN} --backward --tokens 16384 --active 3,10,29,100,200 --pattern skewed,even",
+        ],
+    ),
+    "steps": (150, [f"{FFN} --backward --mode eager --tokens 16384,4096 --active 10,29"]),
     "opt": (
-        220,
+        400,
         [
             f"{FFN} {OPT} --bias {SIZE(2048, 8192)} --active 328,164",
             f"{FFN} {OPT} --bias {SIZE(4096, 16384)} --active 655,328",

@@ -327,6 +327,9 @@ def test_the_layer_alone_and_its_training_step():
         ),
         training_rows(16_384, 464.0, slow, **even),
         training_rows(16_384, 7.25, {BASE: 4.0, "triton union": 1.0}, **even),
+        # Of the mode "eager" none counts.
+        training_rows(16_384, 29.0, {BASE: 9.0, "triton union": 1.0}, mode="eager"),
+        training_rows(16_384, 70.0, {BASE: 4.0, "triton union": 8.0}, mode="eager", **even),
     )
     numbers = quantities.layer_training(analysis.training_speedups(rows))
     check(numbers, middle_union=0.8, middle_union_kept=0.25, even_hybrid=2, even_hybrid_kept=0.5)

@@ -132,6 +132,24 @@ def test_training_speedups():
     assert not {"held_dense", "forward_dense", "energy_dense"} & set(table.columns)
 
 
+def test_training_steps_of_both_modes_stay_apart():
+    """Within one call, of one case: neither is compared with dense of the other, nor is newer."""
+    eager = training_rows(64, 29.0, {BASE: 10.0, "triton": 9.0, UNION: 5.0}, mode="eager")
+    stream = training_rows(64, 29.0, {BASE: 8.0, UNION: 2.0}, **LATER)
+    table = analysis.training_speedups(together(eager, eager.assign(**LATER), stream))
+    of_union = table[table["provider"] == UNION].sort_values("mode")
+    assert rows(of_union, "mode", "speedup", "date") == [
+        ("eager", 2.0, LATER["date"]),
+        ("stream", 4.0, LATER["date"]),
+    ]
+    assert set(analysis.at_level(table, 29)["mode"]) == {"eager", "stream"}
+    assert analysis.by_case(table).index.get_level_values("mode").tolist() == ["eager", "stream"]
+    slower = training_rows(64, 300.0, {BASE: 1.0, UNION: 2.0}, mode="eager")
+    table = analysis.training_speedups(together(eager, stream, slower))
+    assert sorted(analysis.crossovers(table)["mode"]) == ["eager", "stream"]
+    assert analysis.training_crossover(table) == 29.0  # as far as steps of `crossover` go
+
+
 def test_steps_and_models_beside_dense():
     times = {BASE: 8.0, "dense eager": 10.0, f"{UNION} torch.compile": 4.0}
     again = step_rows({BASE: 6.0, UNION: 4.0}, checkpoint_activations=True)

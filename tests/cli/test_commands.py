@@ -269,8 +269,9 @@ def test_training_of_a_layer_gets_everything(measured):
     words = f"ffn --backward --tokens 64,128 --pattern even {LAYER} --out x"
     arguments, options = measured(words, "ffn_steps")
     assert arguments == ([64, 128], [2.5, 9.0], ["even"])
-    assert options == LAYER_OPTIONS | {"masks": None, "out": Path("x")}
-    arguments, options = measured("ffn --backward", "ffn_steps")
+    assert options == LAYER_OPTIONS | {"masks": None, "mode": "stream", "out": Path("x")}
+    arguments, options = measured("ffn --backward --mode eager", "ffn_steps")
+    assert options["mode"] == "eager"
     assert arguments == ([65536, 16384], [29.0], ["skewed"])
     assert (options["hidden_size"], options["intermediate_size"]) == (None, 5632)
 

@@ -213,7 +213,7 @@ def speed_rows(tokens, active, times, **columns):
 
 def training_rows(tokens, active, times, **columns):
     """Rows of training.csv, as one call leaves them for one case; times: provider -> ms."""
-    rows = speed_rows(tokens, active, times).drop(columns=["mode", "weight_sets"])
+    rows = speed_rows(tokens, active, times).drop(columns="weight_sets")
     more = {"forward": rows["p50"] / 4, "held": 600, "peak": 1000, "capacity": np.nan}
     more |= {"worst": "dx", "command": "python -m twell measure ffn --backward"}
     return rows.assign(**more | columns)

@@ -227,7 +227,7 @@ def by_activity(*providers):
     falls += [("skewed", 16384, UNION, 45.0), ("even", 65536, UNION, np.nan)]
     falls += [("even", 16384, UNION, 77.0), ("even", 16384, "triton decode", 50.0)]
     columns = ["pattern", "tokens", "provider", "crossover"]
-    return speeds(cases, providers), pd.DataFrame(falls, columns=columns)
+    return speeds(cases, providers, mode="stream"), pd.DataFrame(falls, columns=columns)
 
 
 def batches(providers=IN_BF16):

@@ -2,6 +2,7 @@
 
 import itertools
 import types
+import weakref
 from functools import partial
 
 import numpy as np
@@ -13,9 +14,11 @@ from tests.factories import SEED, measure
 from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, layer_step
 from twell import analysis
 from twell.measure import step
+from twell.measure.case import DenseTraining
 from twell.measure.check import TOLERANCE, Exact
 from twell.measure.rows import COLUMNS
 from twell.measure.step import Step, crossing, crossover, ffn_steps
+from twell.sparse.layer import SparseFFN
 
 pytest.importorskip("triton")
 OPS = step.training_ops()
@@ -102,6 +105,7 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path):
     providers = ["dense eager", "dense torch.compile", *(f"triton {path}" for path in PATHS)]
     assert list(table["provider"]) == 4 * providers and len(table) == len(rows)
     assert list(table["path"]) == 4 * ["dense", "dense", *PATHS]
+    assert set(table["mode"]) == {"stream"}
     sparse = table["path"] != "dense"
     assert (table["capacity"].notna() == sparse).all() and (table["capacity"][sparse] >= 32).all()
     assert (table["relative_rms"] < TOLERANCE["layer"]).all()
@@ -142,6 +146,62 @@ def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
     with pytest.raises(ArithmeticError, match=message):
         crossover(K, N, tokens=70)
     assert not dense_kernels.timed
+
+
+# --- back to back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_steps_back_to_back_are_also_those_of_the_layer(dense_kernels, monkeypatch, gated):
+    """Whose own Python counts, as in any training loop."""
+    compiled, passes, forward = [], [], SparseFFN.forward
+
+    def slow(layer, x):
+        dense_kernels.spend(2.0)
+        passes.append((layer.train_path, layer.capacity, layer.observer.watch_capacity))
+        return forward(layer, x)
+
+    monkeypatch.setattr(SparseFFN, "forward", slow)
+    monkeypatch.setattr(dense_kernels, "stream_times", lambda *_: pytest.fail("emptied the cache"))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
+    rows = ffn_steps([70], [26], **SIZES, gated=gated, mode="eager")
+    dense = ["dense eager", "dense torch.compile"]
+    assert [row["provider"] for row in rows] == [*dense, "triton", "triton union", "triton hybrid"]
+    assert [row["path"] for row in rows] == ["dense", "dense", "union", *PATHS]
+    assert {row["mode"] for row in rows} == {"eager"}
+    assert isinstance(compiled[-1], DenseTraining)  # a module, as SparseFFN is
+    times = {row["provider"]: (row["p50"], row["forward"]) for row in rows}
+    assert times.pop("triton") == (2.0, 2.0) and set(times.values()) == {(1.0, 1.0)}
+    # 1.5 times what it needs, which SparseTraining knows after a first step.
+    assert passes[0] == ("union", 32, True) and set(passes[1:]) == {("union", 48, True)}
+    assert [row["capacity"] for row in rows[2:]] == [48] * 3
+
+
+@pytest.mark.parametrize("wrong", ["y", "dx"])
+def test_the_layer_is_checked_before_anything_is_timed(dense_kernels, monkeypatch, wrong):
+    forward = SparseFFN.forward
+
+    def scaled(layer, x):
+        y = forward(layer, x)
+        return 1.02 * y - (0.02 * y.detach() if wrong == "dx" else 0)
+
+    monkeypatch.setattr(SparseFFN, "forward", scaled)
+    with pytest.raises(ArithmeticError, match=f"^{wrong} of triton at .* 70 tokens .* is wrong"):
+        ffn_steps([70], [20], **SIZES, mode="eager")
+    assert not dense_kernels.timed
+
+
+def test_a_step_of_the_layer_ends_with_its_graph(dense_kernels):
+    """The layer keeps its L1 term until the next pass, and held memory would be counted twice."""
+    given = case(70)
+    own = step.sparse_layer_step(given, step.output_gradients(given.x))
+    y, l1 = own()
+    last = weakref.ref(l1)
+    del y, l1
+    assert last() is None and own.path == "union"
+    own.attempts.close()
+    y, l1 = own.forward()
+    assert not y.isnan().any() and own.leaves["w_up"].grad is not None
 
 
 # --- the crossover ----------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def several(case, **columns):
         ("by activity", {"gated": []}, "shows one layer on one device; this table has 0"),
         ("by activity", {"gated": [True, False]}, "one layer on one device; this table has 2"),
         ("training", {"tokens": range(4)}, "4 batch sizes cannot be told apart .* at most 3"),
+        ("training", {"mode": ["stream", "eager"]}, "shows one mode; this table has 2"),
         ("training", {"device": "ab"}, "shows one layer on one device; this table has 2"),
         ("batches", {"pattern": ["even", "skewed"]}, "shows one pattern; this table has 2"),
         ("roofline", {"tokens": [64, 65]}, "shows one case; this table has 2"),

@@ -131,9 +131,11 @@ def _calls(rows: pd.DataFrame) -> Quantities:
 def layer_training(table: pd.DataFrame) -> Quantities:
     """Return the speed and memory of a training step of the layer, from `training_speedups`.
 
-    Of each of STEPS: _union and _hybrid, speed-ups over compiled dense; _kept, bytes from forward
-    to backward as a share of dense's. A crossing is in active neurons.
+    Of each of STEPS, in the mode "stream": _union and _hybrid, speed-ups over compiled dense;
+    _kept, bytes from forward to backward as a share of dense's. A crossing is in active neurons.
     """
+    if len(table):
+        table = table[table["mode"] == "stream"]
     if table.empty:
         return {}
     result = {}

@@ -16,9 +16,10 @@ from twell.measure import providers
 from twell.sparse.calibration import crossing
 
 BASELINE = providers.DENSE_COMPILED.name  # speed-ups are over it
-# Rows of one case, with the same `active`, are compared. Rows of kernels and training have no mode.
-TRAINING_CASE = "tokens hidden_size intermediate_size gated dtype pattern device".split()
-CASE = [*TRAINING_CASE, "mode", "weight_sets"]
+# Rows of one case, with the same `active`, are compared. Rows of kernels have no mode.
+KERNEL_CASE = "tokens hidden_size intermediate_size gated dtype pattern device".split()
+TRAINING_CASE = [*KERNEL_CASE, "mode"]
+CASE = [*TRAINING_CASE, "weight_sets"]
 _MODEL = "model num_layers hidden_size intermediate_size num_heads vocab_size gated".split()
 STEP_CASE = [*_MODEL, "context", "micro_batch", "tokens", "precision", "checkpoint_activations"]
 STEP_CASE += ["profile", "device"]
@@ -120,8 +121,9 @@ def training_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/training.csv beside dense torch.compile in the same case and call.
 
     Added columns as in `speedups`, of forward and backward together; forward_speedup, of the
-    forward pass alone; held_share and peak_share, held and peak in % of dense. Left out and raised:
-    as there. Paper: the layer's part in Fig. 5.
+    forward pass alone; held_share and peak_share, held and peak in % of dense. The modes "stream"
+    and "eager" are cases of their own. Left out and raised: as there. Paper: the layer's part in
+    Fig. 5.
     """
     table = _beside_dense(rows, "training.csv", TRAINING_CASE, ["forward", "held", "peak"])
     table["forward_speedup"] = table.pop("forward_dense") / table["forward"]
@@ -162,10 +164,12 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
 def training_crossover(table: pd.DataFrame, provider: str = providers.UNION.name) -> float:
     """Return the active neurons up to which a sparse training step is faster in any case.
 
-    table: `training_speedups`. The least of `crossovers`. A case that is faster at every level
-    counts with its highest, one that is slower at every level with 0. Raises ValueError for a table
-    without the provider. Ours.
+    table: `training_speedups`; rows of the mode "eager" do not count. The least of `crossovers`. A
+    case that is faster at every level counts with its highest, one that is slower at every level
+    with 0. Raises ValueError for a table without the provider. Ours.
     """
+    if "mode" in table:
+        table = table[table["mode"] == "stream"]
     lines = crossovers(table[table["provider"] == provider])
     if lines.empty:
         raise ValueError(f"the table has no row of {provider!r} with active neurons")
@@ -221,7 +225,7 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     ValueError for rows that lack columns or values, other units, and a device without both
     ceilings. Ours.
     """
-    columns = [*TRAINING_CASE, "active", "provider", "kernel", "ms", "date"]
+    columns = [*KERNEL_CASE, "active", "provider", "kernel", "ms", "date"]
     _check_rows(kernels, "kernels.csv", columns, ["flops", "bytes"])
     _check_rows(ceilings, "ceilings.csv", ["metric", "value", "unit", "device", "date"])
     units = {"matmul": "TFLOP/s", "copy bandwidth": "GB/s"}
@@ -233,7 +237,7 @@ def roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     last = ordered["value"].last().unstack().reindex(columns=[*units])
     own = ceilings.groupby(["device", "date", "metric"])["value"].last().unstack()
     in_bf16 = [not providers.Provider.parse(name).in_fp8 for name in kernels["provider"]]
-    table = _newest(kernels[in_bf16], [*TRAINING_CASE, "provider"]).reset_index(drop=True)
+    table = _newest(kernels[in_bf16], [*KERNEL_CASE, "provider"]).reset_index(drop=True)
     own = own.reindex(pd.MultiIndex.from_frame(table[["device", "date"]]), columns=[*units])
     for column, metric in zip(("peak", "bandwidth"), units, strict=True):
         of_device = table["device"].map(last[metric])

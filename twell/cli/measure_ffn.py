@@ -69,7 +69,8 @@ def command(
         option(
             "stream: single calls, cache emptied between; graph: a CUDA graph with 8 sets of "
             "weights in rotation; eager, compiled: these calls back to back; default: graph up to "
-            "4096 tokens. Not with --backward."
+            "4096 tokens. With --backward stream, the default, or eager: steps back to back, of "
+            "the layer itself too."
         ),
     ] = None,
     energy: Energy = False,
@@ -89,9 +90,9 @@ def command(
         raise ValueError("--trace FILE and --layer NUMBER go together")
     if trace and "recorded" not in patterns:
         raise ValueError(f"--trace is for --pattern recorded; the pattern is {pattern}")
-    if backward and mode is not None:
+    if backward and mode not in (None, "stream", "eager"):
         raise ValueError(
-            f"--mode {mode} is for forward passes; with --backward calls come one after the other"
+            f"--mode {mode} is for forward passes; --backward has the modes stream and eager"
         )
     if backward and (bias or merged or activation != "relu"):
         given = "--bias" if bias else "--merged" if merged else f"--activation {activation}"
@@ -113,7 +114,7 @@ def command(
     from twell import measure
 
     if backward:
-        measure.ffn_steps(*cases, **options)
+        measure.ffn_steps(*cases, **options, mode=mode or "stream")
     else:
         options |= {"activation": activation, "bias": bias, "merged": merged, "mode": mode}
         measure.ffn(*cases, **options, calibration=load_calibration(calibration))

@@ -167,11 +167,22 @@ class DenseLayer(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
         give(self, weights, biases)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
-            return self.down_proj(self.act.hidden(self.act.gate(self.up_proj(x)), None))
+            return self.act.hidden(self.act.gate(self.up_proj(x)), None)
         g = self.act.gate(self.gate_proj(x))
-        return self.down_proj(self.act.hidden(g, self.up_proj(x)))
+        return self.act.hidden(g, self.up_proj(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.hidden(x))
+
+
+class DenseTraining(DenseLayer):
+    """The dense layer with its L1 term: of x [M, K] y [M, K], and l1 [M] in fp32."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.hidden(x)
+        return self.down_proj(h), h.abs().sum(-1, dtype=torch.float32)
 
 
 def give(layer: nn.Module, weights: Weights, biases: Sequence[Tensor | None]) -> None:

@@ -33,7 +33,7 @@ COLUMNS = {
         f"{SPEED} {WORK} {ENERGY}",
         "kernels": f"{LAYER} union {KERNEL} {WORK}",
         "ceilings": "metric value unit",
-        "training": f"{LAYER} active_max union provider path capacity relative_rms worst "
+        "training": f"{LAYER} active_max union mode provider path capacity relative_rms worst "
         f"{SPEED} forward held peak {WORK} {ENERGY}",
         "training_kernels": f"{LAYER} union {KERNEL}",
         "train_step": f"model parameters {SIZES} context micro_batch precision "

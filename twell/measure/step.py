@@ -1,37 +1,40 @@
 """Training of one layer: a pass forward and backward, dense and by each sparse path.
 
 Output, L1 term and gradients are compared with fp64 before a step is timed. All providers have the
-same loss, the gradient of the L1 term included.
+same loss, the gradient of the L1 term included. Steps are timed in one of two modes of clock.py:
+"stream", or "eager", where the host's work counts and the layer itself is timed too.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twell.measure import clock
-from twell.measure.case import Case, Grid, check_sizes
+from twell.measure.case import Case, DenseTraining, Grid, check_sizes, give, in_mode
 from twell.measure.check import Exact
 from twell.measure.clock import Gpu
 from twell.measure.layer import Bench
 from twell.measure.patterns import Weights, synthetic_layer
-from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, Provider
-from twell.measure.rows import significant
+from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, TRITON, UNION, Provider
+from twell.measure.rows import require, significant
 from twell.sparse import reference
 from twell.sparse.calibration import crossing
-from twell.sparse.training import CAPACITY_MARGIN, capacities
+from twell.sparse.layer import SparseFFN
+from twell.sparse.training import CAPACITY_MARGIN, SparseTraining, capacities
 
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
 # from y, so that the check notices its absence. It is a power of two: another constant is rounded
 # alike in every entry, by all providers, which does not average.
 DY, DL1 = 1e-5, 2.0**-20
+STEP_MODES = "stream", "eager"  # of timing: see clock.py
 CROSSOVER_TOKENS = 16384
 CROSSOVER_SHARES = 0.005, 0.02, 0.05, 0.1, 0.2  # mean active neurons per token, of all
 
@@ -51,6 +54,7 @@ def ffn_steps(
     hidden_size: int | None = None,
     intermediate_size: int = 5632,
     gated: bool = True,
+    mode: str = "stream",
     masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
     kernels: bool = False,
@@ -60,30 +64,36 @@ def ffn_steps(
 
     Arguments as in `ffn`; `out` is the folder of training.csv, training_kernels.csv and
     ceilings.csv. x and the weights get gradients for a random dy, and for the L1 term the same
-    gradient at each token. Steps follow one another, the cache emptied between. Returns the rows of
-    training.csv, COLUMNS["training"]. Raises ValueError for unfit arguments, ArithmeticError, with
-    its name, for a wrong tensor, RuntimeError without a GPU. Ours.
+    gradient at each token. In the mode "stream" each step finds the cache emptied. In the mode
+    "eager" steps follow one another, so they wait for the host where it is slower. There dense is a
+    module, and the provider "triton" is a SparseFFN as `twell.SparseTraining` prepares it for the
+    path "union". Returns the rows of training.csv, COLUMNS["training"]. Raises ValueError for unfit
+    arguments, ArithmeticError, with its name, for a wrong tensor, RuntimeError without a GPU. Ours.
     """
     gpu = clock.gpu(energy)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
+    known = mode in STEP_MODES
+    require(known, f"mode {mode!r} is unknown for steps; use one of {', '.join(STEP_MODES)}")
     bench = Bench(gpu, out, ["training", "training_kernels"], kernels)
     for num_tokens in tokens:
         compiled = torch.compile(dense, fullgraph=True, dynamic=False)
         for case in grid.cases(num_tokens, 1, gpu.device):
-            _measure(bench, case, compiled)
-            del case
+            paths = list(training_ops().TRAIN_PATHS)
+            stream = mode == "stream"
+            steps = case_steps(case, compiled, paths) if stream else eager_steps(case, paths)
+            _measure(bench, case, steps, mode)
+            del case, steps
         torch.compiler.reset()  # compiled anew each time, up to a limit
     return bench.rows.by_file["training"]
 
 
-def _measure(bench: Bench, case: Case, compiled: Callable) -> None:
+def _measure(bench: Bench, case: Case, steps: Mapping[Provider, Step], mode: str) -> None:
     """Add the rows of training.csv and training_kernels.csv for one case."""
-    steps = case_steps(case, compiled, list(training_ops().TRAIN_PATHS))
-    columns = measure_steps(bench.gpu, case, steps, forward=True)
+    columns = measure_steps(bench.gpu, case, steps, mode, forward=True)
     rows = []
     for provider, step in steps.items():
         more = columns[provider, True] | step.memory(bench.gpu)
-        more |= {"path": step.path, "capacity": step.capacity}
+        more |= {"mode": mode, "path": step.path, "capacity": step.capacity}
         more["forward"] = columns[provider, False]["p50"]
         rows.append(bench.row(case, provider, more, step, backward=True))
         step.clear()
@@ -105,8 +115,9 @@ def dense(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tup
 class Step:
     """A provider's pass forward and backward.
 
-    function: of x and the weights, which get gradients; returns y and l1. gradients: dy [M, K] and
-    dl1 [M], which reach the layer. path, capacity: the sparse path and its entries per token.
+    function: of x and the weights; returns y and l1. Gradients are those of weights that are
+    parameters, and of views of other tensors. gradients: dy [M, K] and dl1 [M], which reach the
+    layer. path, capacity: the sparse path and its entries per token.
     """
 
     def __init__(
@@ -120,11 +131,9 @@ class Step:
     ):
         self.function, self.gradients = function, gradients
         self.path, self.capacity = path, capacity
+        self.attempts: Iterator[int] | None = None  # in which a SparseFFN trains sparsely
         tensors = zip(("x", "w_gate", "w_up", "w_down"), (x, *weights), strict=True)
-        self.leaves = {
-            name: None if tensor is None else tensor.detach().requires_grad_()
-            for name, tensor in tensors
-        }
+        self.leaves = {name: _leaf(tensor) for name, tensor in tensors}
 
     @classmethod
     def sparse(cls, path: str, capacity: int, *tensors) -> Step:
@@ -135,6 +144,16 @@ class Step:
             return trained.y, trained.l1
 
         return cls(function, *tensors, path, capacity)
+
+    @classmethod
+    def module(
+        cls, layer: nn.Module, function: Callable, x: Tensor, gradients: tuple[Tensor, Tensor]
+    ) -> Step:
+        """The step of a layer; function: what calls it with x, and returns y and l1."""
+        layer.requires_grad_()
+        parts = layer.gate_proj, layer.up_proj, layer.down_proj
+        w_gate, w_up, w_down = (None if part is None else part.weight for part in parts)
+        return cls(lambda x, *_: function(x), x, (w_gate, w_up, w_down), gradients)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.function(*self.leaves.values())
@@ -161,9 +180,12 @@ class Step:
         self.clear()
         return {"y": y.detach(), "l1": l1.detach()} | gradients
 
-    def times(self, gpu: Gpu, run: Callable, budget: float) -> np.ndarray:
-        """Return times in ms of `run`, the step or its forward pass alone."""
-        times = gpu.stream_times(run, budget)
+    def times(self, gpu: Gpu, run: Callable, budget: float, mode: str = "stream") -> np.ndarray:
+        """Return times in ms of `run`, the step or its forward pass alone, in a mode."""
+        if mode == "stream":
+            times = gpu.stream_times(run, budget)
+        else:
+            times = clock.graph_times(gpu, run, 1, budget)
         self.clear()
         return times
 
@@ -183,6 +205,12 @@ class Step:
         before, most = gpu.peak(functools.partial(self, between))
         self.clear()
         return {"held": held - before + self.leaves["x"].nbytes, "peak": most - before}
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def output_gradients(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,15 +244,67 @@ def case_steps(case: Case, compiled: Callable, paths: Sequence[str]) -> dict[Pro
         DENSE_EAGER: Step(dense, case.x, plain, gradients),
         DENSE_COMPILED: Step(compiled, case.x, plain, gradients),
     }
+    return steps | _path_steps(case, paths, gradients)
+
+
+def _path_steps(
+    case: Case, paths: Sequence[str], gradients: tuple[Tensor, Tensor]
+) -> dict[Provider, Step]:
+    steps = {}
     for path in paths:
         capacity = training_capacity(path, case)
-        step = Step.sparse(path, capacity, case.x, weights, gradients)
+        step = Step.sparse(path, capacity, case.x, case.sets[0], gradients)
         steps[Provider("triton", path)] = step
     return steps
 
 
+def eager_steps(case: Case, paths: Sequence[str]) -> dict[Provider, Step]:
+    """Return the steps of a case in the mode "eager", where a module's work on the host counts.
+
+    Dense is a module, also compiled. The layer by the path "union" comes beside the sparse paths.
+    """
+    gradients = output_gradients(case.x)
+    *others, w_down = case.sets[0]
+    plain = *others, w_down.contiguous()  # as nn.Linear stores it
+    steps: dict[Provider, Step] = {}
+    for provider in (DENSE_EAGER, DENSE_COMPILED):
+        layer = DenseTraining(case.act, plain, ())
+        function = in_mode(layer, "compiled") if provider.compiled else layer
+        steps[provider] = Step.module(layer, function, case.x, gradients)
+    steps[TRITON] = sparse_layer_step(case, gradients)
+    return steps | _path_steps(case, paths, gradients)
+
+
+def sparse_layer_step(case: Case, gradients: tuple[Tensor, Tensor]) -> Step:
+    """Return the step of a SparseFFN as it is within `SparseTraining.attempts`."""
+    sizes = case.columns["hidden_size"], case.columns["intermediate_size"]
+    options = {"gated": case.columns["gated"], "device": "meta"}
+    layer = SparseFFN(*sizes, **options, backend="triton")
+    give(layer, case.sets[0], ())
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = layer(x)
+        l1, layer.l1 = layer.l1, None  # the layer would keep the step's graph
+        return y, l1
+
+    step = Step.module(layer, function, case.x, gradients)
+    sparse = SparseTraining(layer, path=UNION.path)
+    for _ in sparse.attempts():  # to find the capacity
+        step()
+    step.clear()
+    step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
+    next(step.attempts)
+    step.path, step.capacity = layer.train_path or "dense", layer.capacity
+    return step
+
+
 def measure_steps(
-    gpu: Gpu, case: Case, steps: Mapping[Provider, Step], forward: bool = False
+    gpu: Gpu,
+    case: Case,
+    steps: Mapping[Provider, Step],
+    mode: str = "stream",
+    *,
+    forward: bool = False,
 ) -> dict[tuple[Provider, bool], dict]:
     """Return the columns of steps (provider, True), after all were checked.
 
@@ -237,10 +317,11 @@ def measure_steps(
         provider, whole = key
         step = steps[provider]
         if not whole:  # its result is part of the step's
-            return {}, functools.partial(step.times, gpu, step.forward, clock.STEP_TURN / 2)
+            run = step.forward, clock.STEP_TURN / 2, mode
+            return {}, functools.partial(step.times, gpu, *run)
         worst, error = exact.check_step(step.tensors(), f"{provider} at {case}")
         columns = {"worst": worst, "relative_rms": significant(error, 3)}
-        return columns, functools.partial(step.times, gpu, step, clock.STEP_TURN)
+        return columns, functools.partial(step.times, gpu, step, clock.STEP_TURN, mode)
 
     keys = [(provider, whole) for provider in steps for whole in ([True, False][: 1 + forward])]
     return clock.measure(keys, check, clock.LAYER_ROUNDS)

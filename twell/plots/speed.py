@@ -221,9 +221,10 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it,
     marked where the lines fall below 1. Left, speed-up over dense torch.compile, forward and
     backward; right, what is held between the two, in % of dense. Raises ValueError for several
-    layers or none, and for more than three batch sizes.
+    layers or none, for several modes, and for more than three batch sizes.
     """
     title = _layer(table)
+    _one(table, ["mode"], "mode")
     names, rows, falls, patterns = _of_paths(table, crossovers)
     sizes = sorted(rows["tokens"].unique(), reverse=True)
     styles = _told_apart(sizes, STYLES, "batch sizes")
