@@ -43,6 +43,12 @@ def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}  # by Accelerate's launcher
 TWO = LAUNCHED | {"WORLD_SIZE": "2", "FSDP_VERSION": "2"}
 FSDP = TWO | {"ACCELERATE_USE_FSDP": "true"}
+OPTIONS = {
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_OFFLOAD_PARAMS": "false",  # the default
+}
 
 
 @pytest.mark.parametrize(
@@ -53,10 +59,18 @@ FSDP = TWO | {"ACCELERATE_USE_FSDP": "true"}
         (LAUNCHED, "accelerate launch --num_processes 1"),
         (TWO | {"ACCELERATE_USE_FSDP": "false"}, "accelerate launch --num_processes 2"),
         (FSDP, "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2"),
+        (
+            FSDP | OPTIONS,
+            "accelerate launch --use_fsdp --fsdp_version 2 "
+            "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
+            "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer "
+            "--fsdp_reshard_after_forward false --num_processes 2",
+        ),
     ],
 )
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
-    for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+    names = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION")
+    for name in (*names, *results.FSDP_DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

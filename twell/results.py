@@ -41,6 +41,14 @@ LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
 PACKAGES = "torch triton transformers accelerate tokenizers numpy pandas matplotlib".split()
+# Accelerate's variables of FSDP2 that change how a training computes, and the launcher's defaults.
+FSDP_DEFAULTS = {
+    "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
 LOCK = "train.lock"
 CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"  # of older versions
 # Only files of these names are replaced or deleted in a run's folder.
@@ -170,6 +178,11 @@ def _launcher() -> list[str]:
         return ["python"]
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
+    for name, default in FSDP_DEFAULTS.items() if sharded else ():
+        value = os.environ.get(name, default)
+        if value.lower() != default.lower():
+            option = name.lower().replace("transformer_cls", "transformer_layer_cls")
+            fsdp += [f"--{option}", value]
     return ["accelerate", "launch", *fsdp, "--num_processes", os.environ.get("WORLD_SIZE", "1")]
 
 

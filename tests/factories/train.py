@@ -142,12 +142,14 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Accelerate shards on accelerators only. This turns its FSDP2 on for processes on the CPU, and
-# checks that the weights are sharded. PRELUDE may replace more.
+# Accelerate shards on accelerators only. This turns its FSDP2 on for processes on the CPU, with the
+# options of the command line, and checks that each decoder layer is sharded on its own. PRELUDE may
+# replace more.
 LAUNCHED = """
 import sys
 import accelerate
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
 from twell.__main__ import main
 from twell.train import TrainConfig, start, train
 from twell.train.loop import Run
@@ -155,17 +157,15 @@ from twell.train.loop import Run
 def sharded(**options):
     accelerator = accelerate.Accelerator(**options)
     accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     return accelerator
 
 def run(self, resume, train_run=Run.train):
     weight = self.model.ffns[0].gate_proj.weight
     assert self.accelerator.num_processes == 2
     assert not fsdp or weight.to_local().shape[0] * 2 == weight.shape[0]
+    layers = [type(m) for m in self.model.modules() if "DecoderLayer" in type(m).__name__]
+    assert len(layers) >= 2 and all(issubclass(layer, FSDPModule) == fsdp for layer in layers)
     assert fsdp or (self.wrapped.gradient_as_bucket_view and not self.wrapped.broadcast_buffers)
     return train_run(self, resume)
 
@@ -178,10 +178,13 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+LAUNCHERS = {"ddp": ["--multi_gpu"], "fsdp2": ["--use_fsdp", "--fsdp_version", "2"]}
+
+
 def launch(tmp_path, name, kind, *arguments, prelude=""):
     """Train by the command line in two processes on the CPU; return the run's log and model.
 
-    They run the code `prelude` first.
+    Accelerate's launcher starts them. They run the code `prelude` first.
     """
     (tmp_path / "launched.py").write_text(LAUNCHED.replace("PRELUDE", prelude))
     environment = os.environ | {
@@ -189,9 +192,10 @@ def launch(tmp_path, name, kind, *arguments, prelude=""):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(results.root()), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--num_processes", "2", "--mixed_precision", "no", *LAUNCHERS[kind]]
     command += [tmp_path / "launched.py", kind, "train", tmp_path / "config.yaml"]
     command += ["--out", tmp_path / name, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return results.load_run(tmp_path / name)[1], load(tmp_path / name)[0]

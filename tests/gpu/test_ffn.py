@@ -7,7 +7,8 @@ pytest.importorskip("triton")
 
 import twell
 from tests import fuzz
-from tests.factories import SEED
+from tests.factories import SEED, parallel
+from tests.gpu.test_gpu import two_gpus
 from twell.measure import synthetic_layer
 from twell.sparse.activations import get_activation
 
@@ -65,7 +66,7 @@ def test_inductor_compiles_once_for_every_number_of_tokens():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("activation, threshold", KINDS)
 @pytest.mark.parametrize("num_tokens", [1, 64, 2048])
 def test_two_gpus_are_one(num_tokens, activation, threshold):
@@ -78,3 +79,14 @@ def test_two_gpus_are_one(num_tokens, activation, threshold):
         shard = [weight[neurons].to(f"cuda:{rank}") for weight in weights]
         parts.append(twell.ffn(x.to(f"cuda:{rank}"), *shard, **options).to("cuda:0"))
     assert fuzz.relative_rms(sum(parts), whole.double()) < 8e-3
+
+
+@two_gpus
+def test_two_processes_with_nccl_compute_one_layer(tmp_path):
+    """The all-reduce runs eagerly, and inside a CUDA graph."""
+    sizes = [(None, 1), (None, 64), (None, 2048)]
+    results = parallel.compute_by_two(parallel.cases(sizes, 5632, 2048), "cuda", tmp_path)
+    assert len(results) == 2 * 9
+    for result in results:
+        assert result.from_one < 8e-3 and result.from_fp64 < 8e-3, result
+        assert result.replayed, result

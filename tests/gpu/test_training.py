@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("triton")
 
@@ -313,3 +317,29 @@ def test_layers_on_two_gpus_train_sparsely():
             losses[-1].append(float(loss))
         assert sparse.summary()["sparse_layers"] == 2
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+@two_gpus
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
+    """FSDP2 by Accelerate's launcher. Sums are in another order, and so round otherwise."""
+    write_text(tmp_path / "text.jsonl")
+    changes = {"tokens": 20 * 8192, "backend": "triton", "compile": compile}
+    config = TrainConfig(source=str(tmp_path / "text.jsonl"), **SMALL | changes)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    train(config, tmp_path / "one", quiet=True)
+    torch.compiler.reset()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--mixed_precision", "bf16", "-m", "twell", "train", tmp_path / "config.yaml"]
+    paths = [str(results.root()), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([*command, "--out", tmp_path / "two"], env=environment, check=True)
+    one, two = (results.load_run(tmp_path / name)[1] for name in ("one", "two"))
+    for metric, rtol in {"cross_entropy": 5e-3, "l1": 2e-2, "sparse_layers": 0}.items():
+        rows = [log[(log.metric == metric) & (log.split == "train")] for log in (one, two)]
+        values = [table.set_index(["step", "layer"]).value for table in rows]
+        assert len(values[0]) == 4
+        np.testing.assert_allclose(*values, rtol=rtol, err_msg=metric)
+    launched = results.load_provenance(tmp_path / "two")["command"]
+    assert "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP" in launched

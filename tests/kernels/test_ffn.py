@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import twell
 from tests import fuzz
+from tests.factories import parallel
 from tests.factories.kernels import DEVICE, integer_case
 from twell.kernels import ops
 
@@ -76,6 +77,15 @@ def test_partial_sums_of_slices_of_neurons_are_the_layer(path):
         shard |= {"x": given["x"], "b_down": given["b_down"] if rank == 0 else None}
         parts.append(twell.ffn(**shard, path=path))
     torch.testing.assert_close(sum(parts), whole, rtol=2**-9, atol=0.5)
+
+
+def test_two_processes_compute_one_layer(tmp_path):
+    """Each has half of the neurons; gloo's all-reduce adds the partial sums."""
+    sizes = [("decode", 1), ("decode", 5), ("union", 17)]
+    results = parallel.compute_by_two(parallel.cases(sizes, 73, 48), "cpu", tmp_path)
+    assert len(results) == 2 * 9
+    for result in results:
+        assert result.from_one < 8e-3 and result.from_fp64 < 8e-3, result
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -106,6 +106,21 @@ def test_sharded_processes_have_equally_many_forward_passes(tiny_config, process
             start.check_shares(config, processes, sharded=True)
 
 
+@pytest.mark.parametrize(
+    ("environment", "policy", "said"),
+    [
+        ({}, None, False),
+        ({"ACCELERATE_USE_FSDP": "true"}, "TRANSFORMER_BASED_WRAP", True),
+        ({"ACCELERATE_USE_FSDP": "true", "RANK": "1"}, "TRANSFORMER_BASED_WRAP", False),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "NO_WRAP", False),
+    ],
+)
+def test_fsdp_without_a_wrap_policy_wraps_decoder_layers(monkeypatch, environment, policy, said):
+    monkeypatch.setattr(os, "environ", environment)
+    assert start.wrap_layers() == said
+    assert environment.get("FSDP_AUTO_WRAP_POLICY") == policy
+
+
 def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_path, monkeypatch):
     class Many(Accelerator):
         num_processes = 17

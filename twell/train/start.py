@@ -46,6 +46,8 @@ def train(
         kind = "a file" if folder.exists() else "a link to nothing"
         raise FileExistsError(f"{folder} is {kind}; a run is a folder")
     _check_memory(config)
+    if wrap_layers() and not quiet:
+        print("no --fsdp_auto_wrap_policy is given: FSDP takes TRANSFORMER_BASED_WRAP", flush=True)
     # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
@@ -74,6 +76,20 @@ def train(
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
         return Run(config, folder, accelerator, quiet).train(resume)
+
+
+def wrap_layers() -> bool:
+    """Let FSDP gather one decoder layer at a time where the launcher got no wrap policy.
+
+    Accelerate would gather all layers at once and keep them until the backward pass is over.
+    Returns whether this process is to say so.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return False
+    if "FSDP_AUTO_WRAP_POLICY" in os.environ:
+        return False
+    os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
