@@ -9,8 +9,8 @@ Two launches, and no message to the host, so a CUDA graph can hold them:
      no partial sums, so two calls give the same bits.
 
 Neither uses tensor cores: their tiles of 16 tokens would be mostly padding. `ffn` hands more tokens
-to few.py. For one token on Hopper, a kernel may start while the one before ends (PDL), and waits
-for its results by itself.
+to few.py. For one token in bf16 or fp16 on Hopper, a kernel may start while the one before ends
+(PDL), and waits for its results by itself.
 
     x, y   [M, K]
     h      [W, M], W = N rounded up to 8
@@ -286,5 +286,5 @@ def ffn(
     given = dict(activity=activity, out=out)
     if x.shape[0] > VECTOR_TOKENS:
         return few.ffn(x, layer, x_scale, **given)
-    overlap = launches_dependents(x.shape[0], x.device)
+    overlap = x_scale is None and launches_dependents(x.shape[0], x.device)
     return vector_ffn(x, layer, x_scale, **given, overlap=overlap)

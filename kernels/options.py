@@ -161,7 +161,7 @@ VECTOR_TOKENS = 3
 TRACED_TOKENS = 4
 # Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
 # (50.7) [Few tokens]. Those of decode.py overlap for one token: 11.6 us (12.5); for two they took
-# 14.4 (13.8) [Few tokens, again].
+# 14.4 (13.8), for one in FP8 13.1 (12.2) [Few tokens, again].
 DEPENDENT_TOKENS = 256
 
 

@@ -309,7 +309,8 @@ def test_auto_on_a_device_that_is_not_the_current_one(num_tokens):
         getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)
     x = tensors["x"].to("cuda:1")
     layer.to("cuda:1").backend = "auto"
-    half = Point(num_tokens, 0, 704, {"dense": 1.0, ops.choose(num_tokens): 0.5})
+    most = 1 << (num_tokens - 1).bit_length()  # for which a plan asks
+    half = Point(most, 0, 704, {"dense": 1.0, ops.choose(num_tokens): 0.5})
     layer.calibration = Calibration("x", 256, 704, True, "bfloat16", "", "", (half,))
     layer.observe(0, 0)
     assert layer.chooser.path(num_tokens) == ops.choose(num_tokens)
@@ -318,7 +319,8 @@ def test_auto_on_a_device_that_is_not_the_current_one(num_tokens):
         results = [layer(x), torch.compile(layer, fullgraph=True, dynamic=False)(x)]
         with torch.cuda.device(1):
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            # By default a capture takes the stream of the first one, on whatever device that was.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 results.append(layer(x))
         graph.replay()
         torch.cuda.synchronize("cuda:1")

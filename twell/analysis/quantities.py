@@ -41,13 +41,15 @@ def formats(packed: Any, exact: bool, fuzz: pd.DataFrame | None = None) -> Quant
     """Return the numbers of a tile of TwELL, and of random cases of the kernels.
 
     packed: a `twell.PackedTwELL`; exact: whether unpacking gave the same bits; fuzz: rows of
-    data/bench/fuzz.csv, of which the newest commit counts; a call of a single case repeats one.
+    data/bench/fuzz.csv, of which the newest commit counts. Left out are calls of a single case,
+    which repeats one, and of a single path.
     Errors are relative RMS against fp64, of bf16.
     """
     result = {"slots": packed.values.shape[2], "words": packed.words.shape[1]}
     result["kept"] = "exact" if exact else "not exact"
     if fuzz is not None and len(fuzz):
-        fuzz = fuzz[fuzz["cases"] > 1].sort_values("date", kind="stable")
+        single_path = fuzz["command"].str.contains("--path", regex=False)
+        fuzz = fuzz[(fuzz["cases"] > 1) & ~single_path].sort_values("date", kind="stable")
         backward = fuzz["path"].str.startswith("training")
         for name, rows in (("forward", fuzz[~backward]), ("backward", fuzz[backward])):
             rows = rows[rows["commit"] == rows["commit"].iloc[-1]]
