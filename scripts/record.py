@@ -4,6 +4,7 @@ Without a part it lists all parts. A part is a name of PARTS below, or a run or 
 `scripts.trainings`. Each GPU runs one part at a time. A part waits until nothing else runs on its
 GPU, writes a log into DIR/logs, and ends with all of its processes at its limit of time. The same
 command again goes on with what is not done. The trainings of `scripts.trainings` read ./corpus.
+A part with Accelerate's launcher takes all of --gpus; such parts run after the others, in turn.
 """
 
 from __future__ import annotations
@@ -37,6 +38,17 @@ TRAIN = (
     "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz batch_tokens=32768 "
     "micro_batch=32 compile=true valid_every=10000 tokens=5e7 learning_rate=1e-3"
 )
+# 77 steps of one model on one GPU, and on all of --gpus with DDP and with FSDP2. A step has the
+# same tokens on any number of GPUs. Layers train sparsely from about half of the steps on.
+SPREAD = (
+    "twell train 171m source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
+    "batch_tokens=131072 micro_batch=32 warmup_steps=20 log_every=4 valid_every=10000 "
+    "checkpoint_every=0 tokens=1e7 backend=auto compile=true l1_coefficient=6e-4 "
+    "--out {{out}}/runs/{}"
+).format
+LAUNCHER = "accelerate.commands.launch"
+LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
+FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
@@ -128,7 +140,11 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     "prompts": (300, [f"{PLAIN} --batches 1x128,1x512,1x2048"]),
-    "serve": (600, ["twell measure serve 2b"]),
+    "serve": (600, ["twell measure serve 2b --seconds 420"]),
+    "serve-graphs": (600, ["twell measure serve 2b --cuda-graph --seconds 360"]),
+    "single-171m": (500, [SPREAD("single-171m")]),
+    "ddp-171m": (500, [f"{LAUNCH} --multi_gpu -m {SPREAD('ddp-171m')}"]),
+    "fsdp-171m": (500, [f"{LAUNCH} {FSDP2} -m {SPREAD('fsdp-171m')}"]),
     "levels": (
         900,
         [f"{TRAIN} l1_coefficient={level} --out {run}" for level, run in LEVELS.items()],
@@ -201,24 +217,30 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
     """Return a command with its folders, with --resume where it began; None where it is done."""
     jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
     places = {name: getattr(given, name) for name in ("out", "corpus", "tasks", "model")}
-    command = command.format(jobs=jobs, **places)
+    command = command.format(jobs=jobs, gpus=len(given.gpus), **places)
     if "--out" not in command and not command.startswith("pytest"):
         command += f" --out {given.out / 'bench'}"
     out = Path(command.rpartition(" --out ")[2])
-    if command.startswith(("twell train ", "twell relufy ")):
+    if command.rpartition("-m ")[2].startswith(("twell train ", "twell relufy ")):
         return command + " --resume" * (out / "provenance.json").is_file()
     done = command.startswith(("twell trace", "twell evaluate")) and out.is_file()
     return None if done else command
 
 
-def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
-    """Run a part's commands on a GPU; return whether all of them succeeded."""
+def is_spread(name: str) -> bool:
+    """Return whether a part takes all GPUs."""
+    return any(command.startswith(LAUNCHER) for command in PARTS[name][1])
+
+
+def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lock) -> bool:
+    """Run a part's commands on GPUs, "0" or "0,1"; return whether all of them succeeded."""
     limit, commands = PARTS[name]
     log = given.out / "logs" / f"{name}.log"
     done = log.with_suffix(".done")
     code = 0
     if not done.is_file():
-        wait_for_gpu(gpu)
+        for gpu in gpus.split(","):
+            wait_for_gpu(gpu)
     start = time.monotonic()
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
@@ -227,7 +249,7 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
                 continue
             file.write(f"== {command}\n")
             file.flush()
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
             left = min(start + limit, given.until) - time.monotonic()
             code = run(command, environment, file, left)
             if code:
@@ -237,8 +259,31 @@ def run_part(name: str, gpu: str, given: argparse.Namespace, lock: threading.Loc
     last = log.read_text().strip().rpartition("\n")[2]
     with lock:
         seconds = time.monotonic() - start
-        print(f"{name:14} GPU {gpu}  {seconds:5.0f} s  exit {code}  {last[:120]}", flush=True)
+        print(f"{name:14} GPU {gpus}  {seconds:5.0f} s  exit {code}  {last[:120]}", flush=True)
     return not code
+
+
+def run_parts(names: list[str], places: list[str], given: argparse.Namespace) -> list[bool]:
+    """Run parts, one at a time in each place: a GPU, or several ("0,1"). Return what succeeded."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
+    lock, results = threading.Lock(), []
+
+    def work(gpus: str) -> None:
+        while time.monotonic() < given.until:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                return
+            results.append(run_part(name, gpus, given, lock))
+
+    threads = [threading.Thread(target=work, args=(gpus,), daemon=True) for gpus in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 def main() -> None:
@@ -267,27 +312,14 @@ def main() -> None:
         for name, (limit, commands) in PARTS.items():
             print(f"{name}, at most {limit} s:", *commands, sep="\n    python -m ")
         return
+    spread = [name for name in given.parts if is_spread(name)]
+    if spread and len(given.gpus) < 2:
+        parser.error(f"{', '.join(spread)} need several --gpus, such as 0,1")
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in given.parts:
-        waiting.put(name)
-    lock, results = threading.Lock(), []
-
-    def work(gpu: str) -> None:
-        while time.monotonic() < given.until:
-            try:
-                name = waiting.get_nowait()
-            except queue.Empty:
-                return
-            results.append(run_part(name, gpu, given, lock))
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    threads = [threading.Thread(target=work, args=(gpu,), daemon=True) for gpu in given.gpus]
-    for thread in threads:
-        thread.start()
     try:
-        for thread in threads:
-            thread.join()
+        results = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
+        results += run_parts(spread, [",".join(given.gpus)], given)
     finally:
         for group in list(RUNNING):
             end(group)

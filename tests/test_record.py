@@ -90,6 +90,37 @@ def test_parts_go_on_where_they_stopped(recorder):
     assert recorder(**slow) == (False, "abc!bcd")
 
 
+def test_parts_with_the_launcher_take_all_gpus_after_the_others(recorder, monkeypatch):
+    seen, run = [], record.run
+
+    def noting(command, environment, *rest):
+        seen.append((command.split()[2], environment["CUDA_VISIBLE_DEVICES"]))
+        return run(command, environment, *rest)
+
+    monkeypatch.setattr(record, "run", noting)
+    monkeypatch.setattr(record, "is_spread", lambda name: name in "bc")
+    parts = {name: [f"{name} 0"] for name in "abcd"}
+    assert recorder("--gpus", "0", **parts)[0] == 2
+    assert recorder("--gpus", "0,3", **parts)[0] is False
+    assert sorted(seen[:2])[0][0] == "a" and {gpus for _, gpus in seen[:2]} <= {"0", "3"}
+    assert seen[2:] == [("b", "0,3"), ("c", "0,3")]
+
+
+def test_trainings_on_all_gpus_differ_in_their_launcher_alone(tmp_path):
+    assert [name for name in record.PARTS if record.is_spread(name)] == ["ddp-171m", "fsdp-171m"]
+    places = {"out": tmp_path, "gpus": ["0", "1"], "corpus": "c", "tasks": "t", "model": "m"}
+    given, configs = types.SimpleNamespace(**places), []
+    for name in ("single-171m", "ddp-171m", "fsdp-171m"):
+        command = record.completed(record.PARTS[name][1][0], given)
+        assert ("--num_processes 2 " in command) == record.is_spread(name)
+        configs.append(config_of(command.rpartition("-m ")[2] or command))
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "provenance.json").touch()
+        resumed = record.completed(record.PARTS[name][1][0], given)
+        assert resumed == f"{command} --resume"
+    assert configs[0] == configs[1] == configs[2] and configs[0].steps == 77
+
+
 def test_what_is_left_of_a_command(tmp_path):
     places = {"corpus": "c", "tasks": "t", "model": "m"}
     given = types.SimpleNamespace(out=tmp_path, gpus=["0"], **places)

@@ -15,15 +15,18 @@ from twell.measure import serving as module
 LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
 
 
+SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0, "none": 0.5}
+
+
 @pytest.fixture
 def answers(dense_kernels, monkeypatch):
-    """Continuous batching that takes 2 s densely, 1 s else, and half of it to the first tokens."""
+    """Continuous batching that takes SECONDS by backend, half of them to the first tokens."""
     calls = []
 
-    def generate_batch(model, prompts, generation_config, record_timestamps, **_):
-        backend = model.ffns[0].backend
-        calls.append((backend, prompts))
-        seconds, start, number = 2.0 if backend == "dense" else 1.0, 100.0, len(prompts)
+    def generate_batch(model, prompts, generation_config, record_timestamps, **options):
+        backend = "none" if "forward" in vars(model.ffns[0]) else model.ffns[0].backend
+        calls.append((backend, prompts, options))
+        seconds, start, number = SECONDS[backend], 100.0, len(prompts)
         tokens = [0] * generation_config.max_new_tokens
         times = [start + seconds * (i + 1) / len(tokens) for i in range(len(tokens))]
         times[0] = start + seconds / 2
@@ -48,13 +51,51 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
     assert rows["tokens_per_second"].tolist() == [7.5, 15, 15]
     assert rows["first_token"].tolist() == [1000, 500, 500]
     assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 3).all()
+    assert (rows["without_ffn"] == 500).all() and (rows["attention"] == "sdpa").all()
     assert (rows["active"] - 9).abs().max() < 4 and rows["layer_rms"].max() < 0.02
-    backends, prompts = zip(*answers, strict=True)
-    assert backends[:6] == ("auto", "triton", "dense", "dense", "triton", "auto")
-    assert len(backends) == 12 and all(one == prompts[0] for one in prompts)
+    backends, prompts, options = zip(*answers, strict=True)
+    once = ("dense", "triton", "auto", "none")
+    assert backends == 2 * (*once[::-1], *once)
+    assert all(one == prompts[0] for one in prompts)
+    assert not any(one["persistent_manager"] for one in options)
     lengths = [len(prompt) for prompt in prompts[0]]
     assert len(set(lengths)) > 1 and 4 <= min(lengths) <= max(lengths) <= 40
     assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
+
+
+def test_a_limit_of_time_leaves_the_rows_of_one_round(answers, tmp_path, capsys):
+    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
+    assert main([*command, "--seconds", "1e-6"]) == 0
+    assert (pd.read_csv(tmp_path / "serve.csv")["rounds"] == 1).all() and len(answers) == 2 * 4
+    assert "1 of 3 rounds are done" in capsys.readouterr().out
+
+
+def test_an_interrupted_measurement_keeps_its_rounds(answers, tmp_path, monkeypatch):
+    serve = GenerationMixin.generate_batch
+
+    def interrupted(*arguments, **options):
+        if len(answers) == 2 * 4 + 3:  # in the second round, before dense
+            raise KeyboardInterrupt
+        return serve(*arguments, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate_batch", interrupted)
+    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
+    assert main(command) == 130
+    assert pd.read_csv(tmp_path / "serve.csv")["rounds"].tolist() == [1, 2, 2]
+
+
+def test_graphs_are_captured_before_the_time_begins(answers, monkeypatch):
+    destroyed = []
+    destroy = "destroy_cached_continuous_batching_manager"
+    monkeypatch.setattr(GenerationMixin, destroy, lambda _: destroyed.append(len(answers)))
+    serve("2b", TINY, load=Load(3, 4, 40, 5, cuda_graph=True), active=9, seconds=1e-6)
+    twice = [backend for backend in ("dense", "triton", "auto", "none") for _ in range(2)]
+    assert [backend for backend, *_ in answers[8:]] == twice
+    assert destroyed == list(range(2, 17, 2))
+    for _, _, options in answers:
+        config = options["continuous_batching_config"]
+        assert options["persistent_manager"] and config.use_cuda_graph
+        assert not config.allow_block_sharing
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -34,12 +35,15 @@ def command(
         option("Mean active neurons per token and layer; default: the paper's for this size."),
     ] = None,
     spread: Spread = None,
+    seconds: Annotated[
+        float, option("After so many no further round begins; default: all rounds.")
+    ] = math.inf,
     out: Bench = BENCH,
 ) -> None:
     """Time transformers' continuous batching with random weights and imposed activity.
 
     Requests a second and the time to the first token, dense, sparse and by auto. Rows are appended
-    to serve.csv.
+    to serve.csv, also after Ctrl-C.
     """
     shortest, dash, longest = prompts.partition("-")
     if not (dash and shortest.isdigit() and longest.isdigit()):
@@ -54,5 +58,6 @@ def command(
         load=measure.Load(requests, int(shortest), int(longest), new_tokens, cuda_graph),
         profile=spread or "paper",
         active=active,
+        seconds=seconds,
         out=out,
     )

@@ -47,7 +47,7 @@ COLUMNS = {
         f"{SPEED} tokens_per_second {ENERGY} idle",
         "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
         f"longest prompt_tokens new_tokens seed {ACTIVITY} rounds provider layer_rms {SPEED} "
-        f"requests_per_second tokens_per_second first_token first_token_p95",
+        f"without_ffn requests_per_second tokens_per_second first_token first_token_p95",
         "quality": "model parameters source tokens sequences provider cross_entropy difference low "
         "high dense_difference dense_low dense_high active",
     }.items()

@@ -3,25 +3,30 @@
 All requests arrive at once, with prompts of different lengths, and each gets the same number of
 new tokens, greedily. Activity is imposed on random weights (imposed.py); each feed-forward layer is
 compared with fp64 before anything is timed. Providers serve in turns. Times are transformers' own:
-a request's creation, and each of its tokens. They hold no warming up, and no HTTP.
+a request's creation, and each of its tokens. They hold no warming up, no capture of a CUDA graph,
+and no HTTP.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from twell.measure import check, clock, imposed
 from twell.measure.patterns import IMPOSED
-from twell.measure.providers import Provider, model_providers
+from twell.measure.providers import DENSE_EAGER, Provider, model_providers
 from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Bench, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
@@ -65,9 +70,13 @@ def serve(
     load: Load | None = None,
     profile: str = "paper",
     active: float | None = None,
+    seconds: float = math.inf,
     out: str | Path | None = None,
 ) -> list[dict]:
     """Time serving with a model in bf16: dense, sparse and by "auto". Return rows of serve.csv.
+
+    A model whose feed-forward layers return zeros is timed too: no kernel can serve faster than it.
+    An interrupted measurement writes the rows of the rounds that it has.
 
     Args:
         size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
@@ -75,17 +84,21 @@ def serve(
         load: the requests; None: the defaults of Load.
         profile: how the activity varies over layers, see `Pattern`.
         active: mean active neurons per token and layer; default: the paper's for this size.
+        seconds: after so many no further round begins; one round is always measured.
         out: the folder of serve.csv.
 
     Raises ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without
     a GPU and where transformers does not finish a request.
     """
-    load, gpu = load or Load(), clock.gpu()
+    load, gpu, rows = load or Load(), clock.gpu(), Rows(out, ["serve"])
     unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
     require(active is not None or size in imposed.PAPER_ACTIVE, unfit)
-    rows = Rows(out, ["serve"])
-    context = load.longest + load.new_tokens
-    model, config = random_model(size, overrides, context, gpu.device)
+    require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
+    say = _Progress()
+    say(f"build {size}")
+    longest = load.longest + load.new_tokens
+    model, config = random_model(size, overrides, longest, gpu.device)
+    say("impose the activity")
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     pattern = replace(IMPOSED, profile=profile)
     mean = imposed.PAPER_ACTIVE[size] if active is None else active
@@ -95,40 +108,122 @@ def serve(
     bench.observe(activity, ids.numel())
     prompts = load.prompts(config.vocab_size)
     about = bench.case(ids, activity) | dataclasses.asdict(load)
-    about |= {"prompt_tokens": sum(map(len, prompts)), "rounds": ROUNDS}
+    about |= {"prompt_tokens": sum(map(len, prompts)), "attention": _attention()}
     about["cuda_graph"] = "default" if load.cuda_graph is None else load.cuda_graph
-    about["attention"] = "flash" if is_flash_attn_2_available() else "sdpa"
-    times: dict[Provider, list] = {provider: [] for provider in model_providers(False)}
-    errors = {}
-    for provider in times:
-        bench.become(provider)
-        once = functools.partial(forward, model, ids)
-        errors[provider] = check.check_layers(model.ffns, once, f"{provider} of {size}")
-    for number in range(ROUNDS + 1):  # the first warms up
-        for provider in times if number % 2 else reversed(times):
-            bench.become(provider)
-            answer = _answer(model, prompts, load)
-            what = f"round {number} of {ROUNDS}" if number else "warming up"
-            print(f"{what}: {provider} took {answer[0]:.2f} s", flush=True)
-            times[provider] += [answer] * (number > 0)
-    for provider, answers in times.items():
-        error = {"layer_rms": significant(errors[provider], 3)}
-        rows.add("serve", [about | {"provider": provider.name} | error | _columns(answers, load)])
+    errors = _check(bench, ids, say)
+    times: dict[Provider | None, list] = {provider: [] for provider in (*errors, None)}
+    try:
+        _measure(bench, prompts, load, times, seconds, say)
+    finally:  # also the rounds of an interrupted command
+        about["without_ffn"] = _columns(times.pop(None), load).get("p50")
+        for provider, answers in times.items():
+            if columns := _columns(answers, load):
+                own = {"provider": provider.name, "layer_rms": errors[provider]}
+                rows.add("serve", [about | own | columns])
     return rows.by_file["serve"]
+
+
+class _Progress:
+    """Print a line, with the seconds since this was made."""
+
+    def __init__(self):
+        self.start = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        print(f"{self.seconds:6.1f} s  {line}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+
+def _check(bench: Bench, ids: Tensor, say: _Progress) -> dict[Provider, float]:
+    """Return the worst relative RMS of a layer by provider; each pass reads `ids` [1, S]."""
+    errors = {}
+    for provider in model_providers(False):
+        say(f"check the layers of {provider}")
+        bench.become(provider)
+        once = functools.partial(forward, bench.model, ids)
+        what = f"{provider} of {bench.columns['model']}"
+        errors[provider] = significant(check.check_layers(bench.model.ffns, once, what), 3)
+    return errors
+
+
+def _measure(
+    bench: Bench,
+    prompts: list[list[int]],
+    load: Load,
+    times: dict[Provider | None, list],
+    seconds: float,
+    say: _Progress,
+) -> None:
+    """Add the answers of each provider and round to `times`; the first round warms up.
+
+    None stands for a model without feed-forward layers.
+    """
+    for number in range(ROUNDS + 1):
+        if number > 1 and say.seconds > seconds:
+            say(f"{seconds:g} s are over: {number - 1} of {ROUNDS} rounds are done")
+            return
+        what = f"round {number} of {ROUNDS}" if number else "warm up"
+        for provider in times if number % 2 else reversed(times):
+            bench.become(provider or DENSE_EAGER)
+            without = contextlib.nullcontext() if provider else _without_ffn(bench.model)
+            name = provider or "no feed-forward layer"
+            say(f"{what}: {name}")
+            with without:
+                answer = _answer(bench.model, prompts, load)
+            say(f"{what}: {name} took {answer[0]:.2f} s")
+            if number:
+                times[provider].append(answer)
+
+
+@contextlib.contextmanager
+def _without_ffn(model: SparseLlamaForCausalLM) -> Iterator[None]:
+    """Let the feed-forward layers return zeros: the time of all else, which no kernel changes."""
+    for ffn in model.ffns:
+        ffn.forward = torch.zeros_like
+    try:
+        yield
+    finally:
+        for ffn in model.ffns:
+            del ffn.forward
+
+
+def _attention() -> str:
+    """Return the attention that continuous batching takes: "flash" where it is installed."""
+    flash = is_flash_attn_3_available, is_flash_attn_2_available
+    return "flash" if any(found(kernels_fallback_ok=True) for found in flash) else "sdpa"
 
 
 def _answer(
     model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load
 ) -> tuple[float, np.ndarray]:
-    """Return seconds to the last token of all requests, and to the first one of each."""
-    answers = model.generate_batch(
+    """Return seconds to the last token of all requests, and to the first one of each.
+
+    Where there are CUDA graphs, the requests are served once before, so that all are captured.
+    """
+    graphs = load.cuda_graph or (load.cuda_graph is None and _attention() == "flash")
+    serve = functools.partial(
+        model.generate_batch,
         prompts,
         generation_config=GenerationConfig(
             max_new_tokens=load.new_tokens, do_sample=False, eos_token_id=-1
         ),
-        continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=load.cuda_graph),
+        # Without sharing: the second pass would find the prompts of the first in the cache.
+        continuous_batching_config=ContinuousBatchingConfig(
+            use_cuda_graph=load.cuda_graph, allow_block_sharing=False
+        ),
         record_timestamps=True,
-    ).values()
+        persistent_manager=graphs,
+    )
+    try:
+        if graphs:
+            serve()
+        answers = serve().values()
+    finally:
+        if graphs:  # they belong to the present provider
+            model.destroy_cached_continuous_batching_manager()
     lengths = [len(answer.generated_tokens) for answer in answers]
     if lengths != [load.new_tokens] * load.requests:
         errors = {answer.error for answer in answers} - {None}
@@ -144,7 +239,12 @@ def _answer(
 
 
 def _columns(answers: list[tuple[float, np.ndarray]], load: Load) -> dict:
-    """Return the columns of a provider: ms of all requests, and to the first token of one."""
+    """Return the columns of a provider: ms of all requests, and to the first token of one.
+
+    Empty without answers.
+    """
+    if not answers:
+        return {}
     total = np.array([seconds for seconds, _ in answers])
     first = 1e3 * np.concatenate([seconds for _, seconds in answers])
     numbers = dict(
@@ -153,4 +253,5 @@ def _columns(answers: list[tuple[float, np.ndarray]], load: Load) -> dict:
     numbers["requests_per_second"] = load.requests / np.median(total)
     numbers["tokens_per_second"] = load.requests * load.new_tokens / np.median(total)
     numbers["first_token"], numbers["first_token_p95"] = np.quantile(first, (0.5, 0.95))
-    return {name: significant(number, 5) for name, number in numbers.items()}
+    rounded = {name: significant(number, 5) for name, number in numbers.items()}
+    return rounded | {"rounds": len(answers)}
