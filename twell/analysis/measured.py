@@ -96,7 +96,7 @@ def layer_speed(
     result["gain"] = 100 * (large["speedup"].max() - 1)
     chosen = at_29[(at_29["provider"] == providers.AUTO.name) & (at_29["mode"] == "graph")]
     dense = chosen.loc[chosen["path"] == "dense", "tokens"].sort_values()
-    result["auto_dense"] = ", ".join(map(str, dense)) or "none"
+    result["auto_dense"] = (", ".join(map(str, dense)) or "none") if len(chosen) else None
 
     stream = crossovers(table[table["mode"] == "stream"])
     union = stream[(stream["provider"] == providers.UNION.name) & (stream["pattern"] == "skewed")]
