@@ -20,6 +20,15 @@ def test_rows_are_of_the_device_that_measured_last(tmp_path):
     assert bench.paths("ffn.csv", "training.csv") == [tmp_path / "ffn.csv"]
 
 
+def test_random_cases_do_not_say_which_device_was_timed(tmp_path):
+    rows = pd.DataFrame(speed_rows(64, 29.0, {"dense torch.compile": 2.0}))
+    rows.to_csv(tmp_path / "ffn.csv", index=False)
+    cases = pd.DataFrame([{"cases": 10, "date": "2030-01-01T00:00:00+00:00", "device": "other"}])
+    cases.to_csv(tmp_path / "fuzz.csv", index=False)
+    bench = analysis.Bench(tmp_path)
+    assert bench.device == rows["device"][0] and len(bench.rows("fuzz.csv")) == 1
+
+
 def test_a_folder_without_rows(tmp_path):
     assert analysis.Bench(tmp_path).device == ""
     with pytest.raises(FileNotFoundError, match="nothing is recorded in .*decode.csv"):

@@ -21,6 +21,8 @@ from twell.measure import clock
 from twell.sparse.calibration import DEFAULT, Calibration, Point
 from twell.sparse.layer import backend_status
 
+SHIPPED = DEFAULT[""]
+
 
 def every_command(command=None, words=()):
     """Yield the words of every command."""
@@ -254,7 +256,7 @@ def test_ffn_gets_everything(measured):
     traced.save("text.npz")
     words = f"ffn --tokens 1,64 --pattern even,recorded {LAYER} --mode graph --layer 1 --bias"
     arguments, options = measured(
-        f"{words} --activation relu2 --trace text.npz --calibration {DEFAULT[""]} --out x", "ffn"
+        f"{words} --activation relu2 --trace text.npz --calibration {SHIPPED} --out x", "ffn"
     )
     assert options.pop("calibration").device == "NVIDIA H200"
     masks = options.pop("masks")
@@ -297,7 +299,7 @@ def test_train_step_gets_everything(measured, words, arguments, changed):
 def test_model_gets_everything(measured):
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
-    arguments, options = measured(f"{words} --calibration {DEFAULT[""]}", "language_model")
+    arguments, options = measured(f"{words} --calibration {SHIPPED}", "language_model")
     assert options.pop("calibration").device == "NVIDIA H200"
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)

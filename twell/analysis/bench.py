@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-_QUALITY = "quality.csv"  # has no times, so that a CPU's rows serve as well
+# These have no times, so that rows of any device serve.
+_UNTIMED = "quality.csv", "fuzz.csv"
 
 
 class Bench:
@@ -25,7 +26,7 @@ class Bench:
                     f"nothing is recorded in {self.folder / file}; "
                     "docs/benchmarks.md says which command measures it"
                 )
-        timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name != _QUALITY]
+        timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name not in _UNTIMED]
         files = [pd.read_csv(path) for path in timed]
         dated = [rows[["date", "device"]] for rows in files if {"date", "device"} <= {*rows}]
         newest = pd.concat(dated).sort_values("date") if dated else pd.DataFrame()
@@ -43,7 +44,7 @@ class Bench:
     ) -> pd.DataFrame:
         """Return the rows of a file, or a table of them, of this device and as `query` keeps them.
 
-        Those of quality.csv are of any device. Empty where there is no such file or no such row.
+        Those of quality.csv and fuzz.csv are of any device. Empty where there is no such file or no such row.
         """
         path = self.folder / file
         rows = pd.read_csv(path) if path.is_file() else pd.DataFrame()
@@ -51,6 +52,6 @@ class Bench:
             rows = table(rows)
         if not len(rows):
             return rows
-        if file != _QUALITY:
+        if file not in _UNTIMED:
             rows = rows[rows["device"] == self.device]
         return rows.query(where) if where and len(rows) else rows
