@@ -44,7 +44,8 @@ class Bench:
     ) -> pd.DataFrame:
         """Return the rows of a file, or a table of them, of this device and as `query` keeps them.
 
-        Those of quality.csv and fuzz.csv are of any device. Empty where there is no such file or no such row.
+        Those of quality.csv and fuzz.csv are of any device. Empty where there is no such file or no
+        such row.
         """
         path = self.folder / file
         rows = pd.read_csv(path) if path.is_file() else pd.DataFrame()
