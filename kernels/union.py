@@ -145,9 +145,9 @@ def listed_product(x_desc, w_ptr, token, neurons, k, K, EVEN, BM, listed=None):
         if listed is None:
             w = load(w_ptrs + start, (start + k < K)[None, :], EVEN)
         elif EVEN:
-            w = tl.load(w_ptrs + start, mask=listed[:, None], other=0.0)
+            w = load(w_ptrs + start, listed[:, None], False)
         else:
-            w = tl.load(w_ptrs + start, mask=listed[:, None] & (start + k < K)[None, :], other=0.0)
+            w = load(w_ptrs + start, listed[:, None] & (start + k < K)[None, :], False)
         u = tl.dot(wide(w), wide(x_desc.load([token, start])).T, u)
     return u
 
