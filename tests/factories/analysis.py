@@ -237,8 +237,8 @@ def model_rows(times, active=29.0, **columns):
 
 def decode_rows(times, batch=1, **columns):
     """Rows of decode.csv for one case; times: as `rows_of`."""
-    rows = model_rows(times, batch=batch, context=512, tokens=batch, steps=64, **columns)
-    rows = rows.drop(columns=["mode", "peak", "tokens_per_ms"])
+    case = {"batch": batch, "context": 512, "tokens": batch, "steps": 64, "mode": "graph"}
+    rows = model_rows(times, **case | columns).drop(columns=["peak", "tokens_per_ms"])
     return rows.assign(tokens_per_second=1e3 * batch / rows["p50"])
 
 

@@ -15,6 +15,7 @@ from twell.measure.providers import FP8, FP8_ALL, Provider, model_providers
 from twell.measure.rows import COLUMNS
 from twell.models import order
 from twell.sparse.float8 import FLOAT8
+from twell.sparse.plan import Chooser
 
 ops = pytest.importorskip("twell.kernels.ops")
 LAYER = [("nvjet", 0.1), ("sdpa", 0.2), *3 * [("nvjet", 0.1)], ("triton_poi", 0.1)]
@@ -96,9 +97,23 @@ def test_rows_of_decoding(tables):
     assert (table["tokens"] == table["batch"]).all() and (table["context"] == 20).all()
     assert table["layer_rms"].between(1e-4, 1e-2).all()
     assert (table["same"] == 1).all() and (table["steps"] == 3).all()
+    assert (table["mode"] == "graph").all()
     speed = 1e3 * table["batch"] / table["p50"]
     assert np.allclose(table["tokens_per_second"], speed, rtol=1e-3)
     assert np.allclose(table["p50"], 1 / 3, rtol=1e-3)  # a generation of three steps takes 1 ms
+
+
+def test_without_graphs_nothing_is_captured(quick, monkeypatch):
+    monkeypatch.setattr(quick, "capture", lambda calls: pytest.fail("captured"))
+    paths = {"eager": "decode", "compiled": "dense", "graph": "decode"}
+    monkeypatch.setattr(Chooser, "path", lambda self, size, situation="eager": paths[situation])
+    options = {"shapes": [(1, 64)], "active": [10], "decode": [2], "decode_context": 20}
+    rows = language_model("quick", TINY, **options, graphs=False)
+    for name in ("model", "decode"):
+        table = pd.DataFrame(rows[name]).set_index("provider")
+        assert (table["mode"] == "stream").all()
+        assert table.loc["auto", "path"] == "decode 3"
+        assert table.loc["auto torch.compile", "path"] == "dense 3"
 
 
 def test_rows_of_layers_and_parts(tables):

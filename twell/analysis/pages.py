@@ -39,7 +39,7 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
     layers = speedups(rows["ffn"])
     forward = model_speedups(of_fp8_calls(rows["model"])).query("profile == 'paper'")
     decode = decode_speedups(of_fp8_calls(rows["decode"]))
-    decode = decode.query("profile == 'paper' and not tuned")
+    decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
     quality = fp8_quality(pd.read_csv(bench / "quality.csv"))
     benchmarks = {
         "layer": layer(layers),

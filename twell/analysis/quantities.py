@@ -364,7 +364,7 @@ def _speed(data: Path, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     scale = speed.scale_table(results.paper(), imposed, plain)
     every_layer = speed.layer_contributions(bench("model_layers"))
     of_middle = every_layer.query("profile == 'paper' and model == '1.5b'")
-    decode = speed.decode_speedups(bench("decode")).query("context == 512")
+    decode = speed.decode_speedups(bench("decode")).query("context == 512 and mode == 'graph'")
     auto = speed.speedups(bench("auto"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
     layers = speed.speedups(rows)

@@ -301,7 +301,7 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     is taken, whatever its call. tokens are those of a step, one a document. Left out and raised: as
     there. Ours.
     """
-    case = [*MODEL_CASE, "steps", "tuned"]
+    case = [*MODEL_CASE, "steps", "mode", "tuned"]
     _check_rows(rows, "decode.csv", [*case[:-1], *CALL, "active", "provider", "p50"])
     parsed = rows["provider"].map(providers.Provider.parse)
     tuned = parsed.map(lambda provider: provider.compilation == providers.TUNED)

@@ -92,6 +92,13 @@ def command(
         ),
     ] = False,
     calibration: CalibrationFile = None,
+    no_graphs: Annotated[
+        bool,
+        option(
+            "Time calls one after the other, not in CUDA graphs: Python's work counts.",
+            name="--no-graphs",
+        ),
+    ] = False,
     energy: Energy = False,
     out: Bench = BENCH,
 ) -> None:
@@ -138,6 +145,7 @@ def command(
         tuned=tuned,
         fp8=fp8,
         calibration=load_calibration(calibration),
+        graphs=not no_graphs,
         energy=energy,
         out=out,
     )

@@ -55,6 +55,7 @@ def language_model(
     tuned: bool = False,
     fp8: bool = False,
     calibration: Calibration | None = None,
+    graphs: bool = True,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> dict[str, list[dict]]:
@@ -75,10 +76,11 @@ def language_model(
         tuned: also time decoding with layers that Inductor tunes.
         fp8: also time all with feed-forward layers in FP8, and passes with attention's too.
         calibration: the times that "auto", which knows the activity, chooses by.
+        graphs: False: time calls back to back, which wait for the host where it is slower.
         energy: also measure energy, over the same turns.
         out: the folder of model.csv, model_layers.csv, model_parts.csv and decode.csv.
 
-    Up to 4,096 tokens a pass is timed in a CUDA graph, and decoding always. Returns the rows by
+    With `graphs` a pass of up to 4,096 tokens is timed in a CUDA graph, and decoding always. Returns the rows by
     file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong result,
     RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
@@ -92,7 +94,7 @@ def language_model(
         size, profile = checkpoint[0], ORDERED if ordered else "checkpoint"
         given = _given(*checkpoint, ordered, plan.longest, gpu.device)
     model, draw, levels = given
-    bench = Bench(size, model, profile, calibration, gpu)
+    bench = Bench(size, model, profile, calibration, gpu, graphs)
     for means in levels:
         plan.run(bench, draw, means, rows)
     return rows.by_file
@@ -232,7 +234,7 @@ def measure_forward(
     bench.observe(activity, ids.numel())
     case = bench.case(ids, activity)
     title = f"{case['model']}  {batch} x {context} tokens  {case['active']:.4g} active"
-    mode = "graph" if ids.numel() <= GRAPH_TOKENS else "stream"
+    mode = "graph" if bench.graphs and ids.numel() <= GRAPH_TOKENS else "stream"
     run = functools.partial(forward, model, ids)
 
     def prepare(provider: Provider) -> tuple[Tensor, Callable, dict]:

@@ -43,7 +43,7 @@ COLUMNS = {
         f"{SPEED} tokens_per_ms peak {ENERGY} idle",
         "model_layers": f"{MODEL} level layer wanted active p99 active_max union {LAYER_TIMES}",
         "model_parts": f"{MODEL} {ACTIVITY} layer provider part ms",
-        "decode": f"{MODEL} {ACTIVITY} steps provider path relative_rms layer_rms same "
+        "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
         "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
         f"longest prompt_tokens new_tokens seed {ACTIVITY} rounds provider layer_rms {SPEED} "

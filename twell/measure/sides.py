@@ -27,7 +27,8 @@ from twell.measure.float8 import Linears
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.sparse.calibration import GRAPH, Calibration
+from twell.sparse import calibration as plan
+from twell.sparse.calibration import Calibration
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
@@ -88,13 +89,19 @@ class Sides:
     """A model that computes its feed-forward layers by one provider and then by another.
 
     Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
-    each layer takes the kernels' own choice.
+    each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, by which
+    "auto" chooses.
     """
 
-    def __init__(self, model: SparseLlamaForCausalLM, calibration: Calibration | None = None):
-        self.model, self.calibration = model, calibration
+    def __init__(
+        self,
+        model: SparseLlamaForCausalLM,
+        calibration: Calibration | None = None,
+        graphs: bool = True,
+    ):
+        self.model, self.calibration, self.graphs = model, calibration, graphs
         for ffn in model.ffns:
-            ffn.calibration = calibration
+            ffn.calibration, ffn.cuda_graphs = calibration, graphs
         self.take_weights()
         parts = [*model.model.layers, model.model.norm]
         self.compiled = {
@@ -137,8 +144,10 @@ class Sides:
         from twell.kernels import ops
 
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
-        # Few tokens run in CUDA graphs, and with many all situations have one plan.
-        paths = Counter(fixed or ffn.chooser.path(tokens, GRAPH) for ffn in self.model.ffns)
+        # With many tokens, which are not captured, all situations have one plan.
+        situation = plan.COMPILED if provider.compiled else plan.EAGER
+        situation = plan.GRAPH if self.graphs else situation
+        paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
 
@@ -172,8 +181,9 @@ class Bench(Sides):
         profile: str,
         calibration: Calibration | None,
         gpu: clock.Gpu,
+        graphs: bool = True,
     ):
-        super().__init__(model, calibration)
+        super().__init__(model, calibration, graphs)
         self.columns = model_columns(name, model, profile)
         self.gpu, self.idle = gpu, clock.idle_watts(gpu)
 
