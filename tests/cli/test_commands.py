@@ -299,11 +299,13 @@ def test_train_step_gets_everything(measured, words, arguments, changed):
 def test_model_gets_everything(measured):
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
+    words += " --no-graphs"
     arguments, options = measured(f"{words} --calibration {SHIPPED}", "language_model")
     assert options.pop("calibration").device == "NVIDIA H200"
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
+    expected["graphs"] = False
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
     arguments, options = measured("model", "language_model")
     assert arguments[0] == "2b" and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]

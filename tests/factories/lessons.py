@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-_PROMPTS = "row(every, model='2b', batch=1, provider='auto torch.compile')"
+_PROMPTS = "row(every, model='2b', batch=1, mode='graph', provider='auto torch.compile')"
 _DECODE = "row(at, provider='triton decode', mode='graph').set_index('tokens')['speedup']"
 _EAGER = "row(at, provider='auto', mode='eager')['speedup']"
 _COMPILED = "row(at, provider='auto', mode='compiled').set_index('tokens')['speedup']"
@@ -107,6 +107,7 @@ NUMBERS = {
         r"In FP8 it is ([\d.]+) instead": "row(layer, side='sparse FP8')['p50']",
         r"it is [\d.]+ instead of ([\d.]+) ms": "row(layer, side='dense FP8')['p50']",
         r"One document gains (\d+)%": "of_models['decode_1']",
+        r"; 32 gain (\d+)%": "of_models['decode_32']",
         r"128 tokens gains (\d+)%": f"100 * row({_PROMPTS}, tokens=128)['speedup'] - 100",
         r"of 512 gains (\d+)%": f"100 * row({_PROMPTS}, tokens=512)['speedup'] - 100",
         r"of 2,048 gains (\d+)%": f"100 * row({_PROMPTS}, tokens=2048)['speedup'] - 100",

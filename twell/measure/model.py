@@ -80,9 +80,9 @@ def language_model(
         energy: also measure energy, over the same turns.
         out: the folder of model.csv, model_layers.csv, model_parts.csv and decode.csv.
 
-    With `graphs` a pass of up to 4,096 tokens is timed in a CUDA graph, and decoding always. Returns the rows by
-    file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong result,
-    RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
+    With `graphs` decoding and passes of up to 4,096 tokens are timed in CUDA graphs. Returns the
+    rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
+    result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu = clock.gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)

@@ -89,8 +89,8 @@ class Sides:
     """A model that computes its feed-forward layers by one provider and then by another.
 
     Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
-    each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, by which
-    "auto" chooses.
+    each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, which
+    decides how "auto" chooses.
     """
 
     def __init__(
