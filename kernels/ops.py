@@ -46,7 +46,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 
 from twell.kernels import decode, dense, few, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
@@ -56,6 +56,7 @@ from twell.kernels.options import TRACED_TOKENS
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
+from twell.sparse.projections import is_transformed
 
 PLAIN = Tensor, nn.Parameter
 FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "decode": decode.ffn}
@@ -258,6 +259,18 @@ def traced_decode(
     return decode.vector_ffn(x.contiguous(), layer, x_scale)
 
 
+def is_eager(x: Tensor) -> bool:
+    """Whether nothing traces, transforms or watches the call, so that it needs no operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in PLAIN
+        and torch._C._get_tracing_state() is None
+        and not is_transformed()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and _get_current_dispatch_mode() is None
+    )
+
+
 def _can_trace(x: Tensor, *tensors: Tensor | None) -> bool:
     """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are.
 
@@ -299,7 +312,8 @@ def takes(x: Tensor, intermediate_size: int, dtype: torch.dtype | None = None) -
     """Whether the operators take x [M, K], as `dtype`, for layers of N neurons."""
     here = x.is_cuda or (bool(INTERPRETED) and x.device.type == "cpu")
     known = (dtype or x.dtype) in (*DTYPES, float8.FLOAT8)
-    return here and known and x.shape[1] % 16 == 0 and intermediate_size <= MAX_COLUMNS
+    fits = x.shape[1] > 0 and x.shape[1] % 16 == 0 and 1 <= intermediate_size <= MAX_COLUMNS
+    return here and known and fits
 
 
 def run(
@@ -321,13 +335,14 @@ def run(
             "ops.run computes no gradients, and a tensor requires them; "
             "use torch.no_grad(), twell.ffn or training_ops.train"
         )
-    if torch.compiler.is_compiling() or type(x) not in PLAIN:
-        if activity is not None:
+    if not is_eager(x):
+        if activity is not None and (torch.compiler.is_compiling() or type(x) not in PLAIN):
             raise ValueError("activity cannot be counted under torch.compile")
         given = {"activation": act.name, "threshold": act.threshold}
+        transformed = not torch.compiler.is_compiling() and is_transformed()
         if path == "decode" and _can_trace(x, *tensors):
             y = traced_decode(x, *tensors, **given)
-        elif path != "dense":
+        elif path != "dense" and not transformed:
             y = operator(x, *tensors, **given, path=path)
         else:
             check_tensors(x, *tensors)
@@ -336,9 +351,11 @@ def run(
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}
-    if out is not None:
-        options["out"] = out
-    return launch(FUNCTIONS[path], x, *tensors, act=act, **options)
+    if out is None:
+        return launch(FUNCTIONS[path], x, *tensors, act=act, **options)
+    y = launch(FUNCTIONS[path], x, *tensors, act=act, out=out, **options)
+    torch.autograd.graph.increment_version(out)  # autograd refuses to use what it saved of it
+    return y
 
 
 def choose(num_tokens: int) -> str:

@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from twell.kernels import entries, training
 from twell.kernels.common import Gradients, Layer, on_device
-from twell.kernels.ops import check_tensors, prepare, to_layer
+from twell.kernels.ops import check_tensors, is_eager, prepare, to_layer
 from twell.sparse.activations import ACTIVATIONS, RELU, Activation, get_activation
 
 TRAIN_PATHS = "union", "hybrid"
@@ -76,7 +75,7 @@ def train(
     tensors = x, w_gate, w_up, w_down, b_gate, b_up, b_down
     arguments = *tensors, token_mask, capacity, act.name, act.threshold
     step = operator_step(path)
-    if _is_eager(x):
+    if is_eager(x):
         return Trained(*_Eager.apply(*arguments, step))
     return Trained(*step.operator(*arguments)[: len(Trained._fields)])
 
@@ -93,18 +92,6 @@ def operator_step(path: str) -> OperatorStep:
 
         return train_hybrid
     return train_union
-
-
-def _is_eager(x: Tensor) -> bool:
-    """Whether nothing traces, transforms or watches the call, so that it needs no operator."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and torch._C._get_tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-        and _get_current_dispatch_mode() is None
-    )
 
 
 class _Eager(torch.autograd.Function):
@@ -142,7 +129,10 @@ class OperatorStep:
         check_tensors(x, *tensors)
         act = get_activation(name, threshold, gated=tensors[0] is not None, sparse=True)
         if act != RELU and not self.every_activation:
-            raise ValueError(f"path 'hybrid' takes 'relu'; use path 'union' for {act}")
+            raise ValueError(
+                f"path 'hybrid' takes 'relu' without a threshold; use path 'union' for "
+                f"{act.name!r} with threshold {act.threshold:g}"
+            )
         num_tokens = x.shape[0]
         if num_tokens == 0:
             raise ValueError("x has no token, expected at least 1")
@@ -227,7 +217,7 @@ class OperatorStep:
         gradients = [None] * 6
         if any(needs):
             # With create_graph=True the operator remembers that it has no gradients of its own.
-            direct = _is_eager(dy) and not torch.is_grad_enabled()
+            direct = is_eager(dy) and not torch.is_grad_enabled()
             compute = self.gradients if direct else self.backward_operator
             computed = compute(*tensors, dy, dl1, needs, ctx.activation)
             gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import twell
@@ -187,6 +188,63 @@ def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
     ):
         with pytest.raises(error, match=message):
             twell.ffn(**{**odd, **change})
+
+
+def test_autograd_learns_that_out_has_changed():
+    given = arguments()
+    saved, weight = torch.ones_like(given["x"]), torch.ones_like(given["x"], requires_grad=True)
+    loss = (weight * saved).sum()
+    with torch.no_grad():
+        twell.ffn(**given, path="union", out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="out is given, and a tensor requires gradients"):
+        twell.ffn(**given, out=weight)
+
+
+@pytest.mark.parametrize("path", [None, "union", "decode", "dense"])
+def test_transforms_and_tangents_are_those_of_the_formula(path):
+    given = arguments(values="normal")
+    x, rest = given.pop("x"), list(given.values())
+    dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+
+    def layer(x):
+        return twell.ffn(x, *rest, path=path)
+
+    def formula(x):
+        return dense(x, *rest)
+
+    for transform in (
+        lambda f, x: torch.func.jvp(f, (x,), (dx.to(x.dtype),))[1],
+        lambda f, x: torch.func.grad(lambda x: (f(x) * dx).sum())(x),
+        lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+    ):
+        assert fuzz.relative_rms(transform(layer, x), transform(formula, x.double())) < 2e-2
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, dx))).tangent
+    expected = torch.func.jvp(formula, (x.double(),), (dx.double(),))[1]
+    assert fuzz.relative_rms(tangent, expected) < 2e-2
+
+
+def test_autocast_casts_as_linear_does(monkeypatch):
+    given = arguments(values="normal")
+    wide = {name: t.float() for name, t in given.items()}
+    calls, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda *a, **k: calls.append(1) or run(*a, **k))
+    with torch.autocast(given["x"].device.type, torch.bfloat16):
+        for tensors in (wide, {**wide, "x": given["x"]}):
+            y = twell.ffn(**tensors, path="union")
+            assert torch.equal(y, twell.ffn(**given, path="union")) and y.dtype == torch.bfloat16
+        assert twell.ffn(**{name: t.double() for name, t in given.items()}).dtype == torch.float64
+    assert len(calls) == 4
+
+
+def test_no_neurons_are_no_sum():
+    given = arguments()
+    none = {n: t[:0] for n, t in given.items() if n in ("w_gate", "w_up", "w_down_t")}
+    none |= {n: given[n][:0] for n in ("b_gate", "b_up")}
+    expected = given["b_down"].expand(9, 16)
+    assert torch.equal(twell.ffn(**given | none), expected)
 
 
 def test_bad_arguments_are_named():

@@ -23,6 +23,8 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS, is_plain
 
 PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
+# Children under these names are the whole of their owner: torch.compile, FSDP, checkpoint_wrapper.
+WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Adapter:
         and `threshold` say what it computes (twell/sparse/activations.py).
     dropout: the nn.Dropout between h and the down projection, if any.
     inline: whether the module computes more than this layer, as OPT's decoder layer does. SparseFFN
-        then takes the place of `up`, and identities those of `act` and `down`.
+        then takes the place of `up`, and identities those of `act` and `down`, so nothing else may
+        stand between the two projections.
     config: the field of the model's configuration that names the activation.
     norm: the model's last norm, seen from its `base_model`; for the words of the inspector.
 
@@ -60,8 +63,8 @@ class Adapter:
             )
         if self.activation is not None:
             get_activation(self.activation, self.threshold, gated=self.gate is not None)
-        if self.inline and (self.act is None or self.dropout is not None):
-            raise ValueError("an inline layer needs act, and cannot have dropout")
+        if self.inline and (self.act is None or self.dropout or self.gate):
+            raise ValueError("an inline layer needs act, and cannot have a gate or dropout")
 
     @property
     def projections(self) -> tuple[str | None, str, str]:
@@ -105,15 +108,16 @@ REFUSED = {
     _in_transformers("bitnet.BitNetMLP"): "normalises h before its down projection",
 }
 KNOWN = {nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", ReLUSquaredActivation: "relu2"}
+KNOWN_NAMES = "nn.ReLU, nn.Threshold, F.relu, torch.relu and transformers' ReLUSquaredActivation"
 
 
 def register_adapter(kind: type[nn.Module], **fields: Any) -> None:
     """Let `twell.sparsify` replace modules of a class; `fields` as of `twell.models.Adapter`.
 
     kind: the class itself; classes that inherit from it need an adapter of their own. A second call
-    replaces the first. `sparsify` compares the results of the first module of the class with
-    SparseFFN's, and refuses an adapter that describes something else. Raises TypeError for a field
-    that does not exist, and ValueError for values that do not fit together.
+    replaces the first. `sparsify` compares the results of every module of the class with
+    SparseFFN's (not of inline ones), and refuses an adapter that describes something else. Raises
+    TypeError for a field that does not exist, and ValueError for values that do not fit together.
     """
     ADAPTERS[_name(kind)] = Adapter(**fields)
 
@@ -172,21 +176,25 @@ def sites(model: nn.Module) -> list[Site]:
 
     Raises ValueError for modules that are wrapped, or of a class that cannot be replaced.
     """
-    result = []
+    if _adapter_of(model) is not None and not _adapter_of(model).inline:
+        raise ValueError(
+            f"{type(model).__name__} is itself the layer to replace; give a module that holds it"
+        )
+    result: dict[tuple[int, str], Site] = {}  # by place: several owners may hold one inline module
     for owner in model.modules():
-        for name, module in owner.named_children():
-            adapter = _adapter_of(module)
+        for name, module in owner._modules.items():  # named_children names a module once
+            adapter = None if module is None else _adapter_of(module)
             if adapter is None:
                 continue
-            if name.startswith("_"):
+            if name in WRAPPED:
                 raise ValueError(
                     f"a {type(module).__name__} is wrapped in a {type(owner).__name__}; "
                     "sparsify before wrapping or sharding"
                 )
             place = (module, adapter.up) if adapter.inline else (owner, name)
             if not isinstance(getattr(*place, None), SparseFFN):
-                result.append(Site(*place, module, adapter))
-    return result
+                result[id(place[0]), place[1]] = Site(*place, module, adapter)
+    return list(result.values())
 
 
 def check(site: Site, config: Any, *, relufy: bool) -> str | None:
@@ -203,12 +211,16 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     for name in (*adapter.projections, adapter.act, adapter.dropout):
         if name is not None and not hasattr(module, name):
             raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
+    drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
+    if not isinstance(drop, nn.Dropout | None):
+        raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")
     if adapter.inline and not isinstance(site.act, nn.Module):
         raise ValueError(f"{adapter.act} of a {kind} is no module; an inline layer needs one")
     for name in (adapter.act, adapter.dropout):
         if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
     _check_shapes(site)
+    _check_rest(site)
     in_config, known = getattr(config, adapter.config or "", None), site.activation
     if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
         problem = f"the configuration says {in_config!r}, and a feed-forward module has {site.act}"
@@ -216,6 +228,12 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     if known is not None:
         return None
     name = in_config or adapter.activation or type(site.act).__name__
+    if not relufy and in_config is None and adapter.act is not None:
+        sparse = " or ".join(repr(name) for name in ACTIVATIONS if ACTIVATIONS[name].sparse)
+        raise ValueError(
+            f"{adapter.act} of a {kind} is {site.act}, which is none of {KNOWN_NAMES}. Where it "
+            f"computes {sparse}, say activation= in place of act=; else nothing is zero to skip"
+        )
     if not relufy:
         raise ValueError(
             f"the model's activation is {name!r}, which makes nothing zero; "
@@ -228,6 +246,32 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
             f"finds no activation; exchange the {name!r} of the modules yourself"
         )
     return name
+
+
+def _check_rest(site: Site) -> None:
+    """Refuse what SparseFFN would leave out: other weights, and dropout of anything but h."""
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    if adapter.inline:
+        if getattr(module, "activation_dropout", 0):
+            rate = module.activation_dropout
+            raise ValueError(
+                f"a {kind} has activation_dropout={rate}, which SparseFFN drops; set 0"
+            )
+        return
+    own = [name for name in adapter.projections if name is not None]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name.partition(".")[0] not in own:
+            raise ValueError(
+                f"a {kind} has {name} of shape {tuple(tensor.shape)} beside its projections, which "
+                "SparseFFN does not compute with"
+            )
+    for name, child in module.named_modules():
+        drops = isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
+        if drops and name.partition(".")[0] not in (*own, adapter.dropout):
+            raise ValueError(
+                f"{name} of a {kind} drops values at a rate of {child.p}; SparseFFN drops those of "
+                "h alone (dropout= in the adapter). Set its p to 0"
+            )
 
 
 def _check_shapes(site: Site) -> None:
@@ -283,6 +327,7 @@ class Replaced:
 
     module: nn.Module
     adapter: Adapter
+    stride: tuple[int, ...] | None = None  # of the down weight; None where that is not plain
     act: Any = None  # of an inline module, whose own is an identity meanwhile
     handles: list = field(default_factory=list)
 
@@ -298,48 +343,20 @@ def around(site: Site) -> SparseFFN:
     options = {"activation": act.name, "threshold": act.threshold, "gated": gate is not None}
     ffn = SparseFFN(up.in_features, up.out_features, device="meta", **options)
     ffn.gate_proj, ffn.up_proj, ffn.down_proj = gate, up, down
+    # In the module's own order, by which optimizers know parameters.
+    places = {part: place for place, part in enumerate(module._modules)}
+    names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
+    for ours in sorted(names, key=lambda ours: places.get(names[ours], 0)):
+        ffn._modules[ours] = ffn._modules.pop(ours)
     if adapter.dropout is not None:
-        ffn.dropout = getattr(module, adapter.dropout).p
+        ffn.h_dropout = getattr(module, adapter.dropout)
+    ffn.replaced = Replaced(module, adapter, down.weight.stride() if is_plain(down) else None)
     return ffn.train(module.training)
-
-
-@torch.no_grad()
-def check_same(site: Site, ffn: SparseFFN) -> None:
-    """Compare a module with the SparseFFN for it, on random tokens in evaluation mode.
-
-    Skipped where weights are not plain or not there: sharded, offloaded, quantised, or adapted by
-    peft. Raises ValueError where they differ.
-    """
-    parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
-    here = all(
-        is_plain(part) and part.weight.shape == _shape(part) and not part.weight.is_meta
-        for part in parts
-    )
-    if site.adapter.inline or not here:
-        return
-    modules = [*site.module.modules(), ffn]
-    training, weight = [module.training for module in modules], ffn.up_proj.weight
-    x = torch.randn(4, ffn.hidden_size, generator=torch.Generator().manual_seed(0))
-    x = x.to(weight.device, weight.dtype)
-    try:
-        for module in modules:
-            module.training = False
-        expected, result = site.module.forward(x).double(), ffn.forward(x).double()
-    finally:
-        for module, was in zip(modules, training, strict=True):
-            module.training = was
-    error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
-    if error > 0.01 and expected.isfinite().all():
-        raise ValueError(
-            f"the adapter of {type(site.module).__name__} describes something else than the module "
-            f"computes: a relative error of {error:.2g} on random tokens"
-        )
 
 
 def replace(site: Site, ffn: SparseFFN) -> None:
     """Put the SparseFFN of `around` into the model. Saved files keep their names."""
     module, adapter = site.module, site.adapter
-    ffn.replaced = Replaced(module, adapter)
     setattr(site.owner, site.name, ffn)
     if adapter.inline:
         ffn.replaced.act = site.act
@@ -355,7 +372,7 @@ def replace(site: Site, ffn: SparseFFN) -> None:
         for ours, own in zip(PARTS, adapter.projections, strict=True)
         if own is not None
     ]
-    ffn.replaced.handles = [
+    ffn.replaced.handles += [
         site.owner.register_state_dict_post_hook(partial(_rename, pairs, False)),
         site.owner.register_load_state_dict_pre_hook(partial(_rename, pairs, True)),
     ]
@@ -383,12 +400,14 @@ def _rename(
 
     peft saves the weights of its adapters by the names of modules, so their names stay.
     """
+    renamed = {}  # all at once: one's new name may be another's old one
     for old, new in pairs:
         if not isinstance(owner.get_submodule(old[:-1]), nn.Linear | Float8Linear):
             continue
         old, new = (new, old) if back else (old, new)
         for name in [name for name in state if name.startswith(prefix + old)]:
-            state[prefix + new + name.removeprefix(prefix + old)] = state.pop(name)
+            renamed[prefix + new + name.removeprefix(prefix + old)] = state.pop(name)
+    state.update(renamed)
 
 
 @torch.no_grad()
@@ -414,4 +433,9 @@ def put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
         setattr(module, adapter.act, nn.ReLU())
     for parameter in ffn.down_proj.parameters():  # peft's adapters may stand around the weight
         if parameter.shape == (ffn.hidden_size, ffn.intermediate_size):
-            parameter.data = parameter.data.contiguous()
+            stride = replaced.stride or parameter.data.contiguous().stride()
+            if parameter.stride() != stride:
+                data = parameter.data
+                parameter.data = torch.empty_strided(
+                    data.shape, stride, dtype=data.dtype, device=data.device
+                ).copy_(data)

@@ -8,6 +8,7 @@ from torch import nn
 
 from twell.models import adapters
 from twell.models.adapters import SPARSIFIABLE
+from twell.models.comparison import check_same
 from twell.sparse.layer import SparseFFN
 
 
@@ -43,17 +44,22 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
             f"{type(base).__name__} has no feed-forward layer that twell knows; it knows those of "
             f"{', '.join(SPARSIFIABLE)}, and twell.register_adapter describes others"
         )
-    config, compared, ffns = getattr(base, "config", None), set(), []
+    config, compared = getattr(base, "config", None), set()
+    ffns: dict[int, SparseFFN] = {}  # by module, which may be in several places
     changes = {(adapters.check(site, config, relufy=relufy), site.adapter.config) for site in sites}
     for site in sites:
-        ffns.append(adapters.around(site))
-        if site.activation is not None and type(site.module) not in compared:
-            adapters.check_same(site, ffns[-1])
+        if id(site.module) in ffns:
+            continue
+        ffns[id(site.module)] = ffn = adapters.around(site)
+        built_in = any(site.adapter is one for one in adapters.BUILT_IN.values())
+        known = built_in and type(site.module) in compared  # others may differ in a class
+        if site.activation is not None and not known:
+            check_same(site, ffn)
             compared.add(type(site.module))
-    for ffn in (*present, *ffns):
+    for ffn in (*present, *ffns.values()):
         ffn.backend = backend
-    for site, ffn in zip(sites, ffns, strict=True):
-        adapters.replace(site, ffn)
+    for site in sites:
+        adapters.replace(site, ffns[id(site.module)])
     for activation, field in changes:
         if activation is not None:
             message = f"activation {activation!r} became 'relu': the model needs training"
@@ -72,7 +78,7 @@ def densify(model: nn.Module) -> nn.Module:
     places = [
         (owner, name, child)
         for owner in base.modules()
-        for name, child in owner.named_children()
+        for name, child in owner._modules.items()
         if isinstance(child, SparseFFN)
     ]
     if not places or any(ffn.replaced is None for _, _, ffn in places):

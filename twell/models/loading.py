@@ -119,7 +119,15 @@ def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
             config.ffn_backend, config.quantization_config = "dense", None
             return folder, SparseLlamaForCausalLM(config)
         config, auto = stock_config(folder)
-        return folder, sparsify(auto.from_config(config))
+        try:
+            model = auto.from_config(config)
+        except ValueError:
+            kind = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+            raise ValueError(
+                f"{folder} holds a {kind}, for which transformers has no {auto.__name__}; load it "
+                "by its own class, then twell.sparsify it"
+            ) from None
+        return folder, sparsify(model)
 
 
 def resolve(name: str | Path) -> Path:

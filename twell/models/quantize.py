@@ -30,11 +30,11 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
     module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
     take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
-    4). Every backend computes with them; `twell.sparse.float8` has the formula. Saved models keep
-    them, and `twell.load` reads them.
+    4). Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
+    them, and `twell.load` reads them; it refuses saved FP8 weights of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
-    SparseFFN layers, another granularity, and a layer with another activation than ReLU, weights
+    SparseFFN layers, another granularity, and a layer whose activation makes no zeros, or weights
     that are not bf16, not finite, not plain or in FP8 already, or a K that is no multiple of 16;
     RuntimeError on a GPU without FP8, by name.
     """

@@ -14,10 +14,9 @@ compute the same y:
     triton     the sparse steps as GPU kernels (kernels/), in bf16 or fp16
     auto       the fastest path for the number of tokens and the activity of the layer (plan.py)
 
-The layer computes; its observer (observe.py) keeps the L1 term and the statistics. Layers whose
-projections may not be read compute densely (projections.py). Gradients on the sparse path need
-buffers whose capacity is chosen before the activity is known; training.py checks them once a step.
-Without it gradients are always computed densely.
+The layer's observer (observe.py) keeps the L1 term and the statistics. Layers whose projections may
+not be read compute densely (projections.py). Gradients are dense too, except within training.py:
+it checks once a step that the buffers of the sparse path were large enough.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from twell.sparse.observe import (
 )
 from twell.sparse.order import TokenOrder
 from twell.sparse.plan import POWERS, WAITING, Chooser
-from twell.sparse.projections import is_plain, tensors_of, warn_dense, why_called
+from twell.sparse.projections import is_plain, is_transformed, tensors_of, warn_dense, why_called
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -83,9 +82,8 @@ def _handed_on(holder: str, name: str) -> property:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Autocast off; nothing where it is off already, since to enter it takes 8 microseconds."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -110,8 +108,8 @@ class SparseFFN(nn.Module):
     Input [..., K], output [..., K].
 
     Watching. `l1` holds sum_n |h| of each token after a pass in training mode or with `collect_l1`
-    set: fp32, of the input's leading shape, part of the autograd graph. With `record` set, `stats`
-    counts the pass, without the tokens where `token_mask` [...] is zero.
+    set: fp32, of the input's leading shape, part of the autograd graph. With `record` set `stats`
+    counts the pass, without tokens whose `token_mask` [...] is zero.
 
     Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
     the output has other values of some neurons. Both still count in `l1` and `stats`.
@@ -122,23 +120,22 @@ class SparseFFN(nn.Module):
     a graph, for its kernels to be compiled. Code of torch.compile or in a CUDA graph keeps the path
     it was made with, so run a batch before, call `observe`, or give a calibration with
     expectations. Compiled code is assumed to run in CUDA graphs, where nothing waits for Python,
-    unless `cuda_graphs` is False. `path` sets the path of the backend "triton": "rowwise", "union",
-    "decode" or "dense"; None chooses by the number of tokens. While `readable` is False every
-    sparse backend calls the projections and skips nothing, which `repr` explains.
+    unless `cuda_graphs` is False. `path` is that of the backend "triton": "rowwise", "union",
+    "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
+    backend calls the projections, and `repr` says why.
 
     Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
-    that many tokens in this order, which leaves y as it is and makes unions smaller.
+    that many tokens in this order, for smaller unions.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
-    of `capacity` active entries per token. With `dropout` above 0 entries of h are dropped at this
-    rate in training mode, and the layer computes densely.
+    of `capacity` active entries per token. With `h_dropout`, an nn.Dropout, whose rate is above 0,
+    entries of h are dropped in training mode, and the layer computes densely.
 
-    Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot be used
-    here, with the reason. Paper: the feed-forward block; App. A.1 and B.2.1.
+    Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot run
+    here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
-    dropout = 0.0
     cuda_graphs = True  # here, as the next, for layers pickled before they existed
     token_order: TokenOrder | None = None
 
@@ -237,9 +234,12 @@ class SparseFFN(nn.Module):
     def _why_dense(self, *, sharded: bool = False) -> str | None:
         if _has_any_global_hook():
             return "every module has hooks"
-        if self.dropout and self.training:
+        if (drop := self._modules.get("h_dropout")) is not None and drop.p and drop.training:
             return "h has dropout while training"
-        if not torch.compiler.is_compiling() and all(map(is_plain, self._modules.values())):
+        traced = torch.compiler.is_compiling()
+        if not traced and is_transformed():
+            return "torch.func or forward-mode AD transforms the call"
+        if not traced and all(map(is_plain, self._modules.values())):
             return None
         for name in ("gate_proj", "up_proj", "down_proj"):
             part = getattr(self, name)
@@ -355,8 +355,8 @@ class SparseFFN(nn.Module):
             activity = Activity.of(g != 0, self.token_mask)
         if self.edit is not None:
             h = self.edit.of_h(h)
-        if self.dropout:
-            h = nn.functional.dropout(h, self.dropout, self.training)
+        if (drop := self._modules.get("h_dropout")) is not None:
+            h = drop(h)
         return Result(self.down_proj(h), l1, activity)
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:

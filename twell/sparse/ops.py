@@ -7,7 +7,8 @@ call also runs on a CPU and in fp32. It wraps the operator twell::ffn (kernels/o
     non-gated   y = h w_down_t + b_down    h = relu(x w_up^T + b_up)
 
 Gradients are dense: forward keeps x and the weights, and backward computes the layer again in
-torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones.
+torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones. Under the transforms of
+torch.func and in forward-mode AD the layer is computed in torch's operators.
 
 Tensor parallelism. For a slice of N of each weight and bias, y is a partial sum, for an all-reduce
 over the ranks. One rank gets b_down.
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from twell.sparse import reference
 from twell.sparse.activations import get_activation
+from twell.sparse.projections import is_transformed
 
 
 def ffn(
@@ -58,20 +60,25 @@ def ffn(
             dense where the kernels do not take the tensors.
         out: a contiguous tensor like y to write to; it may share memory with no other argument.
 
-    The kernels take bf16 and fp16 on a GPU, K a multiple of 16, N up to 65,536. All tensors have
-    one dtype and one device. Raises ValueError or TypeError with the name of what does not fit,
-    RuntimeError for `out` with gradients.
+    Autocast casts all tensors, as nn.Linear's. The kernels take bf16 and fp16 on a GPU, K a
+    multiple of 16, N up to 65,536. All tensors have one dtype and one device. Raises ValueError or
+    TypeError with the name of what does not fit, RuntimeError for `out` with gradients.
     """
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        given = _cast(x, w_gate, w_up, w_down_t, b_gate, b_up, b_down)
+        with torch.autocast(x.device.type, enabled=False):
+            return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
     _check(x, w_up, w_down_t, out)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     rows, tensors = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t.t(), b_gate, b_up, b_down)
     learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *tensors)
+        t is not None and t.requires_grad for t in (x, *tensors, out)
     )
     if out is not None and learns:
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
     given = None if out is None else out.view(rows.shape)
-    unfit = path in (None, "dense") and not _takes(rows, len(w_up))
+    transformed = not torch.compiler.is_compiling() and is_transformed()
+    unfit = transformed or (path in (None, "dense") and not _takes(rows, len(w_up)))
     if unfit or (path == "dense" and learns):
         _check_alike(x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t, out=out)
         _check_alike(x, b_gate=b_gate, b_up=b_up, b_down=b_down)
@@ -86,6 +93,12 @@ def ffn(
         else:
             y = ops.run(path, rows, *tensors, act=act, out=given)
     return y.reshape(x.shape) if out is None else out
+
+
+def _cast(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's type; those in fp64 stay, as autocast leaves them."""
+    dtype, kept = torch.get_autocast_dtype(x.device.type), torch.float64
+    return [t if t is None or t.dtype == kept else t.to(dtype) for t in (x, *tensors)]
 
 
 def _check(x: Tensor, w_up: Tensor, w_down_t: Tensor, out: Tensor | None) -> None:

@@ -13,6 +13,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from twell.sparse.float8 import Float8Linear
 
@@ -42,6 +43,14 @@ def is_plain(part: nn.Module | None) -> bool:
     hooks = hooks or own["_backward_hooks"] or own["_backward_pre_hooks"]
     plain = type(weight) is kind and (bias is None or type(bias) is nn.Parameter)
     return plain and not hooks and "forward" not in own
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func or forward-mode AD transforms this call, which no kernel follows.
+
+    The kernels would leave out tangents without an error. Not for code of torch.compile.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def tensors_of(part: nn.Module | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from twell.sparse.activations import RELU
 from twell.sparse.calibration import default
 from twell.sparse.layer import SparseFFN, backend_status
 
@@ -74,7 +75,8 @@ class SparseTraining:
             processes; by default torch.distributed's, where it is initialised.
         group: the processes that train this model, for the default `reduce`; None: all.
 
-    Raises ValueError for another path, and for both `reduce` and `group`. Ours.
+    Raises ValueError for another path, for "hybrid" with another activation than ReLU, and for both
+    `reduce` and `group`. Ours.
     """
 
     def __init__(
@@ -92,6 +94,12 @@ class SparseTraining:
                 "reduce and group are both given; a function that reduces knows its processes"
             )
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
+        other = next((ffn for ffn in self.layers if ffn.act != RELU), None)
+        if path == "hybrid" and other is not None:
+            raise ValueError(
+                "path 'hybrid' takes 'relu' without a threshold, and a layer has "
+                f"{other.activation!r} with threshold {other.threshold:g}; use path 'union'"
+            )
         if any(ffn.quantized for ffn in self.layers):
             raise ValueError("the model has FP8 weights, which cannot train; twell.dequantize_ it")
         self.path = path if backend_status()["triton"] is None else None

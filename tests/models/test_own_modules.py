@@ -1,0 +1,294 @@
+"""A user's own modules, described by an adapter, and adapters that describe something else."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import twell
+from tests.factories.models import assert_same
+from twell.models import adapters, register_adapter, sparse_ffns, sparsify
+from twell.sparse.layer import SparseFFN
+
+assert_close = torch.testing.assert_close
+
+
+class Block(nn.Module):
+    """A model of one feed-forward layer, and a residual."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(32, 84), nn.Linear(84, 32, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Gated(nn.Module):
+    """Functions of both branches, by default ReLU as in TurboSparse, and dropout."""
+
+    def __init__(self, of_gate=F.relu, of_up=F.relu):
+        super().__init__()
+        self.of_gate, self.of_up = of_gate, of_up
+        self.w1, self.w3 = nn.Linear(32, 84, bias=False), nn.Linear(32, 84, bias=False)
+        self.w2, self.drop = nn.Linear(84, 32, bias=False), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.w2(self.drop(self.of_gate(self.w1(x)) * self.of_up(self.w3(x))))
+
+
+def of_prosparse():
+    return Gated(lambda a: F.threshold(a, 0.2, 0.0), lambda u: u)
+
+
+class Threshold(Squared):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Also(Squared):
+    """Squared's projections with ReLU, and something behind them."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.rest = rest
+
+    def forward(self, x):
+        y = self.c_proj(F.relu(self.c_fc(x)))
+        return self.rest(y) if callable(self.rest) else y * self.rest
+
+
+class Zero(Squared):
+    """Squared whose down projection begins at zero, as in the speed-run GPTs."""
+
+    def __init__(self, _):
+        super().__init__()
+        nn.init.zeros_(self.c_proj.weight)
+
+
+class Fine(Squared):
+    """A threshold that a module has for itself."""
+
+    def __init__(self, threshold):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        return self.c_proj(F.threshold(self.c_fc(x), self.threshold, 0.0))
+
+
+SQUARED = {"up": "c_fc", "down": "c_proj"}
+RELU = SQUARED | {"activation": "relu"}
+GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
+OWN = [
+    (Squared, SQUARED | {"activation": "relu2"}),
+    (Gated, GATED | {"activation": "drelu"}),
+    (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
+    (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
+    (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize(("make", "fields"), OWN)
+def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
+    model, x = nn.Sequential(Block(make()), Block(make())), torch.randn(2, 5, 32)
+    before, text = model(x) if model.eval() else None, repr(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="Sequential has no feed-forward layer that twell knows"):
+        sparsify(model)
+    register_adapter(type(model[0].mlp), **fields)
+    sparsify(model, backend=backend)
+    assert_close(model(x), before)
+    assert_same(model.state_dict(), state)
+    model.load_state_dict(state)
+    sparse_ffns(model)[0].train()
+    twell.densify(model)
+    assert model[0].mlp.training and not model[1].mlp.training
+    assert repr(model) == text and torch.equal(model.eval()(x), before)
+    sparsify(sparsify(model))
+    assert len(sparse_ffns(model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "error", "message"),
+    [
+        (Squared, SQUARED | {"activation": "relu"}, ValueError, "of Squared describes something e"),
+        (of_prosparse, GATED | {"activation": "relu"}, ValueError, "of Gated describes something"),
+        (Gated, GATED | {"activation": "relu"}, ValueError, r"a relative error of \d.* on random"),
+        (
+            Gated,
+            SQUARED | {"activation": "relu"},
+            ValueError,
+            "names 'c_fc', which the module lack",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "drop", "activation": "relu"},
+            ValueError,
+            "is a Dropout; exp",
+        ),
+        (
+            Gated,
+            {"up": "w1", "down": "w3", "activation": "relu"},
+            ValueError,
+            "features .*expected",
+        ),
+        (Squared, SQUARED, ValueError, "give either act, the attribute .*, or activation"),
+        (Squared, SQUARED | {"activation": "relu3"}, ValueError, "'relu3' is unknown; use one of"),
+        (Squared, SQUARED | {"activation": "drelu"}, ValueError, "'drelu' needs a gate"),
+        (
+            Squared,
+            SQUARED | {"activation": "relu", "inline": True},
+            ValueError,
+            "inline layer need",
+        ),
+        (Squared, {"activation": "relu"}, TypeError, "'up' and 'down'"),
+        (
+            lambda: Threshold(F.relu),
+            SQUARED | {"act": "act", "inline": True},
+            ValueError,
+            "act of a Threshold is no module; an inline layer needs one",
+        ),
+        (
+            lambda: Threshold(nn.GELU()),
+            SQUARED | {"act": "act"},
+            ValueError,
+            "GELU.* none of nn.Re",
+        ),
+        (lambda: Threshold(nn.ReLU6()), SQUARED | {"act": "act"}, ValueError, "say activation= in"),
+        (
+            lambda: Threshold(nn.ReLU()),
+            SQUARED | {"act": "act", "gate": "c_fc", "inline": True},
+            ValueError,
+            "cannot have a gate",
+        ),
+        (
+            lambda: Also(nn.Parameter(torch.ones(32))),
+            RELU,
+            ValueError,
+            r"has rest of shape \(32,\)",
+        ),
+        (
+            lambda: Also(nn.Dropout(0.4)),
+            RELU,
+            ValueError,
+            "rest of a Also drops values at a rate of 0",
+        ),
+        (lambda: Also(nn.Dropout(0.4)), RELU | {"dropout": "rest"}, ValueError, "while training"),
+        (lambda: Also(nn.LayerNorm(32)), RELU, ValueError, "has rest.weight of shape"),
+        (
+            lambda: Also(0.5),
+            RELU | {"dropout": "rest"},
+            ValueError,
+            "rest of a Also is 0.5; expected",
+        ),
+        (lambda: Also(lambda y: (y, None)), RELU, ValueError, "a Also returns a tuple for"),
+        (lambda: Also(lambda y: y.view(3, 11)), RELU, ValueError, "a Also cannot compute"),
+        (lambda: Zero(Squared()), RELU, ValueError, "of Zero describes something else"),
+        (lambda: Fine(0.01), RELU, ValueError, "of Fine describes something else"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(make, fields, error, message):
+    model = nn.Sequential(Block(make()))
+    with pytest.raises(error, match=message):
+        register_adapter(type(model[0].mlp), **fields)
+        sparsify(model)
+    assert not any(isinstance(module, SparseFFN) for module in model.modules())
+
+
+def test_every_module_of_a_class_is_compared():
+    model = nn.Sequential(Block(Fine(0.1)), Block(Fine(0.5)))
+    register_adapter(Fine, **RELU, threshold=0.1)
+    with pytest.raises(ValueError, match="of Fine describes something else"):
+        sparsify(model)
+    model[1].mlp.threshold = 0.1
+    expected, x = model(torch.ones(3, 32)), torch.ones(3, 32)
+    assert_close(sparsify(model)(x), expected)
+
+
+class Rows(Squared):
+    """Rows alone, and three-dimensional input alone."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        assert x.dim() == self.dim
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_modules_that_take_one_number_of_dimensions(dim):
+    model, x = nn.Sequential(Rows(dim)), torch.randn(4, 3, 32)[: 6 if dim == 3 else 1].squeeze(0)
+    expected = model(x)
+    register_adapter(Rows, **SQUARED, activation="relu2")
+    assert_close(sparsify(model)(x), expected)
+
+
+class Swapped(nn.Module):
+    """SparseFFN's names with other meanings, in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.down_proj = nn.Linear(84, 32, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(32, 84, bias=False) for _ in range(2))
+        self.down_proj.weight.data = self.down_proj.weight.data.t().contiguous().t()
+
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * F.relu(self.up_proj(x)))
+
+
+def test_names_order_and_strides_of_a_module_stay_its_own():
+    model, x = nn.Sequential(Swapped()), torch.randn(3, 32)
+    before, expected = {n: t.clone() for n, t in model.state_dict().items()}, model(x)
+    order = [parameter.data_ptr() for parameter in model.parameters()]
+    register_adapter(Swapped, gate="up_proj", up="gate_proj", down="down_proj", activation="relu")
+    sparsify(model)
+    assert_close(model(x), expected)
+    assert_same(model.state_dict(), before)
+    model.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
+    assert_same(model.state_dict(), {name: 2 * tensor for name, tensor in before.items()})
+    assert [parameter.data_ptr() for parameter in model.parameters()] == order
+    assert twell.densify(model)[0].down_proj.weight.stride() == (1, 32)
+    assert_close(model(x), 8 * expected)
+
+
+def test_a_module_in_several_places_is_one_layer():
+    one = Squared()
+    model, x = nn.Sequential(one, one, nn.Sequential(one)), torch.randn(3, 32)
+    expected, state = model(x), {name: t.clone() for name, t in model.state_dict().items()}
+    register_adapter(Squared, **SQUARED, activation="relu2")
+    sparsify(model)
+    assert model[0] is model[1] is model[2][0] and len(sparse_ffns(model)) == 1
+    assert_close(model(x), expected)
+    assert_same(model.state_dict(), state)
+    model.load_state_dict(state)
+    twell.densify(model)
+    assert model[0] is model[1] is model[2][0] is one
+    assert_same(model.state_dict(), state)
+
+
+def test_the_layer_itself_cannot_be_replaced():
+    register_adapter(Squared, **SQUARED, activation="relu2")
+    with pytest.raises(ValueError, match="Squared is itself the layer to replace; give a module"):
+        sparsify(Squared())
