@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 import twell
 from tests.factories.models import make, stock, tokens
@@ -58,6 +58,16 @@ def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
     loaded.save_pretrained(tmp_path / "bf16")
     plain, _ = twell.load(tmp_path / "bf16")
     assert not any(ffn.quantized for ffn in plain.ffns)
+
+
+def test_another_quantisation_stays_in_the_configuration(tmp_path):
+    model, other = in_bf16(make(l1_coefficient=0.0)), BitsAndBytesConfig(load_in_8bit=True)
+    model.config.quantization_config = other
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert written["load_in_8bit"] and model.config.quantization_config is other
+    with pytest.raises(ValueError, match="the model is quantised by BitsAndBytesConfig already"):
+        twell.quantize_(model)
 
 
 @torch.no_grad()

@@ -53,6 +53,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         for granularity in of_both if isinstance(of_both, list | tuple) else [of_both]:
             Float8DynamicActivationFloat8WeightConfig(granularity)
     ffns = sparse_ffns(module)
+    if hasattr(module, "config") and (other := _other(module)) is not None:
+        raise ValueError(f"the model is quantised by {type(other).__name__} already")
     for number, ffn in enumerate(ffns):
         _check(ffn, f"layer {number}")
     for ffn in ffns:
@@ -150,12 +152,22 @@ def empty_quantized(module: nn.Module) -> None:
         ffn.chooser.quantized = True
 
 
-def quantization_of(module: nn.Module) -> dict | None:
-    """Return what config.json says of the weights; ValueError where only some are in FP8."""
+def quantization_of(module: nn.Module) -> Any:
+    """Return what config.json says of a model's weights: FP8, another quantisation, or None.
+
+    Raises ValueError where only some layers are in FP8.
+    """
     in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
     if len(in_fp8) == 2:
         raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
-    return dict(float8.QUANTIZATION) if in_fp8 == {True} else None
+    ours = dict(float8.QUANTIZATION) if in_fp8 == {True} else None
+    return _other(module) or ours
+
+
+def _other(part: nn.Module) -> Any:
+    """The quantisation of a model's configuration, if it is another than FP8."""
+    present = getattr(part.config, "quantization_config", None)
+    return None if isinstance(present, _Config) or present == float8.QUANTIZATION else present
 
 
 @register_quantization_config(float8.QUANTIZATION["quant_method"])
