@@ -4,11 +4,14 @@ Nothing here was measured on several nodes. A micro-batch takes the time and pow
 one GPU, in proportion to its sequences. Parameters P are sharded with their gradients and Adam's
 moments. A GPU sends in a step of a micro-batches, with c bytes a weight and g bytes a gradient:
 
-    over all n GPUs              a (2c + g) P (n - 1)/n
-    in nodes of k GPUs           a (2c + g) P (k - 1)/k   within its node, and once a step
+    over all n GPUs              (2 a c + g) P (n - 1)/n
+    in nodes of k GPUs           (2 a c + g) P (k - 1)/k  within its node, and then
                                  2g P/k (n/k - 1)/(n/k)   to other nodes
 
-Weights are gathered before forward and backward, gradients reduced after it; rings send so.
+Weights are gathered before forward and backward of each micro-batch, gradients reduced once a step,
+as twell/train does with FSDP2; rings send so. In rings over several nodes each byte leaves a node
+once, and the k links of a node share these bytes: 1/k of the first line takes a GPU's link to other
+nodes, while the rest moves within the nodes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import pandas as pd
 from twell.analysis.speed import step_speedups
 
 _STATE = 16  # bytes of a parameter: weight, gradient and Adam's two moments in fp32
+ALIKE = 1.5  # a step of another activity is taken up to this factor
 _ALL, _NODE = "all GPUs", "a node"  # over what the parameters are sharded
 
 
@@ -30,28 +34,40 @@ class Cluster:
     """What is assumed: GPUs of a node, bytes/s that a GPU sends, bytes, and watts while it waits.
 
     within: to GPUs of its node; between: to other nodes. weight, gradient: bytes of what is sent.
+    Raises ValueError for a number that is not above 0.
     """
 
     node: int = 8
     within: float = 450e9
     between: float = 50e9
-    weight: int = 2
+    weight: int = 4
     gradient: int = 4
     waiting: float = 120.0
 
-    def sent(self, parameters: float, gpus: int, shards: str, steps: int) -> tuple[float, float]:
-        """Return the bytes that a GPU sends in a step of `steps` micro-batches: within, between."""
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            _require(value > 0, name, value)
+
+    def sending(self, parameters: float, gpus: int, shards: str, steps: int) -> tuple[float, float]:
+        """Return the bytes that a GPU sends in a step of `steps` micro-batches, and the seconds."""
 
         def ring(size: int) -> float:
             return (size - 1) / size
 
-        each = steps * (2 * self.weight + self.gradient) * parameters
+        each = (2 * self.weight * steps + self.gradient) * parameters
         if gpus <= self.node:
-            return each * ring(gpus), 0.0
+            return each * ring(gpus), each * ring(gpus) / self.within
         if shards == _ALL:
-            return 0.0, each * ring(gpus)
-        copied = 2 * self.gradient * parameters / self.node
-        return each * ring(self.node), copied * ring(gpus // self.node)
+            sent = each * ring(gpus)
+            return sent, max(sent / self.within, sent / self.node / self.between)
+        inside = each * ring(self.node)
+        copied = 2 * self.gradient * parameters / self.node * ring(gpus // self.node)
+        return inside + copied, inside / self.within + copied / self.between
+
+
+def _require(holds: bool, name: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}; expected a number above 0")
 
 
 def training_costs(
@@ -68,28 +84,37 @@ def training_costs(
 
     rows: of data/bench/train_step.csv; taken are those of `model` and the paper's profile whose
     activity is nearest to `active` neurons per token and layer, of one call.
-    Columns: gpus, shards, sequences (of a GPU and step), compute and send (ms of a step), sent_gb
+    Columns: active (of the measured step), gpus, shards, sequences (of a GPU and step), compute and send (ms of a step), sent_gb
     (of a GPU and step), hours where sending overlaps computing and hours_apart where it does not,
     efficiency (%, of the first), energy (MWh of the GPUs), memory (GB of a GPU).
 
-    Raises ValueError where there is no row, and for GPUs that cannot share a step's sequences or
-    fill nodes.
+    Raises ValueError where there is no row of about this activity, for numbers that are not above
+    0, and for GPUs that cannot share a step's sequences or fill nodes.
     """
+    gpus = [gpus] if isinstance(gpus, int) else gpus
+    given = {"active": [active], "tokens": [tokens], "batch_tokens": [batch_tokens], "gpus": gpus}
+    for name, value in ((name, value) for name, values in given.items() for value in values):
+        _require(value > 0, name, value)
     cluster, measured = cluster or Cluster(), step_speedups(rows)
-    fits = (measured["model"] == model) & (measured["profile"] == "paper")
-    measured = measured[fits & ~measured["checkpoint_activations"].astype(bool)]
+    fits = measured["profile"].eq("paper") & ~measured["checkpoint_activations"].astype(bool)
+    known, measured = measured[fits], measured[fits & (measured["model"] == model)]
     if measured.empty:
-        known = ", ".join(sorted(set(rows["model"])))
-        raise ValueError(f"model is {model!r}; steps were measured of {known}")
+        names = ", ".join(sorted(set(known["model"])))
+        raise ValueError(f"model is {model!r}; steps were measured of {names}")
     newest_first = measured.sort_values("date", ascending=False, kind="stable")
-    nearest = newest_first.loc[(newest_first["active"] - active).abs().idxmin(), "date"]
+    nearest, there = newest_first.loc[
+        (newest_first["active"] - active).abs().idxmin(), ["date", "active"]
+    ]
+    if not 1 / ALIKE <= active / there <= ALIKE:
+        levels = ", ".join(f"{level:g}" for level in sorted(set(measured["active"])))
+        raise ValueError(f"active is {active:g}; steps of {model} were measured with {levels}")
     table = []
     for row in measured[measured["date"] == nearest].to_dict("records"):
         for number in gpus:
             sequences = _share(batch_tokens, row["context"], number, cluster.node)
             for shards in (_ALL, _NODE) if number > cluster.node else (_ALL,):
-                one = {"provider": row["provider"], "gpus": number, "shards": shards}
-                one |= {"sequences": sequences}
+                one = {"provider": row["provider"], "active": row["active"], "gpus": number}
+                one |= {"shards": shards, "sequences": sequences}
                 table.append(one | _costs(row, one, tokens / batch_tokens, cluster))
     return pd.DataFrame(table)
 
@@ -97,21 +122,23 @@ def training_costs(
 def _costs(row: dict, case: dict, batches: float, cluster: Cluster) -> dict:
     """Return the other columns: of a measured step, a number of GPUs, and steps of all of them."""
     work = case["sequences"] / row["micro_batch"]
-    sent = cluster.sent(row["parameters"], case["gpus"], case["shards"], math.ceil(work))
-    send = sent[0] / cluster.within + sent[1] / cluster.between
+    steps, parameters = math.ceil(work), row["parameters"]
+    sent, send = cluster.sending(parameters, case["gpus"], case["shards"], steps)
     compute = row["p50"] * work / 1e3  # s
-    step, state = max(compute, send), _STATE * row["parameters"]
+    step, state = max(compute, send), _STATE * parameters
+    # FSDP2 holds the gradients of several micro-batches whole until they are reduced.
+    whole = cluster.gradient * parameters if steps > 1 else 0
     joules = row["watts"] * compute + cluster.waiting * (step - compute)
     ways = case["gpus"] if case["shards"] == _ALL else cluster.node
     return {
         "compute": 1e3 * compute,
         "send": 1e3 * send,
-        "sent_gb": sum(sent) / 1e9,
+        "sent_gb": sent / 1e9,
         "hours": batches * step / 3600,
         "hours_apart": batches * (compute + send) / 3600,
         "efficiency": 100 * compute / step,
         "energy": batches * case["gpus"] * joules / 3.6e9,
-        "memory": (state / ways + (row["peak"] - state) * min(work, 1)) / 1e9,
+        "memory": (state / ways + whole + (row["peak"] - state) * min(work, 1)) / 1e9,
     }
 
 
