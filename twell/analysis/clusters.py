@@ -25,7 +25,7 @@ import pandas as pd
 from twell.analysis.speed import step_speedups
 
 _STATE = 16  # bytes of a parameter: weight, gradient and Adam's two moments in fp32
-ALIKE = 1.5  # a step of another activity is taken up to this factor
+_ALIKE = 1.5  # a step of another activity is taken up to this factor
 _ALL, _NODE = "all GPUs", "a node"  # over what the parameters are sharded
 
 
@@ -84,9 +84,10 @@ def training_costs(
 
     rows: of data/bench/train_step.csv; taken are those of `model` and the paper's profile whose
     activity is nearest to `active` neurons per token and layer, of one call.
-    Columns: active (of the measured step), gpus, shards, sequences (of a GPU and step), compute and send (ms of a step), sent_gb
-    (of a GPU and step), hours where sending overlaps computing and hours_apart where it does not,
-    efficiency (%, of the first), energy (MWh of the GPUs), memory (GB of a GPU).
+    Columns: active (of the measured step), gpus, shards, sequences (of a GPU and step), compute and
+    send (ms of a step), sent_gb (of a GPU and step), hours where sending overlaps computing and
+    hours_apart where it does not, efficiency (%, of the first), energy (MWh of the GPUs), memory
+    (GB of a GPU).
 
     Raises ValueError where there is no row of about this activity, for numbers that are not above
     0, and for GPUs that cannot share a step's sequences or fill nodes.
@@ -105,7 +106,7 @@ def training_costs(
     nearest, there = newest_first.loc[
         (newest_first["active"] - active).abs().idxmin(), ["date", "active"]
     ]
-    if not 1 / ALIKE <= active / there <= ALIKE:
+    if not 1 / _ALIKE <= active / there <= _ALIKE:
         levels = ", ".join(f"{level:g}" for level in sorted(set(measured["active"])))
         raise ValueError(f"active is {active:g}; steps of {model} were measured with {levels}")
     table = []
