@@ -59,6 +59,8 @@ OPTIONS = {
         (LAUNCHED, "accelerate launch --num_processes 1"),
         (TWO | {"ACCELERATE_USE_FSDP": "false"}, "accelerate launch --num_processes 2"),
         (FSDP, "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2"),
+        (TWO | {"LOCAL_WORLD_SIZE": "2"}, "accelerate launch --num_processes 2"),
+        (TWO | {"LOCAL_WORLD_SIZE": "1"}, "accelerate launch --num_machines 2 --num_processes 2"),
         (
             FSDP | OPTIONS,
             "accelerate launch --use_fsdp --fsdp_version 2 "
@@ -69,7 +71,13 @@ OPTIONS = {
     ],
 )
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
-    names = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION")
+    names = (
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_USE_FSDP",
+        "FSDP_VERSION",
+    )
     for name in (*names, *results.FSDP_DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

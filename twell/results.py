@@ -183,7 +183,10 @@ def _launcher() -> list[str]:
         if value.lower() != default.lower():
             option = name.lower().replace("transformer_cls", "transformer_layer_cls")
             fsdp += [f"--{option}", value]
-    return ["accelerate", "launch", *fsdp, "--num_processes", os.environ.get("WORLD_SIZE", "1")]
+    processes = os.environ.get("WORLD_SIZE", "1")
+    machines = int(processes) // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    several = ["--num_machines", str(machines)] if machines > 1 else []
+    return ["accelerate", "launch", *fsdp, *several, "--num_processes", processes]
 
 
 def _check_provenance(origin: dict) -> None:
