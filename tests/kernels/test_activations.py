@@ -132,10 +132,11 @@ def test_a_layer_trains_as_the_dense_one(activation, threshold, gated):
 
 def test_hybrid_takes_relu_alone():
     tensors = fuzz.layer(integer_case("union", num_tokens=3, intermediate_size=20), DEVICE)
-    with pytest.raises(
-        ValueError, match="path 'hybrid' takes 'relu'; use path 'union' for .*relu2"
-    ):
+    with pytest.raises(ValueError, match="'hybrid' takes 'relu' .*; use path 'union' for 'relu2'"):
         training_ops.train("hybrid", 8, *tensors.values(), act=get_activation("relu2"))
+    layer = make(True, False, "relu2", "triton", torch.float16, (16, 40))
+    with pytest.raises(ValueError, match="'hybrid' takes 'relu' .*, and a layer has 'relu2'"):
+        SparseTraining(layer, path="hybrid")
 
 
 @pytest.mark.parametrize("path", ["union", "rowwise", "decode"])
