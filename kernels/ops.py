@@ -339,10 +339,9 @@ def run(
         if activity is not None and (torch.compiler.is_compiling() or type(x) not in PLAIN):
             raise ValueError("activity cannot be counted under torch.compile")
         given = {"activation": act.name, "threshold": act.threshold}
-        transformed = not torch.compiler.is_compiling() and is_transformed()
         if path == "decode" and _can_trace(x, *tensors):
             y = traced_decode(x, *tensors, **given)
-        elif path != "dense" and not transformed:
+        elif path != "dense" and not is_transformed():
             y = operator(x, *tensors, **given, path=path)
         else:
             check_tensors(x, *tensors)
@@ -351,10 +350,11 @@ def run(
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}
-    if out is None:
-        return launch(FUNCTIONS[path], x, *tensors, act=act, **options)
-    y = launch(FUNCTIONS[path], x, *tensors, act=act, out=out, **options)
-    torch.autograd.graph.increment_version(out)  # autograd refuses to use what it saved of it
+    if out is not None:
+        options["out"] = out
+    y = launch(FUNCTIONS[path], x, *tensors, act=act, **options)
+    if out is not None:  # a launch is no in-place operation of torch, of which autograd knows
+        torch.autograd.graph.increment_version(out)
     return y
 
 

@@ -60,15 +60,16 @@ def recorder(tmp_path, monkeypatch):
     """A function that runs parts of fake commands, in which a module counts its calls."""
     (tmp_path / "fake.py").write_text(
         "import pathlib, sys, time\n"
-        "calls = pathlib.Path(sys.argv[1]); calls.write_text(calls.read_text() + sys.argv[2])\n"
-        "try: time.sleep(float(sys.argv[3]))\n"
-        "except KeyboardInterrupt: calls.write_text(calls.read_text() + '!'); sys.exit(130)\n"
+        "def note(text): calls.write_text(calls.read_text() + text)\n"
+        "calls = pathlib.Path(sys.argv[1])\n"
+        "try: note(sys.argv[2]); time.sleep(float(sys.argv[3]))\n"
+        "except KeyboardInterrupt: note('!'); sys.exit(130)\n"
     )
     calls = tmp_path / "calls"
     calls.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(record, "wait_for_gpu", lambda gpu: None)
-    monkeypatch.setattr(record, "STOPPING", 2)
+    monkeypatch.setattr(record, "STOPPING", 30)  # on a busy machine it takes seconds
 
     def call(*arguments, **parts):
         made = {name: (60, [f"fake {calls} {x} --out x" for x in xs]) for name, xs in parts.items()}
@@ -84,8 +85,8 @@ def recorder(tmp_path, monkeypatch):
 
 
 def test_parts_go_on_where_they_stopped(recorder):
-    slow = {"a": ["a 0"], "b": ["b 0", "c 30"], "d": ["d 0"]}
-    assert recorder("--seconds", "6", **slow) == (True, "abc!")
+    slow = {"a": ["a 0"], "b": ["b 0", "c 60"], "d": ["d 0"]}
+    assert recorder("--seconds", "38", **slow) == (True, "abc!")
     assert recorder(**slow | {"b": ["b 0", "c 0"]}) == (False, "abc!bcd")
     assert recorder(**slow) == (False, "abc!bcd")
 

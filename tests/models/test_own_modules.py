@@ -215,6 +215,14 @@ def test_adapters_that_do_not_fit_are_refused(make, fields, error, message):
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
 
 
+def test_comparing_leaves_random_numbers_as_they_were(monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("all devices are seeded"))
+    model, state = nn.Sequential(Gated()).train(), torch.get_rng_state()
+    register_adapter(Gated, **GATED, activation="drelu")
+    sparsify(model)
+    assert torch.equal(torch.get_rng_state(), state) and model[0].training
+
+
 def test_every_module_of_a_class_is_compared():
     model = nn.Sequential(Block(Fine(0.1)), Block(Fine(0.5)))
     register_adapter(Fine, **RELU, threshold=0.1)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from twell.analysis.speed import step_speedups
+from twell.measure.rows import require
 
 _STATE = 16  # bytes of a parameter: weight, gradient and Adam's two moments in fp32
 _ALIKE = 1.5  # a step of another activity is taken up to this factor
@@ -46,7 +47,7 @@ class Cluster:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            _require(value > 0, name, value)
+            _check_positive(name, value)
 
     def sending(self, parameters: float, gpus: int, shards: str, steps: int) -> tuple[float, float]:
         """Return the bytes that a GPU sends in a step of `steps` micro-batches, and the seconds."""
@@ -65,9 +66,8 @@ class Cluster:
         return inside + copied, inside / self.within + copied / self.between
 
 
-def _require(holds: bool, name: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value}; expected a number above 0")
+def _check_positive(name: str, value: float) -> None:
+    require(value > 0, f"{name} is {value}; expected a number above 0")
 
 
 def training_costs(
@@ -77,7 +77,7 @@ def training_costs(
     active: float,
     tokens: float,
     batch_tokens: int,
-    gpus: Sequence[int] = (8, 64, 512),
+    gpus: int | Sequence[int] = (8, 64, 512),
     cluster: Cluster | None = None,
 ) -> pd.DataFrame:
     """Return one row a provider, number of GPUs and sharding, for a training of `tokens` tokens.
@@ -95,7 +95,7 @@ def training_costs(
     gpus = [gpus] if isinstance(gpus, int) else gpus
     given = {"active": [active], "tokens": [tokens], "batch_tokens": [batch_tokens], "gpus": gpus}
     for name, value in ((name, value) for name, values in given.items() for value in values):
-        _require(value > 0, name, value)
+        _check_positive(name, value)
     cluster, measured = cluster or Cluster(), step_speedups(rows)
     fits = measured["profile"].eq("paper") & ~measured["checkpoint_activations"].astype(bool)
     known, measured = measured[fits], measured[fits & (measured["model"] == model)]

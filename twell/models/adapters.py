@@ -176,7 +176,7 @@ def sites(model: nn.Module) -> list[Site]:
 
     Raises ValueError for modules that are wrapped, or of a class that cannot be replaced.
     """
-    if _adapter_of(model) is not None and not _adapter_of(model).inline:
+    if (whole := _adapter_of(model)) is not None and not whole.inline:
         raise ValueError(
             f"{type(model).__name__} is itself the layer to replace; give a module that holds it"
         )
@@ -433,9 +433,10 @@ def put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
         setattr(module, adapter.act, nn.ReLU())
     for parameter in ffn.down_proj.parameters():  # peft's adapters may stand around the weight
         if parameter.shape == (ffn.hidden_size, ffn.intermediate_size):
-            stride = replaced.stride or parameter.data.contiguous().stride()
-            if parameter.stride() != stride:
-                data = parameter.data
-                parameter.data = torch.empty_strided(
-                    data.shape, stride, dtype=data.dtype, device=data.device
-                ).copy_(data)
+            data = parameter.data
+            if replaced.stride is None:
+                parameter.data = data.contiguous()
+            elif data.stride() != replaced.stride:
+                given = {"dtype": data.dtype, "device": data.device}
+                empty = torch.empty_strided(data.shape, replaced.stride, **given)
+                parameter.data = empty.copy_(data)

@@ -236,10 +236,9 @@ class SparseFFN(nn.Module):
             return "every module has hooks"
         if (drop := self._modules.get("h_dropout")) is not None and drop.p and drop.training:
             return "h has dropout while training"
-        traced = torch.compiler.is_compiling()
-        if not traced and is_transformed():
+        if is_transformed():
             return "torch.func or forward-mode AD transforms the call"
-        if not traced and all(map(is_plain, self._modules.values())):
+        if not torch.compiler.is_compiling() and all(map(is_plain, self._modules.values())):
             return None
         for name in ("gate_proj", "up_proj", "down_proj"):
             part = getattr(self, name)

@@ -77,8 +77,7 @@ def ffn(
     if out is not None and learns:
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
     given = None if out is None else out.view(rows.shape)
-    transformed = not torch.compiler.is_compiling() and is_transformed()
-    unfit = transformed or (path in (None, "dense") and not _takes(rows, len(w_up)))
+    unfit = is_transformed() or (path in (None, "dense") and not _takes(rows, len(w_up)))
     if unfit or (path == "dense" and learns):
         _check_alike(x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t, out=out)
         _check_alike(x, b_gate=b_gate, b_up=b_up, b_down=b_down)

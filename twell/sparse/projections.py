@@ -46,10 +46,12 @@ def is_plain(part: nn.Module | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode AD transforms this call, which no kernel follows.
+    """Return whether torch.func or forward-mode AD transforms this call; not under torch.compile.
 
-    The kernels would leave out tangents without an error. Not for code of torch.compile.
+    The kernels would leave out tangents without an error.
     """
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
