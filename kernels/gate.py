@@ -189,7 +189,6 @@ def gate_bits(
         zero,
         threshold or None,
         *(num_tokens, intermediate_size, hidden_size, bits.shape[1], num_programs),
-        GROUP=GATE_GROUP,
-        **options,
+        **{"GROUP": GATE_GROUP} | options,
     )
     return g, bits

@@ -140,7 +140,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     "prompts": (300, [f"{PLAIN} --batches 1x128,1x512,1x2048"]),
-    "plain-calls": (400, [f"{PLAIN} --no-graphs --batches 1x128,1x512,1x2048 --decode 1,4,32"]),
+    "plain-calls": (600, [f"{PLAIN} --no-graphs --batches 1x128,1x512,1x2048 --decode 1,4,32"]),
     "serve": (600, ["twell measure serve 2b --seconds 420"]),
     "serve-graphs": (600, ["twell measure serve 2b --cuda-graph --seconds 360"]),
     "single-171m": (500, [SPREAD("single-171m")]),

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
 import types
 
 import numpy as np
@@ -84,9 +86,24 @@ def recorder(tmp_path, monkeypatch):
     return call
 
 
-def test_parts_go_on_where_they_stopped(recorder):
+def test_parts_go_on_where_they_stopped(recorder, tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+
+    class Process(subprocess.Popen):
+        """The time of "c 60" is over once it has begun, however slow the machine is."""
+
+        def wait(self, timeout=None):
+            if "60" in self.args and "!" not in calls.read_text() and timeout != record.STOPPING:
+                while "c" not in calls.read_text():
+                    time.sleep(0.05)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    over = types.SimpleNamespace(monotonic=lambda: 1e6 * ("!" in calls.read_text()))
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(record, "time", over)
     slow = {"a": ["a 0"], "b": ["b 0", "c 60"], "d": ["d 0"]}
-    assert recorder("--seconds", "38", **slow) == (True, "abc!")
+    assert recorder("--seconds", "300", **slow) == (True, "abc!")
     assert recorder(**slow | {"b": ["b 0", "c 0"]}) == (False, "abc!bcd")
     assert recorder(**slow) == (False, "abc!bcd")
 

@@ -102,7 +102,8 @@ def use(architecture: str, launch: Callable) -> None:
     JITFunction.run = lambda *args, **given: launch(compile_only, *args, **given)
     driver.set_active(Driver(target))
     options.architecture = lambda device: architecture
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
+    torch.cuda.get_device_properties = lambda device: properties
 
 
 def full_name(kernel) -> str:

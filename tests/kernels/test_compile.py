@@ -52,7 +52,6 @@ ON_HOPPER = {"twell.kernels.gate_hopper.gate_hopper_kernel"}
 # Expressions that `ir.overflows` cannot know to be in range, by file.
 BOUNDED = {
     ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
-    ("kernels/few.py", "tile * BN"): "a tile of a block's union, so below N",
     ("kernels/union.py", "block * BM"): "the first token of a block in the queue, so below M",
 }
 

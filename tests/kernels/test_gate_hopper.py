@@ -223,6 +223,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.6.0")
     monkeypatch.setattr(options, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(options, "num_processors", lambda device: 132)
+    monkeypatch.setattr(options, "has_small_cache", lambda device: False)
     return monkeypatch
 
 
@@ -232,6 +233,19 @@ def chosen(num_tokens=ENOUGH[0], num_neurons=ENOUGH[1]):
 
 def test_hopper_takes_its_kernel_for_two_tiles_a_multiprocessor(hopper):
     assert chosen() and not chosen(ENOUGH[0] - 1) and not chosen(num_neurons=43 * 128)
+
+
+def test_a_small_cache_takes_it_for_fewer_tokens(hopper):
+    assert chosen(2**20)
+    hopper.setattr(options, "has_small_cache", lambda device: True)
+    assert chosen(2**16) and not chosen(2**16 + 1)
+
+
+@pytest.mark.parametrize("l2, small", [(50 * 2**20, True), (60 * 2**20, False)])
+def test_which_caches_are_small(l2, small, monkeypatch):
+    properties = SimpleNamespace(L2_cache_size=l2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    assert options.has_small_cache.__wrapped__(torch.device("cuda")) == small
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_100", "sm_103", "gfx942", "cpu"])
@@ -275,6 +289,7 @@ def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, hopper):
     g, bits = gate.gate_bits(x, w, None, by_neuron=by_neuron)
     ((name, grid, given),) = launched
     assert name == ("hopper" if by_neuron and version == "3.6.0" else "any") and grid == (132,)
+    assert given["GROUP"] == (4 if name == "hopper" else 8)
     assert given["BM"] == (128 if name == "hopper" or not by_neuron else 256)
     shapes = ((5632, 768), (24, 5632)) if by_neuron else ((641, 5632), (768, 176))
     assert (g.shape, bits.shape) == shapes

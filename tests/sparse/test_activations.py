@@ -2,7 +2,9 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+import twell
 from tests.factories.sparse import make, relative
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.activations import get_activation
@@ -143,3 +145,12 @@ def test_a_saved_model_keeps_activation_and_threshold(tmp_path):
     assert [ffn.act for ffn in loaded.ffns] == [get_activation("relu2", 0.125)] * 2
     ids = torch.arange(12)[None]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.config.hidden_act == "relu2" and loaded.config.activation_threshold == 0.125
+    assert [ffn.act for ffn in twell.load(tmp_path)[0].ffns] == [ffn.act for ffn in model.ffns]
+    with pytest.raises(KeyError, match="relu2_above_threshold"):  # it would ignore the threshold
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    config.update(config.to_dict())
+    assert SparseLlamaForCausalLM(config).ffns[0].act == model.ffns[0].act
+    assert config.to_dict()["hidden_act"] == "relu2_above_threshold"
+    with pytest.raises(ValueError, match="'relu2_above_threshold', and activation_threshold 0.0"):
+        SparseLlamaConfig.from_dict(config.to_dict() | {"activation_threshold": 0.0})

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from twell.analysis.bench import Bench
 from twell.analysis.measured import SPARSE
 from twell.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
 from twell.analysis.speed import SAME_ACTIVE, at_level, decode_speedups, model_speedups, speedups
@@ -34,13 +35,12 @@ _FEW = 1024  # tokens, and fewer
 
 def tables(root: str | Path) -> dict[str, dict[str, str]]:
     """Return the tables of each page below docs/ as Markdown, from data/ of a repository."""
-    bench = Path(root) / "data" / "bench"
-    rows = {name: pd.read_csv(bench / f"{name}.csv") for name in ("ffn", "model", "decode")}
-    layers = speedups(rows["ffn"])
-    forward = model_speedups(of_fp8_calls(rows["model"])).query("profile == 'paper'")
-    decode = decode_speedups(of_fp8_calls(rows["decode"]))
+    bench = Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
+    layers = bench.rows("ffn.csv", speedups)
+    forward = model_speedups(of_fp8_calls(bench.rows("model.csv"))).query("profile == 'paper'")
+    decode = decode_speedups(of_fp8_calls(bench.rows("decode.csv")))
     decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
-    quality = fp8_quality(pd.read_csv(bench / "quality.csv"))
+    quality = fp8_quality(bench.rows("quality.csv"))
     benchmarks = {
         "layer": layer(layers),
         "activity": by_activity(layers),

@@ -8,7 +8,6 @@ them those of data/.
 from __future__ import annotations
 
 import fnmatch
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pandas as pd
 from twell import results
 from twell.analysis import activity, agreement, items, longer, quantized, runs, speed, variants
 from twell.analysis import tasks as accuracy
+from twell.analysis.bench import Bench
 from twell.analysis.measured import (
     fp8,
     layer_speed,
@@ -269,6 +269,7 @@ NO_SEEDS = (
     "*-silu-*",
     "*-nongated-*",
 )  # evaluated, of other choices
+BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
     "larger": "171m-40m-1-gpu 171m-40m-2-gpus",
@@ -283,8 +284,9 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     data = Path(root) / "data"
     every, log = results.load_runs(data / "runs")
     evaluated = accuracy.evaluations(results.load_evaluations(data / "eval"))
-    result = {"formats": _formats(data)} | _runs(every, log)
-    result |= _speed(data, evaluated) | _traces(data, log, evaluated)
+    bench = Bench(data / "bench", [f"{name}.csv" for name in BENCH.split()])
+    result = {"formats": _formats(bench)} | _runs(every, log)
+    result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared
@@ -294,11 +296,7 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     return result
 
 
-def _bench(data: Path, name: str) -> pd.DataFrame:
-    return pd.read_csv(data / "bench" / f"{name}.csv")
-
-
-def _formats(data: Path) -> Quantities:
+def _formats(bench: Bench) -> Quantities:
     """Of a small tensor with full, empty and overflowing rows, and of all fuzz cases."""
     import torch
 
@@ -307,7 +305,7 @@ def _formats(data: Path) -> Quantities:
     dense = torch.zeros(4, 5632, dtype=torch.bfloat16)
     dense[0], dense[1, ::100], dense[2, :40] = 1, 2, 3
     packed = PackedTwELL.pack(dense, 256, 8)
-    return formats(packed, torch.equal(packed.unpack(), dense), _bench(data, "fuzz"))
+    return formats(packed, torch.equal(packed.unpack(), dense), bench.rows("fuzz.csv"))
 
 
 def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> Runs:
@@ -354,25 +352,26 @@ def _shared(data: Path, every: pd.DataFrame, log: pd.DataFrame) -> Quantities:
     return shared_findings(table, SETTING, AT_LEVEL)
 
 
-def _speed(data: Path, evaluated: pd.DataFrame) -> dict[str, Quantities]:
-    bench = functools.partial(_bench, data)
-    rows, training_rows = bench("ffn"), bench("training")
-    by_tokens = speed.model_speedups(bench("model"))
-    by_step = speed.step_speedups(bench("train_step"))
+def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
+    rows, training_rows = bench.rows("ffn.csv"), bench.rows("training.csv")
+    by_tokens = speed.model_speedups(bench.rows("model.csv"))
+    by_step = speed.step_speedups(bench.rows("train_step.csv"))
     imposed = by_tokens.query("profile == 'paper' and batch == 64 and context == 2048")
     plain = by_step.query("profile == 'paper' and micro_batch == 16 and not checkpoint_activations")
     scale = speed.scale_table(results.paper(), imposed, plain)
-    every_layer = speed.layer_contributions(bench("model_layers"))
+    every_layer = speed.layer_contributions(bench.rows("model_layers.csv"))
     of_middle = every_layer.query("profile == 'paper' and model == '1.5b'")
-    decode = speed.decode_speedups(bench("decode")).query("context == 512 and mode == 'graph'")
-    auto = speed.speedups(bench("auto"))
+    decode = speed.decode_speedups(bench.rows("decode.csv")).query(
+        "context == 512 and mode == 'graph'"
+    )
+    auto = speed.speedups(bench.rows("auto.csv"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
     layers = speed.speedups(rows)
     tables = (
         quantized.fastest(table)
         for table in (layers, imposed.query("model == '2b'"), decode.query("not tuned"))
     )
-    cost = quantized.fp8_quality(bench("quality"))
+    cost = quantized.fp8_quality(bench.rows("quality.csv"))
     return {
         "layer_speed": layer_speed(layers, auto, rows),
         "fp8": fp8(*tables, cost, evaluated),

@@ -25,6 +25,9 @@ from twell.models.quantize import quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
+# Ends hidden_act in saved files where there is a threshold. transformers' Llama would ignore the
+# threshold; it refuses an activation of such a name.
+THRESHOLD = "_above_threshold"
 # The file that goes into saved folders, and the classes that it has for transformers' Auto classes
 CODE = Path(__file__).with_name("modeling_twell.py")
 AUTO_MAP = {
@@ -64,6 +67,12 @@ class SparseLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if self.hidden_act.endswith(THRESHOLD) and not self.activation_threshold:
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}, and activation_threshold "
+                f"{self.activation_threshold!r}; expected a number above 0"
+            )
+        self.hidden_act = self.hidden_act.removesuffix(THRESHOLD)
         if not isinstance(self.gated_mlp, bool):
             raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         number = self.l1_coefficient
@@ -78,6 +87,13 @@ class SparseLlamaConfig(LlamaConfig):
         if isinstance(config_dict.get("l1_coefficient"), list):
             config_dict = config_dict | {"l1_coefficient": None}
         return super().from_dict(config_dict, **kwargs)
+
+    def to_dict(self) -> dict:
+        """As in transformers; `hidden_act` also says that there is a threshold."""
+        fields = super().to_dict()
+        if self.activation_threshold:
+            fields["hidden_act"] = fields["hidden_act"].removesuffix(THRESHOLD) + THRESHOLD
+        return fields
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -128,7 +144,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             raise ValueError(
                 "the configuration is of FP8 weights; load them with from_pretrained or twell.load"
             )
-        activation, config.hidden_act = config.hidden_act, "relu"
+        activation, config.hidden_act = config.hidden_act.removesuffix(THRESHOLD), "relu"
         try:  # transformers, whose layers are replaced below, knows no dReLU
             super().__init__(config)
         finally:
