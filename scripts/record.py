@@ -318,6 +318,8 @@ def main() -> None:
         parser.error(f"{', '.join(spread)} need several --gpus, such as 0,1")
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # In the background a shell lets commands ignore SIGINT, and so would theirs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         results = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
         results += run_parts(spread, [",".join(given.gpus)], given)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,7 @@ def test_parts_go_on_where_they_stopped(recorder, tmp_path, monkeypatch):
             return super().wait(timeout)
 
     over = types.SimpleNamespace(monotonic=lambda: 1e6 * ("!" in calls.read_text()))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(record, "time", over)
     slow = {"a": ["a 0"], "b": ["b 0", "c 60"], "d": ["d 0"]}
