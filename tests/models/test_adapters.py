@@ -144,7 +144,7 @@ def test_dropout_between_the_projections_of_t5(backend):
     for module in sparse.train().modules():  # as trl switches dropout off
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    assert ffn.readable
+    assert ffn.readable and training.layers[0] is ffn
     assert torch.equal(ffn(ffn.up_proj.weight), ffn(ffn.up_proj.weight))
     ffn.eval().h_dropout.p = 0.4
     dropout = twell.densify(sparse).encoder.block[0].layer[1].DenseReluDense.dropout
