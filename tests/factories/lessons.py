@@ -138,8 +138,8 @@ NUMBERS = {
     "10_clusters": {
         r"training takes ([\d.]+) hours": "row(costs, gpus=8)['hours'].iloc[0]",
         r"densely and ([\d.]+) sparsely": "row(costs, gpus=8)['hours'].iloc[1]",
-        r"and ([\d.]+) instead of": "row(costs, gpus=8)['energy'].iloc[0]",
-        r"instead of ([\d.]+) MWh": "row(costs, gpus=8)['energy'].iloc[1]",
+        r"with ([\d.]+) and [\d.]+ MWh": "row(costs, gpus=8)['energy'].iloc[0]",
+        r"with [\d.]+ and ([\d.]+) MWh": "row(costs, gpus=8)['energy'].iloc[1]",
         r"it takes ([\d.]+) and": "row(costs, gpus=64, shards='a node')['hours'].iloc[0]",
         r"it takes [\d.]+ and ([\d.]+)": "row(costs, gpus=64, shards='a node')['hours'].iloc[1]",
         r"both\s+take ([\d.]+) hours": "row(costs, gpus=512, shards='all GPUs')['hours'].max()",
