@@ -63,6 +63,12 @@ def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
         assert "calibrate" in (text := capsys.readouterr().out) or "Models" in text
 
 
+def test_the_terminal_alone_breaks_the_lines_of_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["relufy", "--help"]) == 0
+    assert "Without a source the original writes the text." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("option", ["--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"])
 def test_hyphens_and_underscores_are_one(option):
     assert parse(["evaluate", "m", *option.split()])[1]["num_fewshot"] == 3

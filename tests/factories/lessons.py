@@ -177,8 +177,8 @@ NUMBERS = {
         ".sort_values('active_fraction')['speedup'].iloc[-1]",
         r"batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
         "'0.005 < active_fraction < 0.006')['speedup'].iloc[0]",
-        r"between (\d+) and": "100 * row(ends, calls='many tokens')['slower_at'].min()",
-        r"and (\d+)%, depending": "100 * row(ends, calls='many tokens')['faster_at'].max()",
+        r"From (\d+)% on": "100 * row(ends, calls='many tokens')['slower_at'].min()",
+        r"above (\d+)% all": "100 * row(ends, calls='many tokens')['faster_at'].max()",
     },
 }
 # By lesson: what "Try it" proposes as other parameters.

@@ -51,7 +51,10 @@ def _app(description: str) -> typer.Typer:
 
 
 def _add(group: typer.Typer, module, name: str, panel: str | None = None) -> None:
-    group.command(name, epilog=f"Example: {module.EXAMPLE}", rich_help_panel=panel)(module.command)
+    paragraphs = module.command.__doc__.split("\n\n")
+    text = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # the terminal breaks lines
+    about = {"help": text, "epilog": f"Example: {module.EXAMPLE}"}
+    group.command(name, **about, rich_help_panel=panel)(module.command)
 
 
 app = _app(

@@ -37,7 +37,7 @@ def command(
         str | None, option("The model that a trace came from.", INPUT, metavar="MODEL")
     ] = None,
     start: Annotated[
-        int, option("The first token to show of a trace, of which 4,096 are.", INPUT)
+        int, option("The first token of a trace to show; a page has 4,096.", INPUT)
     ] = 0,
     aggregate: Annotated[
         Path | None,

@@ -257,7 +257,7 @@ def inspect(
     came from. compare: the same once more, shown beside it, with the same text; two texts are
     compared by a model and a pair of texts. aggregate, compare_aggregate: statistics over many
     tokens, or their file; by default `aggregate.npz` in the model's folder, where there is one.
-    start: the first token shown of a trace, of which 4,096 are. view: traits of Inspector, such as
+    start: the first token of a trace to show; a view has 4,096. view: traits of Inspector, such as
     token=5 or colour="surprise". Raises ValueError for what does not fit together and
     FileNotFoundError for what is missing.
     """

@@ -153,7 +153,7 @@ def _decode_lines(table: pd.DataFrame) -> dict[str, tuple[pd.DataFrame, str | tu
         DENSE_FP8: ("black", hollow | {"marker": "v"}, 0),
     }
     lines = {side: (sides[sides["side"] == side], *look) for side, look in looks.items()}
-    return lines | {"sparse, the compiler tunes both sides": (tuned, SPARSE, square, 0)}
+    return lines | {"sparse, the compiler tunes both sides": (tuned, SPARSE, square, -1)}
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
