@@ -7,10 +7,11 @@ from tests.factories.analysis import speed_rows
 from twell import analysis
 
 
-def test_rows_are_of_the_device_that_measured_last(tmp_path):
-    older = speed_rows(64, 29.0, {"dense torch.compile": 2.0, "triton union": 1.0})
-    newer = pd.DataFrame(older).assign(date="2030-01-01T00:00:00+00:00", device="new")
-    pd.concat([pd.DataFrame(older), newer]).to_csv(tmp_path / "ffn.csv", index=False)
+def test_rows_are_of_the_device_with_the_most(tmp_path):
+    few = pd.DataFrame(speed_rows(64, 29.0, {"dense torch.compile": 2.0, "triton union": 1.0}))
+    many = pd.concat([few, few]).assign(device="new")
+    pd.concat([many, few]).to_csv(tmp_path / "ffn.csv", index=False)
+    few.drop(columns="device").to_csv(tmp_path / "other.csv", index=False)
     bench = analysis.Bench(tmp_path, required=["ffn.csv"])
     assert bench.device == "new" and set(bench.rows("ffn.csv")["device"]) == {"new"}
     table = bench.rows("ffn.csv", analysis.speedups, "provider == 'triton union'")
@@ -23,10 +24,10 @@ def test_rows_are_of_the_device_that_measured_last(tmp_path):
 def test_random_cases_do_not_say_which_device_was_timed(tmp_path):
     rows = pd.DataFrame(speed_rows(64, 29.0, {"dense torch.compile": 2.0}))
     rows.to_csv(tmp_path / "ffn.csv", index=False)
-    cases = pd.DataFrame([{"cases": 10, "date": "2030-01-01T00:00:00+00:00", "device": "other"}])
+    cases = pd.DataFrame([{"cases": 10, "device": "other"}] * 9)
     cases.to_csv(tmp_path / "fuzz.csv", index=False)
     bench = analysis.Bench(tmp_path)
-    assert bench.device == rows["device"][0] and len(bench.rows("fuzz.csv")) == 1
+    assert bench.device == rows["device"][0] and len(bench.rows("fuzz.csv")) == 9
 
 
 def test_a_folder_without_rows(tmp_path):

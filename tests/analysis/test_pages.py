@@ -53,12 +53,12 @@ def test_tables_of_the_layer():
     assert cells(pages.few_tokens(in_fp8)) == [[*few, "20.0", "1.25"]]
 
 
-def test_tables_are_of_the_device_that_timed_last(tmp_path):
+def test_tables_are_of_the_device_with_the_most_rows(tmp_path):
     folder = tmp_path / "data" / "bench"
     folder.mkdir(parents=True)
     for name in ("ffn", "model", "decode", "quality"):
         rows = pd.read_csv(ROOT / "data" / "bench" / f"{name}.csv")
-        other = rows.assign(device="another", date="2020-01-01")
+        other = rows.iloc[::2].assign(device="another", date="2030-01-01")
         if "p50" in rows:
             other["p50"] *= rows["provider"].str.startswith("dense").map({True: 3.0, False: 1.0})
         pd.concat([rows, other]).to_csv(folder / f"{name}.csv", index=False)

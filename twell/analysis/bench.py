@@ -12,7 +12,7 @@ _UNTIMED = "quality.csv", "fuzz.csv"
 
 
 class Bench:
-    """The CSV files of `twell measure` in a folder, of the device that timed last.
+    """The CSV files of `twell measure` in a folder, of the device with the most rows.
 
     device: its name, "" where the folder has no rows. Raises FileNotFoundError for a `required`
     file that is not there.
@@ -28,9 +28,9 @@ class Bench:
                 )
         timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name not in _UNTIMED]
         files = [pd.read_csv(path) for path in timed]
-        dated = [rows[["date", "device"]] for rows in files if {"date", "device"} <= {*rows}]
-        newest = pd.concat(dated).sort_values("date") if dated else pd.DataFrame()
-        self.device = newest["device"].iloc[-1] if len(newest) else ""
+        devices = [rows["device"] for rows in files if "device" in rows]
+        by_rows = pd.concat(devices).mode() if devices else ()
+        self.device = by_rows[0] if len(by_rows) else ""
 
     def paths(self, *files: str) -> list[Path]:
         """Return the files that exist."""
