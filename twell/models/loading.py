@@ -66,8 +66,8 @@ def load(
     `backend` computes the feed-forward layers; "auto" chooses by the times in `calibration.json`,
     if that file lies beside the weights.
 
-    A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16. Text
-    is generated as generation_config.json says, if that file lies beside the weights.
+    A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16.
+    Text is generated as `generation_config.json` says, if that file lies beside the weights.
 
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
     `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
