@@ -82,11 +82,7 @@ def load(
     if not _is_llama(folder):
         model = _load_other(name_or_path, folder, backend or "dense", dtype)
         return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
-    if (folder / ADAPTER).is_file():
-        raise ValueError(
-            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
-            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
-        )
+    _refuse_adapter(folder)
     config = read_config(folder)
     if backend is not None:
         config.ffn_backend = backend
@@ -229,6 +225,14 @@ def _load_other(
 
 
 # --- files
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
+            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
+        )
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
