@@ -143,6 +143,16 @@ def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> No
         dtype = torch.bfloat16 if x.dtype == float8.FLOAT8 else x.dtype
         check_tensor("out", out, tuple(x.shape), dtype)
         _check_storage("out", out, x.device)
+        (x_begin, x_end), (begin, end) = _extent(x), _extent(out)
+        if begin < x_end and x_begin < end:
+            raise ValueError("out shares memory with x, which kernels read while they write out")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and of the byte behind its last."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin
 
 
 def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -164,9 +174,9 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def prepare(x: Tensor) -> Tensor:
     """x contiguous and aligned. Raises ValueError where there is no GPU for it."""
-    if x.device.type == "cpu" and not INTERPRETED:
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         raise ValueError(
-            "x is on cpu, expected a GPU "
+            f"x is on {x.device}, expected a GPU "
             "(or TRITON_INTERPRET=1, set before the kernels are imported)"
         )
     return _aligned(x.contiguous())
@@ -339,14 +349,14 @@ def run(
         if activity is not None and (torch.compiler.is_compiling() or type(x) not in PLAIN):
             raise ValueError("activity cannot be counted under torch.compile")
         given = {"activation": act.name, "threshold": act.threshold}
-        if path == "decode" and _can_trace(x, *tensors):
-            y = traced_decode(x, *tensors, **given)
-        elif path != "dense" and not is_transformed():
-            y = operator(x, *tensors, **given, path=path)
-        else:
+        if path == "dense" or is_transformed():
             check_tensors(x, *tensors)
             in_fp8 = tensors[1].dtype == float8.FLOAT8
             y = (float8.dense if in_fp8 else reference.ffn)(x, *tensors, act=act)
+        elif path == "decode" and _can_trace(x, *tensors):
+            y = traced_decode(x, *tensors, **given)
+        else:
+            y = operator(x, *tensors, **given, path=path)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
     options = {} if activity is None or path == "dense" else {"activity": activity}

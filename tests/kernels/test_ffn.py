@@ -226,6 +226,44 @@ def test_transforms_and_tangents_are_those_of_the_formula(path):
     assert fuzz.relative_rms(tangent, expected) < 2e-2
 
 
+def test_transforms_and_tangents_survive_compilation():
+    """Inside of compiled code, and around it; code for plain calls stays as it is."""
+    given = arguments(values="normal")
+    x, rest = given.pop("x"), list(given.values())
+    dx, ffn = torch.randn(x.shape).to(x), twell.SparseFFN(16, 40, backend="triton", dtype=x.dtype)
+    layers = (lambda x: twell.ffn(x, *rest), lambda x: dense(x, *rest))
+    modules = (ffn.to(DEVICE).eval().requires_grad_(False), lambda x: through(ffn, x))
+
+    def through(ffn, x):
+        return F.linear(ffn.activations(x)[1], ffn.down_proj.weight)
+
+    def tangent(f):
+        return lambda x: torch.func.jvp(f, (x,), (dx.to(x),))[1]
+
+    for layer, formula in (layers, modules):
+        torch.compiler.reset()
+        expected, wide = tangent(formula)(x), torch.compile(layer, backend="aot_eager")
+        assert fuzz.relative_rms(wide(x), formula(x)) < 2e-2
+        inside = torch.compile(tangent(layer), backend="aot_eager")
+        for transformed in (inside, tangent(wide)):
+            assert fuzz.relative_rms(transformed(x), expected) < 2e-2
+        assert fuzz.relative_rms(wide(x), formula(x)) < 2e-2
+
+
+def test_out_may_not_share_memory_with_x():
+    given = arguments()
+    rows = torch.cat([given["x"], given["x"][:1]])
+    x, after = rows[:9], rows[1:]
+    for path in ("union", "decode", "rowwise", "dense"):
+        for out in (x, after):
+            with pytest.raises(ValueError, match="out shares memory with x"):
+                twell.ffn(**{**given, "x": x}, path=path, out=out)
+    assert torch.equal(x, given["x"])
+    two = torch.stack([given["x"]] * 2)
+    y = twell.ffn(**{**given, "x": two[0]}, path="rowwise", out=two[1])
+    assert torch.equal(y, twell.ffn(**given, path="rowwise"))
+
+
 def test_autocast_casts_as_linear_does(monkeypatch):
     given = arguments(values="normal")
     wide = {name: t.float() for name, t in given.items()}
@@ -257,6 +295,9 @@ def test_bad_arguments_are_named():
         ({"activation": "gelu"}, "activation 'gelu' is unknown"),
         ({"out": torch.empty(3, 16, device=DEVICE)}, "out has shape"),
         ({"b_up": given["b_up"][:3]}, r"b_up has shape \(3,\)"),
+        ({"x": given["x"][0, 0]}, r"x is a single number, expected \[..., hidden_size\]"),
+        ({"w_up": given["w_up"][None], "w_down_t": given["w_up"][None]}, r"w_up has shape \(1, 40"),
+        ({n: t.to("meta") for n, t in given.items()} | {"path": "union"}, "x is on meta, expected"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             twell.ffn(**{**given, **change})

@@ -1,5 +1,6 @@
 """Checkpoints of every layout load bit for bit; errors name the file and the reason."""
 
+import fnmatch
 import math
 import shutil
 import warnings
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.factories.models import (
     DOWN,
@@ -26,7 +27,7 @@ from tests.factories.models import (
     write,
     write_shards,
 )
-from twell.models import SparseLlamaForCausalLM, load, save
+from twell.models import SparseLlamaForCausalLM, load, loading, save
 from twell.sparse.layer import SparseFFN
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -254,6 +255,47 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
     assert all(ffn.plan == default for ffn in load(tmp_path, backend="auto")[0].ffns)
 
 
+# --- other files beside the weights
+
+
+def test_text_is_generated_as_the_folder_says(tmp_path):
+    make().save_pretrained(tmp_path)
+    fields = {"eos_token_id": [3, 7], "pad_token_id": 5, "do_sample": True, "temperature": 0.6}
+    GenerationConfig(**fields).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.to_dict()
+    model, _ = load(tmp_path)
+    assert fields.items() <= model.generation_config.to_dict().items() <= theirs.items()
+    model.save_pretrained(tmp_path / "again")
+    assert load(tmp_path / "again")[0].generation_config.eos_token_id == [3, 7]
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path)[0].generation_config.eos_token_id == 0  # config.json's
+
+
+def test_a_name_on_the_hub_brings_its_chat_template(tiny_run, tmp_path, monkeypatch):
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    shutil.copytree(tiny_run / "model", hub)
+    tokenizer = AutoTokenizer.from_pretrained(hub)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(hub)
+
+    def download(name, allow_patterns):
+        cache.mkdir()
+        for file in hub.iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(file, cache / file.name)
+        return cache
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    assert load("someone/a-model")[1].chat_template == tokenizer.chat_template
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path):
+    make().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has adapter_config\.json, an adapter of peft, which"):
+        load(tmp_path)
+
+
 # --- damage: of our own checkpoint with its tokenizer, of the paper's with its names
 
 CONFIG, NO_MODEL = r"config\.json", r"config\.json describes no model: "
@@ -324,6 +366,7 @@ PAPER = [
     (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from mo"),
     (norm(torch.ones(32).to(torch.int8)), rf"model\.norm\.weight has type torch\.int8; {ONE_OF}"),
     (norm(torch.ones(32).to(torch.float8_e4m3fn)), rf"torch\.float8_e4m3fn; {ONE_OF}"),
+    (write("generation_config.json", "{"), r"generation_config\.json is not JSON"),
     (write("tokenizer.json", "{"), r"tokenizer\.json"),
     (write("tokenizer_config.json", "{"), r"tokenizer_config\.json"),
 ]

@@ -25,11 +25,19 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     assert stock.config.hidden_act == "relu"
     x = tokens(3, 20)
     assert torch.equal(model(input_ids=x).logits, stock(input_ids=x).logits)
+    for given in ({}, {"labels": x}):
+        ours, theirs = (one(x, **given, return_dict=False) for one in (model, stock))
+        tensors = 1 + len(given)
+        assert type(ours) is tuple and all(map(torch.equal, ours[:tensors], theirs[:tensors]))
     assert dict(model.named_parameters()).keys() == dict(stock.named_parameters()).keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(again) is SparseLlamaForCausalLM
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
     assert_same(again.state_dict(), model.state_dict())
+    model.save_pretrained(
+        tmp_path / "zero", True, {n: 0 * t for n, t in stock.state_dict().items()}
+    )
+    assert not any(map(torch.any, load(tmp_path / "zero")[0].parameters()))
     stored = b"ctwell.model\nSparseLlamaForCausalLM\n."  # a pickle of the former module
     assert pickle.loads(stored) is SparseLlamaForCausalLM
 

@@ -79,6 +79,25 @@ class Zero(Squared):
         nn.init.zeros_(self.c_proj.weight)
 
 
+class Cast(nn.Linear):
+    """A linear layer of one's own, which the kernels do not read."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class Own(Squared):
+    """Squared with linear layers of that class, and dropout by a function."""
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.rate, self.c_fc, self.c_proj = rate, Cast(32, 84), Cast(84, 32)
+
+    def forward(self, x):
+        h = F.relu(self.c_fc(x)).square()
+        return self.c_proj(F.dropout(h, self.rate, self.training))
+
+
 class Fine(Squared):
     """A threshold that a module has for itself."""
 
@@ -99,6 +118,7 @@ OWN = [
     (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
     (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
     (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
+    (Own, SQUARED | {"activation": "relu2"}),
 ]
 
 
@@ -205,6 +225,13 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
         (lambda: Also(lambda y: y.view(3, 11)), RELU, ValueError, "a Also cannot compute"),
         (lambda: Zero(Squared()), RELU, ValueError, "of Zero describes something else"),
         (lambda: Fine(0.01), RELU, ValueError, "of Fine describes something else"),
+        (Own, RELU, ValueError, "of Own describes something else"),
+        (
+            lambda: Own(0.4),
+            SQUARED | {"activation": "relu2"},
+            ValueError,
+            "while training; only an nn.Dropout of h may",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(make, fields, error, message):

@@ -92,6 +92,22 @@ def test_compiled_code_keeps_to_the_plan_and_is_shared(monkeypatch):
 
 
 @triton_here
+def test_compiled_code_for_any_number_of_tokens_serves_all_with_one_path():
+    ffn, graphs = make_auto(), CompileCounter()
+    compiled = torch.compile(ffn, fullgraph=True, backend=graphs, dynamic=True)
+    with torch.no_grad():
+        for observed, expected in (((70, 70), 1), ((3, 3), 3)):
+            torch.compiler.reset()
+            graphs.clear()
+            ffn.observe(*observed)
+            assert len(ffn.plans["graph"]) == (expected + 1) // 2
+            for tokens in (5, 2, 7, 9, 40, 300, 3):
+                x = positive(tokens)
+                assert relative(compiled(x), exact(ffn, x)) < 1e-2
+            assert graphs.frame_count <= expected
+
+
+@triton_here
 def test_the_path_depends_on_the_situation(taken):
     def traced(module, _):
         nodes = [node for node in module.graph.nodes if str(node.target).startswith("twell")]

@@ -165,6 +165,10 @@ def test_the_down_weight_keeps_the_strides_of_the_kernels():
     ):
         load()
         assert ffn.down_proj.weight.shape == (32, 70) and ffn.down_proj.weight.stride() == (1, 32)
+    ffn = half(backend="dense")
+    with torch.inference_mode():
+        ffn.backend = "triton"
+    assert ffn.down_proj.weight.stride() == (1, 32) and not ffn.down_proj.weight.is_inference()
 
 
 @triton_here

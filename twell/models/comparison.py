@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from twell.models.adapters import Site
 from twell.sparse.layer import SparseFFN
-from twell.sparse.projections import is_plain
+from twell.sparse.projections import CALLED_WITH
 
 # The largest relative error between a module and its SparseFFN, which compute the same products.
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -19,19 +19,15 @@ SAME_IN_HALF = 0.01  # bf16 and fp16
 
 @torch.no_grad()
 def check_same(site: Site, ffn: SparseFFN) -> None:
-    """Compare a module with the SparseFFN for it on random tokens, and with dropout while training.
+    """Compare a module with the SparseFFN for it on random tokens, and again while training.
 
     Skipped where weights are not plain or not there: sharded, offloaded, quantised, or adapted by
-    peft. A down projection of zeros, as some trainings begin with, is random for the moment. Raises
-    ValueError where they differ.
+    peft; and where a projection has hooks, which would see these tokens. A down projection of
+    zeros, as some trainings begin with, is random for the moment. Raises ValueError where they
+    differ.
     """
     parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
-    here = all(
-        is_plain(part)
-        and part.weight.shape == (part.out_features, part.in_features)
-        and not part.weight.is_meta
-        for part in parts
-    )
+    here = all(map(_can_compute, parts))
     if site.adapter.inline or not here:
         return
     modules = [*site.module.modules(), *ffn.modules()]
@@ -40,8 +36,7 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
     try:
         if not weight.any():
             down.data = _random(weight.shape, weight)
-        drops = site.adapter.dropout and weight.device.type in ("cpu", "cuda")
-        for training in (False, True) if drops else (False,):
+        for training in (False, True) if weight.device.type in ("cpu", "cuda") else (False,):
             for module in modules:
                 module.training = training
             x, expected = _expected(site.module, _random((1, 4, ffn.hidden_size), weight))
@@ -51,12 +46,23 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
                 raise ValueError(
                     f"the adapter of {kind} describes something else than the module computes: a "
                     f"relative error of {error:.2g} on random tokens"
-                    + (" while training" if training else "")
+                    + (" while training; only an nn.Dropout of h may differ there" * training)
                 )
     finally:
-        down.data = weight
+        down.data, ffn.l1 = weight, None
         for module, was in zip(modules, before, strict=True):
             module.training = was
+
+
+def _can_compute(part: nn.Module) -> bool:
+    """Whether a projection has a plain weight, also one of a class that inherits from nn.Linear."""
+    weight = getattr(part, "weight", None)
+    if not isinstance(part, nn.Linear) or "forward" in part.__dict__:
+        return False
+    if type(weight) is not nn.Parameter or weight.is_meta:
+        return False
+    hooks = any(getattr(part, name) for name in CALLED_WITH)
+    return not hooks and weight.shape == (part.out_features, part.in_features)
 
 
 def _random(shape: Sequence[int], like: Tensor) -> Tensor:

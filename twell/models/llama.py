@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from twell.models.l1 import divisor, l1_by_layer, token_mask
 from twell.models.quantize import quantization_of
@@ -169,7 +170,9 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             ffn.backend = ffn.backend  # restores the kernels' strides: the weights were assigned
         return loaded
 
-    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs):
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, *args, **kwargs
+    ):
         """As in transformers, with modeling_twell.py, for loading with `trust_remote_code=True`.
 
         Raises ValueError where some layers are in FP8 and others not.
@@ -179,7 +182,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if is_main_process:  # before transformers pushes the folder to the hub
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(CODE, Path(save_directory, CODE.name))
-        return super().save_pretrained(save_directory, is_main_process, **kwargs)
+        return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -198,6 +201,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 ffn.calibration = calibration
         self.config.ffn_backend = backend
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,9 +30,12 @@ from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import FLOAT8, Calibration
 
-CALIBRATION = "calibration.json"  # beside the weights
+CALIBRATION = "calibration.json"  # beside the weights, as the next two
+GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"  # of peft
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]  # files that are downloaded
+# Files that are downloaded; *.jinja: chat templates
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def save(
@@ -63,19 +67,22 @@ def load(
     if that file lies beside the weights.
 
     A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16.
+    Text is generated as `generation_config.json` says, if that file lies beside the weights.
 
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
     `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
     that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor.
 
     Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
-    configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name.
+    configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name; and
+    for a Llama with an adapter of peft beside its weights.
     """
     folder = resolve(name_or_path)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     if not _is_llama(folder):
         model = _load_other(name_or_path, folder, backend or "dense", dtype)
         return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
+    _refuse_adapter(folder)
     config = read_config(folder)
     if backend is not None:
         config.ffn_backend = backend
@@ -90,6 +97,8 @@ def load(
         model = SparseLlamaForCausalLM.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype
         )
+    if (folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
     if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
         calibration = _calibration_of(folder)
         if (calibration.dtype == FLOAT8) == (quantization is not None):
@@ -216,6 +225,14 @@ def _load_other(
 
 
 # --- files
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
+            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
+        )
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:

@@ -274,14 +274,13 @@ class SparseFFN(nn.Module):
 
     @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
-        """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it.
-
-        Loading may undo that.
-        """
+        """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it."""
         if self._has_kernels and why_called(self.down_proj) is None:
             weight = self.down_proj.weight
             if not weight.t().is_contiguous():
-                weight.data = weight.t().contiguous().t()
+                # Made in inference mode, the weight could not be trained outside of it.
+                with torch.inference_mode(weight.is_inference()):
+                    weight.data = weight.t().contiguous().t()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.hidden_size:

@@ -101,6 +101,11 @@ def _cast(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _check(x: Tensor, w_up: Tensor, w_down_t: Tensor, out: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise ValueError("x is a single number, expected [..., hidden_size]")
+    if w_up.dim() != 2:
+        expected = "[intermediate_size, hidden_size]"
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected {expected}")
     expected = {"w_down_t": (w_down_t, w_up.shape), "out": (out, x.shape)}
     for name, (tensor, shape) in expected.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):

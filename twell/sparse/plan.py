@@ -120,6 +120,10 @@ class Chooser:
 
     def path(self, num_tokens: int, situation: str = EAGER) -> str:
         """Return the path of a call with `num_tokens` in a situation."""
+        if torch.compiler.is_compiling() and _is_open(num_tokens):
+            # One code for all numbers of tokens with the same path.
+            *pairs, (_, last) = self.plans[situation]
+            return next((path for most, path in pairs if num_tokens <= most), last)
         place = 0
         # Not by POWERS: compiled code would check every entry read, in every call.
         while place < LARGEST and num_tokens > 1 << place:
@@ -243,6 +247,14 @@ class Chooser:
         if self._unprobed >= PROBE_EVERY:
             count_activity(sampled_blocks(x), gate, self.counters(len(x), x.device))
             self._unprobed = 0
+
+
+def _is_open(num_tokens: int) -> bool:
+    """Whether torch.compile makes code for numbers of tokens whose paths may differ."""
+    # Not with the module: it loads sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return not all(known(num_tokens <= n) or known(num_tokens > n) for n in POWERS)
 
 
 def sampled_blocks(x: Tensor) -> Tensor:

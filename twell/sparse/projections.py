@@ -46,13 +46,19 @@ def is_plain(part: nn.Module | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode AD transforms this call; not under torch.compile.
+    """Return whether torch.func or forward-mode AD transforms this call.
 
     The kernels would leave out tangents without an error.
     """
-    if torch.compiler.is_compiling():
-        return False
+    return _is_traced_transformed() if torch.compiler.is_compiling() else _transforms()
+
+
+def _transforms() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# torch.compile enters transforms while it traces, and compiles again inside of others.
+_is_traced_transformed = torch.compiler.assume_constant_result(_transforms)
 
 
 def tensors_of(part: nn.Module | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

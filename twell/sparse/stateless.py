@@ -55,7 +55,9 @@ def _neuron_major(part: nn.Linear) -> Tensor:
     weight = part.weight
     if weight.t().is_contiguous():
         return weight
-    weight = weight.detach().t().contiguous().t()
-    if not torch.compiler.is_compiling():
-        part.weight.data = weight
-    return weight
+    if torch.compiler.is_compiling():
+        return weight.detach().t().contiguous().t()
+    # Made in inference mode, the weight could not be trained outside of it.
+    with torch.inference_mode(weight.is_inference()):
+        weight.data = weight.detach().t().contiguous().t()
+    return weight.detach()
