@@ -147,10 +147,10 @@ def test_relufied_runs_compare():
     """They differ in what was asked for, and in as many L1 stages cut of more or fewer tokens."""
     configs = {}
     for name, (limit, commands) in record.RELUFIED.items():
-        words = commands[0].split()
-        assert words[:3] == ["twell", "relufy", "{model}"] and commands[-1].startswith("scripts.k")
+        words = commands[0].format(model="m", corpus="c", out="o").split()
+        assert words[:3] == ["twell", "relufy", "m"] and commands[-1].startswith("scripts.keep")
         config = TrainConfig.load("relufy", words[3 : words.index("--out")])
-        assert words[-1] == f"{{out}}/runs/{name}" and limit > 3 * config.tokens / 2e5
+        assert words[-1] == f"o/runs/{name}" and limit > 3 * config.tokens / 2e5
         assert 29.5 < config.steps / config.l1_stage_steps < 31
         assert 9.5 < config.steps / config.l1_zero_steps < 10.5
         configs[name] = vars(config)

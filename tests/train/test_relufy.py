@@ -100,9 +100,10 @@ def test_the_loss_is_the_divergence_from_the_original(
 def test_teacher_and_losses_are_compiled_too(config, tmp_path, monkeypatch):
     """One code for all layers of a kind; batches of two sizes stay within dynamo's limit."""
     torch.compiler.reset()
-    compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compiled)  # inductor takes minutes
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    backend = {"backend": "aot_eager"}  # inductor takes minutes
+    compiled = functools.partialmethod(torch.nn.Module.compile, **backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
     given = config("tokens=2560", "l1_stage_steps=5")  # 5 steps
     given = dataclasses.replace(given, micro_batch=5)  # of 16 sequences: 5, 5, 5 and 1
     called, plain = set(), relufy._losses

@@ -88,10 +88,11 @@ def answer_records(items: pd.DataFrame) -> dict[str, dict]:
 def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
     """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
 
-    one, other: records of `results.load_evaluations` with "correct", or of `answer_records`. Rows: the tasks that both
-    have, and the mean of these. Columns: task, items, accuracy, other, difference, low, high; the
-    95% interval is from `draws` bootstrap samples of the items of each task, the same for both
-    models. Raises ValueError for records without single items, or of other items.
+    one, other: records of `results.load_evaluations` with "correct", or of `answer_records`. Rows:
+    the tasks that both have, and the mean of these. Columns: task, items, accuracy, other,
+    difference, low, high; the 95% interval is from `draws` bootstrap samples of the items of each
+    task, the same for both models. Raises ValueError for records without single items, or of other
+    items.
     """
     random, rows, samples = np.random.default_rng(0), [], []
     for name in TASKS:
