@@ -52,12 +52,14 @@ FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_W
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
-# A pretrained model made sparse. A training is cut into 30 L1 stages, whatever its tokens. A share
-# of 0 is ReLU without L1. Validation has batches of 32: so one compiled code serves it too.
+# A pretrained model made sparse. A training has 30 L1 stages and 10 validations, however long it
+# is. A share of 0 is ReLU without L1. Validation has batches of 32 sequences: with as many in a
+# micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true micro_batch=32 checkpoint_every=0 "
-    "tokens={} l1_zero_steps={} l1_stage_steps={} log_every={} learning_rate={} {} --out {}"
+    "tokens={0} l1_zero_steps={1} valid_every={1} l1_stage_steps={2} log_every={3} "
+    "learning_rate={4} {5} --out {6}"
 ).format
 LEARNING_RATE = "3e-4"  # the better one of the parts rate-*, once they are measured
 NO_L1 = "active_share=0 l1_coefficient=0"

@@ -156,7 +156,7 @@ def test_relufied_runs_compare():
         configs[name] = vars(config)
     first = configs["relufy-0.1"]
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
-    asked |= {"l1_stage_steps", "log_every"}
+    asked |= {"l1_stage_steps", "log_every", "valid_every"}
     for name, fields in configs.items():
         different = {key for key in fields if fields[key] != first[key]}
         assert different <= asked | ({"learning_rate"} if "rate" in name else set()), name
