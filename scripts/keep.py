@@ -1,11 +1,12 @@
 """Reduce a trained run to small files: python -m scripts.keep RUN --tasks FOLDER --out DIR
 
 DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
-position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted. FOLDER has
-arc_easy*, piqa* and hellaswag* as .jsonl; without it all items are of held-out text.
+position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted. Of a run of
+`twell relufy` the original answers too, once. FOLDER has the paper's seven tasks as .jsonl; without
+it all items are of held-out text.
 
-`twell evaluate` needs lm-eval, and has neither last words nor the loss of each held-out block.
-`analysis.paired_runs` compares the answers of several runs.
+`twell evaluate` needs lm-eval, takes minutes, and has neither last words nor the loss of each
+held-out block. `analysis.paired_runs` and `analysis.paired_records` compare the answers of runs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from transformers import PreTrainedTokenizerBase
 
 from twell import analysis, corpus, results, trace
 from twell.config import TrainConfig
+from twell.models import load_stock
 from twell.trace.aggregates import COMPRESSIONS
 from twell.trace.counter import Counter
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
 
-# As in twell/tasks/local.
-PROMPTS = {"arc_easy": "Question: {}\nAnswer:", "piqa": "Question: {}\nAnswer:", "hellaswag": "{}"}
+# As in twell/tasks/local; of the other tasks the query alone.
+PROMPTS = dict.fromkeys(
+    ("arc_easy", "arc_challenge", "piqa", "commonsense_qa_cloze"), "Question: {}\nAnswer:"
+)
+TASKS = [*PROMPTS, "hellaswag", "openbookqa", "winogrande", "commonsense_qa"]
 CONTINUATIONS = 400, 32, 8  # items and words, as the task held_out_continuation
 LAST_WORDS = 1000, 48
 BATCH_TOKENS = 2**15
@@ -46,12 +51,27 @@ def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
         "continuation": corpus.continuations(texts, *CONTINUATIONS) if texts else [],
         "last_word": corpus.last_words(texts, *LAST_WORDS),
     }
-    for name, prompt in PROMPTS.items() if tasks else ():
-        (file,) = tasks.glob(f"{name}*.jsonl")
+    for name in TASKS if tasks else ():
+        (file,) = tasks.glob(f"{name.removesuffix('_cloze')}*.jsonl")
         items = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        asked[name] = [item | {"query": prompt.format(item["query"])} for item in items]
+        asked[name] = [put(name, item) for item in items]
     for name, items in asked.items():
         yield from ((name, item) for item in items)
+
+
+def put(task: str, item: dict) -> dict:
+    """Return an item as lm-eval puts it. Of WinoGrande each choice has a query of its own."""
+    query, choices = item["query"], item["choices"]
+    if task == "winogrande":
+        before, _, after = query.partition("_")
+        queries, choices = [before + choice for choice in choices], len(choices) * [after.strip()]
+        return item | {"queries": queries, "choices": choices}
+    if task == "commonsense_qa":
+        letters = "ABCDE"
+        lines = [f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)]
+        query = "\n".join([f"Question: {query.strip()}", *lines, "Answer:"])
+        return item | {"query": query, "choices": list(letters)}
+    return item | {"query": PROMPTS.get(task, "{}").format(query)}
 
 
 @torch.no_grad()
@@ -88,9 +108,10 @@ def answers(
     """
     sequences, starts = [], []
     for _, item in asked:
-        before = trace.encode(tokenizer, item["query"])
-        for choice in item["choices"]:
-            whole = trace.encode(tokenizer, f"{item['query']} {choice}")
+        queries = item.get("queries") or len(item["choices"]) * [item["query"]]
+        for query, choice in zip(queries, item["choices"], strict=True):
+            before = trace.encode(tokenizer, query.rstrip())
+            whole = trace.encode(tokenizer, f"{query} {choice}")
             sequences.append(whole[-model.config.max_position_embeddings :])
             starts.append(len(sequences[-1]) - len(whole) + len(before) - 1)
     scores = iter(zip(scored(model, sequences), starts, strict=True))
@@ -160,25 +181,34 @@ def keep_run(run: Path, out: Path, command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--tasks", type=Path, help="folder of arc_easy*, piqa*, hellaswag*.jsonl")
+    parser.add_argument("--tasks", type=Path, help="folder of the seven tasks as .jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
     given.out.joinpath("traces").mkdir(exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model = model.to(device).eval()
     tokens = run_text(given.run)[2]
     blocks = tokens.draw(range(len(tokens))).tolist()
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"
         activity(model, blocks).to_csv(path, index=False)
-    asked = answers(model, tokenizer, list(questions(given.run, given.tasks)))
-    table = pd.concat([asked, block_losses(model, blocks)])
-    table.to_csv(given.out / "eval" / f"{given.run.name}.csv.xz", index=False)
+    asked = list(questions(given.run, given.tasks))
+
+    def answer(model: torch.nn.Module, name: str) -> int:
+        table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])
+        table.to_csv(given.out / "eval" / f"{name}.csv.xz", index=False)
+        return len(table)
+
+    number = answer(model, given.run.name)
+    teacher = TrainConfig.load(given.run / "config.yaml").teacher
+    if teacher and not (given.out / "eval" / f"{Path(teacher).name}.csv.xz").exists():
+        answer(load_stock(teacher, torch.float32).to(device).eval(), Path(teacher).name)
     keep_run(given.run, given.out, command)
     shutil.rmtree(given.run / "model")
-    print(f"{given.run.name}: {len(table):,} answers; the weights are deleted", flush=True)
+    print(f"{given.run.name}: {number:,} answers; the weights are deleted", flush=True)
 
 
 if __name__ == "__main__":

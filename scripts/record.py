@@ -52,33 +52,70 @@ FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_W
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
-# 611 steps of 20 M tokens, with a checkpoint in the middle. Other numbers of tokens have as many L1
-# stages. A share of 0 is ReLU without L1.
+# A pretrained model made sparse. A training has 30 L1 stages and 10 validations, however long it
+# is. A share of 0 is ReLU without L1. Validation has batches of 32 sequences: with as many in a
+# micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
-    "compile=true checkpoint_every=300 "
-    "tokens={} l1_zero_steps={} l1_stage_steps={} log_every={} {} --out {}"
+    "compile=true micro_batch=32 checkpoint_every=0 "
+    "tokens={0} l1_zero_steps={1} valid_every={1} l1_stage_steps={2} log_every={3} "
+    "learning_rate={4} {5} --out {6}"
 ).format
+LEARNING_RATE = "3e-4"  # the better one of the parts rate-*, once they are measured
 NO_L1 = "active_share=0 l1_coefficient=0"
-SHARES = "0.3", "0.2", "0.1", "0.05", "0.02"
-STAGES = {"5e6": (15, 5, 5), "1e7": (30, 10, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-SEVEN = "twell evaluate {} --tasks paper7 --data {{corpus}}/eval --out {{out}}/eval/{}.json".format
-TRACE = "twell trace {0} --valid --aggregate --out {0}/aggregate.npz".format
+STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
+STAGES["1.6e8"] = 480, 160, 20
+KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".format
+WITH_TRACE = "relufy-0.1", "relufy-0.1-1.6e8"
+RELUFIED_A_SECOND, START = 2e5, 70  # tokens of a GPU; seconds around a training. Guesses
 
 
-def relufied(name: str, fields: str, tokens: str = "2e7") -> tuple[int, list[str]]:
-    """Return a part that trains a model with ReLU, traces it and evaluates it.
+def relufied(
+    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE
+) -> tuple[int, list[str]]:
+    """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
-    At its limit a long training leaves a checkpoint, from which the next call goes on.
+    At its limit a training leaves a checkpoint, from which the next call goes on.
     """
-    name, stages = f"relufy-{name}", STAGES.get(tokens, (60, 20, 10))
-    run = "{out}/runs/" + name
-    commands = [RELUFY(tokens, *stages, fields, run), TRACE(run), TRACED(run), SEVEN(run, name)]
-    return 580, commands
+    run = f"{{out}}/runs/{name}"
+    commands = [RELUFY(tokens, *STAGES[tokens], rate, fields, run), KEEP(run)]
+    commands[1:1] = [TRACED(run)] if name in WITH_TRACE else []
+    return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
+
+
+# In order of value: two learning rates first, which also fill the compiler's cache and show the
+# speed; then 10% beside ReLU alone; the longest training at 10%, which takes one GPU while the
+# other reaches the other shares; what a threshold adds at 10%; and how quality rises with tokens.
+RELUFIED = {
+    **{
+        f"rate-{rate}": relufied(f"rate-{rate}", "active_share=0.1", "5e6", rate)
+        for rate in ("3e-4", "1e-3")
+    },
+    **{
+        f"relufy-{name}": relufied(f"relufy-{name}", *fields)
+        for name, *fields in (
+            ("0.1", "active_share=0.1"),
+            ("0", NO_L1),
+            ("0.1-1.6e8", "active_share=0.1", "1.6e8"),
+            ("0.05", "active_share=0.05"),
+            ("0.3", "active_share=0.3"),
+            ("0.02", "active_share=0.02"),
+            ("0.1-t-0.2", "active_share=0.1 threshold=0.2"),
+            ("0.1-8e7", "active_share=0.1", "8e7"),
+            ("0.2", "active_share=0.2"),
+            ("0-8e7", NO_L1, "8e7"),
+            ("0.1-4e7", "active_share=0.1", "4e7"),
+            # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
+            ("0.1-t-0.5", "active_share=0.1 threshold=0.5"),
+            ("0-t-0.5", f"{NO_L1} threshold=0.5"),
+            ("0.1-5e6", "active_share=0.1", "5e6"),
+        )
+    },
+}
 
 
 # Name -> limit in seconds and commands. A limit is well above the time on an H200, where that is
@@ -154,14 +191,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         600,
         [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
     ),
-    "relufy-original": (580, [SEVEN("{model}", "relufy-original")]),
-    "relufy-0": relufied("0", NO_L1),
-    **{f"relufy-{share}": relufied(share, f"active_share={share}") for share in SHARES},
-    **{f"relufy-{n}": relufied(n, "active_share=0.1", n) for n in STAGES},
-    # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
-    "relufy-0.1-t-0.2": relufied("0.1-t-0.2", "active_share=0.1 threshold=0.2"),
-    "relufy-0.1-t-0.5": relufied("0.1-t-0.5", "active_share=0.1 threshold=0.5"),
-    "relufy-0-t-0.5": relufied("0-t-0.5", f"{NO_L1} threshold=0.5"),
+    **RELUFIED,
 } | trainings.parts()
 STOPPING = 40  # seconds in which a training writes its checkpoint
 
@@ -295,7 +325,7 @@ def main() -> None:
         parser.add_argument(name, type=kind, default=default, help=text)
 
     add("--out", Path("build/record"), "folder of rows, runs and logs")
-    add("--corpus", Path("corpus"), "train/, valid.jsonl.xz, and eval/ for the parts relufy-*")
+    add("--corpus", Path("corpus"), "train/ and valid.jsonl.xz")
     add("--tasks", Path("corpus"), "folder of the items for `scripts.keep`")
     add("--model", Path("model"), "folder of the model that the parts relufy-* change")
     add("--seconds", float("inf"), "end by then; a training leaves a checkpoint", float)

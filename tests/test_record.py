@@ -15,8 +15,10 @@ import torch
 import yaml
 
 from scripts import keep, record, trainings
+from tests.factories.train import write_pretrained
 from twell import analysis, results, trace
 from twell.config import TrainConfig
+from twell.train import relufy_config, train
 
 COMMANDS = {name: command for group in trainings.GROUPS for name, (command, _) in
             trainings.runs(group).items()}  # fmt: skip
@@ -141,6 +143,25 @@ def test_trainings_on_all_gpus_differ_in_their_launcher_alone(tmp_path):
     assert configs[0] == configs[1] == configs[2] and configs[0].steps == 77
 
 
+def test_relufied_runs_compare():
+    """They differ in what was asked for, and in as many L1 stages cut of more or fewer tokens."""
+    configs = {}
+    for name, (limit, commands) in record.RELUFIED.items():
+        words = commands[0].format(model="m", corpus="c", out="o").split()
+        assert words[:3] == ["twell", "relufy", "m"] and commands[-1].startswith("scripts.keep")
+        config = TrainConfig.load("relufy", words[3 : words.index("--out")])
+        assert words[-1] == f"o/runs/{name}" and limit > 3 * config.tokens / 2e5
+        assert 29.5 < config.steps / config.l1_stage_steps < 31
+        assert 9.5 < config.steps / config.l1_zero_steps < 10.5
+        configs[name] = vars(config)
+    first = configs["relufy-0.1"]
+    asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
+    asked |= {"l1_stage_steps", "log_every", "valid_every"}
+    for name, fields in configs.items():
+        different = {key for key in fields if fields[key] != first[key]}
+        assert different <= asked | ({"learning_rate"} if "rate" in name else set()), name
+
+
 def test_what_is_left_of_a_command(tmp_path):
     places = {"corpus": "c", "tasks": "t", "model": "m"}
     given = types.SimpleNamespace(out=tmp_path, gpus=["0"], **places)
@@ -159,17 +180,28 @@ def test_what_is_left_of_a_command(tmp_path):
     assert record.completed("fake", given) == f"fake --out {tmp_path / 'bench'}"
 
 
-def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
-    """Its log, its activity as the log has it, and answers; the weights are deleted."""
-    monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
-    run, tasks, out = tmp_path / "run", tmp_path / "tasks", tmp_path / "kept"
-    shutil.copytree(tiny / "run", run)
-    tasks.mkdir()
-    item = {"query": "bada baga", "choices": ["bada", "gain du"], "gold": 1}
-    for name in keep.PROMPTS:
-        (tasks / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
+@pytest.fixture
+def tasks_folder(tmp_path):
+    """Two items of each of the seven tasks."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    item = {"query": "bada _ baga", "choices": ["bada", "gain du", "a", "b", "c"], "gold": 1}
+    for name in {name.removesuffix("_cloze") for name in keep.TASKS}:
+        (folder / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
+    return folder
+
+
+def keep_run(run, tasks, out, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["keep", str(run), "--tasks", str(tasks), "--out", str(out)])
     keep.main()
+
+
+def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatch, capsys):
+    """Its log, its activity as the log has it, and answers; the weights are deleted."""
+    monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
+    run, out = tmp_path / "run", tmp_path / "kept"
+    shutil.copytree(tiny / "run", run)
+    keep_run(run, tasks_folder, out, monkeypatch)
     assert "the weights are deleted" in capsys.readouterr().out and not (run / "model").exists()
     row, log = results.load_run(out / "runs" / "run")
     pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
@@ -178,7 +210,7 @@ def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
     logged = analysis.logged_layers(log, row["intermediate_size"])
     assert kept["value"].tolist() == pytest.approx(logged["mean"].tolist(), rel=1e-3)
     asked = results.load_kept(out / "eval", ".csv.xz")
-    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.PROMPTS, 2) | {
+    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.TASKS, 2) | {
         "held_out_text": 16
     }
     loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
@@ -186,16 +218,47 @@ def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch, capsys):
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
 
 
-def test_questions_are_put_as_lm_eval_puts_them():
-    folder = results.root() / "twell" / "tasks" / "local"
-    (usual,) = [
-        line for line in (folder / "_local").read_text().splitlines() if "doc_to_text" in line
-    ]
-    for name, prompt in keep.PROMPTS.items():
-        task = (folder / f"{name}.yaml").read_text()
-        (own,) = [line for line in task.splitlines() if "doc_to_text" in line] or [usual]
-        given = yaml.safe_load(own)["doc_to_text"]
-        assert prompt == ("{}" if given == "query" else given.replace("{{query}}", "{}"))
+def test_the_original_of_a_relufied_run_answers_once(
+    tiny_text, tasks_folder, tmp_path, monkeypatch
+):
+    """With the losses that the run has logged as its teacher's."""
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
+    out, teacher = tmp_path / "kept", write_pretrained(tmp_path / "teacher", tiny_text)
+    fields = f"source={tiny_text} context=32 batch_tokens=512 precision=fp32 valid_tokens=512 "
+    fields += "tokens=1024 warmup_steps=0 l1_zero_steps=0 checkpoint_every=0"
+    for name in "one", "two":
+        run = train(relufy_config(teacher, fields.split()), tmp_path / name, quiet=True)
+        log = results.load_run(run)[1]
+        keep_run(run, tasks_folder, out, monkeypatch)
+    asked = results.load_kept(out / "eval", ".csv.xz")
+    assert sorted(asked["run"].unique()) == ["one", "teacher", "two"]
+    losses = asked[asked["task"] == "held_out_text"].groupby("run")["nats"].mean()
+    last = analysis.last_validation(log.assign(run="two")).groupby("metric")["value"].mean()
+    assert losses["two"] == pytest.approx(last["cross_entropy"], rel=1e-4)
+    assert losses["teacher"] == pytest.approx(last["cross_entropy_teacher"], rel=1e-4)
+    records = analysis.answer_records(asked)
+    pairs = analysis.paired_records(records["one"], records["teacher"]).set_index("task")
+    right = asked.groupby(["run", "task"])["correct"].mean()
+    assert pairs.loc["piqa", "accuracy"] == right["one", "piqa"] and len(pairs) == 8
+
+
+def test_questions_are_put_as_lm_eval_puts_them(tasks_folder):
+    tasks = pytest.importorskip("twell.evaluate.tasks")
+    _, _, loaded = tasks.load_tasks(["paper7", "commonsense_qa_cloze"], "m", tasks_folder, None)
+    assert sorted(loaded) == sorted(keep.TASKS)
+    for name, task in loaded.items():
+        task.build_all_requests()
+        expected = [request.args for request in task.instances]
+        (file,) = tasks_folder.glob(f"{name.removesuffix('_cloze')}_test*")
+        items = [keep.put(name, json.loads(line)) for line in file.read_text().splitlines()]
+        asked = [
+            (query, f" {choice}")
+            for item in items
+            for query, choice in zip(
+                item.get("queries") or 5 * [item["query"]], item["choices"], strict=True
+            )
+        ]
+        assert asked == expected and len(asked) == 2 * 5
 
 
 def test_answers_are_the_likeliest(tiny):

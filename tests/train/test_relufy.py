@@ -1,6 +1,7 @@
 """A SiLU model that learns from itself with ReLU: its loss, its L1 stages, what is saved."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -22,6 +23,7 @@ from tests.factories.train import (
     FAMILIES,
     contents,
     launch,
+    log_of,
     series,
     stop_training,
     write_config,
@@ -93,6 +95,38 @@ def test_the_loss_is_the_divergence_from_the_original(
         torch.equal(weight, before[n]) for n, weight in model.teacher[0].state_dict().items()
     )
     assert not any(name.startswith("teacher") for name in model.state_dict())
+
+
+def test_teacher_and_losses_are_compiled_too(config, tmp_path, monkeypatch):
+    """One code for all layers of a kind; batches of two sizes stay within dynamo's limit."""
+    torch.compiler.reset()
+    backend = {"backend": "aot_eager"}  # inductor takes minutes
+    compiled = functools.partialmethod(torch.nn.Module.compile, **backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
+    given = config("tokens=2560", "l1_stage_steps=5")  # 5 steps
+    given = dataclasses.replace(given, micro_batch=5)  # of 16 sequences: 5, 5, 5 and 1
+    called, plain = set(), relufy._losses
+
+    def noted(*arguments):
+        called.add(torch.compiler.is_compiling())
+        return plain(*arguments)
+
+    monkeypatch.setattr(relufy, "_losses", noted)
+    one, other = (
+        log_of(given, tmp_path / str(compile), compile=compile) for compile in (False, True)
+    )
+    assert called == {False, True}
+    for metric in ("kl", "cross_entropy", "cross_entropy_teacher", "active_mean"):
+        for split in ("train", "valid"):
+            if metric in set(one[one.split == split].metric):
+                numbers = series(one, metric, split), series(other, metric, split)
+                np.testing.assert_allclose(*numbers, rtol=2e-4, err_msg=metric)
+    model = Student.of(given, torch.device("cpu"))
+    model.compile_teacher()
+    layers = model.teacher[0].base_model.layers
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    torch.compiler.reset()
 
 
 def test_balanced_students_compute_the_same(config):

@@ -39,7 +39,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
-        ".items": "DRAWS SCORES paired_records paired_runs",
+        ".items": "DRAWS SCORES answer_records paired_records paired_runs",
         ".longer": "BUDGETS RACED over_tokens race reached",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",

@@ -1,7 +1,8 @@
 """Models beside each other on the same items: paired differences, with intervals over items.
 
 `paired_runs` compares sparse with dense runs, several seeds of each, by the answers that
-`scripts.keep` leaves. `paired_records` compares two evaluations of `twell evaluate`.
+`scripts.keep` leaves. `paired_records` compares two evaluations of `twell evaluate`, or of
+`answer_records`.
 """
 
 from __future__ import annotations
@@ -71,13 +72,27 @@ def _seed_limit(first: pd.DataFrame, second: pd.DataFrame) -> float:
     return float(quantile * np.sqrt(pooled * sum(1 / len(one) for one in means)))
 
 
+def answer_records(items: pd.DataFrame) -> dict[str, dict]:
+    """Return what `paired_records` takes of each run, from answers of `scripts.keep`.
+
+    items: with a column run. Accuracies are those of lm-eval's "acc".
+    """
+    records = {}
+    for (run, task), rows in items.dropna(subset="correct").groupby(["run", "task"]):
+        marks = "".join(str(int(mark)) for mark in rows.sort_values("item")["correct"])
+        fact = {"data": "scripts.keep", "items": len(marks), "correct": marks}
+        records.setdefault(run, {"tasks": {}})["tasks"][task] = fact
+    return records
+
+
 def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
     """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
 
-    one, other: records of `results.load_evaluations` with "correct". Rows: the tasks that both
-    have, and the mean of these. Columns: task, items, accuracy, other, difference, low, high; the
-    95% interval is from `draws` bootstrap samples of the items of each task, the same for both
-    models. Raises ValueError for records without single items, or of other items.
+    one, other: records of `results.load_evaluations` with "correct", or of `answer_records`. Rows:
+    the tasks that both have, and the mean of these. Columns: task, items, accuracy, other,
+    difference, low, high; the 95% interval is from `draws` bootstrap samples of the items of each
+    task, the same for both models. Raises ValueError for records without single items, or of other
+    items.
     """
     random, rows, samples = np.random.default_rng(0), [], []
     for name in TASKS:

@@ -44,6 +44,10 @@ def prepare_layers(
     if sparse.active:
         sparse.allow_recompiling()
     torch._dynamo.config.optimize_ddp = False  # it would cut the layers, which are pieces already
+    if isinstance(model, Student):
+        model.compile_teacher()
+        # Code for teacher and student, with gradients, counters and silence, of several sizes:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in model.model.layers:
         layer.compile(fullgraph=True)
         if config.checkpoint_activations:

@@ -7,7 +7,8 @@ wanted, and falls after one with fewer. All else is as in any training: steps, s
 checkpoints, log.
 
 Predictions are compared CHUNK tokens at a time, and computed again in the backward pass, so that
-no logits of a whole batch exist. Ours; the paper trains from scratch.
+no logits of a whole batch exist. With `compile` the teacher's layers and the losses are compiled
+too: uncompiled, the losses alone move several MB a token. Ours; the paper trains from scratch.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
 
-CHUNK = 1024  # tokens whose logits exist at a time
-LOGITS = 5  # fp32 tensors of these logits at the peak of `_compare` and its gradients
+CHUNK = 2048  # tokens whose logits exist at a time
+LOGITS = 5  # fp32 tensors of these logits at the peak of `_losses` and its gradients
 # Fields of a configuration that the teacher decides, and their names in its own.
 OF_TEACHER = {
     "vocab_size": "vocab_size",
@@ -91,6 +92,7 @@ class Student(nn.Module):
         super().__init__()
         self.student, self.teacher = student, (teacher,)
         self.l1_coefficient = l1_coefficient
+        self.losses = _losses
         self._no_split_modules = student._no_split_modules  # FSDP shards by these
 
     @classmethod
@@ -119,6 +121,12 @@ class Student(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.student.device
+
+    def compile_teacher(self) -> None:
+        """Compile the teacher's layers, and the losses."""
+        for layer in self.teacher[0].base_model.layers:
+            layer.compile(fullgraph=True)
+        self.losses = torch.compile(_losses, fullgraph=True)
 
     def gradient_checkpointing_enable(self, *arguments) -> None:
         self.student.gradient_checkpointing_enable(*arguments)
@@ -149,8 +157,9 @@ class Student(nn.Module):
         following = F.pad(input_ids[:, 1:], (0, 1), value=-100)
         pairs = [t.flatten(0, 1).split(CHUNK) for t in (hidden, wanted, following)]
         heads = self.student.get_output_embeddings(), teacher.get_output_embeddings()
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
         parts = [
-            checkpoint(_compare, *heads, *chunk, use_reentrant=False)
+            checkpoint(_compare, self.losses, *heads, *chunk, **options)
             for chunk in zip(*pairs, strict=True)
         ]
         divergence, *losses = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
@@ -163,15 +172,30 @@ class Student(nn.Module):
 
 
 def _compare(
-    head: nn.Module, teacher_head: nn.Module, hidden: Tensor, wanted: Tensor, following: Tensor
+    losses: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    head: nn.Module,
+    teacher_head: nn.Module,
+    hidden: Tensor,
+    wanted: Tensor,
+    following: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `losses` of the logits of both models."""
+    with torch.no_grad():
+        expected = teacher_head(wanted)
+    return losses(head(hidden), expected, following)
+
+
+def _losses(
+    logits: Tensor, teacher_logits: Tensor, following: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over tokens [T] of KL(teacher, student), and of both models' -log p of what follows."""
-    with torch.no_grad():
-        target = torch.log_softmax(teacher_head(wanted).float(), -1)
-        expected = F.nll_loss(target, following, ignore_index=-100, reduction="sum")
-    logprob = torch.log_softmax(head(hidden).float(), -1)
-    divergence = F.kl_div(logprob, target, log_target=True, reduction="sum")
-    loss = F.nll_loss(logprob, following, ignore_index=-100, reduction="sum")
+    target = torch.log_softmax(teacher_logits.float(), -1)
+    logprob = torch.log_softmax(logits.float(), -1)
+    # Token by token first: so the compiler needs one pass over each token's logits in cache.
+    divergence = F.kl_div(logprob, target, log_target=True, reduction="none").sum(-1).sum()
+    loss, expected = (
+        F.nll_loss(one, following, ignore_index=-100, reduction="sum") for one in (logprob, target)
+    )
     return divergence, loss, expected
 
 
