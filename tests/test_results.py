@@ -212,7 +212,6 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
         ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}), r"starts \[5\]; expected"),
         ("config.yaml", "a: [", r"config\.yaml is not YAML: (?s:.*); put back a copy of it"),
         ("config.yaml", "text", r"config\.yaml is no configuration: expected lines"),
-        ("config.yaml", "l1_coefficient: [0.1]", r"l1_coefficient is \[0\.1\]; .* one number"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content, words):

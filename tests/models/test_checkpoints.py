@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.factories.models import (
     DOWN,
@@ -112,26 +111,6 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     change_config(tie_word_embeddings=..., rms_norm_eps=...)(tmp_path)
     config = load(tmp_path)[0].config  # Llama's own defaults
     assert config.tie_word_embeddings is False and config.rms_norm_eps == 1e-6
-
-
-@pytest.mark.parametrize("how", [lambda path: load(path)[0], AutoModelForCausalLM.from_pretrained])
-def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(tmp_path, how):
-    model, x = make(gated_mlp=False).eval(), tokens(2, 8)
-    model.save_pretrained(tmp_path)
-    change_config(l1_coefficient=[0.1, 0.0, 0.3])(tmp_path)
-    again = how(tmp_path)
-    assert torch.equal(again.eval()(input_ids=x, labels=x).logits, model(input_ids=x).logits)
-    message = r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number"
-    with pytest.raises(ValueError, match=message):
-        again.train()(input_ids=x, labels=x)
-    again.config.l1_coefficient = 0.1
-    output = again(input_ids=x, labels=x)
-    torch.testing.assert_close(output.loss, output.cross_entropy + 0.1 * output.l1)
-    for number in (0.1, None):
-        again.config.l1_coefficient = number
-        again.save_pretrained(tmp_path)
-        config = how(tmp_path).config
-        assert config.l1_coefficient == number and not config.gated_mlp
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
