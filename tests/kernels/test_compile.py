@@ -20,7 +20,7 @@ import pytest
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
-OLDER = Path(sys.prefix) / "triton-older"  # where `make test` installs it
+OLDER = Path(sys.prefix) / "triton-older"  # where `make test MARK=slow` installs it
 OLDER_VERSION = re.search(r"triton==(\S+)", (ROOT / "requirements.gpu.lock").read_text())[1]
 
 LIMITS = {
@@ -58,7 +58,9 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
             pytest.skip(f"the installed Triton is {OLDER_VERSION}")
         if not (OLDER / "triton").exists():
             command = f"pip install --no-deps --target {OLDER} triton=={OLDER_VERSION}"
-            pytest.skip(f"no Triton {OLDER_VERSION}; `make test` installs it, as does {command}")
+            pytest.skip(
+                f"no Triton {OLDER_VERSION}; `make test MARK=slow` installs it, as does {command}"
+            )
         paths = [str(OLDER), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
