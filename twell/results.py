@@ -144,7 +144,9 @@ def commit() -> str:
     """
     if given := os.environ.get("TWELL_COMMIT"):
         return given
-    return _with_dirty(_git("rev-parse", "HEAD"), ":/twell", ":/kernels")
+    # An installed package may lie in the checkout of another project, which does not track it.
+    tracked = _git("ls-files", Path(__file__).name)
+    return _with_dirty(_git("rev-parse", "HEAD") if tracked else "", ":/twell", ":/kernels")
 
 
 def source_commit(paths: Iterable[str | Path]) -> str:
