@@ -126,6 +126,10 @@ def test_inspect_takes_traces_and_two_texts(place, capsys):
     assert "run, text 1 and run, text 2: active neurons" in place_of.read_text(encoding="utf-8")
 
 
+def test_a_text_may_be_longer_than_names_of_files(place):
+    assert main(place.trace("--text", "ж" * 200)) == 0  # two bytes each
+
+
 def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
     def load(*_, **__):
         raise AssertionError("weights were read")
