@@ -1,4 +1,4 @@
-"""Compiles the kernels without a GPU, or launches them at the largest sizes; for test_compile.py.
+"""Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
 
     python -m tests.kernels.compiled compile|launch|again|trace|samples ARCHITECTURE [VARIANTS]
 
@@ -8,6 +8,7 @@ and do not run. Prints Triton's version and the results as JSON.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +28,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel
+from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import Autotuner, JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -219,18 +221,89 @@ def compile_float8(
     float8.quantize(x)
 
 
+class Lowered(Exception):
+    """Carries the first form of a kernel out of its compilation."""
+
+
+def stop_at_ttir() -> None:
+    """Lets compilations raise `Lowered` after the first stage: TTIR, or TTGIR of Gluon."""
+    backend = type(make_backend(driver.active.get_current_target()))
+    add_stages = backend.add_stages
+
+    def stages_to_ttir(self, stages, *options):
+        add_stages(self, stages, *options)
+        first, lower = next(iter(stages.items()))
+
+        def stop(module, metadata):
+            raise Lowered(str(lower(module, metadata)))
+
+        stages[first] = stop
+
+    backend.add_stages = stages_to_ttir
+
+
 def is_descriptor(argument) -> bool:
     """Triton's or Gluon's descriptor of a matrix."""
     return type(argument).__name__ == TensorDescriptor.__name__
 
 
-def beyond_limits(kernel, arguments: tuple, grid: tuple[int, ...]) -> list[str]:
-    """A grid above CUDA's limits, and shapes of descriptors that are no 32-bit integers."""
-    axes = zip("xyz", grid, GRID, strict=False)
-    problems = [f"{axis} is {size:,}" for axis, size, limit in axes if size > limit]
-    shapes = [value.shape for value in arguments if is_descriptor(value)]
-    problems += [f"a descriptor of {tuple(shape)}" for shape in shapes if max(shape) >= 2**31]
-    return [f"{full_name(kernel)}: {problem}" for problem in problems]
+def integers(argument) -> list[int]:
+    """The integers that an argument hands to a kernel."""
+    if is_descriptor(argument):
+        return [*argument.shape, *argument.strides]
+    if isinstance(argument, tuple):
+        return [number for part in argument for number in integers(part)]
+    return [argument] if type(argument) is int else []
+
+
+def specialization(argument):
+    """Arguments for which this is the same share a compiled kernel."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if is_descriptor(argument):
+        return argument.base.dtype, tuple(argument.block_shape)
+    if isinstance(argument, tuple):
+        return tuple(specialization(part) for part in argument)
+    return (argument == 1, argument % 16, argument >= 2**31) if type(argument) is int else argument
+
+
+class Launches:
+    """Lowers each kernel once and checks every launch of it."""
+
+    def __init__(self) -> None:
+        self.lowered: dict[tuple, str] = {}
+        self.launches = set()
+        self.problems: dict[tuple, str] = {}
+
+    def __call__(self, compile_only, kernel, *args, grid, **given) -> None:
+        named = {name: value for name, value in given.items() if name in kernel.arg_names}
+        arguments = inspect.signature(kernel.fn).bind(*args, **named).arguments
+        constants = {p.name: arguments.pop(p.name) for p in kernel.params if p.is_constexpr}
+        numbers = {name: integers(value) for name, value in arguments.items()}
+        key = kernel, str(constants), tuple(specialization(value) for value in arguments.values())
+        if (key, str(numbers), grid) in self.launches:
+            return
+        self.launches.add((key, str(numbers), grid))
+        if key not in self.lowered:
+            with pytest.raises(Lowered) as error:
+                compile_only(kernel, *args, grid=grid, **given)
+            self.lowered[key] = str(error.value)
+        for *place, number in ir.overflows(self.lowered[key], numbers, grid):
+            self.problems.setdefault(tuple(place), number)
+        self.check_sizes(kernel, arguments, grid)
+
+    def check_sizes(self, kernel, arguments, grid) -> None:
+        """Notes a grid above CUDA's limits and a descriptor's shape of 2^31 or more."""
+        code = kernel.fn.__code__
+        place = "/".join(Path(code.co_filename).parts[-2:]), code.co_firstlineno
+        for axis, size, limit in zip("xyz", grid, GRID, strict=False):
+            if size > limit:
+                axis = f"the {axis} of {kernel.fn.__name__}'s grid"
+                self.problems.setdefault((*place, axis), f"{size:,}")
+        for name, value in arguments.items():
+            if is_descriptor(value) and max(value.shape) >= 2**31:
+                shape = f"the shape of {name}"
+                self.problems.setdefault((*place, shape), f"{max(value.shape):,}")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -261,15 +334,11 @@ def launch_inference(x: torch.Tensor, layer: Layer) -> None:
     float8.quantize(x)
 
 
-def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
-    """The kernels launched at the largest sizes, and what leaves its limits there."""
-    names, problems = set(), set()
-
-    def launch(_, kernel, *args, grid, **given) -> None:
-        names.add(full_name(kernel))
-        problems.update(beyond_limits(kernel, args, grid))
-
-    use(architecture, launch)
+def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
+    """The kernels launched at the largest sizes, and the integers that leave their range there."""
+    launches = Launches()
+    use(architecture, launches)
+    stop_at_ttir()
     for gated in (True, False):
         for sizes in INFERENCE:
             launch_inference(*empty_layer(*sizes, gated))
@@ -278,7 +347,8 @@ def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
                 capacity = (training_ops.MAX_ENTRIES - 1) // sizes[0] if path is training else 512
                 mask = empty(sizes[0], dtype=torch.bool)
                 step(path, *empty_layer(*sizes, gated), mask, capacity)
-    return sorted(names), sorted(problems)
+    names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches.launches})
+    return names, sorted((*place, number) for place, number in launches.problems.items())
 
 
 def described(argument):
@@ -401,7 +471,7 @@ def launched_by(node: torch.fx.Node) -> str:
     return full_name(kernel.fn if isinstance(kernel, Autotuner) else kernel)
 
 
-def check_samples(architecture: str) -> tuple[dict, dict]:
+def check_samples(architecture: str) -> tuple[dict, dict, dict]:
     use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
     return compile_samples()
 
