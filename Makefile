@@ -8,7 +8,7 @@
 # make lab         open the notebooks in JupyterLab
 # make screenshot  draw the picture of the inspector again (needs chromium)
 # make clean       remove what these made (not the environment in .venv, nor what you trained, measured or evaluated)
-# reproduce, site, test, fuzz and lab set up .venv by themselves, once; test also the older Triton in .venv/triton-older.
+# reproduce, site, test, fuzz and lab set up .venv by themselves, once; MARK=slow and fuzz also the older Triton in .venv/triton-older.
 
 PROFILE ?= quick
 MARK ?= not slow and not browser
@@ -96,8 +96,11 @@ lessons: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(RUN) scripts/lessons.py
 
 TEST := TWELL_CACHE=$(CURDIR)/build/cache HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-test: $(VENV)/installed $(VENV)/triton-older/installed
+test: $(VENV)/installed
 	$(TEST) -m "$(MARK)"
+ifeq ($(MARK),slow)
+test: $(VENV)/triton-older/installed
+endif
 
 installed: $(VENV)/installed
 	$(BIN)/python scripts/installed.py

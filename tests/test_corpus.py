@@ -180,8 +180,6 @@ def test_a_damaged_cache_is_named_and_can_be_made_again(source, tmp_path, name):
     with pytest.raises(ValueError, match=message):
         corpus.prepare(source, **options)
     (folder / name).write_bytes(data)
-    (folder / "sha256.json").unlink()  # older versions wrote none
-    assert np.array_equal(corpus.prepare(source, **options).train, whole)
     (folder / name).write_bytes(data[:-100])
     with pytest.raises(ValueError, match=message):
         corpus.prepare(source, **options)

@@ -50,9 +50,8 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 LOCK = "train.lock"
-CHECKPOINTS = "checkpoint.pt", "checkpoint-previous.pt"  # of older versions
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = *"config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split(), *CHECKPOINTS
+RUN_FILES = "config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split()
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
     calibration.json""".split()
@@ -145,7 +144,9 @@ def commit() -> str:
     """
     if given := os.environ.get("TWELL_COMMIT"):
         return given
-    return _with_dirty(_git("rev-parse", "HEAD"), ":/twell", ":/kernels")
+    # An installed package may lie in the checkout of another project, which does not track it.
+    tracked = _git("ls-files", Path(__file__).name)
+    return _with_dirty(_git("rev-parse", "HEAD") if tracked else "", ":/twell", ":/kernels")
 
 
 def source_commit(paths: Iterable[str | Path]) -> str:
@@ -368,8 +369,6 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise _damaged(path, f"is not YAML: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
-    if isinstance(level := config.get("l1_coefficient"), list):
-        raise ValueError(f"{path}: l1_coefficient is {level}; it has to be one number")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     return row, log

@@ -39,8 +39,6 @@ def test_evaluations_say_what_is_near_chance():
     assert table["l1_coefficient"].tolist() == [2e-3] * 6 + [0]
     assert table["items"].tolist() == [100, 100, 100, 2, 2, 2, 100]
     assert np.isnan([table["stderr"][3], table["chance"][4], table["training_tokens"][6]]).all()
-    with pytest.raises(ValueError, match=r"of x has l1_coefficient \[0.1\]; it has to be one"):
-        analysis.evaluations([evaluation("x", l1=[0.1])])
 
 
 def test_training_tokens_are_those_of_the_same_weights():

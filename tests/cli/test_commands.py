@@ -132,6 +132,10 @@ def test_inspect_takes_traces_and_two_texts(place, capsys):
     assert "run, text 1 and run, text 2: active neurons" in place_of.read_text(encoding="utf-8")
 
 
+def test_a_text_may_be_longer_than_names_of_files(place):
+    assert main(place.trace("--text", "ж" * 200)) == 0  # two bytes each
+
+
 def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
     def load(*_, **__):
         raise AssertionError("weights were read")
@@ -173,7 +177,7 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     (folder / "other" / "provenance.json").write_text(json.dumps(origin | {"complete": False}))
     shutil.rmtree(folder / "other" / "model")
     shutil.rmtree(folder / "stopped" / "model")
-    (folder / "stopped" / "checkpoint.pt").write_bytes(b"x")
+    (folder / "stopped" / "checkpoint-00000004").mkdir()
     config, log = results.load_run(tiny_run)
     assert main(["runs", str(folder)]) == 0
     heading, rule, *lines = capsys.readouterr().out.splitlines()

@@ -13,7 +13,6 @@ from tests.factories.analysis import make_trace
 from tests.factories.trace import aggregate_of
 from twell import corpus
 from twell.cli import main
-from twell.cli.spelling import RENAMED
 
 # Overrides of a configuration, and the error; tests/test_config.py has more.
 FIELDS = {
@@ -113,11 +112,6 @@ COMMANDS = {
     "measure calibrate RUN --hidden-size 64": r"leave out --hidden-size, --intermediate-size and",
     "measure calibrate --out RUN/config.yaml": r"config\.yaml'; give a file that ends in \.json",
     "measure calibrate --out RUN/model/config.json": r"config\.json belongs to a run or a model",
-}
-COMMANDS |= {
-    f"{command} {option} x": rf"{option} is now {re.escape(new)}"
-    for command, options in RENAMED.items()
-    for option, new in options.items()
 }
 
 

@@ -132,9 +132,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
     """Largest shared memory of each kernel's launches, in bytes, and the problems of all kernels.
 
-    Of the variants "one" is gated, has biases and counts activity; "first" of these has the first
-    launch of each kernel. Kernels in Gluon say how many registers a thread has, so theirs are
-    checked too.
+    The variants "first" are the first launch of each kernel, in a gated layer that has biases and
+    counts activity. Kernels in Gluon say how many registers a thread has, so theirs are checked
+    too.
     """
     shared: dict[str, int] = {}
     problems = set()

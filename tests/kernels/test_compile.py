@@ -22,7 +22,7 @@ from tests.kernels.ir_samples import INDEX_MODES
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
-OLDER = Path(sys.prefix) / "triton-older"  # where `make test` installs it
+OLDER = Path(sys.prefix) / "triton-older"  # where `make test MARK=slow` installs it
 OLDER_VERSION = re.search(r"triton==(\S+)", (ROOT / "requirements.gpu.lock").read_text())[1]
 
 LIMITS = {
@@ -65,7 +65,9 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
             pytest.skip(f"the installed Triton is {OLDER_VERSION}")
         if not (OLDER / "triton").exists():
             command = f"pip install --no-deps --target {OLDER} triton=={OLDER_VERSION}"
-            pytest.skip(f"no Triton {OLDER_VERSION}; `make test` installs it, as does {command}")
+            pytest.skip(
+                f"no Triton {OLDER_VERSION}; `make test MARK=slow` installs it, as does {command}"
+            )
         paths = [str(OLDER), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
@@ -82,10 +84,11 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
 
 
 slow = pytest.mark.slow
-# Each kernel compiles for each architecture without the slow tests, which compile all of its forms.
+# The slow tests compile all forms of a kernel for all architectures, the others one form for these:
+# one without hardware for tensor descriptors, the measured one, one with tensor memory, and AMD's.
+QUICK = "sm_80", "sm_90", "sm_100", "gfx942"
 COMPILERS = [
-    pytest.param("sm_90", "one", False, id="sm_90 one variant"),
-    *(pytest.param(n, "first", False, id=f"{n} each kernel") for n in LIMITS if n != "sm_90"),
+    *(pytest.param(name, "first", False, id=f"{name} each kernel") for name in QUICK),
     *(pytest.param(name, "all", False, id=name, marks=slow) for name in LIMITS),
     *(pytest.param(n, "all", True, id=f"{n}-older", marks=slow) for n in OLDER_ARCHITECTURES),
 ]

@@ -115,26 +115,6 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     assert config.tie_word_embeddings is False and config.rms_norm_eps == 1e-6
 
 
-@pytest.mark.parametrize("how", [lambda path: load(path)[0], AutoModelForCausalLM.from_pretrained])
-def test_a_model_stored_with_a_list_of_coefficients_computes_and_does_not_train(tmp_path, how):
-    model, x = make(gated_mlp=False).eval(), tokens(2, 8)
-    model.save_pretrained(tmp_path)
-    change_config(l1_coefficient=[0.1, 0.0, 0.3])(tmp_path)
-    again = how(tmp_path)
-    assert torch.equal(again.eval()(input_ids=x, labels=x).logits, model(input_ids=x).logits)
-    message = r"stored with a list of L1 coefficients; set config\.l1_coefficient to a number"
-    with pytest.raises(ValueError, match=message):
-        again.train()(input_ids=x, labels=x)
-    again.config.l1_coefficient = 0.1
-    output = again(input_ids=x, labels=x)
-    torch.testing.assert_close(output.loss, output.cross_entropy + 0.1 * output.l1)
-    for number in (0.1, None):
-        again.config.l1_coefficient = number
-        again.save_pretrained(tmp_path)
-        config = how(tmp_path).config
-        assert config.l1_coefficient == number and not config.gated_mlp
-
-
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
     model, tokenizer = load(tiny_run)

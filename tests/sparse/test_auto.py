@@ -119,7 +119,6 @@ def test_the_path_depends_on_the_situation(taken):
     ffn.calibration = dataclasses.replace(ffn.calibration, floors=floors)
     ffn.observe(3, 3)
     assert ffn.plan == ffn.plans["eager"]
-    assert "cuda_graphs" not in vars(ffn)  # older pickles have none
     assert ffn.plan == ((8, "decode"), (32_768, "dense"), (2**20, "union"))
     assert ffn.plans["graph"] == ((8, "decode"), (2**20, "union"))
     with torch.no_grad():

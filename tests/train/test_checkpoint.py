@@ -1,7 +1,6 @@
 """A run that stopped at any moment goes on exactly as if it had not, or says what is damaged."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -12,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.factories import SEED
 from tests.factories.train import contents, resume, stop_training, stream_config, write_config
 from tests.kills import differences, kill_rounds
 from twell import results
 from twell.train import checkpoint, start, train
-from twell.train.checkpoint import SEAL, WHOLE, Checkpoints
+from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
 
@@ -42,19 +40,6 @@ def stopped(stopped_run, tiny_config, tmp_path):
     """A copy of that run, and its configuration."""
     config = dataclasses.replace(tiny_config, checkpoint_every=4)
     return shutil.copytree(stopped_run, tmp_path / "run"), config
-
-
-def write_old(self, state, model, optimizer):
-    """Write a checkpoint as versions before `torch.distributed.checkpoint` did."""
-    whole = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=WHOLE), strict=True)
-    )
-    rows = {"log": self.log.stat().st_size, "log_sha256": results.file_hash(self.log)}
-    torch.save(state | whole | rows | {"sealed": True}, self.folder / "checkpoint.pt")
-    data = (self.folder / "checkpoint.pt").read_bytes()
-    seal = SEAL + hashlib.sha256(data).hexdigest().encode()
-    (self.folder / "checkpoint.pt").write_bytes(data + seal)
-    self.good = self.folder / "checkpoint.pt"
 
 
 def flip(path, place, bit=1):
@@ -120,34 +105,6 @@ def test_other_runs_resume_exactly(tiny_config, tiny_text, tmp_path, kind):
     whole = train(config, tmp_path / "whole", quiet=True)
     stop_training(config, tmp_path / "run", 8 if kind == "stream" else 10)
     assert differences(resume(config, tmp_path / "run"), whole) == []
-
-
-@pytest.mark.parametrize("sealed", [True, False])
-def test_checkpoints_of_older_versions_are_read(
-    tiny_config, tmp_path, monkeypatch, expected, sealed
-):
-    config, run = dataclasses.replace(tiny_config, checkpoint_every=4), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "write", write_old)
-        stop_training(config, run, 8)
-    path = run / "checkpoint.pt"
-    shutil.copy(path, run / "checkpoint-previous.pt")
-    if not sealed:  # the first versions wrote neither a seal nor these
-        state = torch.load(path, weights_only=True)
-        for name in ("config", "log_sha256", "sealed"):
-            del state[name]
-        torch.save(state, path)
-        row = json.loads((run / "provenance.json").read_text())
-        del row["text_sha256"]
-        (run / "provenance.json").write_text(json.dumps(row))
-        rows = (run / "log.csv").read_bytes()
-        (run / "log.csv").write_bytes(rows[:-100])
-        with pytest.raises(ValueError, match="shorter than the checkpoint says"):
-            resume(config, run)
-        (run / "log.csv").write_bytes(rows)
-    stop_training(config, run, 12, resume=True)
-    assert {file.name for file in run.glob("check*")} == {path.name, "checkpoint-00000012"}
-    assert differences(resume(config, run), expected) == []
 
 
 def test_ctrl_c_saves_a_checkpoint_between_two_rows(
@@ -246,16 +203,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(stopped, monkeypatch, expected
             resume(config, run)
     assert checkpoint.read(run / "checkpoint-00000008")["step"] == 8
     assert differences(resume(config, run), expected) == []
-
-
-def test_another_programs_file_is_no_checkpoint(stopped):
-    run, config = stopped
-    shutil.rmtree(run / "checkpoint-00000004")
-    (run / "checkpoint-00000008" / "state.pt").unlink()  # an unfinished one
-    for state, names in (([1], "step, sched"), ({"step": 8}, "schedule, .*model")):
-        torch.save(state, run / "checkpoint.pt")
-        with pytest.raises(ValueError, match=rf"no checkpoint of a run: it has no {names}"):
-            resume(config, run)
 
 
 def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -357,35 +356,16 @@ def test_fields_that_do_not_fit(config, field, message):
         config(field)
 
 
-def damage(folder, kind):
-    weights, path = folder / "model.safetensors", folder / "config.json"
-    if kind == "cut short":
-        weights.write_bytes(weights.read_bytes()[:5000])
-    elif kind == "incomplete":
-        tensors = load_file(weights)
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-        save_file(tensors, weights, {"format": "pt"})
-    elif kind == "quantised":
-        fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
-        path.write_text(json.dumps(fields))
-    else:
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-
-
-@pytest.mark.parametrize(
-    "kind, message",
-    [
-        ("cut short", "model: damaged weights: .*; put back a whole copy"),
-        ("incomplete", "the weights have missing keys, such as model.layers.1.mlp.up_proj.weight"),
-        ("quantised", "model has quantised weights of a 'llama'"),
-        ("without tokenizer", "no tokenizer at .*model"),
-    ],
-)
-def test_damaged_models_are_refused(config, tmp_path, tiny_text, kind, message):
-    damage(write_pretrained(tmp_path / "model", tiny_text), kind)
-    with pytest.raises(ValueError, match=message):
-        train(config("tokens=1024", model=tmp_path / "model"), tmp_path / "run", quiet=True)
+def test_damaged_models_are_refused(config, tmp_path, tiny_text):
+    folder = write_pretrained(tmp_path / "model", tiny_text)
+    given, weights = config("tokens=1024", model=folder), folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="model: damaged weights: .*; put back a whole copy"):
+        train(given, tmp_path / "run", quiet=True)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="no tokenizer at .*model"):
+        config("tokens=1024", model=folder)
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, tiny_text):

@@ -39,7 +39,7 @@ def test_overwrite_deletes_nothing_of_the_users(tiny_config, tmp_path):
     for name in MINE:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("keep")
-    for left in (".log.csv.a1b2c3d4.part", "checkpoint-00000001/__0_0.distcp", "checkpoint.pt"):
+    for left in (".log.csv.a1b2c3d4.part", "checkpoint-00000001/__0_0.distcp"):
         (folder / left).write_text("left by a kill")
     train(dataclasses.replace(config, seed=1), folder, overwrite=True, quiet=True)
     kept = {"config.yaml", "provenance.json", "log.csv", *MINE}

@@ -127,7 +127,6 @@ def raced(table: pd.DataFrame) -> Quantities:
         "race_loss": first["cross_entropy"],
         "race_first": first["seconds"] / 60,
         "race_second": last["seconds"] / 60,
-        "race_faster": 100 * (first["seconds"] / last["seconds"] - 1),
         "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
         "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
     }

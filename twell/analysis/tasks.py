@@ -35,8 +35,7 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     stderr (of lm-eval, shares of 1; stderr is NaN for a single item), chance, and verdict: "above
     chance", "below chance", or "near chance" within NEAR_CHANCE, empty where error or chance are
     unknown. Metrics: acc; acc_norm, with log-likelihoods by the characters of a choice;
-    acc_mutual_info, less the choice's own log-likelihood. Raises ValueError for a model whose
-    l1_coefficient is no number.
+    acc_mutual_info, less the choice's own log-likelihood.
     """
     records = list(records)
     tokens_of = {
@@ -47,12 +46,8 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
     rows = []
     for record in records:
         model = record["model"]
-        level = model["l1_coefficient"]
-        if not isinstance(level, int | float):
-            reason = f"has l1_coefficient {level}; it has to be one number"
-            raise ValueError(f"the evaluation of {model['name']} {reason}")
         tokens = model["training_tokens"] or tokens_of.get(_weights(record), np.nan)
-        of_model = model["name"], model["parameters"], tokens, float(level)
+        of_model = model["name"], model["parameters"], tokens, float(model["l1_coefficient"])
         for task, facts in record["tasks"].items():
             scores = record["lm_eval"]["results"][task]
             for key, accuracy in scores.items():

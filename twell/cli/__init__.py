@@ -84,8 +84,8 @@ def parse(arguments: list[str]) -> tuple[list[str], dict]:
     """Return the words of a command and the values of its parameters, without running it.
 
     The values are empty where help is asked for.
-    Raises ValueError for an unknown command or option, an old spelling, an option given twice, and
-    a value of a wrong type.
+    Raises ValueError for an unknown command or option, an option given twice, and a value of a
+    wrong type.
     """
     command = typer.main.get_command(app)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,11 +79,8 @@ def read_text(
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
-    elif text and len(text) < 256 and "\n" not in text and "\0" not in text:
-        if Path(text.encode(errors="replace").decode()).is_file():
-            raise ValueError(
-                f"{as_text} is the text itself; to read the file {text}, give {as_file}"
-            )
+    elif os.path.isfile(text):  # pathlib's raises for what cannot be a name
+        raise ValueError(f"{as_text} is the text itself; to read the file {text}, give {as_file}")
     if not text:
         raise ValueError("the text is empty; give at least one character")
     return text

@@ -1,38 +1,8 @@
-"""Options as users write them: old spellings name the new one, and no option is given twice."""
+"""Options as users write them: with hyphens or underscores, and none is given twice."""
 
 from __future__ import annotations
 
-# Old spellings by command, and what to write instead.
-RENAMED = {
-    "evaluate": {"--text": "--source, which takes a file, a folder or a corpus"},
-    "export": {"--text": "--trained-on"},
-    "runs": {"--into": "--out"},
-    "measure ffn": {"--hidden": "--hidden-size", "--intermediate": "--intermediate-size"},
-    "measure train-step": {
-        "--model": "the first argument: twell measure train-step 171m",
-        "--layers": "num_layers=NUMBER",
-        "--hidden": "hidden_size=NUMBER",
-        "--intermediate": "intermediate_size=NUMBER",
-        "--heads": "num_heads=NUMBER",
-        "--vocab": "vocab_size=NUMBER",
-        "--context": "context=NUMBER",
-        "--micro-batch": "micro_batch=NUMBER",
-        "--non-gated": "gated=false",
-        "--checkpoint-activations": "checkpoint_activations=true",
-        "--profile": "--spread",
-    },
-    "measure model": {
-        "--model": "the first argument: twell measure model MODEL --file FILE",
-        "--size": "the first argument: twell measure model 2b",
-        "--tokens": "--batches, such as 64x2048",
-        "--profile": "--spread",
-    },
-    "measure calibrate": {
-        "--model": "the first argument: twell measure calibrate MODEL",
-        "--hidden": "--hidden-size",
-        "--intermediate": "--intermediate-size",
-    },
-}
+from itertools import islice
 
 
 def command_words(command, arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -49,8 +19,8 @@ def command_words(command, arguments: list[str]) -> tuple[list[str], list[str]]:
 def rewrite(command, words: list[str], arguments: list[str]) -> list[str]:
     """Return a command's arguments with its options as they are declared.
 
-    Hyphens and underscores may be written for each other. Raises ValueError for an old spelling
-    and for an option that is given twice.
+    Hyphens and underscores may be written for each other. Raises ValueError for an option that is
+    given twice.
     """
     for word in words:
         command = command.commands[word]
@@ -58,7 +28,6 @@ def rewrite(command, words: list[str], arguments: list[str]) -> list[str]:
     for parameter in command.params:
         for option in [*parameter.opts, *parameter.secondary_opts]:
             declared[_plain(option)] = option, parameter
-    renamed = RENAMED.get(" ".join(words), {})
     rewritten, given, rest = [], set(), iter(arguments)
     for word in rest:
         option, equals, value = word.partition("=")
@@ -67,8 +36,6 @@ def rewrite(command, words: list[str], arguments: list[str]) -> list[str]:
         if not option.startswith("--"):
             rewritten.append(word)
             continue
-        if option in renamed:
-            raise ValueError(f"{option} is now {renamed[option]}")
         option, parameter = declared.get(_plain(option), (option, None))
         if parameter is not None and parameter.name in given:
             raise ValueError(f"{option} is given twice")
@@ -77,7 +44,7 @@ def rewrite(command, words: list[str], arguments: list[str]) -> list[str]:
             continue
         given.add(parameter.name)
         if not parameter.is_flag and not equals:
-            rewritten += [next_word for next_word in [next(rest, None)] if next_word is not None]
+            rewritten += islice(rest, 1)
     return rewritten
 
 

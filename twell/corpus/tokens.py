@@ -200,9 +200,7 @@ def _read(folder: Path) -> Corpus:
     """Read what `_write` wrote. Raises ValueError naming a damaged file."""
     file = folder / CHECKSUMS
     try:
-        # Older versions wrote no checksums.
-        sums = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for name, expected in sums.items():
+        for name, expected in json.loads(file.read_text(encoding="utf-8")).items():
             file = folder / name
             if _sha256(file) != expected:
                 raise ValueError("another SHA-256")

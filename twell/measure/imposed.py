@@ -44,6 +44,13 @@ PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
 ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
 
 
+def paper_active(size: str) -> float:
+    """Return the paper's mean of active neurons in a model; ValueError for a size it lacks."""
+    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
+    require(size in PAPER_ACTIVE, unfit)
+    return PAPER_ACTIVE[size]
+
+
 def draw_tokens(
     vocab_size: int, batch: int, context: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:

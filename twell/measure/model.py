@@ -183,11 +183,9 @@ def _random(
     device: torch.device,
 ) -> tuple[SparseLlamaForCausalLM, Draw, list[list[float]]]:
     """A model of random weights, what draws its tokens, and levels of activity by layer."""
-    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
-    require(active is not None or size in imposed.PAPER_ACTIVE, unfit)
+    means = [imposed.paper_active(size)] if active is None else active
     pattern = replace(IMPOSED, profile=profile)
     model, config = random_model(size, overrides, longest, device)
-    means = [imposed.PAPER_ACTIVE[size]] if active is None else active
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
     return model, draw, [pattern.means(config.num_layers, mean) for mean in means]
 

@@ -91,8 +91,7 @@ def serve(
     a GPU and where transformers does not finish a request.
     """
     load, gpu, rows = load or Load(), clock.gpu(), Rows(out, ["serve"])
-    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
-    require(active is not None or size in imposed.PAPER_ACTIVE, unfit)
+    mean = imposed.paper_active(size) if active is None else active
     require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
     say = _Progress()
     say(f"build {size}")
@@ -101,7 +100,6 @@ def serve(
     say("impose the activity")
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     pattern = replace(IMPOSED, profile=profile)
-    mean = imposed.PAPER_ACTIVE[size] if active is None else active
     imposed.impose(model, pattern.means(config.num_layers, mean), draw(64, 128, seed=1))
     bench, ids = Bench(size, model, profile, None, gpu), draw(1, load.longest)
     activity = imposed.activity_of(model, ids)

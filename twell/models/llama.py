@@ -45,8 +45,7 @@ class SparseLlamaConfig(LlamaConfig):
         activation_threshold: the threshold of every SparseFFN.
         gated_mlp: gated or non-gated feed-forward layers.
         l1_coefficient: weight of the L1 term in the training loss, which SparseLlamaForCausalLM
-            defines. None after `from_dict` read a list: a forward pass in training mode with
-            labels then raises ValueError.
+            defines.
         ffn_backend: backend of every SparseFFN.
     """
 
@@ -63,7 +62,7 @@ class SparseLlamaConfig(LlamaConfig):
     tie_word_embeddings: bool = True
     activation_threshold: float = 0.0
     gated_mlp: bool = True
-    l1_coefficient: float | None = 0.0
+    l1_coefficient: float = 0.0
     ffn_backend: str = "dense"
 
     def __post_init__(self, **kwargs):
@@ -77,17 +76,10 @@ class SparseLlamaConfig(LlamaConfig):
         if not isinstance(self.gated_mlp, bool):
             raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         number = self.l1_coefficient
-        if number is not None and not (isinstance(number, Real) and 0 <= number < math.inf):
+        if not (isinstance(number, Real) and 0 <= number < math.inf):
             raise ValueError(
                 f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more"
             )
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs):
-        """As in transformers. A list of L1 coefficients, of earlier versions, is read as None."""
-        if isinstance(config_dict.get("l1_coefficient"), list):
-            config_dict = config_dict | {"l1_coefficient": None}
-        return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
         """As in transformers; `hidden_act` also says that there is a threshold."""
@@ -213,11 +205,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         **kwargs,
     ) -> SparseCausalLMOutput:
         """Run the model. The class explains `loss`; LlamaForCausalLM the other arguments."""
-        if self.config.l1_coefficient is None and labels is not None and self.training:
-            raise ValueError(
-                "the model was stored with a list of L1 coefficients; "
-                "set config.l1_coefficient to a number"
-            )
         kwargs["return_dict"] = True
         embeds, mask = kwargs.get("inputs_embeds"), None
         if labels is not None or self.training or self.recording:  # where padding counts

@@ -172,7 +172,7 @@ class Calibration:
             if isinstance(fields.get("expected"), list):
                 fields["expected"] = tuple(fields["expected"])
             return _made(cls, fields, "the file")
-        except (ValueError, UnicodeDecodeError) as problem:
+        except ValueError as problem:
             if isinstance(problem, json.JSONDecodeError):
                 problem = f"it is not JSON ({problem})"
             raise ValueError(f"{path} is no calibration: {problem}") from None

@@ -136,9 +136,6 @@ class SparseFFN(nn.Module):
     here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
-    cuda_graphs = True  # here, as the next, for layers pickled before they existed
-    token_order: TokenOrder | None = None
-
     def __init__(
         self,
         hidden_size: int,
@@ -168,6 +165,8 @@ class SparseFFN(nn.Module):
         # Attributes, not hooks: torch.compile ignores hooks added after compilation.
         self.silenced = False
         self.edit: Edit | None = None
+        self.token_order: TokenOrder | None = None
+        self.cuda_graphs = True
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)

@@ -76,7 +76,7 @@ class Chooser:
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_quantized": False} | state)  # older pickles have none
+        self.__dict__.update(state)
         self._forget_counters()
         self._forget_plans()
         self._make_plan()

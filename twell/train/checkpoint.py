@@ -5,7 +5,6 @@ the optimiser to it, by `torch.distributed.checkpoint`. The main process writes 
 folder without it is unfinished. `state.pt` is the zip file of `torch.save`, and behind it the
 SHA-256 of this zip file, since the CRC-32 in a zip file do not cover its directory. It holds the
 SHA-256 of the folder's other files, size and SHA-256 of the log, and the run's configuration.
-Older versions wrote a single file, `checkpoint.pt`: like `state.pt`, with the tensors in it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,17 @@ import hashlib
 import io
 import os
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from twell import results
 
 STATE, TENSORS = "state.pt", (".metadata", "__*_*.distcp")
-FIELDS = "step schedule window sparse random streams log".split()
 SEAL = b"\nsha256 "  # stands before the 64 digits
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Checkpoints:
@@ -43,13 +35,12 @@ class Checkpoints:
         self.good: Path | None = None  # the newest whole one
 
     def paths(self) -> list[Path]:
-        """Return the checkpoints, newest first: folders, unfinished ones too, and older files."""
+        """Return the folders of checkpoints, newest first, unfinished ones too."""
         folders = sorted(self.folder.glob("checkpoint-" + "[0-9]" * 8), reverse=True)
-        files = [self.folder / name for name in results.CHECKPOINTS]
-        return [*filter(Path.is_dir, folders), *filter(Path.is_file, files)]
+        return list(filter(Path.is_dir, folders))
 
     def exist(self) -> bool:
-        return any(_state_file(path).is_file() for path in self.paths())
+        return any((path / STATE).is_file() for path in self.paths())
 
     def write(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the newest checkpoint, all processes together. At every moment one is whole."""
@@ -65,7 +56,6 @@ class Checkpoints:
                 "log": self.log.stat().st_size,
                 "log_sha256": results.file_hash(self.log),
                 "files": {path.name: results.file_hash(path) for path in paths},
-                "sealed": True,
             }
             buffer = io.BytesIO()
             torch.save(state, buffer)
@@ -81,7 +71,7 @@ class Checkpoints:
         """
         problems = []
         for path in self.paths():
-            if not _state_file(path).is_file():
+            if not (path / STATE).is_file():
                 continue
             try:
                 state = read(path)
@@ -98,51 +88,32 @@ class Checkpoints:
             "put back a copy, or start again with --overwrite"
         )
 
-    def load(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load the weights and the optimiser of the checkpoint that `read` returned."""
-        tensors, options = state, WHOLE  # an older version's file
-        if "files" in state:
-            tensors, options = _tensors(model, optimizer), None
-            _transfer(dcp.load, tensors, self.good, "read")
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=tensors["model"],
-            optim_state_dict=tensors["optimizer"],
-            options=options,
-        )
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Load the weights and the optimiser of the checkpoint whose state `read` returned."""
+        tensors = _tensors(model, optimizer)
+        _transfer(dcp.load, tensors, self.good, "read")
+        weights, moments = tensors["model"], tensors["optimizer"]
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     def remove(self, but: Path | None = None) -> None:
         """Delete the checkpoints by the names of their files, `but` one."""
         for path in self.paths():
             if path != but:
-                _state_file(path).unlink(missing_ok=True)  # first: the rest is no checkpoint then
+                (path / STATE).unlink(missing_ok=True)  # first: the rest is no checkpoint then
                 for pattern in (*TENSORS, ".metadata.tmp", f".{STATE}.*{results.UNFINISHED}"):
                     for file in path.glob(pattern):
                         file.unlink()
-                with contextlib.suppress(OSError):  # a file, or somebody's files are in it
+                with contextlib.suppress(OSError):  # somebody's files are in it
                     path.rmdir()
 
 
 def read(path: Path) -> dict:
     """Read a checkpoint's state. Raises ValueError, naming the file, when one is damaged."""
-    file = _state_file(path)
-    try:
-        sealed = _is_sealed(file)
-        # Before there were seals, the zip file's CRC-32 had to do.
-        part = None if sealed else zipfile.ZipFile(file).testzip()
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        whole = sealed or not (part or "sealed" in state)
-    except (PermissionError, MemoryError):
-        raise
-    except Exception:  # zipfile and torch raise a dozen kinds
-        whole = False
-    if not whole:
+    file = path / STATE
+    if not _is_sealed(file):
         raise ValueError(f"{file} is damaged or cut short")
-    fields = [*FIELDS, "files"] if path.is_dir() else [*FIELDS, "model", "optimizer"]
-    if missing := [name for name in fields if not isinstance(state, dict) or name not in state]:
-        raise ValueError(f"{file} is no checkpoint of a run: it has no {', '.join(missing)}")
-    for name, expected in state.get("files", {}).items():
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    for name, expected in state["files"].items():
         if not (path / name).is_file() or results.file_hash(path / name) != expected:
             raise ValueError(f"{path / name} is damaged or missing")
     return state
@@ -154,15 +125,10 @@ def check_log(path: Path, state: dict) -> None:
     if len(rows) < size:
         sizes = f"{len(rows)} of {size} bytes"
         raise ValueError(f"{path} is shorter than the checkpoint says ({sizes})")
-    digest = hashlib.sha256(rows[:size]).hexdigest()
-    if digest != state.get("log_sha256", digest):  # older versions wrote none
+    if hashlib.sha256(rows[:size]).hexdigest() != state["log_sha256"]:
         raise ValueError(
             f"{path} is damaged: its first {size} bytes have changed since the checkpoint"
         )
-
-
-def _state_file(path: Path) -> Path:
-    return path / STATE if path.is_dir() else path
 
 
 def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -27,7 +27,7 @@ from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
 from twell.train.build import adamw, build_model, prepare_layers, save_model
-from twell.train.checkpoint import WHOLE, Checkpoints
+from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
@@ -359,8 +359,7 @@ class Run:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
         state = self.checkpoints.read(self.say)
         good = self.checkpoints.good
-        # Older versions wrote no configuration.
-        if changes := self.config.changes(state.get("config", {})):
+        if changes := self.config.changes(state["config"]):
             raise ValueError(
                 f"{good} was written with another configuration: {changes}; "
                 "set it back in config.yaml, or train a new run"
@@ -370,12 +369,11 @@ class Run:
                 f"{good} was written by {processes} processes; "
                 f"resume with as many, not {self.world}"
             )
-        self.checkpoints.load(state, self.wrapped, self.optimizer.optimizer)
+        self.checkpoints.load(self.wrapped, self.optimizer.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.device)
         self.sparse.restore(state["sparse"])
-        # Older versions wrote neither.
-        self.l1_factor, self.share = state.get("l1_factor", 1.0), state.get("share")
+        self.l1_factor, self.share = state["l1_factor"], state["share"]
         self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
         if row := state.get("row"):
@@ -385,7 +383,8 @@ class Run:
 
     def finish(self) -> Path:
         """Write the model, mark the run complete and remove its checkpoints."""
-        weights = get_model_state_dict(self.wrapped, options=WHOLE)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.wrapped, options=whole)
         if self.main:
             save_model(self.model.eval(), self.tokenizer, self.folder / "model", weights)
             complete = self.origin | {"complete": True}
