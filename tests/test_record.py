@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -110,6 +111,44 @@ def test_parts_go_on_where_they_stopped(recorder, tmp_path, monkeypatch):
     assert recorder(**slow) == (False, "abc!bcd")
 
 
+def test_interrupted_commands_may_end_and_nothing_else_begins(recorder, tmp_path, monkeypatch):
+    calls, main = tmp_path / "calls", threading.get_ident()
+
+    def interrupt():
+        while "b" not in calls.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    assert recorder(a=["a 0", "b 60", "c 0"], d=["d 0"]) == (143, "ab!")
+
+
+def test_two_trainings_share_a_gpu(recorder, tmp_path, monkeypatch):
+    """Each waits here until the other has begun. Nothing that is timed may share."""
+    seen = []
+    monkeypatch.setattr(record, "wait_for_gpu", seen.append)
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys, time\n"
+        "calls = pathlib.Path(sys.argv[1])\n"
+        "with calls.open('a') as file: file.write(sys.argv[2])\n"
+        "while len(calls.read_text()) < 2: time.sleep(0.05)\n"
+    )
+    parts = {"a": ["a"], "b": ["b"]}
+    assert recorder("--gpus", "0,0", **parts) == (2, "")
+    monkeypatch.setattr(record, "SHARING", set(parts))
+    code, calls = recorder("--gpus", "0,0", **parts)
+    assert code is False and sorted(calls) == ["a", "b"] and not seen
+    assert "flagship-200m-l1-0" in record.SECONDS and "flagship-200m-l1-0" not in record.SHARING
+
+
+def test_what_would_not_end_in_time_does_not_begin(recorder, monkeypatch, capsys):
+    monkeypatch.setattr(record, "SECONDS", {"b": 1e6})
+    parts = {name: [f"{name} 0"] for name in "abc"}
+    assert recorder("--seconds", "300", **parts) == (True, "ac")
+    assert "not begun, for want of time: b" in capsys.readouterr().out
+    assert recorder(**parts) == (False, "acb")
+
+
 def test_parts_with_the_launcher_take_all_gpus_after_the_others(recorder, monkeypatch):
     seen, run = [], record.run
 
@@ -151,6 +190,11 @@ def test_what_is_left_of_a_command(tmp_path):
         assert record.completed(f"{command} --out {run}", given) == whole
         results.write_run(run, {}, origin)
         assert record.completed(f"{command} --out {run}", given) == f"{whole} --resume"
+    command = f"scripts.keep runs/r --out {tmp_path}"
+    assert record.completed(command, given) == command
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "log.csv.xz").touch()
+    assert record.completed(command, given) is None
     for command in ("twell trace r", "twell evaluate r"):
         whole = f"{command} --out {tmp_path}/{command[6]}.json"
         assert record.completed(f"{command} --out {{out}}/{command[6]}.json", given) == whole

@@ -255,12 +255,12 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 FLAGSHIP = "flagship-dense flagship-triton"
-RACES = "flagship-300m-l1-*", FLAGSHIP  # the first that is whole counts
+RACES = "flagship-200m-l1-*", FLAGSHIP  # the first that is whole counts
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 # Trainings at the level that stands for the paper's, each with another text order, size or length.
 AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
-AT_LEVEL += "flagship-triton flagship-300m-l1-6e-4"
+AT_LEVEL += "flagship-triton flagship-200m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = (
     "fp8-*",
