@@ -1,8 +1,9 @@
 """Reduce a trained run to small files: python -m scripts.keep RUN --tasks FOLDER --out DIR
 
 DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
-position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted. FOLDER has
-arc_easy*, piqa* and hellaswag* as .jsonl; without it all items are of held-out text.
+position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted, unless
+--weights is given. FOLDER has arc_easy*, piqa* and hellaswag* as .jsonl; without it all items are
+of held-out text.
 
 `twell evaluate` needs lm-eval, and has neither last words nor the loss of each held-out block.
 `analysis.paired_runs` compares the answers of several runs.
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--tasks", type=Path, help="folder of arc_easy*, piqa*, hellaswag*.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
+    parser.add_argument("--weights", action="store_true", help="leave the weights where they are")
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
@@ -177,8 +179,10 @@ def main() -> None:
     table = pd.concat([asked, block_losses(model, blocks)])
     table.to_csv(given.out / "eval" / f"{given.run.name}.csv.xz", index=False)
     keep_run(given.run, given.out, command)
-    shutil.rmtree(given.run / "model")
-    print(f"{given.run.name}: {len(table):,} answers; the weights are deleted", flush=True)
+    if not given.weights:
+        shutil.rmtree(given.run / "model")
+    end = "stay" if given.weights else "are deleted"
+    print(f"{given.run.name}: {len(table):,} answers; the weights {end}", flush=True)
 
 
 if __name__ == "__main__":

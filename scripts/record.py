@@ -171,7 +171,8 @@ SECONDS = {
     for group in trainings.GROUPS
     for name, (_, seconds) in trainings.runs(group).items()
 }
-SHARING = set(SECONDS) - set(trainings.runs("flagship"))  # parts that may share a GPU
+# Parts that may share a GPU: nothing of them is timed.
+SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURED)
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 

@@ -238,6 +238,30 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     return result
 
 
+def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
+    """Return the gains of trained models beside imposed activity, from `beside_imposed`.
+
+    By auto with compiled layers, of the newest flagship (`flagship_`) and of the 99 M model
+    (`recipe_`): a forward pass and decoding one document, in % over dense. _verdict: whether
+    imposed activity gains more.
+    """
+    result = {}
+    for name, table in (("forward", forward), ("decode", decode[decode["batch"] == 1])):
+        table = table[table["provider"] == FORCED_AND_AUTO[1]]
+        for prefix, model in (("flagship", "flagship-"), ("recipe", "85m-")):
+            some = table[table["model"].str.startswith(model)]
+            if len(some):
+                row = some.iloc[-1]
+                result |= {
+                    f"{prefix}_{name}": 100 * (row["speedup"] - 1),
+                    f"{prefix}_{name}_imposed": 100 * (row["imposed_speedup"] - 1),
+                    f"{prefix}_{name}_verdict": row["verdict"],
+                    f"{prefix}_{name}_active": row["active"],
+                    f"{prefix}_{name}_model": row["model"],
+                }
+    return result
+
+
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     """Return the speed and peak memory of optimiser steps of whole models with imposed activity.
 

@@ -18,6 +18,7 @@ from twell.analysis import activity, agreement, items, longer, quantized, runs, 
 from twell.analysis import tasks as accuracy
 from twell.analysis.bench import Bench
 from twell.analysis.measured import (
+    flattered,
     fp8,
     layer_speed,
     layer_training,
@@ -130,7 +131,19 @@ def raced(table: pd.DataFrame) -> Quantities:
         "race_faster": 100 * (first["seconds"] / last["seconds"] - 1),
         "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
         "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
+        "race_first_gb": first["peak_memory"] / 1e9,
+        "race_second_gb": last["peak_memory"] / 1e9,
     }
+
+
+def trended(table: pd.DataFrame, level: float) -> Quantities:
+    """Return a level's row of `longer.trend`; tokens in millions."""
+    result = {}
+    for row in table[table["l1_coefficient"] == level].to_dict("records"):
+        result = {f"trend_{name}": row[name] for name in "budgets slope slope_limit".split()}
+        result |= {"trend_at": row["at"], "trend_at_limit": row["at_limit"]}
+        result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
+    return result
 
 
 def paired(table: pd.DataFrame) -> Quantities:
@@ -254,8 +267,10 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
+BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
 RACES = "flagship-200m-l1-*", FLAGSHIP  # the first that is whole counts
+AUTO = "flagship-200m-l1-6e-4", "flagship-half"  # trained by one code for all capacities
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 # Trainings at the level that stands for the paper's, each with another text order, size or length.
@@ -336,11 +351,15 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         whole |= devices(table_of_pair, name)
     races = (longer.race(*_fitting(every, log, pattern)) for pattern in RACES)
     whole |= raced(longer.reached(next(race for race in races if race["run"].nunique() > 1)))
+    by_tokens = longer.over_tokens(*_fitting(every, log, BUDGETS))
+    trends = trended(longer.trend(by_tokens, PAPER_TOKENS), LEVEL)
+    swept = sweep(table, active, chosen, on_more) | trends
+    sparse = next(name for name in AUTO if name in set(every["run"]))
     return {
-        "sweep": sweep(table, active, chosen, on_more) | single(runs.list_runs(every, log)),
+        "sweep": swept | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
-        "training": whole | slowed(log[log["run"] == "flagship-half"]),
+        "training": whole | slowed(log[log["run"] == sparse]) | {"slow_run": sparse},
     }
 
 
@@ -361,9 +380,9 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     scale = speed.scale_table(results.paper(), imposed, plain)
     every_layer = speed.layer_contributions(bench.rows("model_layers.csv"))
     of_middle = every_layer.query("profile == 'paper' and model == '1.5b'")
-    decode = speed.decode_speedups(bench.rows("decode.csv")).query(
-        "context == 512 and mode == 'graph'"
-    )
+    steps_of_tokens = speed.decode_speedups(bench.rows("decode.csv"))
+    decode = steps_of_tokens.query("context == 512 and mode == 'graph'")
+    beside = [speed.beside_imposed(table) for table in (by_tokens, steps_of_tokens)]
     auto = speed.speedups(bench.rows("auto.csv"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
     layers = speed.speedups(rows)
@@ -376,7 +395,7 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
         "layer_speed": layer_speed(layers, auto, rows),
         "fp8": fp8(*tables, cost, evaluated),
         "layer_training": layer_training(speed.training_speedups(training_rows)),
-        "models": whole | trained_models(by_tokens, every_layer),
+        "models": whole | trained_models(by_tokens, every_layer) | flattered(*beside),
         "steps": steps(scale, by_step),
     }
 
