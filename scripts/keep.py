@@ -82,7 +82,7 @@ def scored(
 def answers(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[tuple[str, dict]]
 ) -> pd.DataFrame:
-    """Return a row an item: task, item, correct and by_bytes.
+    """Return a row an item, in order: task, correct and by_bytes.
 
     correct: the right choice is the likeliest. A single choice, as the last word, is correct if
     each of its tokens is the likeliest. by_bytes: as correct, with log-likelihoods a byte.
@@ -95,7 +95,7 @@ def answers(
             sequences.append(whole[-model.config.max_position_embeddings :])
             starts.append(len(sequences[-1]) - len(whole) + len(before) - 1)
     scores = iter(zip(scored(model, sequences), starts, strict=True))
-    rows, numbers = [], {}
+    rows = []
     for task, item in asked:
         parts = [next(scores) for _ in item["choices"]]
         sums = np.array([logprob[start:].sum() for (logprob, _), start in parts])
@@ -104,9 +104,8 @@ def answers(
         (_, greedy), start = parts[0]
         correct = greedy[start:].all() if single else sums.argmax() == gold
         by_bytes = correct if single else (sums / bytes_of).argmax() == gold
-        numbers[task] = numbers.get(task, -1) + 1
-        rows.append((task, numbers[task], int(correct), int(by_bytes)))
-    return pd.DataFrame(rows, columns=["task", "item", "correct", "by_bytes"])
+        rows.append((task, int(correct), int(by_bytes)))
+    return pd.DataFrame(rows, columns=["task", "correct", "by_bytes"])
 
 
 class Counts(Counter):
@@ -143,8 +142,7 @@ def activity(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
 def block_losses(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
     """Return the mean loss of each validation block (nats), as rows of `answers`."""
     losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
-    table = pd.DataFrame({"task": "held_out_text", "item": range(len(losses))})
-    return table.assign(nats=losses)
+    return pd.DataFrame({"task": "held_out_text", "nats": losses})
 
 
 def keep_run(run: Path, out: Path, command: str) -> None:
