@@ -79,7 +79,8 @@ TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6,
 START = 90  # seconds of start, compilation and `scripts.keep`; a guess
 # Models whose weights stay, for their speed is measured beside that of imposed activity.
 BESIDE = (
-    "twell measure model {{out}}/runs/{} --source {{corpus}}/valid.jsonl.xz {} --compile --alike"
+    "twell measure model {{out}}/runs/{} --source {{corpus}}/valid.jsonl.xz {} --compile --alike "
+    "--out {{out}}/bench/trained"
 )
 MEASURED = {
     "flagship-200m-l1-6e-4": "--batches 64x1024 --decode 1,32",

@@ -246,8 +246,10 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
     imposed activity gains more.
     """
     result = {}
-    for name, table in (("forward", forward), ("decode", decode[decode["batch"] == 1])):
-        table = table[table["provider"] == FORCED_AND_AUTO[1]]
+    for name, table, where in (("forward", forward, "batch > 0"), ("decode", decode, "batch == 1")):
+        if table.empty:
+            continue
+        table = table.query(f"{where} and provider == {FORCED_AND_AUTO[1]!r}")
         for prefix, model in (("flagship", "flagship-"), ("recipe", "85m-")):
             some = table[table["model"].str.startswith(model)]
             if len(some):
@@ -257,7 +259,7 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
                     f"{prefix}_{name}_imposed": 100 * (row["imposed_speedup"] - 1),
                     f"{prefix}_{name}_verdict": row["verdict"],
                     f"{prefix}_{name}_active": row["active"],
-                    f"{prefix}_{name}_model": row["model"],
+                    f"{prefix}_{name}_model": f"{row['model']} on {row['device']}",
                 }
     return result
 

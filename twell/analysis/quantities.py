@@ -380,9 +380,14 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     scale = speed.scale_table(results.paper(), imposed, plain)
     every_layer = speed.layer_contributions(bench.rows("model_layers.csv"))
     of_middle = every_layer.query("profile == 'paper' and model == '1.5b'")
-    steps_of_tokens = speed.decode_speedups(bench.rows("decode.csv"))
-    decode = steps_of_tokens.query("context == 512 and mode == 'graph'")
-    beside = [speed.beside_imposed(table) for table in (by_tokens, steps_of_tokens)]
+    decode = speed.decode_speedups(bench.rows("decode.csv")).query(
+        "context == 512 and mode == 'graph'"
+    )
+    trained = Bench(bench.folder / "trained")  # of a device of their own
+    sides = (
+        trained.rows("model.csv", speed.model_speedups),
+        trained.rows("decode.csv", speed.decode_speedups),
+    )
     auto = speed.speedups(bench.rows("auto.csv"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
     layers = speed.speedups(rows)
@@ -395,7 +400,9 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
         "layer_speed": layer_speed(layers, auto, rows),
         "fp8": fp8(*tables, cost, evaluated),
         "layer_training": layer_training(speed.training_speedups(training_rows)),
-        "models": whole | trained_models(by_tokens, every_layer) | flattered(*beside),
+        "models": whole
+        | trained_models(by_tokens, every_layer)
+        | flattered(*map(speed.beside_imposed, sides)),
         "steps": steps(scale, by_step),
     }
 

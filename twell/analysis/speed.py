@@ -320,8 +320,10 @@ def beside_imposed(table: pd.DataFrame) -> pd.DataFrame:
     table: `model_speedups` or `decode_speedups`; of each case that has the profiles "checkpoint"
     and "imposed". Columns: model, batch, context, mode, provider, device; active, speedup and
     imposed_active, imposed_speedup; verdict, of the imposed speed-up: "higher" or "lower" where the
-    ranges of p20 to p80 are apart, else "alike". Ours.
+    ranges of p20 to p80 are apart, else "alike". Empty for an empty table. Ours.
     """
+    if table.empty:
+        return table
     case = ["model", "batch", "context", "mode", "provider", "device"]
     numbers = ["active", "speedup", "speedup_low", "speedup_high"]
     sides = (table.loc[table["profile"] == name, case + numbers] for name in _SIDES)
