@@ -76,7 +76,7 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
     ],
 }
 TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
-START = 90  # seconds of start, compilation and `scripts.keep`; a guess
+START = 60  # seconds of start, compilation and `scripts.keep`; a guess
 # Models whose weights stay, for their speed is measured beside that of imposed activity.
 BESIDE = (
     "twell measure model {{out}}/runs/{} --source {{corpus}}/valid.jsonl.xz {} --compile --alike "

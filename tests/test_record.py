@@ -147,6 +147,10 @@ def test_what_would_not_end_in_time_does_not_begin(recorder, monkeypatch, capsys
     assert recorder("--seconds", "300", **parts) == (True, "ac")
     assert "not begun, for want of time: b" in capsys.readouterr().out
     assert recorder(**parts) == (False, "acb")
+    monkeypatch.setattr(record, "SECONDS", {"d": 200})  # as long again where two share
+    monkeypatch.setattr(record, "SHARING", {"d"})
+    assert recorder("--gpus", "0,0", "--seconds", "300", d=["d 0"]) == (True, "acb")
+    assert recorder("--gpus", "0", "--seconds", "300", d=["d 0"]) == (False, "acbd")
 
 
 def test_parts_with_the_launcher_take_all_gpus_after_the_others(recorder, monkeypatch):

@@ -7,7 +7,7 @@ import scipy.stats
 
 from tests.factories.analysis import made, make_run, tables
 from twell import analysis, results
-from twell.analysis import quantities
+from twell.analysis import measured, quantities
 
 NOTHING = results.load_runs("none", required=False)
 
@@ -77,6 +77,12 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     numbers = quantities.raced(ends.reset_index())
     assert numbers["race_first"] * 60 == 20 and numbers["race_fast"] == "auto, L1 = 1e-3"
     assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
+    # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
+    rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
+    raced, rows = analysis.race(*tables(fast, slow)), rows.assign(device="d")
+    stepped = measured.stepped(raced, rows)
+    assert stepped["flagship_step"] == pytest.approx(400)
+    assert stepped["flagship_step_imposed"] == 100 and measured.stepped(raced, rows[:0]) == {}
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))

@@ -264,6 +264,26 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
     return result
 
 
+def stepped(raced: pd.DataFrame, table: pd.DataFrame) -> Quantities:
+    """Return the gain of a trained model's steps beside that of imposed activity, in % over dense.
+
+    raced: `longer.race` of a dense and a sparse training, of which the second half counts; table:
+    `step_speedups` of the same model with imposed activity.
+    """
+    if table.empty or raced["run"].nunique() != 2:
+        return {}
+    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("run", sort=False)
+    spans = late[["tokens", "seconds"]].agg(lambda values: values.iloc[-1] - values.iloc[0])
+    dense, sparse = spans["tokens"] / spans["seconds"]
+    row = table[table["provider"] == STEP].iloc[-1]
+    return {
+        "flagship_step": 100 * (sparse / dense - 1),
+        "flagship_step_imposed": 100 * (row["speedup"] - 1),
+        "flagship_step_active": row["active"],
+        "flagship_step_device": row["device"],
+    }
+
+
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     """Return the speed and peak memory of optimiser steps of whole models with imposed activity.
 

@@ -23,6 +23,7 @@ from twell.analysis.measured import (
     layer_speed,
     layer_training,
     models,
+    stepped,
     steps,
     trained_models,
 )
@@ -302,6 +303,8 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     bench = Bench(data / "bench", [f"{name}.csv" for name in BENCH.split()])
     result = {"formats": _formats(bench)} | _runs(every, log)
     result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
+    imposed = Bench(data / "bench" / "trained").rows("train_step.csv", speed.step_speedups)
+    result["models"] |= stepped(longer.race(*_fitting(every, log, RACES[0])), imposed)
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared
