@@ -1,9 +1,9 @@
 """Reduce a trained run to small files: python -m scripts.keep RUN --tasks FOLDER --out DIR
 
 DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
-position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted. Of a run of
-`twell relufy` the original answers too, once. FOLDER has the paper's seven tasks as .jsonl; without
-it all items are of held-out text.
+position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted, unless
+--weights is given. Of a run of `twell relufy` the original answers too, once. FOLDER has the
+paper's seven tasks as .jsonl; without it all items are of held-out text.
 
 `twell evaluate` needs lm-eval, takes minutes, and has neither last words nor the loss of each
 held-out block. `analysis.paired_runs` and `analysis.paired_records` compare the answers of runs.
@@ -101,7 +101,7 @@ def scored(
 def answers(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[tuple[str, dict]]
 ) -> pd.DataFrame:
-    """Return a row an item: task, item, correct and by_bytes.
+    """Return a row an item, in order: task, correct and by_bytes.
 
     correct: the right choice is the likeliest. A single choice, as the last word, is correct if
     each of its tokens is the likeliest. by_bytes: as correct, with log-likelihoods a byte.
@@ -115,7 +115,7 @@ def answers(
             sequences.append(whole[-model.config.max_position_embeddings :])
             starts.append(len(sequences[-1]) - len(whole) + len(before) - 1)
     scores = iter(zip(scored(model, sequences), starts, strict=True))
-    rows, numbers = [], {}
+    rows = []
     for task, item in asked:
         parts = [next(scores) for _ in item["choices"]]
         sums = np.array([logprob[start:].sum() for (logprob, _), start in parts])
@@ -124,9 +124,8 @@ def answers(
         (_, greedy), start = parts[0]
         correct = greedy[start:].all() if single else sums.argmax() == gold
         by_bytes = correct if single else (sums / bytes_of).argmax() == gold
-        numbers[task] = numbers.get(task, -1) + 1
-        rows.append((task, numbers[task], int(correct), int(by_bytes)))
-    return pd.DataFrame(rows, columns=["task", "item", "correct", "by_bytes"])
+        rows.append((task, int(correct), int(by_bytes)))
+    return pd.DataFrame(rows, columns=["task", "correct", "by_bytes"])
 
 
 class Counts(Counter):
@@ -163,8 +162,7 @@ def activity(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
 def block_losses(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
     """Return the mean loss of each validation block (nats), as rows of `answers`."""
     losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
-    table = pd.DataFrame({"task": "held_out_text", "item": range(len(losses))})
-    return table.assign(nats=losses)
+    return pd.DataFrame({"task": "held_out_text", "nats": losses})
 
 
 def keep_run(run: Path, out: Path, command: str) -> None:
@@ -183,6 +181,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--tasks", type=Path, help="folder of the seven tasks as .jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
+    parser.add_argument("--weights", action="store_true", help="leave the weights where they are")
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
@@ -207,8 +206,10 @@ def main() -> None:
     if teacher and not (given.out / "eval" / f"{Path(teacher).name}.csv.xz").exists():
         answer(load_stock(teacher, torch.float32).to(device).eval(), Path(teacher).name)
     keep_run(given.run, given.out, command)
-    shutil.rmtree(given.run / "model")
-    print(f"{given.run.name}: {number:,} answers; the weights are deleted", flush=True)
+    if not given.weights:
+        shutil.rmtree(given.run / "model")
+    end = "stay" if given.weights else "are deleted"
+    print(f"{given.run.name}: {number:,} answers; the weights {end}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Without a part it lists all parts. A part is a name of PARTS below, or a run or 
 `scripts.trainings`. Each GPU runs one part at a time. A part waits until nothing else runs on its
 GPU, writes a log into DIR/logs, and ends with all of its processes at its limit of time. The same
 command again goes on with what is not done. The trainings of `scripts.trainings` read ./corpus.
+A GPU that --gpus names twice runs two parts at a time, which share it: one computes while the other
+starts or is traced. Only trainings may, whose speed no claim is about.
 A part with Accelerate's launcher takes all of --gpus; such parts run after the others, in turn.
 """
 
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import shlex
 import signal
 import subprocess
@@ -194,6 +195,14 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     **RELUFIED,
 } | trainings.parts()
 STOPPING = 40  # seconds in which a training writes its checkpoint
+# Seconds that a training may take. One that would not end in time does not begin.
+SECONDS = {
+    name: seconds
+    for group in trainings.GROUPS
+    for name, (_, seconds) in trainings.runs(group).items()
+}
+# Parts that may share a GPU: nothing of them is timed.
+SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURED)
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 
@@ -244,18 +253,32 @@ def end(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def stop() -> None:
+    """Interrupt all commands, so that trainings leave checkpoints, and kill what does not end."""
+    for group in list(RUNNING):
+        with suppress(ProcessLookupError):
+            os.kill(group, signal.SIGINT)
+    latest = time.monotonic() + STOPPING
+    while RUNNING and time.monotonic() < latest:
+        time.sleep(0.1)
+    for group in list(RUNNING):
+        end(group)
+
+
 def completed(command: str, given: argparse.Namespace) -> str | None:
     """Return a command with its folders, with --resume where it began; None where it is done."""
     jobs = max(2, (os.cpu_count() or 2) // max(1, len(given.gpus)) - 2)
     places = {name: getattr(given, name) for name in ("out", "corpus", "tasks", "model")}
-    command = command.format(jobs=jobs, gpus=len(given.gpus), **places)
+    command = command.format(jobs=jobs, gpus=len(set(given.gpus)), **places)
     if "--out" not in command and not command.startswith("pytest"):
         command += f" --out {given.out / 'bench'}"
     out = Path(command.rpartition(" --out ")[2])
     if command.rpartition("-m ")[2].startswith(("twell train ", "twell relufy ")):
         return command + " --resume" * (out / "provenance.json").is_file()
-    done = command.startswith(("twell trace", "twell evaluate")) and out.is_file()
-    return None if done else command
+    if command.startswith("scripts.keep "):  # the log is its last file
+        out = out / "runs" / Path(command.split()[1]).name / "log.csv.xz"
+    makes_out = command.startswith(("twell trace", "twell evaluate", "scripts.keep "))
+    return None if makes_out and out.is_file() else command
 
 
 def is_spread(name: str) -> bool:
@@ -271,7 +294,8 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
     code = 0
     if not done.is_file():
         for gpu in gpus.split(","):
-            wait_for_gpu(gpu)
+            if given.gpus.count(gpu) == 1:
+                wait_for_gpu(gpu)
     start = time.monotonic()
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
@@ -295,18 +319,23 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
 
 
 def run_parts(names: list[str], places: list[str], given: argparse.Namespace) -> list[bool]:
-    """Run parts, one at a time in each place: a GPU, or several ("0,1"). Return what succeeded."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names:
-        waiting.put(name)
-    lock, results = threading.Lock(), []
+    """Run parts, one at a time in each place: a GPU, or several ("0,1"). Return what succeeded.
+
+    Parts that do not begin in time have not.
+    """
+    waiting, lock, results = list(names), threading.Lock(), []
+
+    def take(gpus: str) -> str | None:
+        """Return the first part that may end in time; a shared GPU takes twice as long."""
+        with lock:
+            left = (given.until - time.monotonic()) / max(1, given.gpus.count(gpus))
+            fit = next((name for name in waiting if SECONDS.get(name, 0) < left), None)
+            if fit is not None:
+                waiting.remove(fit)
+            return fit
 
     def work(gpus: str) -> None:
-        while time.monotonic() < given.until:
-            try:
-                name = waiting.get_nowait()
-            except queue.Empty:
-                return
+        while (name := take(gpus)) is not None:
             results.append(run_part(name, gpus, given, lock))
 
     threads = [threading.Thread(target=work, args=(gpus,), daemon=True) for gpus in places]
@@ -314,7 +343,9 @@ def run_parts(names: list[str], places: list[str], given: argparse.Namespace) ->
         thread.start()
     for thread in threads:
         thread.join()
-    return results
+    if waiting:
+        print(f"not begun, for want of time: {', '.join(waiting)}", flush=True)
+    return results + [False] * len(waiting)
 
 
 def main() -> None:
@@ -329,7 +360,7 @@ def main() -> None:
     add("--tasks", Path("corpus"), "folder of the items for `scripts.keep`")
     add("--model", Path("model"), "folder of the model that the parts relufy-* change")
     add("--seconds", float("inf"), "end by then; a training leaves a checkpoint", float)
-    add("--gpus", ["0"], "numbers of GPUs, with commas", lambda text: text.split(","))
+    add("--gpus", ["0"], "GPUs, with commas; twice: shared", lambda text: text.split(","))
     given = parser.parse_args()
     given.until = time.monotonic() + given.seconds - STOPPING
     named = [
@@ -344,18 +375,22 @@ def main() -> None:
             print(f"{name}, at most {limit} s:", *commands, sep="\n    python -m ")
         return
     spread = [name for name in given.parts if is_spread(name)]
-    if spread and len(given.gpus) < 2:
+    different = list(dict.fromkeys(given.gpus))
+    if spread and len(different) < 2:
         parser.error(f"{', '.join(spread)} need several --gpus, such as 0,1")
+    alone = [name for name in given.parts if name not in SHARING]
+    if alone and len(different) < len(given.gpus):
+        parser.error(f"{', '.join(alone)} are timed: name each of --gpus once")
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # In the background a shell lets commands ignore SIGINT, and so would theirs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         results = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
-        results += run_parts(spread, [",".join(given.gpus)], given)
+        results += run_parts(spread, [",".join(different)], given)
     finally:
-        for group in list(RUNNING):
-            end(group)
+        given.until = 0.0  # nothing begins any more
+        stop()
     raise SystemExit(not all(results))
 
 

@@ -1,10 +1,10 @@
 """Trainings that are still to record, as parts of `scripts.record`, in order of value.
 
 They are further seeds of every comparison, schedules of 25 to 300 M tokens, and the flagship
-on 300 M tokens, with and without L1. Recorded runs have no weights, so other models have to be
-traced and evaluated. A run has the fields of the recorded runs of its comparison. Each part trains,
-or resumes, and then `scripts.keep` writes its small files. Runs in data/runs are left out.
-`python -m scripts.trainings` lists the others.
+on 200 M tokens, with and without L1, at once on two GPUs of one machine. Recorded runs have no
+weights, so other models have to be traced and evaluated. A run has the fields of the recorded runs
+of its comparison. Each part trains, or resumes, and then `scripts.keep` writes its small files; two
+are measured at last. Runs in data/runs are left out. `python -m scripts.trainings` lists the rest.
 """
 
 from __future__ import annotations
@@ -71,12 +71,22 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
     ],
     "ships": [(f"5m-500m-l1-{l1}", SHIPS, "5e8", l1, "", "012") for l1 in ("1.5e-3", "0")],
     "flagship": [
-        ("flagship-300m-l1-6e-4", WIDE, "3e8", "6e-4", "backend=auto", "0"),
-        ("flagship-300m-l1-0", WIDE, "3e8", "0", "backend=dense", "0"),
+        ("flagship-200m-l1-0", WIDE, "2e8", "0", "backend=dense", "0"),
+        ("flagship-200m-l1-6e-4", WIDE, "2e8", "6e-4", "backend=auto", "0"),
     ],
 }
 TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
-START = 90  # seconds of start, compilation and `scripts.keep`; a guess
+START = 60  # seconds of start, compilation and `scripts.keep`; a guess
+# Models whose weights stay, for their speed is measured beside that of imposed activity.
+BESIDE = (
+    "twell measure model {{out}}/runs/{} --source {{corpus}}/valid.jsonl.xz {} --compile --alike "
+    "--out {{out}}/bench/trained"
+)
+MEASURED = {
+    "flagship-200m-l1-6e-4": "--batches 64x1024 --decode 1,32",
+    "85m-100m-l1-6e-4-seed-1": "--batches 128x512 --decode 1,32 --context 256",
+}
+MEASURING = 180  # seconds; a guess
 
 
 def runs(group: str) -> dict[str, tuple[str, float]]:
@@ -91,7 +101,8 @@ def runs(group: str) -> dict[str, tuple[str, float]]:
         for seed in seeds:
             run = name if fields is WIDE else f"{name}-seed-{seed}"
             command = f"twell train {chosen} {others} seed={seed} --out {{out}}/runs/{run}"
-            result[run] = " ".join(command.split()), START + float(tokens) / speed
+            seconds = START + float(tokens) / speed + MEASURING * (run in MEASURED)
+            result[run] = " ".join(command.split()), seconds
     return result
 
 
@@ -104,8 +115,11 @@ def missing(group: str, recorded: Path = RECORDED) -> list[str]:
 def parts(recorded: Path = RECORDED) -> dict[str, tuple[int, list[str]]]:
     """Return the limit in seconds and the commands of each run that is not recorded."""
     keep = "scripts.keep {{out}}/runs/{} --tasks {{tasks}} --out {{out}}/kept"
+    measured = {name: BESIDE.format(name, options) for name, options in MEASURED.items()}
+    stay = keep.replace("--tasks", "--weights --tasks")
+    after = {name: [stay.format(name), command] for name, command in measured.items()}
     return {
-        name: (3 * int(seconds) + 300, [command, keep.format(name)])
+        name: (3 * int(seconds) + 300, [command, *after.get(name, [keep.format(name)])])
         for group in GROUPS
         for name, (command, seconds) in runs(group).items()
         if name in missing(group, recorded)

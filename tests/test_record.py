@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -112,6 +113,48 @@ def test_parts_go_on_where_they_stopped(recorder, tmp_path, monkeypatch):
     assert recorder(**slow) == (False, "abc!bcd")
 
 
+def test_interrupted_commands_may_end_and_nothing_else_begins(recorder, tmp_path, monkeypatch):
+    calls, main = tmp_path / "calls", threading.get_ident()
+
+    def interrupt():
+        while "b" not in calls.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    assert recorder(a=["a 0", "b 60", "c 0"], d=["d 0"]) == (143, "ab!")
+
+
+def test_two_trainings_share_a_gpu(recorder, tmp_path, monkeypatch):
+    """Each waits here until the other has begun. Nothing that is timed may share."""
+    seen = []
+    monkeypatch.setattr(record, "wait_for_gpu", seen.append)
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys, time\n"
+        "calls = pathlib.Path(sys.argv[1])\n"
+        "with calls.open('a') as file: file.write(sys.argv[2])\n"
+        "while len(calls.read_text()) < 2: time.sleep(0.05)\n"
+    )
+    parts = {"a": ["a"], "b": ["b"]}
+    assert recorder("--gpus", "0,0", **parts) == (2, "")
+    monkeypatch.setattr(record, "SHARING", set(parts))
+    code, calls = recorder("--gpus", "0,0", **parts)
+    assert code is False and sorted(calls) == ["a", "b"] and not seen
+    assert "flagship-200m-l1-0" in record.SECONDS and "flagship-200m-l1-0" not in record.SHARING
+
+
+def test_what_would_not_end_in_time_does_not_begin(recorder, monkeypatch, capsys):
+    monkeypatch.setattr(record, "SECONDS", {"b": 1e6})
+    parts = {name: [f"{name} 0"] for name in "abc"}
+    assert recorder("--seconds", "300", **parts) == (True, "ac")
+    assert "not begun, for want of time: b" in capsys.readouterr().out
+    assert recorder(**parts) == (False, "acb")
+    monkeypatch.setattr(record, "SECONDS", {"d": 200})  # as long again where two share
+    monkeypatch.setattr(record, "SHARING", {"d"})
+    assert recorder("--gpus", "0,0", "--seconds", "300", d=["d 0"]) == (True, "acb")
+    assert recorder("--gpus", "0", "--seconds", "300", d=["d 0"]) == (False, "acbd")
+
+
 def test_parts_with_the_launcher_take_all_gpus_after_the_others(recorder, monkeypatch):
     seen, run = [], record.run
 
@@ -172,6 +215,11 @@ def test_what_is_left_of_a_command(tmp_path):
         assert record.completed(f"{command} --out {run}", given) == whole
         results.write_run(run, {}, origin)
         assert record.completed(f"{command} --out {run}", given) == f"{whole} --resume"
+    command = f"scripts.keep runs/r --out {tmp_path}"
+    assert record.completed(command, given) == command
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "log.csv.xz").touch()
+    assert record.completed(command, given) is None
     for command in ("twell trace r", "twell evaluate r"):
         whole = f"{command} --out {tmp_path}/{command[6]}.json"
         assert record.completed(f"{command} --out {{out}}/{command[6]}.json", given) == whole
@@ -275,7 +323,7 @@ def test_answers_are_the_likeliest(tiny):
         sums.append(logprob.gather(-1, ids[0, 1:, None])[before - 1 :].sum().item())
         lengths.append(len(choice))
     table = keep.answers(model, tokenizer, [("a", items[0]), ("a", items[1]), ("b", items[2])])
-    assert table["task"].tolist() == ["a", "a", "b"] and table["item"].tolist() == [0, 1, 0]
+    assert table["task"].tolist() == ["a", "a", "b"]
     best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
     assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
     assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]

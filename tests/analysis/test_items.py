@@ -13,7 +13,7 @@ from twell.analysis import quantities
 def answers(run, right, task="arc_easy", seed=0):
     random = np.random.default_rng(seed)
     correct = (random.random(400) < right).astype(int)
-    return pd.DataFrame({"run": run, "task": task, "item": range(400), "correct": correct})
+    return pd.DataFrame({"run": run, "task": task, "correct": correct})
 
 
 def test_answers_are_paired_over_items_and_seeds():
@@ -34,6 +34,9 @@ def test_answers_are_paired_over_items_and_seeds():
     assert single["verdict"] == "one seed" and np.isnan(single["seeds"])
     assert not of([0.2] * 3, [0.2] * 3)["above_chance"]
     table = analysis.paired_runs(pd.concat([answers("d", 0.6), answers("s", 0.3)]), ["d"], ["s"])
+    with pytest.raises(ValueError, match="arc_easy has 400 items in d, 399 in s"):
+        parts = [answers("d", 0.6), answers("s", 0.3)[1:]]
+        analysis.paired_runs(pd.concat(parts), ["d"], ["s"])
     numbers = quantities.paired(table)
     assert numbers["paired_tasks"] == 1 and not numbers["paired_settled"]
     assert quantities.paired(analysis.paired_runs(pd.DataFrame(columns=["run"]), [], [])) == {}

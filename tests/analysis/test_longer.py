@@ -3,10 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from tests.factories.analysis import made, make_run, tables
 from twell import analysis, results
-from twell.analysis import quantities
+from twell.analysis import measured, quantities
 
 NOTHING = results.load_runs("none", required=False)
 
@@ -36,9 +37,30 @@ def test_points_have_intervals_where_there_are_seeds():
     assert analysis.over_tokens(*NOTHING).empty
 
 
+def test_the_line_over_doublings_has_intervals():
+    """Those of a line with an intercept at 30 B tokens are what least squares says of it there."""
+    tokens = np.array([25e6, 50e6, 1e8, 2e8, 3e8])
+    doublings = np.log2(tokens / 3e10)
+    change = 4 + 0.5 * doublings + np.array([0.1, -0.2, 0, 0.2, -0.1])
+    table = pd.DataFrame({"tokens": tokens, "l1_coefficient": 1e-3, "change": change})
+    dense = table.assign(l1_coefficient=0.0, change=0.0)
+    line = analysis.trend(pd.concat([dense, table, table[:2].assign(l1_coefficient=1.0)]), 3e10)
+    (row,) = line.to_dict("records")
+    assert (row["l1_coefficient"], row["budgets"], row["last"]) == (1e-3, 5, 3e8)
+    fit = scipy.stats.linregress(doublings, change)
+    quantile = scipy.stats.t.ppf(0.975, 3)
+    expected = fit.slope, quantile * fit.stderr, fit.intercept, quantile * fit.intercept_stderr
+    names = "slope", "slope_limit", "at", "at_limit"
+    assert [row[name] for name in names] == pytest.approx(expected)
+    numbers = quantities.trended(line, 1e-3)
+    assert numbers["trend_last"] == 300 and quantities.trended(line, 1.0) == {}
+    assert analysis.trend(table[:2], 3e10).empty and analysis.trend(table[:0], 3e10).empty
+
+
 def racer(name, speeds, losses, **config):
     """A run with rows of 100 tokens, validated after each."""
     rows = [(100 * n, "train", "tokens_per_second", speed) for n, speed in enumerate(speeds, 1)]
+    rows += [(100 * n, "train", "peak_memory", speed * 1e9) for n, speed in enumerate(speeds, 1)]
     rows += [(100 * n, "valid", "cross_entropy", loss) for n, loss in enumerate(losses)]
     log = pd.DataFrame(rows, columns=["tokens", "split", "metric", "value"])
     log = log.assign(run=name, step=log["tokens"], layer=pd.array([pd.NA] * len(log), "Int64"))
@@ -54,6 +76,13 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     assert ends.loc["b", "tokens"] == 150 and ends.loc["b", "last"] == 3
     numbers = quantities.raced(ends.reset_index())
     assert numbers["race_first"] * 60 == 20 and numbers["race_fast"] == "auto, L1 = 1e-3"
+    assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
+    # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
+    rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
+    raced, rows = analysis.race(*tables(fast, slow)), rows.assign(device="d")
+    stepped = measured.stepped(raced, rows)
+    assert stepped["flagship_step"] == pytest.approx(400)
+    assert stepped["flagship_step_imposed"] == 100 and measured.stepped(raced, rows[:0]) == {}
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))

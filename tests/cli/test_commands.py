@@ -315,7 +315,7 @@ def test_model_gets_everything(measured):
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
-    expected["graphs"] = False
+    expected |= dict(graphs=False, alike=False)
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
     arguments, options = measured("model", "language_model")
     assert arguments[0] == "2b" and options["shapes"] == [(64, 2048), (16, 2048), (1, 2048)]
@@ -332,6 +332,8 @@ def test_a_checkpoint_has_the_name_of_its_run(measured, tiny_run):
     words = f"model {tiny_run} --source texts.jsonl --order-tokens --batches none --decode 1"
     options = measured(words, "language_model")[1]
     assert len(options["checkpoint"][2]) >= 3 and options["ordered"]
+    alike = f"model {tiny_run} --source texts.jsonl --batches 1x2 --alike"
+    assert measured(alike, "language_model")[1]["alike"]
 
 
 @pytest.fixture

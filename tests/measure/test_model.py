@@ -159,6 +159,19 @@ def test_the_activity_of_a_checkpoint_is_its_own(quick, tmp_path, monkeypatch):
     assert not rows["decode"] and not rows["model_parts"]
     files = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert files == ["model.csv", "model_layers.csv"]
+    # Random weights get these means.
+    beside = language_model(**options, alike=True, decode=[2], decode_context=32)
+    layers = [row for row in beside["model_layers"] if row["profile"] == "imposed"]
+    assert [row["wanted"] for row in layers] == [round(mean, 2) for mean in means]
+    for row in layers:
+        assert row["active"] == pytest.approx(row["wanted"], rel=0.2)
+    for file in ("model", "decode"):
+        profiles = [row["profile"] for row in beside[file]]
+        half = len(profiles) // 2
+        assert profiles == ["checkpoint"] * half + ["imposed"] * half and half
+    for unfit in ({"shapes": [(4, 64)], "active": [20]}, options | {"shapes": [], "decode": [2]}):
+        with pytest.raises(ValueError, match="alike: random weights get the activity"):
+            language_model("quick", TINY, **unfit, alike=True)
     # In another order of the tokens: checked against the same results.
     monkeypatch.setattr(order, "MIN_TOKENS", 100)
     rows = language_model(**options, ordered=True)

@@ -40,7 +40,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
         ".items": "DRAWS SCORES answer_records paired_records paired_runs",
-        ".longer": "BUDGETS RACED over_tokens race reached",
+        ".longer": "BUDGETS RACED over_tokens race reached trend",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
         ".relufied": "ASKED MANY_TOKENS gains_by_share relufied_course relufied_layers "
@@ -50,9 +50,9 @@ __getattr__, __dir__, __all__ = hand_on(
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "
         "settles_after sweep traced_model training_curves",
         ".speed": "BASELINE CALL CASE KERNEL_CASE MODEL_CASE SAME_ACTIVE SCALE STEP_CASE "
-        "TRAINING_CASE WRITTEN_BY at_level by_case correlation crossovers decode_speedups "
-        "layer_contributions layer_parts layers_at level_gains model_speedups roofline scale_table "
-        "short speedups step_speedups training_crossover training_speedups",
+        "TRAINING_CASE WRITTEN_BY at_level beside_imposed by_case correlation crossovers "
+        "decode_speedups layer_contributions layer_parts layers_at level_gains model_speedups "
+        "roofline scale_table short speedups step_speedups training_crossover training_speedups",
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
         "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
         "seven_tasks several_levels",

@@ -30,20 +30,27 @@ SCORES = {
 def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.DataFrame:
     """Return the difference of sparse models from dense ones on each task of SCORES.
 
-    items: answers of `scripts.keep` with a column run; dense, sparse: runs, which differ by seed.
+    items: answers of `scripts.keep` with a column run, those of a task in one order in all runs;
+    dense, sparse: runs, which differ by seed.
     Columns: task, items, dense_runs and runs, dense and sparse (means; accuracies in %,
     held_out_text in nats a token), difference, low and high: its 95% interval over items (paired
     bootstrap of the means over seeds), seeds: the limit that seeds explain (Student's t, NaN where
     neither side has several), limit: both together, verdict as `noise_verdict`, and above_chance:
-    whether the dense models' interval over items is.
+    whether the dense models' interval over items is. Raises ValueError where runs have not as many
+    items.
     """
     columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict"
-    items = items.reindex(columns=["run", "task", "item", "correct", "by_bytes", "nats"])
+    items = items.reindex(columns=["run", "task", "correct", "by_bytes", "nats"])
+    items = items.assign(item=items.groupby(["run", "task"]).cumcount())
     rows, random = [], np.random.default_rng(0)
     for task, (column, chance) in SCORES.items():
         asked = items[(items["task"] == task) & items["run"].isin([*dense, *sparse])]
         if asked.empty:
             continue
+        sizes = asked.groupby("run").size()
+        if sizes.nunique() > 1:
+            numbers = ", ".join(f"{size} in {run}" for run, size in sizes.items())
+            raise ValueError(f"{task} has {numbers}".replace(" in ", " items in ", 1))
         unit = 1 if column == "nats" else 100
         wide = unit * asked.pivot(index="item", columns="run", values=column)
         first, second = (wide[[run for run in names if run in wide]] for names in (dense, sparse))
@@ -75,11 +82,11 @@ def _seed_limit(first: pd.DataFrame, second: pd.DataFrame) -> float:
 def answer_records(items: pd.DataFrame) -> dict[str, dict]:
     """Return what `paired_records` takes of each run, from answers of `scripts.keep`.
 
-    items: with a column run. Accuracies are those of lm-eval's "acc".
+    items: with a column run, those of a task in order. Accuracies are those of lm-eval's "acc".
     """
     records = {}
     for (run, task), rows in items.dropna(subset="correct").groupby(["run", "task"]):
-        marks = "".join(str(int(mark)) for mark in rows.sort_values("item")["correct"])
+        marks = "".join(str(int(mark)) for mark in rows["correct"])
         fact = {"data": "scripts.keep", "items": len(marks), "correct": marks}
         records.setdefault(run, {"tasks": {}})["tasks"][task] = fact
     return records

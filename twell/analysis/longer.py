@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 
 from twell.analysis.runs import check_alike, choice, levels, sweep
-from twell.analysis.variants import QUANTITIES, noise_limit
+from twell.analysis.variants import CONFIDENCE, QUANTITIES, noise_limit
 
 BUDGETS = 2  # numbers of tokens, at least, of a level that is compared over tokens
 RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
@@ -58,13 +59,40 @@ def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
     return {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
 
 
+def trend(table: pd.DataFrame, tokens: float) -> pd.DataFrame:
+    """Return the straight line of the change of cross-entropy over doublings of tokens, by level.
+
+    table: `over_tokens`; a level with L1 counts that has three numbers of tokens or more. Columns:
+    l1_coefficient, budgets (their number), first and last (tokens), slope (points of % a doubling)
+    and slope_limit, at (the line at `tokens`, in %) and at_limit. Limits are 95% intervals of least
+    squares (Student's t) on one point a budget. They say nothing of whether the line goes on.
+    """
+    rows = []
+    for level, some in table[table["l1_coefficient"] > 0].groupby("l1_coefficient"):
+        some = some.dropna(subset="change")
+        if len(some) < 3:
+            continue
+        x, change = np.log2(some["tokens"].astype(float)), some["change"].astype(float)
+        line = scipy.stats.linregress(x, change)
+        quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(some) - 2)
+        beyond = np.log2(tokens) - x.mean()
+        middle = line.stderr * x.std(ddof=0)  # standard error of the line at its middle
+        spread = float(np.hypot(middle, line.stderr * beyond))
+        at = change.mean() + line.slope * beyond
+        row = level, len(some), some["tokens"].min(), some["tokens"].max()
+        rows.append((*row, line.slope, quantile * line.stderr, at, quantile * spread))
+    columns = "l1_coefficient budgets first last slope slope_limit at at_limit"
+    return pd.DataFrame(rows, columns=columns.split())
+
+
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the validations of complete runs over the seconds of training, slowest run first.
 
     Columns: run, backend, l1_coefficient, tokens, seconds (of training alone, by the logged
-    tokens/s), cross_entropy. Raises ValueError when runs differ in more than backend and level.
+    tokens/s), cross_entropy, peak_memory (the run's most bytes, NaN on a CPU). Raises ValueError
+    when runs differ in more than backend and level.
     """
-    columns = ["run", "backend", "l1_coefficient", "tokens", "seconds", "cross_entropy"]
+    columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory".split()
     runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
     tables = []
     if len(runs):
@@ -79,6 +107,7 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         valid = rows[(rows["split"] == "valid") & (rows["metric"] == "cross_entropy")]
         table = valid[["tokens", "value"]].rename(columns={"value": "cross_entropy"})
         table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
+        table["peak_memory"] = rows.loc[rows["metric"] == "peak_memory", "value"].max()
         tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
     tables.sort(key=lambda table: -table["seconds"].max())
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
@@ -88,7 +117,8 @@ def reached(raced: pd.DataFrame) -> pd.DataFrame:
     """Return the seconds and tokens after which each run of `race` has the loss that all reach.
 
     That is the highest of their last losses; between two validations the loss is linear. Columns:
-    run, backend, l1_coefficient, cross_entropy, seconds, tokens, last (its own last loss).
+    run, backend, l1_coefficient, cross_entropy, seconds, tokens, last (its own last loss),
+    peak_memory.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []
@@ -100,5 +130,7 @@ def reached(raced: pd.DataFrame) -> pd.DataFrame:
             float(np.interp(target, near["cross_entropy"], near[name]))
             for name in ("seconds", "tokens")
         )
-        rows.append((run, backend, level, target, seconds, tokens, last[run]))
-    return pd.DataFrame(rows, columns=[*by, "cross_entropy", "seconds", "tokens", "last"])
+        peak = table["peak_memory"].iloc[0]
+        rows.append((run, backend, level, target, seconds, tokens, last[run], peak))
+    columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory"]
+    return pd.DataFrame(rows, columns=columns)

@@ -238,6 +238,52 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
     return result
 
 
+def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
+    """Return the gains of trained models beside imposed activity, from `beside_imposed`.
+
+    By auto with compiled layers, of the newest flagship (`flagship_`) and of the 99 M model
+    (`recipe_`): a forward pass and decoding one document, in % over dense. _verdict: whether
+    imposed activity gains more.
+    """
+    result = {}
+    for name, table, where in (("forward", forward, "batch > 0"), ("decode", decode, "batch == 1")):
+        if table.empty:
+            continue
+        table = table.query(f"{where} and provider == {FORCED_AND_AUTO[1]!r}")
+        for prefix, model in (("flagship", "flagship-"), ("recipe", "85m-")):
+            some = table[table["model"].str.startswith(model)]
+            if len(some):
+                row = some.iloc[-1]
+                result |= {
+                    f"{prefix}_{name}": 100 * (row["speedup"] - 1),
+                    f"{prefix}_{name}_imposed": 100 * (row["imposed_speedup"] - 1),
+                    f"{prefix}_{name}_verdict": row["verdict"],
+                    f"{prefix}_{name}_active": row["active"],
+                    f"{prefix}_{name}_model": f"{row['model']} on {row['device']}",
+                }
+    return result
+
+
+def stepped(raced: pd.DataFrame, table: pd.DataFrame) -> Quantities:
+    """Return the gain of a trained model's steps beside that of imposed activity, in % over dense.
+
+    raced: `longer.race` of a dense and a sparse training, of which the second half counts; table:
+    `step_speedups` of the same model with imposed activity.
+    """
+    if table.empty or raced["run"].nunique() != 2:
+        return {}
+    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("run", sort=False)
+    spans = late[["tokens", "seconds"]].agg(lambda values: values.iloc[-1] - values.iloc[0])
+    dense, sparse = spans["tokens"] / spans["seconds"]
+    row = table[table["provider"] == STEP].iloc[-1]
+    return {
+        "flagship_step": 100 * (sparse / dense - 1),
+        "flagship_step_imposed": 100 * (row["speedup"] - 1),
+        "flagship_step_active": row["active"],
+        "flagship_step_device": row["device"],
+    }
+
+
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:
     """Return the speed and peak memory of optimiser steps of whole models with imposed activity.
 

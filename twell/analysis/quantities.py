@@ -18,10 +18,12 @@ from twell.analysis import activity, agreement, items, longer, quantized, runs, 
 from twell.analysis import tasks as accuracy
 from twell.analysis.bench import Bench
 from twell.analysis.measured import (
+    flattered,
     fp8,
     layer_speed,
     layer_training,
     models,
+    stepped,
     steps,
     trained_models,
 )
@@ -129,7 +131,19 @@ def raced(table: pd.DataFrame) -> Quantities:
         "race_second": last["seconds"] / 60,
         "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
         "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
+        "race_first_gb": first["peak_memory"] / 1e9,
+        "race_second_gb": last["peak_memory"] / 1e9,
     }
+
+
+def trended(table: pd.DataFrame, level: float) -> Quantities:
+    """Return a level's row of `longer.trend`; tokens in millions."""
+    result = {}
+    for row in table[table["l1_coefficient"] == level].to_dict("records"):
+        result = {f"trend_{name}": row[name] for name in "budgets slope slope_limit".split()}
+        result |= {"trend_at": row["at"], "trend_at_limit": row["at_limit"]}
+        result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
+    return result
 
 
 def paired(table: pd.DataFrame) -> Quantities:
@@ -253,13 +267,15 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
+BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
-RACES = "flagship-300m-l1-*", FLAGSHIP  # the first that is whole counts
+RACES = "flagship-200m-l1-*", FLAGSHIP  # the first that is whole counts
+AUTO = "flagship-200m-l1-6e-4", "flagship-half"  # trained by one code for all capacities
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 # Trainings at the level that stands for the paper's, each with another text order, size or length.
 AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
-AT_LEVEL += "flagship-triton flagship-300m-l1-6e-4"
+AT_LEVEL += "flagship-triton flagship-200m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = (
     "fp8-*",
@@ -286,6 +302,8 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     bench = Bench(data / "bench", [f"{name}.csv" for name in BENCH.split()])
     result = {"formats": _formats(bench)} | _runs(every, log)
     result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
+    imposed = Bench(data / "bench" / "trained").rows("train_step.csv", speed.step_speedups)
+    result["models"] |= stepped(longer.race(*_fitting(every, log, RACES[0])), imposed)
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared
@@ -335,11 +353,15 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         whole |= devices(table_of_pair, name)
     races = (longer.race(*_fitting(every, log, pattern)) for pattern in RACES)
     whole |= raced(longer.reached(next(race for race in races if race["run"].nunique() > 1)))
+    by_tokens = longer.over_tokens(*_fitting(every, log, BUDGETS))
+    trends = trended(longer.trend(by_tokens, PAPER_TOKENS), LEVEL)
+    swept = sweep(table, active, chosen, on_more) | trends
+    sparse = next(name for name in AUTO if name in set(every["run"]))
     return {
-        "sweep": sweep(table, active, chosen, on_more) | single(runs.list_runs(every, log)),
+        "sweep": swept | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
-        "training": whole | slowed(log[log["run"] == "flagship-half"]),
+        "training": whole | slowed(log[log["run"] == sparse]) | {"slow_run": sparse},
     }
 
 
@@ -363,6 +385,11 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
     decode = speed.decode_speedups(bench.rows("decode.csv")).query(
         "context == 512 and mode == 'graph'"
     )
+    trained = Bench(bench.folder / "trained")  # of a device of their own
+    sides = (
+        trained.rows("model.csv", speed.model_speedups),
+        trained.rows("decode.csv", speed.decode_speedups),
+    )
     auto = speed.speedups(bench.rows("auto.csv"))
     whole = models(scale, imposed, decode, speed.layers_at(of_middle, 29))
     layers = speed.speedups(rows)
@@ -375,7 +402,9 @@ def _speed(bench: Bench, evaluated: pd.DataFrame) -> dict[str, Quantities]:
         "layer_speed": layer_speed(layers, auto, rows),
         "fp8": fp8(*tables, cost, evaluated),
         "layer_training": layer_training(speed.training_speedups(training_rows)),
-        "models": whole | trained_models(by_tokens, every_layer),
+        "models": whole
+        | trained_models(by_tokens, every_layer)
+        | flattered(*map(speed.beside_imposed, sides)),
         "steps": steps(scale, by_step),
     }
 

@@ -23,6 +23,7 @@ CASE = [*TRAINING_CASE, "weight_sets"]
 _MODEL = "model num_layers hidden_size intermediate_size num_heads vocab_size gated".split()
 STEP_CASE = [*_MODEL, "context", "micro_batch", "tokens", "precision", "checkpoint_activations"]
 STEP_CASE += ["profile", "device"]
+_SIDES = "checkpoint", "imposed"  # profiles: a trained model, and random weights with its activity
 MODEL_CASE = [*_MODEL, *"dtype profile sdpa batch context tokens device".split()]
 CALL = ["commit", "command", "date"]  # a ratio is only taken within one call: absolute times drift
 _SPREAD = ["p20", "p80"]  # of the timed calls; the oldest rows have none
@@ -311,6 +312,27 @@ def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     fastest = fastest.assign(**fastest.groupby([*case, "active"])[CALL].transform("first"))
     rows = pd.concat([rows[~rows["tuned"]], fastest])
     return _in_order(_beside_dense(rows, "decode.csv", case))
+
+
+def beside_imposed(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the gains of trained models beside those of random weights with their activity.
+
+    table: `model_speedups` or `decode_speedups`; of each case that has the profiles "checkpoint"
+    and "imposed". Columns: model, batch, context, mode, provider, device; active, speedup and
+    imposed_active, imposed_speedup; verdict, of the imposed speed-up: "higher" or "lower" where the
+    ranges of p20 to p80 are apart, else "alike". Empty for an empty table. Ours.
+    """
+    if table.empty:
+        return table
+    case = ["model", "batch", "context", "mode", "provider", "device"]
+    numbers = ["active", "speedup", "speedup_low", "speedup_high"]
+    sides = (table.loc[table["profile"] == name, case + numbers] for name in _SIDES)
+    both = pd.merge(*sides, on=case, suffixes=("", "_imposed"))
+    higher = both["speedup_low_imposed"] > both["speedup_high"]
+    lower = both["speedup_high_imposed"] < both["speedup_low"]
+    both["verdict"] = np.select([higher, lower], ["higher", "lower"], "alike")
+    names = {f"{name}_imposed": f"imposed_{name}" for name in numbers[:2]}
+    return both.rename(columns=names)[[*case, *numbers[:2], *names.values(), "verdict"]]
 
 
 def _check_checkpointed(steps: pd.DataFrame) -> None:

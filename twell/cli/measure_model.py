@@ -56,6 +56,14 @@ def command(
             name="--order-tokens",
         ),
     ] = False,
+    alike: Annotated[
+        bool,
+        option(
+            "Then measure random weights too, on whose layers the same activity is imposed.",
+            INPUT,
+            name="--alike",
+        ),
+    ] = False,
     batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
     spread: Spread = None,
     active: Annotated[
@@ -119,6 +127,8 @@ def command(
             "key=value, --spread and --active are for random weights; a checkpoint has its own"
         )
     shapes = _shapes(batches)
+    if alike and (is_config or not shapes):
+        raise ValueError("--alike imposes the activity of a model and its text in one of --batches")
     means = numbers("--active", active, float) if active else None
     documents = numbers("--decode", decode, int) if decode else ()
     read = None if is_config or source else read_text(text, file)
@@ -134,6 +144,7 @@ def command(
         overrides,
         checkpoint=None if is_config else _checkpoint(model, read, source),
         ordered=order_tokens,
+        alike=alike,
         shapes=shapes,
         profile=spread or "paper",
         active=means,

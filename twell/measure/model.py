@@ -44,6 +44,7 @@ def language_model(
     *,
     checkpoint: Checkpoint | None = None,
     ordered: bool = False,
+    alike: bool = False,
     shapes: Sequence[tuple[int, int]] = ((64, 2048),),
     profile: str = "paper",
     active: Sequence[float] | None = None,
@@ -66,6 +67,7 @@ def language_model(
         overrides: fields of it to change, as key=value.
         checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
         ordered: compute similar tokens of the text side by side (`twell.order_tokens`).
+        alike: then measure random weights too, with its layers' means on the first of the batches.
         shapes: batches (sequences, tokens of each) whose forward pass is timed.
         profile: how the activity varies over layers, see `Pattern`.
         active: means over layers, each imposed and measured in turn; default: the paper's.
@@ -86,8 +88,7 @@ def language_model(
     """
     gpu = clock.gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
-    plan.check(gpu, checkpoint, active, ordered)
-    rows = Rows(out, FILES)
+    plan.check(gpu, checkpoint, active, ordered, alike)
     if checkpoint is None:
         given = _random(size, overrides, profile, active, plan.longest, gpu.device)
     else:
@@ -95,9 +96,7 @@ def language_model(
         given = _given(*checkpoint, ordered, plan.longest, gpu.device)
     model, draw, levels = given
     bench = Bench(size, model, profile, calibration, gpu, graphs)
-    for means in levels:
-        plan.run(bench, draw, means, rows)
-    return rows.by_file
+    return plan.run_all(bench, draw, levels, alike, Rows(out, FILES))
 
 
 @dataclass(frozen=True)
@@ -127,9 +126,16 @@ class Plan:
         require(possible or not self.tuned, unfit)
 
     def check(
-        self, gpu: clock.Gpu, checkpoint: Checkpoint | None, active: object, ordered: bool
+        self,
+        gpu: clock.Gpu,
+        checkpoint: Checkpoint | None,
+        active: object,
+        ordered: bool,
+        alike: bool,
     ) -> None:
         """Raise ValueError for what this GPU, or this kind of model, does not have."""
+        unfit = "alike: random weights get the activity of a checkpoint on the first of the batches"
+        require(not alike or (checkpoint is not None and self.shapes), unfit)
         unfit = "ordered: random weights have no similar tokens; give a checkpoint"
         require(checkpoint is not None or not ordered, unfit)
         unfit = "layers: they are timed alone and in the text's order; ordered says another"
@@ -145,8 +151,23 @@ class Plan:
         lengths = [context for _, context in self.shapes]
         return max([*lengths, *[self.decode_context + GENERATION] * bool(self.decode)], default=1)
 
-    def run(self, bench: Bench, draw: Draw, means: Sequence[float] | None, rows: Rows) -> None:
-        """Measure one level of activity: `means` by layer, or a checkpoint's own."""
+    def run_all(
+        self, bench: Bench, draw: Draw, levels: Sequence, alike: bool, rows: Rows
+    ) -> dict[str, list[dict]]:
+        """Measure all levels of activity; return the rows by file."""
+        activity = [self.run(bench, draw, means, rows) for means in levels]
+        if alike:
+            self.run(bench, _drawn_anew(bench), [layer["mean"] for layer in activity[0]], rows)
+        return rows.by_file
+
+    def run(
+        self, bench: Bench, draw: Draw, means: Sequence[float] | None, rows: Rows
+    ) -> list[dict[str, float]]:
+        """Measure one level of activity: `means` by layer, or a checkpoint's own.
+
+        Returns the activity of each layer on the first of the batches.
+        """
+        whole: list[list[dict[str, float]]] = []
         bench.become(DENSE_EAGER)
         if means is not None:
             imposed.impose(bench.model, means, draw(64, min(128, self.longest), seed=1))
@@ -156,6 +177,7 @@ class Plan:
         for index, (batch, context) in enumerate(self.shapes):
             ids, first = draw(batch, context), index == 0
             passes, activity = measure_forward(bench, ids, providers)
+            whole.append(activity)
             rows.add("model", passes)
             if self.parts and first:
                 rows.add("model_parts", measure_parts(bench, ids, activity))
@@ -172,6 +194,7 @@ class Plan:
                     rows.add("model_parts", decode_parts(bench, decoder, steps[0]))
             del decoder
             torch.cuda.empty_cache()
+        return whole[0] if whole else []
 
 
 def _random(
@@ -188,6 +211,15 @@ def _random(
     model, config = random_model(size, overrides, longest, device)
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
     return model, draw, [pattern.means(config.num_layers, mean) for mean in means]
+
+
+def _drawn_anew(bench: Bench) -> Draw:
+    """Give a checkpoint's model random weights; return what draws its tokens."""
+    bench.become(DENSE_EAGER)
+    imposed.draw_weights(bench.model)
+    bench.columns["profile"] = "imposed"
+    vocab_size = bench.model.config.vocab_size
+    return functools.partial(imposed.draw_tokens, vocab_size, device=bench.gpu.device)
 
 
 def _given(

@@ -78,6 +78,8 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
         colour = BACKENDS.get(backend, GREEN)
         name = {"triton": "sparse kernels"}.get(backend, backend)
         label = f"{name}, L1 = {analysis.level_name(level)}"
+        if pd.notna(peak := rows["peak_memory"].iloc[0]):  # a CPU has none
+            label += f", {peak / 1e9:.0f} GB"
         look = {"marker": "o", "markersize": 3, "color": colour, "label": label}
         ax.plot(rows["seconds"] / 60, rows["cross_entropy"], **look)
         end = ends[ends["run"] == run].iloc[0]
@@ -91,5 +93,6 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
     _legend(figure, "lower center", ncols=2)
     line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
     line += "interpolated."
-    _caption(figure, about and f"{about}.", "One run each; minutes without validation.", line)
+    runs = "One run each; minutes without validation; GB: the most memory of the whole training."
+    _caption(figure, about and f"{about}.", runs, line)
     return figure

@@ -149,10 +149,11 @@ SIDES = {
 _AUTO = {"color": AUTO, "marker": "D", "markersize": 4, "mec": "white", "mew": 0.6, "zorder": 3}
 _IMPOSED = "Imposed activity: random weights whose gate fires as often as the paper reports."
 _PICKS = "auto: each layer takes the sparse kernels or dense, by measured times."
-_ON_RANDOM = {"paper", "flat"}
+_ON_RANDOM = {"paper", "flat", "imposed"}
 ACTIVITY = {
     "paper": "random weights, imposed activity",
     "flat": "random weights, imposed activity, the same in each layer",
+    "imposed": "random weights, imposed activity of a trained model",
     "checkpoint": "trained, activity of a text",
     "checkpoint ordered": "trained, activity of a text, similar tokens side by side",
 }
