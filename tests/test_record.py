@@ -87,7 +87,10 @@ def recorder(tmp_path, monkeypatch):
             record.main()
         return end.value.code, calls.read_text()
 
-    return call
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_parts_go_on_where_they_stopped(recorder, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import torch
 
 from scripts import record
 from tests.factories.measure import TINY, K, N
-from tests.factories.train import write_pretrained
 from twell.__main__ import main
 from twell.measure import layer, trainer
 from twell.measure.calibration import calibrate
@@ -15,7 +14,6 @@ from twell.measure.layer import ffn
 from twell.measure.model import language_model
 from twell.measure.step import crossover, ffn_steps
 from twell.measure.trainer import train_step
-from twell.train import relufy_config
 
 pytest.importorskip("triton")
 UNWRITABLE = "cannot be written: name a file in a folder that exists"
@@ -95,21 +93,3 @@ def recorded_commands():
 def test_the_commands_that_record_rows_are_understood(command, tmp_path, capsys):
     assert main([part.format(out=tmp_path, corpus=tmp_path) for part in command]) == 2
     assert "measuring needs a GPU, and torch sees none" in capsys.readouterr().err
-
-
-def test_the_commands_that_relufy_are_understood(tmp_path, tiny_text):
-    parts = record.PARTS
-    names = [name for name in parts if name.startswith("relufy-")]
-    assert len(names) == 14
-    folder = write_pretrained(tmp_path / "model", tiny_text)
-    for name in names[1:]:
-        relufy, *others = parts[name][1]
-        words = relufy.format(out=tmp_path, corpus=tmp_path, model=folder).split()
-        _, _, model, *fields, _, out = words
-        config = relufy_config(model, fields, lambda line: None)
-        assert config.steps in (153, 306, 611, 1221, 2442) and out == str(tmp_path / "runs" / name)
-        stages = (config.steps - config.l1_zero_steps) / config.l1_stage_steps
-        assert 27 < stages < 29 and config.checkpoint_every
-        assert [command.split()[:2] for command in others] == [["twell", "trace"]] * 2 + [
-            ["twell", "evaluate"]
-        ]
