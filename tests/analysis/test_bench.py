@@ -14,6 +14,8 @@ def test_rows_are_of_the_device_with_the_most(tmp_path):
     few.drop(columns="device").to_csv(tmp_path / "other.csv", index=False)
     bench = analysis.Bench(tmp_path, required=["ffn.csv"])
     assert bench.device == "new" and set(bench.rows("ffn.csv")["device"]) == {"new"}
+    named = analysis.Bench(tmp_path, device=few["device"][0])
+    assert set(named.rows("ffn.csv")["device"]) == {few["device"][0]}
     table = bench.rows("ffn.csv", analysis.speedups, "provider == 'triton union'")
     assert table["speedup"].tolist() == [2.0]
     assert bench.rows("ffn.csv", analysis.speedups, "tokens == 1").empty

@@ -12,13 +12,15 @@ _UNTIMED = "quality.csv", "fuzz.csv"
 
 
 class Bench:
-    """The CSV files of `twell measure` in a folder, of the device with the most rows.
+    """The CSV files of `twell measure` in a folder, of one device.
 
-    device: its name, "" where the folder has no rows. Raises FileNotFoundError for a `required`
-    file that is not there.
+    device: its name; by default that with the most rows, "" where the folder has none. Raises
+    FileNotFoundError for a `required` file that is not there.
     """
 
-    def __init__(self, folder: str | Path, required: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: str | Path, required: Sequence[str] = (), device: str | None = None
+    ) -> None:
         self.folder = Path(folder)
         for file in required:
             if not (self.folder / file).is_file():
@@ -26,11 +28,14 @@ class Bench:
                     f"nothing is recorded in {self.folder / file}; "
                     "docs/benchmarks.md says which command measures it"
                 )
+        self.device = self._most_rows() if device is None else device
+
+    def _most_rows(self) -> str:
         timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name not in _UNTIMED]
         files = [pd.read_csv(path) for path in timed]
         devices = [rows["device"] for rows in files if "device" in rows]
         by_rows = pd.concat(devices).mode() if devices else ()
-        self.device = by_rows[0] if len(by_rows) else ""
+        return by_rows[0] if len(by_rows) else ""
 
     def paths(self, *files: str) -> list[Path]:
         """Return the files that exist."""

@@ -31,12 +31,14 @@ SHAPES = {
 }
 SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02)}  # else 4% and 2% active
 _FEW = 1024  # tokens, and fewer
+_OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
 
 
 def tables(root: str | Path) -> dict[str, dict[str, str]]:
     """Return the tables of each page below docs/ as Markdown, from data/ of a repository."""
     bench = Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
     layers = bench.rows("ffn.csv", speedups)
+    elsewhere = Bench(bench.folder, device=_OTHER_DEVICE).rows("ffn.csv", speedups)
     forward = model_speedups(of_fp8_calls(bench.rows("model.csv"))).query("profile == 'paper'")
     decode = decode_speedups(of_fp8_calls(bench.rows("decode.csv")))
     decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
@@ -47,6 +49,7 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
         "widths": by_width(layers),
         "few tokens": few_tokens(layers),
         "situations": situations(layers),
+        "h100": other_shapes(elsewhere),
         "fp8 layer": fp8_layer(layers),
         "fp8 models": fp8_models(forward, decode),
         "fp8 quality": fp8_costs(quality),

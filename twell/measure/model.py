@@ -167,7 +167,7 @@ class Plan:
 
         Returns the activity of each layer on the first of the batches.
         """
-        whole: list[list[dict[str, float]]] = []
+        of_first: list[dict[str, float]] = []
         bench.become(DENSE_EAGER)
         if means is not None:
             imposed.impose(bench.model, means, draw(64, min(128, self.longest), seed=1))
@@ -177,7 +177,7 @@ class Plan:
         for index, (batch, context) in enumerate(self.shapes):
             ids, first = draw(batch, context), index == 0
             passes, activity = measure_forward(bench, ids, providers)
-            whole.append(activity)
+            of_first = of_first or activity
             rows.add("model", passes)
             if self.parts and first:
                 rows.add("model_parts", measure_parts(bench, ids, activity))
@@ -194,7 +194,7 @@ class Plan:
                     rows.add("model_parts", decode_parts(bench, decoder, steps[0]))
             del decoder
             torch.cuda.empty_cache()
-        return whole[0] if whole else []
+        return of_first
 
 
 def _random(
