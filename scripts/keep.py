@@ -2,8 +2,8 @@
 
 DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
 position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted, unless
---weights is given. Of a run of `twell relufy` the original answers too, once. FOLDER has the
-paper's seven tasks as .jsonl; without it all items are of held-out text.
+--weights is given. Of a run of `twell relufy` the original answers too, once. FOLDER has some of
+the paper's seven tasks as .jsonl; without it all items are of held-out text.
 
 `twell evaluate` needs lm-eval, takes minutes, and has neither last words nor the loss of each
 held-out block. `analysis.paired_runs` and `analysis.paired_records` compare the answers of runs.
@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from twell import analysis, corpus, results, trace
@@ -43,6 +44,20 @@ LAST_WORDS = 1000, 48
 BATCH_TOKENS = 2**15
 
 
+def task_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each task that the folder has. Raises ValueError if that is not clear."""
+    found = {
+        name: sorted(folder.glob(f"{name.removesuffix('_cloze')}*.jsonl"))
+        for name in TASKS
+    }
+    if not any(found.values()):
+        raise ValueError(f"{folder} has no task: no .jsonl begins with one of {', '.join(TASKS)}")
+    for name, files in found.items():
+        if len(files) > 1:
+            raise ValueError(f"{folder} has {len(files)} files of {name}; it should have one")
+    return {name: files[0] for name, files in found.items() if files}
+
+
 def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
     """Yield the items of every task, by name."""
     source = TrainConfig.load(run / "config.yaml").valid_source
@@ -51,8 +66,7 @@ def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
         "continuation": corpus.continuations(texts, *CONTINUATIONS) if texts else [],
         "last_word": corpus.last_words(texts, *LAST_WORDS),
     }
-    for name in TASKS if tasks else ():
-        (file,) = tasks.glob(f"{name.removesuffix('_cloze')}*.jsonl")
+    for name, file in task_files(tasks).items() if tasks else ():
         items = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         asked[name] = [put(name, item) for item in items]
     for name, items in asked.items():
@@ -131,8 +145,14 @@ def answers(
 class Counts(Counter):
     """Counts over sequences of one length, with the methods that the tables of activity call.
 
-    An `Aggregate` would take a second pass, for examples that nothing here reads.
+    An `Aggregate` would take a second pass, for examples that nothing here reads, and so are unions
+    and pairs of neurons.
     """
+
+    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
+        self.count_active(layer, token)
+        self.count_values(layer, neuron, value)
+        self.count_tiles(layer, token, neuron)
 
     def histogram(self) -> np.ndarray:
         return self.active_histogram.cpu().numpy()

@@ -293,6 +293,19 @@ def test_the_original_of_a_relufied_run_answers_once(
     assert pairs.loc["piqa", "accuracy"] == right["one", "piqa"] and len(pairs) == 8
 
 
+def test_a_folder_may_have_fewer_tasks(tasks_folder):
+    """But not none, and of each one file."""
+    for file in tasks_folder.glob("*qa_*"):
+        file.unlink()
+    left = ["arc_challenge", "arc_easy", "hellaswag", "winogrande"]
+    assert sorted(keep.task_files(tasks_folder)) == left
+    (tasks_folder / "hellaswag_val.jsonl").touch()
+    with pytest.raises(ValueError, match="has 2 files of hellaswag; it should have one"):
+        keep.task_files(tasks_folder)
+    with pytest.raises(ValueError, match=r"has no task: no \.jsonl begins with one of arc_easy"):
+        keep.task_files(tasks_folder.parent)
+
+
 def test_questions_are_put_as_lm_eval_puts_them(tasks_folder):
     tasks = pytest.importorskip("twell.evaluate.tasks")
     _, _, loaded = tasks.load_tasks(["paper7", "commonsense_qa_cloze"], "m", tasks_folder, None)

@@ -72,20 +72,23 @@ class Counter:
         self.keys = torch.from_numpy(keys).to(ids.device)
 
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        active = torch.bincount(token, minlength=len(self.ids))
-        histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
-        self.active_histogram[layer] += histogram
-        self.token_active.index_add_(0, self.ids, active)
-        self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
-        self._count_values(layer, neuron, value)
-        self._count_tiles(layer, token, neuron)
+        self.count_active(layer, token)
+        self.count_values(layer, neuron, value)
+        self.count_tiles(layer, token, neuron)
         self._count_unions(layer, token, neuron)
         self._count_pairs(layer, token, neuron)
         group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
         self.top.add(group, at, value.abs(), value)
         self.sample.add(group, at, self.keys[token], value)
 
-    def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
+    def count_active(self, layer: int, token: Tensor) -> None:
+        active = torch.bincount(token, minlength=len(self.ids))
+        histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
+        self.active_histogram[layer] += histogram
+        self.token_active.index_add_(0, self.ids, active)
+        self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
+
+    def count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
         size, magnitude = self.intermediate_size, value.abs()
         exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, LOWEST)
         octave = exponent.clamp(LOWEST, HIGHEST) - LOWEST + WIDTH * (value < 0)
@@ -95,7 +98,7 @@ class Counter:
         self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
-    def _count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
+    def count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
         num_tokens, num_tiles = len(self.ids), -(-self.intermediate_size // TILE_N)
         tile = token * num_tiles + neuron // TILE_N
         in_tile = torch.bincount(tile, minlength=num_tokens * num_tiles)
