@@ -56,7 +56,7 @@ def test_tables_of_the_layer():
 def test_tables_are_of_the_device_with_the_most_rows(tmp_path):
     folder = tmp_path / "data" / "bench"
     folder.mkdir(parents=True)
-    for name in ("ffn", "model", "decode", "quality"):
+    for name in ("ffn", "model", "decode", "quality", "serve"):
         rows = pd.read_csv(ROOT / "data" / "bench" / f"{name}.csv")
         other = rows.iloc[::2].assign(device="another", date="2030-01-01")
         if "p50" in rows:
@@ -66,6 +66,26 @@ def test_tables_are_of_the_device_with_the_most_rows(tmp_path):
     for tables in (here, both):
         del tables["benchmarks.md"]["fp8 quality"]  # no times: of any device
     assert both == here
+
+
+def test_the_table_of_serving_has_the_bound_of_all_kernels():
+    both = {"date": "d", "requests": 64, "rounds": 2, "without_ffn": 8000.0}
+    rows = [
+        both | {"cuda_graph": graph, "provider": by, "requests_per_second": speed}
+        for graph, by, speed in (
+            ("default", "dense eager", 5.0),
+            ("True", "dense eager", 6.4),
+            ("True", "triton", 7.04),
+        )
+    ]
+    table = pd.DataFrame(rows).assign(first_token=1000.4, first_token_p95=2000.0)
+    assert cells(pages.serving(table)) == [
+        ["eager", "dense", "5.00", "–", "1,000", "2,000", "2"],
+        ["eager", "no feed-forward layer", "8.00", "+60.0%", "–", "–", "2"],
+        ["CUDA graphs", "dense", "6.40", "–", "1,000", "2,000", "2"],
+        ["CUDA graphs", "sparse", "7.04", "+10.0%", "1,000", "2,000", "2"],
+        ["CUDA graphs", "no feed-forward layer", "8.00", "+25.0%", "–", "–", "2"],
+    ]
 
 
 def test_tables_of_other_shapes():

@@ -29,6 +29,14 @@ NUMBERS = {
         r"(\d+)% at 6e-4": "100 * row(levels, l1_coefficient=6e-4)['dead_fraction_train']",
         r"leaves (\d)% of the neurons dead": "row(beside, choice='re-initialisation')['dead']",
         r"less sparse: (\d+) active": "row(beside, choice='L1 warm-up')['active']",
+        r"Activity rises by\s+(\d+)%": "100 * row(beside, choice='re-initialisation')['active'] "
+        "/ row(levels, l1_coefficient=6e-4)['active'] - 100",
+        r"Warm-up leaves (\d+)%\s+dead": "row(beside, choice='L1 warm-up')['dead']",
+        r"and is ([\d.]+)% worse at 1.5e-3": "row(levels, l1_coefficient=1.5e-3)"
+        "['cross_entropy_change']",
+        r"warm-up ([\d.]+) points more": "row(beside, choice='L1 warm-up')['change'] "
+        "- row(levels, l1_coefficient=6e-4)['cross_entropy_change']",
+        r"SiLU is ([\d.]+)% better": "-row(beside, choice='SiLU')['change']",
     },
     "03_layerwise": {
         r"\*last\* layer, (\d+) of": "at_level['mean'].iloc[-1]",
@@ -131,6 +139,10 @@ NUMBERS = {
         r"dense products after ([\d.]+)": "ends['seconds'].max() / 60",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
+        r"costs ([\d.]+)% more than that": "(lambda t: t['price'] - t['line_price'])"
+        "(row(beside, choice='L1 warm-up'))",
+        r"raises it by (\d+)%": "row(analysis.contrasts(table), choice='re-initialisation', "
+        "quantity='active neurons, %; difference relative')['difference']",
         r"(\d+)% more memory": "100 * scaled['peak_memory'].pct_change().iloc[-1]",
         r"loss is ([\d.]+) nats lower": "-scaled['cross_entropy'].diff().iloc[-1]",
         r"GPUs are ([\d.]+) times": "subjects['training']['devices_times']",

@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks.md and docs/models.md, written from the measured rows of data/bench.
+"""Tables of pages below docs/, written from the measured rows of data/bench.
 
 `tables` returns them by page and name; scripts/claims.py puts them between their markers. Speeds
 are over dense torch.compile of the same measurement.
@@ -54,7 +54,11 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
         "fp8 models": fp8_models(forward, decode),
         "fp8 quality": fp8_costs(quality),
     }
-    return {"benchmarks.md": benchmarks, "models.md": {"shapes": other_shapes(layers)}}
+    return {
+        "benchmarks.md": benchmarks,
+        "models.md": {"shapes": other_shapes(layers)},
+        "serving.md": {"serving": serving(bench.rows("serve.csv"))},
+    }
 
 
 def _markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
@@ -225,6 +229,31 @@ def other_shapes(table: pd.DataFrame) -> str:
                 if not np.isnan(gains).all()
             ]
     return _markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
+
+
+_SERVED_BY = {
+    providers.DENSE_EAGER.name: "dense",
+    providers.TRITON.name: "sparse",
+    providers.AUTO.name: "`auto`",
+}
+
+
+def serving(table: pd.DataFrame) -> str:
+    """Return requests a second and the times to the first token, and the bound of all kernels."""
+    rows = []
+    for (graphs, _), case in table.groupby(["cuda_graph", "date"], sort=False):
+        way = "CUDA graphs" if str(graphs) == "True" else "eager"
+        dense = case["requests_per_second"].iloc[0]
+        for row in case.to_dict("records"):
+            by, speed = _SERVED_BY[row["provider"]], row["requests_per_second"]
+            times = (f"{row[name]:,.0f}" for name in ("first_token", "first_token_p95"))
+            gain = "–" if by == "dense" else f"{_number(100 * (speed / dense - 1), '+.1f')}%"
+            rows.append((way, by, _number(speed), gain, *times, row["rounds"]))
+        bound = 1e3 * row["requests"] / row["without_ffn"]
+        gain = f"{_number(100 * (bound / dense - 1), '+.1f')}%"
+        rows.append((way, "no feed-forward layer", _number(bound), gain, "–", "–", row["rounds"]))
+    columns = "calls | computed by | requests/s: | over dense: | "
+    return _markdown(f"{columns}first token, ms: | 95%, ms: | rounds:", rows)
 
 
 # --- FP8 ------------------------------------------------------------------------------------------
