@@ -46,10 +46,7 @@ BATCH_TOKENS = 2**15
 
 def task_files(folder: Path) -> dict[str, Path]:
     """Return the file of each task that the folder has. Raises ValueError if that is not clear."""
-    found = {
-        name: sorted(folder.glob(f"{name.removesuffix('_cloze')}*.jsonl"))
-        for name in TASKS
-    }
+    found = {name: sorted(folder.glob(f"{name.removesuffix('_cloze')}*.jsonl")) for name in TASKS}
     if not any(found.values()):
         raise ValueError(f"{folder} has no task: no .jsonl begins with one of {', '.join(TASKS)}")
     for name, files in found.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import twell
@@ -65,9 +66,11 @@ kernels read them.
 
 
 def write_layer(folder: Path) -> Path:
-    """Write the folder. Raises FileExistsError where it exists."""
+    """Write the folder, whole or not at all. Raises FileExistsError where it exists."""
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; choose another folder")
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
     files = {f"{name}.py": _relative(text) for name, text in _sources("sparse/stateless").items()}
     files |= {"__init__.py": INIT, "layers.py": LAYERS}
     files |= {"kernels/__init__.py": "", "sparse/__init__.py": ""}
@@ -79,11 +82,11 @@ def write_layer(folder: Path) -> Path:
         metadata |= {"python-depends": [], "backend": {"type": backend}}
         files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
         for path, text in files.items():
-            target = folder / "build" / f"torch-{backend}" / path
+            target = part / "build" / f"torch-{backend}" / path
             write_atomically(target, text.replace('"twell::', f'"{name}::'))
     page = README.format(version=twell.__version__, folder=folder)
-    write_atomically(folder / "README.md", page)
-    return folder
+    write_atomically(part / "README.md", page)
+    return part.rename(folder)
 
 
 def _sources(name: str) -> dict[str, str]:

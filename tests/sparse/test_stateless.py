@@ -11,8 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.factories.models import DEVICE
 from tests.factories.sparse import relative, triton_here
+from twell import kernel_folder
 from twell.__main__ import main
 from twell.kernels.options import OPTIONS
+from twell.results import write_atomically
 from twell.sparse.stateless import SparseMLP
 
 BACKENDS = {"torch-cuda", "torch-rocm", "torch-cpu"}
@@ -79,3 +81,23 @@ def test_the_folder_has_all_that_it_imports(tmp_path, capsys):
                     assert not re.search(r"import twell|from twell", ast.unparse(node)), file
     assert main(["layer", "--out", str(folder)]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_leaves_no_folder(tmp_path, monkeypatch):
+    folder, written = tmp_path / "layer", []
+
+    def stop_at_the_sixth(path, text):
+        written.append(path)
+        if len(written) == 6:
+            raise KeyboardInterrupt
+        write_atomically(path, text)
+
+    monkeypatch.setattr(kernel_folder, "write_atomically", stop_at_the_sixth)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_folder.write_layer(folder)
+    assert not folder.exists()
+    monkeypatch.undo()
+    (tmp_path / ".layer.part" / "left over").touch()
+    assert kernel_folder.write_layer(folder) == folder
+    assert [path.name for path in tmp_path.iterdir()] == ["layer"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "build"]
