@@ -176,6 +176,7 @@ def rolling(
     documents: int = 8,
     characters: int = 8000,
     backend: str | None = None,
+    dtype: str | None = None,
     device: str | None = None,
 ) -> tuple[pd.DataFrame, str]:
     """Compare lm-eval's rolling log-likelihood of held-out text with our loss, and packed blocks'.
@@ -186,11 +187,12 @@ def rolling(
     has as much before it as fits. Packed blocks, as in training, are cut from all documents in a
     row, each with an end-of-text token behind it. That token is predicted too, the first of a block
     is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
-    from row to row. Raises ValueError for less than one block.
+    from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than one block.
     """
     with quietly(None):
         where = find_device(device)
-        lm = LM(model, CPU_BATCH_SIZE, backend=backend, device=where, add_bos_token=False)
+        computed = {"backend": backend, "dtype": dtype, "device": where}
+        lm = LM(model, CPU_BATCH_SIZE, **computed, add_bos_token=False)
     check_llama(model, lm.model)
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
