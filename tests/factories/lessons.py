@@ -49,7 +49,8 @@ NUMBERS = {
         r"would need \d+ to ([\d,]+):": "independent.max()",
         r"narrow model: ([\d.]+)%": "100 * analysis.per_layer(wide)['active_fraction'].mean()",
         r"instead of ([\d.]+)%": "100 * share.mean()",
-        r"holds in (\d) of 3 seeds": "ours['ten_times'].sum()",
+        r"holds in (\d) of 3 seeds": "groups['seeds']['ten_times'].sum()",
+        r"all (\d+) traced": "found['first_is_most'].sum()",
     },
     "04_tokens": {
         r"with (\d+) neurons a layer": "positions['mean_active'].iloc[0]",

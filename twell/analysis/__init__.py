@@ -35,7 +35,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".activity": "by_neuron by_position by_surprise contexts firing kept_activity passage "
         "per_layer per_token places specific strongest surprise surprise_correlation "
         "tile_overflow together union_sizes value_histogram",
-        ".agreement": "FINDINGS PEAK_WITHIN findings shared",
+        ".agreement": "FINDINGS PEAK_WITHIN findings groups shared",
         ".bench": "Bench",
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 
 from twell.analysis.runs import choice, logged_layers
@@ -64,6 +66,16 @@ def _of_trace(kept: pd.DataFrame) -> dict:
     row = {"overflow": overflow, "first": whole["first"], "later": whole["later"]}
     first_is_most = bool(whole["most"] == 0 and whole["first"] > whole["later"])
     return row | {"no_overflow": bool(overflow == 0), "first_is_most": first_is_most}
+
+
+def groups(table: pd.DataFrame, setting: str, at_level: str) -> dict[str, pd.DataFrame]:
+    """Return the rows of `findings` of three groups of runs, each within the next.
+
+    seeds: of one setting; level: of one L1 level, `at_level` has patterns of their names, each a
+    training of its own; all.
+    """
+    fits = [any(Path(run).match(one) for one in at_level.split()) for run in table["run"]]
+    return {"seeds": table[table["setting"] == setting], "level": table[fits], "all": table}
 
 
 def shared(table: pd.DataFrame) -> pd.DataFrame:

@@ -106,17 +106,18 @@ def layers(
 
 
 def shared_findings(table: pd.DataFrame, setting: str, at_level: str) -> Quantities:
-    """Return in how many models each of `findings` holds: of one setting, and of all at its level.
+    """Return in how many models of the three `agreement.groups` each of `findings` holds.
 
-    setting: runs that differ by seed; at_level: patterns of the runs at this level, each a training
-    of its own. FINDING_holds and _models; in front of the latter `all_`, with all_settings.
+    FINDING_holds and _models of the seeds; in front of those of the level `level_`, with
+    level_settings, and of all models `all_`.
     """
-    models = table["run"].map(lambda run: any(Path(run).match(one) for one in at_level.split()))
-    result = {"all_settings": table.loc[models, "setting"].nunique()}
-    for prefix, some in (("", table[table["setting"] == setting]), ("all_", table[models])):
+    result = {}
+    for name, some in agreement.groups(table, setting, at_level).items():
+        prefix = "" if name == "seeds" else f"{name}_"
+        result[f"{prefix}settings"] = some["setting"].nunique()
         for row in agreement.shared(some).to_dict("records"):
-            name = f"{prefix}{row['finding']}"
-            result |= {f"{name}_holds": row["holds"], f"{name}_models": row["models"]}
+            finding = f"{prefix}{row['finding']}"
+            result |= {f"{finding}_holds": row["holds"], f"{finding}_models": row["models"]}
     return result
 
 
