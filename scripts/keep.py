@@ -55,15 +55,15 @@ def task_files(folder: Path) -> dict[str, Path]:
     return {name: files[0] for name, files in found.items() if files}
 
 
-def questions(run: Path, tasks: Path | None) -> Iterator[tuple[str, dict]]:
-    """Yield the items of every task, by name."""
+def questions(run: Path, files: dict[str, Path]) -> Iterator[tuple[str, dict]]:
+    """Yield the items of the run's held-out text and of `task_files`, with the task's name."""
     source = TrainConfig.load(run / "config.yaml").valid_source
     texts = list(corpus.documents(source)) if source else []
     asked = {
         "continuation": corpus.continuations(texts, *CONTINUATIONS) if texts else [],
         "last_word": corpus.last_words(texts, *LAST_WORDS),
     }
-    for name, file in task_files(tasks).items() if tasks else ():
+    for name, file in files.items():
         items = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         asked[name] = [put(name, item) for item in items]
     for name, items in asked.items():
@@ -142,8 +142,8 @@ def answers(
 class Counts(Counter):
     """Counts over sequences of one length, with the methods that the tables of activity call.
 
-    An `Aggregate` would take a second pass, for examples that nothing here reads, and so are unions
-    and pairs of neurons.
+    An `Aggregate` would take a second pass, for examples. Nothing here reads those, nor unions or
+    pairs of neurons, so they are not counted.
     """
 
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
@@ -203,6 +203,8 @@ def main() -> None:
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
     given.out.joinpath("traces").mkdir(exist_ok=True)
+    files = task_files(given.tasks) if given.tasks else {}
+    print(f"tasks: {', '.join(files) or 'none'}, and held-out text", flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
     model = model.to(device).eval()
@@ -211,7 +213,7 @@ def main() -> None:
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"
         activity(model, blocks).to_csv(path, index=False)
-    asked = list(questions(given.run, given.tasks))
+    asked = list(questions(given.run, files))
 
     def answer(model: torch.nn.Module, name: str) -> int:
         table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])

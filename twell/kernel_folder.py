@@ -66,11 +66,15 @@ kernels read them.
 
 
 def write_layer(folder: Path) -> Path:
-    """Write the folder, whole or not at all. Raises FileExistsError where it exists."""
+    """Write the folder, whole or not at all. Raises FileExistsError where it exists.
+
+    An interrupted call leaves `.NAME.part`, which the next one replaces.
+    """
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; choose another folder")
     part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    if part.exists():
+        shutil.rmtree(part)
     files = {f"{name}.py": _relative(text) for name, text in _sources("sparse/stateless").items()}
     files |= {"__init__.py": INIT, "layers.py": LAYERS}
     files |= {"kernels/__init__.py": "", "sparse/__init__.py": ""}

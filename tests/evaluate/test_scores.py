@@ -134,6 +134,9 @@ def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config, c
     logger.removeHandler(caplog.handler)
     assert not caplog.messages
     assert "held out" in description
+    rounded, _ = evaluate.rolling(tiny_run, documents=9, characters=10**6, dtype="bfloat16")
+    change = abs(rounded["nats"] - table["nats"]).max()
+    assert 1e-5 < change < 0.02
     nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
     model, tokenizer = twell.load(tiny_run)
     split = corpus.split(tiny_config.source)

@@ -50,7 +50,8 @@ NUMBERS = {
         r"narrow model: ([\d.]+)%": "100 * analysis.per_layer(wide)['active_fraction'].mean()",
         r"instead of ([\d.]+)%": "100 * share.mean()",
         r"holds in (\d) of 3 seeds": "groups['seeds']['ten_times'].sum()",
-        r"all (\d+) traced": "found['first_is_most'].sum()",
+        r"([\d.]+)% of the tokens have such": "100 * found['overflow'].min()",
+        r"all (\d+) traced": "found['first_is_most'].notna().sum()",
     },
     "04_tokens": {
         r"with (\d+) neurons a layer": "positions['mean_active'].iloc[0]",
@@ -171,7 +172,6 @@ NUMBERS = {
         r"follows (\d+) times": "2.71828 ** row(effects, factor=0)['rise'].iloc[0]",
         r"the rise is ([\d.]+) nats": "row(effects, factor=0.5)['rise'].iloc[0]",
         r"has (\d+) places in": "row(effects, factor=0)['tokens'].iloc[0]",
-        r"other neuron costs ([\d.]+) nats": "silent.loc[f'neuron {other}', 'rise'].iloc[0]",
     },
     "12_pretrained": {
         r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",

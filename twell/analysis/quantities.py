@@ -106,10 +106,10 @@ def layers(
 
 
 def shared_findings(table: pd.DataFrame, setting: str, at_level: str) -> Quantities:
-    """Return in how many models of the three `agreement.groups` each of `findings` holds.
+    """Return FINDING_holds and FINDING_models of the seeds, see `agreement.groups`.
 
-    FINDING_holds and _models of the seeds; in front of those of the level `level_`, with
-    level_settings, and of all models `all_`.
+    With the prefix `level_` of the models at that level, with `all_` of every model; each group has
+    `settings` too.
     """
     result = {}
     for name, some in agreement.groups(table, setting, at_level).items():

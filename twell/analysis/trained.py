@@ -144,7 +144,8 @@ def _steps(
 ) -> Quantities:
     """NAME: whether a value of `levels` rises with every level; NAME_clear: beyond the noise.
 
-    NAME_not: whether a step goes the other way beyond the noise.
+    NAME_not: whether a step goes the other way beyond the noise. NAME_within: how many of the
+    NAME_steps are within it.
     """
     steps, runs = np.diff(rising.astype(float)), table["runs"].tolist()
     pairs = zip(runs[:-1], runs[1:], strict=True)
@@ -153,6 +154,8 @@ def _steps(
     if np.isfinite(limits).all():
         result |= {f"{name}_clear": bool((steps > limits).all())}
         result |= {f"{name}_not": bool((steps < -limits).any())}
+        within = int((abs(steps) <= limits).sum())
+        result |= {f"{name}_within": within, f"{name}_steps": len(steps)}
     return result
 
 
