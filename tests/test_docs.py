@@ -237,6 +237,18 @@ def test_a_site_that_needs_a_network_is_refused(tmp_path):
     assert builder().loaded_from_elsewhere(tmp_path) == [f"{page}: https://cdn.org/a.js"]
 
 
+def test_formulas_are_shown_without_a_network(tmp_path):
+    sphinx = pytest.importorskip("sphinx.cmd.build").main
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    text = "# Loss\n\nIt is $\\lambda$ times\n\n$$\\frac{1}{N}\\sum_n |h_n|.$$\n"
+    (source / "index.md").write_text(text, encoding="utf-8")
+    assert sphinx(["-q", "-W", "-b", "html", "-c", str(ROOT / "docs"), str(source), str(site)]) == 0
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert page.count("<math") == 2 and "λ" in page and "\\lambda" not in page
+    assert builder().loaded_from_elsewhere(site) == []
+
+
 # The recipe.
 
 # It notes how it was called; trainings leave a configuration behind, traces a file.

@@ -52,17 +52,14 @@ def test_the_page_and_the_summary_are_current(recorded):
 def test_every_claim_names_quantities_that_are_recorded(recorded):
     """`extra` claims of the notebook alone aside, every template and rule can be computed."""
     notebook_alone = {"specific_neuron", "silent_neuron"}
-    if not list(
-        (ROOT / "data" / "runs").glob("85m-200m-*")
-    ):  # a line takes three numbers of tokens
+    data = ROOT / "data"
+    if not list(data.glob("runs/85m-200m-*")):  # a line takes three numbers of tokens
         notebook_alone |= {"price_by_tokens", "price_on_the_papers_tokens"}
-    if not (ROOT / "data" / "bench" / "trained").is_dir():  # trained models beside imposed activity
+    if not (data / "bench" / "trained").is_dir():  # trained models beside imposed activity
         notebook_alone |= {
             one["name"] for one in claims.claims("models") if "beside" in one["name"]
         }
-    if not list(
-        (ROOT / "data" / "eval").glob("85m-100m-l1-0-*.csv.xz")
-    ):  # a dense model that was asked items
+    if not list(data.glob("eval/85m-100m-l1-0-*.csv.xz")):  # a dense model that was asked items
         notebook_alone |= {one["name"] for one in claims.claims("tasks") if "paired" in one["name"]}
     for claim in claims.claims():
         names = set(claims.paper_numbers()) | set(recorded[claim["subject"]])

@@ -172,6 +172,8 @@ NUMBERS = {
         r"follows (\d+) times": "2.71828 ** row(effects, factor=0)['rise'].iloc[0]",
         r"the rise is ([\d.]+) nats": "row(effects, factor=0.5)['rise'].iloc[0]",
         r"has (\d+) places in": "row(effects, factor=0)['tokens'].iloc[0]",
+        r"after the word by less than ([\d.]+) nats": "max(0.001, "
+        "abs(silent.loc[f'neuron {other}', 'rise'].iloc[0]))",
     },
     "12_pretrained": {
         r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",

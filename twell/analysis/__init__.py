@@ -46,7 +46,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".relufied": "ASKED MANY_TOKENS gains_by_share relufied_course relufied_layers "
         "relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
-        "activity_at alive_levels check_alike choice cross_entropy_change described "
+        "activity_at alive_levels check_alike choice cross_entropy_change described fits "
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "
         "settles_after sweep traced_model training_curves",
         ".speed": "BASELINE CALL CASE KERNEL_CASE MODEL_CASE SAME_ACTIVE SCALE STEP_CASE "

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 
-from twell.analysis.runs import choice, logged_layers
+from twell.analysis.runs import choice, fits, logged_layers
 
 PEAK_WITHIN = 0.25  # largest distance from the paper's peak, as a share of the depth
 # Column of `findings` -> what the paper says of its models.
@@ -74,8 +72,8 @@ def groups(table: pd.DataFrame, setting: str, at_level: str) -> dict[str, pd.Dat
     seeds: of one setting; level: of one L1 level, `at_level` has patterns of their names, each a
     training of its own; all.
     """
-    fits = [any(Path(run).match(one) for one in at_level.split()) for run in table["run"]]
-    return {"seeds": table[table["setting"] == setting], "level": table[fits], "all": table}
+    level = table[fits(table["run"], at_level)]
+    return {"seeds": table[table["setting"] == setting], "level": level, "all": table}
 
 
 def shared(table: pd.DataFrame) -> pd.DataFrame:

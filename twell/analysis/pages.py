@@ -250,7 +250,8 @@ def serving(table: pd.DataFrame) -> str:
         # By itself, transformers takes graphs where it has flash attention.
         takes = attention == "flash" if graphs == "default" else str(graphs) == "True"
         way = "CUDA graphs" if takes else "eager"
-        dense = case["requests_per_second"].iloc[0]
+        of_dense = case["provider"] == providers.DENSE_EAGER.name
+        dense = case.loc[of_dense, "requests_per_second"].item()
         for row in case.to_dict("records"):
             by, speed = _SERVED_BY[row["provider"]], row["requests_per_second"]
             times = (f"{row[name]:,.0f}" for name in ("first_token", "first_token_p95"))

@@ -278,13 +278,7 @@ SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
 AT_LEVEL += "flagship-triton flagship-200m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
-NO_SEEDS = (
-    "fp8-*",
-    "*-reinit-*",
-    "*-warmup-*",
-    "*-silu-*",
-    "*-nongated-*",
-)  # evaluated, of other choices
+NO_SEEDS = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"  # evaluated, of other choices
 BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
@@ -328,9 +322,9 @@ def _formats(bench: Bench) -> Quantities:
 
 def _fitting(every: pd.DataFrame, log: pd.DataFrame, pattern: str) -> Runs:
     """The runs whose name fits one of several patterns, and their log."""
-    names = [name for name in every["run"] if any(Path(name).match(one) for one in pattern.split())]
-    some = every[every["run"].isin(names)].dropna(axis=1, how="all")
-    return some.reset_index(drop=True), log[log["run"].isin(names)].reset_index(drop=True)
+    some = every[runs.fits(every["run"], pattern)]
+    of_some = log[log["run"].isin(some["run"])].reset_index(drop=True)
+    return some.dropna(axis=1, how="all").reset_index(drop=True), of_some
 
 
 def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
@@ -426,6 +420,6 @@ def _traces(data: Path, log: pd.DataFrame, evaluated: pd.DataFrame) -> dict[str,
         which |= tokens(by_token, activity.by_position(counted), prefix)
     passage = Trace.load(data / "traces" / "flagship-passage.npz")
     correlation = activity.surprise_correlation(passage)
-    of_recipe = [not any(Path(name).match(one) for one in NO_SEEDS) for name in evaluated["model"]]
-    of_tasks = tasks(evaluated[of_recipe], accuracy.backend_differences(evaluated))
+    of_recipe = evaluated[~runs.fits(evaluated["model"], NO_SEEDS)]
+    of_tasks = tasks(of_recipe, accuracy.backend_differences(evaluated))
     return {"layers": where, "tokens": which, "neurons": neurons(correlation), "tasks": of_tasks}

@@ -6,6 +6,7 @@ A run is a row of the configurations and many rows of the log, both from `result
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,11 @@ COMPUTED_BY = "backend micro_batch checkpoint_activations compile".split()
 MAY_DIFFER = "run path complete parameters device versions commit command".split()
 MAY_DIFFER += ["l1_coefficient", "seed", *COMPUTED_BY]
 MAY_DIFFER += ["log_every", "valid_every", "checkpoint_every"]
+
+
+def fits(names: pd.Series, patterns: str) -> pd.Series:
+    """Return whether each name fits one of several patterns, as those of files, with spaces."""
+    return names.map(lambda name: any(map(Path(name).match, patterns.split()))).astype(bool)
 
 
 def choice(runs: pd.DataFrame) -> pd.Series:

@@ -191,8 +191,9 @@ def rolling(
     """
     with quietly(None):
         where = find_device(device)
-        computed = {"backend": backend, "dtype": dtype, "device": where}
-        lm = LM(model, CPU_BATCH_SIZE, **computed, add_bos_token=False)
+        lm = LM(
+            model, CPU_BATCH_SIZE, backend=backend, dtype=dtype, device=where, add_bos_token=False
+        )
     check_llama(model, lm.model)
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
