@@ -101,10 +101,11 @@ def scored(
         ids = next(same_length((sequences[number] for number in order[start:]), batch))
         tokens = torch.tensor(ids, device=model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-        logprob = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
-        greedy = logits.argmax(-1) == tokens[:, 1:]
+        chosen = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        logprob = chosen.double().cpu().numpy()  # of all rows: each wait for the GPU takes long
+        greedy = (logits.argmax(-1) == tokens[:, 1:]).cpu().numpy()
         for row, number in enumerate(order[start : start + len(ids)]):
-            scores[number] = logprob[row].double().cpu().numpy(), greedy[row].cpu().numpy()
+            scores[number] = logprob[row], greedy[row]
         start += len(ids)
     return [scores[number] for number in range(len(sequences))]
 

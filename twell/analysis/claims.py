@@ -29,11 +29,11 @@ RULES = {"reproduced": "reproduced", "not_testable": "not testable", "in_part": 
 RULE = """\
 **The rule.** A claim that something changes is reproduced if our change has the paper's direction \
 and exceeds
-our interval (±). Where neither our change nor the paper's exceeds it, the claim is not testable. \
-A claim of no
-change is reproduced if our change lies within the interval, a claim of no rise if ours is not \
-above it. A bound
-("at most 2%") holds if our whole interval lies within it, and is not testable if only a part \
+our interval (±). Where the interval around our change holds both none and the paper's, the claim \
+is not testable. A
+claim of no change is reproduced if our change lies within the interval, a claim of no rise if \
+ours is not above it. A
+bound ("at most 2%") holds if our whole interval lies within it, and is not testable if only a part \
 does. What holds in
 more than half of several models, but not in all, is reproduced in part. A number without ± is \
 compared as it is."""
