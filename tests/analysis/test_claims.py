@@ -53,8 +53,6 @@ def test_every_claim_names_quantities_that_are_recorded(recorded):
     """`extra` claims of the notebook alone aside, every template and rule can be computed."""
     notebook_alone = {"specific_neuron", "silent_neuron"}
     data = ROOT / "data"
-    if not list(data.glob("runs/85m-200m-*")):  # a line takes three numbers of tokens
-        notebook_alone |= {"price_by_tokens", "price_on_the_papers_tokens"}
     if not (data / "bench" / "trained").is_dir():  # trained models beside imposed activity
         notebook_alone |= {
             one["name"] for one in claims.claims("models") if "beside" in one["name"]

@@ -33,8 +33,8 @@ our interval (±). Where the interval around our change holds both none and the 
 is not testable. A
 claim of no change is reproduced if our change lies within the interval, a claim of no rise if \
 ours is not above it. A
-bound ("at most 2%") holds if our whole interval lies within it, and is not testable if only a part \
-does. What holds in
+bound ("at most 2%") holds if our whole interval lies within it, and is not testable if only a \
+part does. What holds in
 more than half of several models, but not in all, is reproduced in part. A number without ± is \
 compared as it is."""
 HEADER = "<!-- Written by `python scripts/claims.py` from twell/analysis/claims.yaml. -->"

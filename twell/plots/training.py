@@ -371,8 +371,8 @@ def scale_activity(
     """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
-    `analysis.seed_noise` for active_fraction and cross_entropy_change, drawn as bars where it is
-    known. about: a further sentence of the caption.
+    `analysis.seed_noise` for active_fraction and cross_entropy_change; the standard errors that it
+    gives are drawn as bars. about: a further sentence of the caption.
     """
     figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True)
     left, right = axes[0]
@@ -380,18 +380,16 @@ def scale_activity(
     for whose, rows, colour, marker in (("ours", table, OURS, "o"), ("paper", paper, PAPER, "s")):
         level = analysis.level_name(rows["l1_coefficient"].iloc[0])
         rows = rows.sort_values("parameters").assign(share=100 * rows["active_fraction"])
-        # Noise of a logarithm, and of the difference of two models.
-        shares = rows["share"] * noise["active_fraction"]
-        changes = 0 * rows["change"] + np.sqrt(2) * noise["cross_entropy_change"]
-        for ax, column, bars in ((left, "share", shares), (right, "change", changes)):
+        for ax, column in ((left, "share"), (right, "change")):
             known = rows.dropna(subset=column)
-            size, height, bar = known["parameters"] / 1e6, known[column], bars[known.index]
+            size, height = known["parameters"] / 1e6, known[column]
             look = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1}
             (line,) = ax.plot(size, height, linestyle=":", **look)
             entries.setdefault(f"{whose}, L1 = {level}{_sizes_name(rows)}", line)
-            if whose == "ours" and np.isfinite(bar).all():
+            bar = _standard_errors(known, column, noise) if whose == "ours" else np.array(np.nan)
+            if np.isfinite(bar).all():
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
-                bars_of = "Bars are ± one standard deviation of seeds, measured at one size."
+                bars_of = "Bars are ± one standard error by the noise of seeds at one size."
             if ax is left:
                 for x, y in zip(size, height, strict=True):
                     _note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
@@ -409,6 +407,13 @@ def scale_activity(
     _legend(figure, "lower center", entries, ncols=2)
     _caption(figure, "The percentages at the left are shares of active neurons.", bars_of, about)
     return figure
+
+
+def _standard_errors(rows: pd.DataFrame, column: str, noise: dict[str, float]) -> pd.Series:
+    """Of a mean share of active neurons, whose logarithm scatters, or of a change of the loss."""
+    if column == "share":
+        return rows[column] * noise["active_fraction"] / np.sqrt(rows["runs"])
+    return noise["cross_entropy_change"] * np.sqrt(1 / rows["runs"] + 1 / rows["dense_runs"])
 
 
 def _sizes_name(rows: pd.DataFrame) -> str:
