@@ -37,8 +37,13 @@ NUMBERS = {
         r"warm-up ([\d.]+) points more": "row(beside, choice='L1 warm-up')['change'] "
         "- row(levels, l1_coefficient=6e-4)['cross_entropy_change']",
         r"SiLU is ([\d.]+)% better": "-row(beside, choice='SiLU')['change']",
+        r"at 6e-4 from ([\d.]+)% on 25 M": "-row(by_tokens, l1_coefficient=6e-4, tokens=25e6)['change']",
+        r"on 25 M tokens to ([\d.]+)% on": "-row(by_tokens, l1_coefficient=6e-4, tokens=50e6)['change']",
+        r"ends at \+(\d+) ± \d+%": "quantities['trend_at']",
+        r"ends at \+\d+ ± (\d+)%": "quantities['trend_at_limit']",
     },
     "03_layerwise": {
+        r"In all (\d+) traced models": "len(found.dropna(subset='overflow'))",
         r"\*last\* layer, (\d+) of": "at_level['mean'].iloc[-1]",
         r"at least (\d+) times the mean": "(at_level['max'] / at_level['mean']).min()",
         r"overflow in (\d+) of 12": "sum(row(overflow, compression=8)['overflow_rows'] > 0)",
@@ -127,8 +132,10 @@ NUMBERS = {
         "(row(parts, tokens=1, provider='dense torch.compile'))",
     },
     "09_training_choices": {
-        r"cost about (\d+)% less": "(lambda t: t['line_price'] - t['price'])"
-        "(row(beside, choice='balanced columns')).mean()",
+        r"cost ([\d.]+) and [\d.]+% less": "(lambda t: t['line_price'] - t['price'])"
+        "(row(beside, choice='balanced columns', l1_coefficient=6e-4))",
+        r"cost [\d.]+ and ([\d.]+)% less": "(lambda t: t['line_price'] - t['price'])"
+        "(row(beside, choice='balanced columns', l1_coefficient=1.5e-3))",
         r"differs by ([\d.]+) nats": "abs(flagships['cross_entropy'].diff().iloc[-1])",
         r"train ([\d.]+) times as\s+fast": "1 + subjects['training']['faster_late'] / 100",
         r"with (\d+)% less memory": "-subjects['training']['memory_late']",
