@@ -37,8 +37,10 @@ NUMBERS = {
         r"warm-up ([\d.]+) points more": "row(beside, choice='L1 warm-up')['change'] "
         "- row(levels, l1_coefficient=6e-4)['cross_entropy_change']",
         r"SiLU is ([\d.]+)% better": "-row(beside, choice='SiLU')['change']",
-        r"at 6e-4 from ([\d.]+)% on 25 M": "-row(by_tokens, l1_coefficient=6e-4, tokens=25e6)['change']",
-        r"on 25 M tokens to ([\d.]+)% on": "-row(by_tokens, l1_coefficient=6e-4, tokens=50e6)['change']",
+        r"at 6e-4 from ([\d.]+)% on 25 M": "-row(by_tokens, "
+        "l1_coefficient=6e-4, tokens=25e6)['change']",
+        r"on 25 M tokens to ([\d.]+)% on": "-row(by_tokens, "
+        "l1_coefficient=6e-4, tokens=50e6)['change']",
         r"ends at \+(\d+) ± \d+%": "quantities['trend_at']",
         r"ends at \+\d+ ± (\d+)%": "quantities['trend_at_limit']",
     },
