@@ -283,7 +283,8 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
     judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}
     total = sum(judged.values())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in judged.items())
-    lines += ["", f"Of {total} claims of the paper: {verdicts} ([each one](docs/claims.md))."]
+    total = f"Of {total} comparisons with the paper"
+    lines += ["", f"{total}: {verdicts} ([each one](docs/claims.md))."]
     return "\n".join(lines)
 
 

@@ -353,7 +353,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     swept = sweep(table, active, chosen, on_more) | trends
     sparse = next(name for name in AUTO if name in set(every["run"]))
     return {
-        "sweep": swept | single(runs.list_runs(every, log)),
+        "sweep": swept | single(runs.list_runs(every, log), chosen),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
         "training": whole | slowed(log[log["run"] == sparse]) | {"slow_run": sparse},
