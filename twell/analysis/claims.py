@@ -281,10 +281,9 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
     counts = _counts(recorded)
     judged = {verdict: counts[verdict] for verdict in VERDICTS[:4]}
-    total = sum(judged.values())
+    compared = f"Of {sum(judged.values())} comparisons with the paper"
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in judged.items())
-    total = f"Of {total} comparisons with the paper"
-    lines += ["", f"{total}: {verdicts} ([each one](docs/claims.md))."]
+    lines += ["", f"{compared}: {verdicts} ([each one](docs/claims.md))."]
     return "\n".join(lines)
 
 
