@@ -245,6 +245,16 @@ def test_a_stream_resumes_anywhere(streamed):
         assert torch.equal(again.draw(range(33)), expected)
 
 
+def test_a_resumed_stream_begins_again_at_its_first_document(streamed):
+    stream, _ = streamed
+    blocks = stream()
+    for size in (1, 40, 300, 5):
+        blocks.draw(range(size))
+        again = stream()
+        again.restore(json.loads(json.dumps(blocks.state())))
+        assert torch.equal(again.draw(range(900)), blocks.draw(range(900)))  # past the end
+
+
 def test_processes_share_a_stream_without_overlap(streamed):
     stream, coded = streamed
     end, seen = coded[0][-1], []

@@ -91,11 +91,12 @@ class TrainConfig:
             for name in names.split():
                 if not fits(value := getattr(self, name)):
                     raise ValueError(f"{name} is {value!r}; it has to {rule}")
+        own = self.teacher is None  # a teacher's heads may have another size
         for name, divisor in _DIVISORS.items():
             value, part = getattr(self, name), getattr(self, divisor)
-            if value % part:
+            if value % part and (own or name != "hidden_size"):
                 raise ValueError(f"{name} {value} is no multiple of {divisor} {part}")
-        if (head := self.hidden_size // self.num_heads) % 2:
+        if own and (head := self.hidden_size // self.num_heads) % 2:
             raise ValueError(
                 f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
                 f"{head}; rotary positions need an even number"

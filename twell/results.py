@@ -17,6 +17,7 @@ is ever deleted.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -54,6 +55,7 @@ LOCK = "train.lock"
 RUN_FILES = "config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split()
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
+    chat_template.jinja additional_chat_templates/*.jinja modeling_twell.py
     calibration.json""".split()
 # The files among them that only a training or an export writes.
 KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
@@ -298,6 +300,8 @@ def remove_run(folder: str | Path) -> None:
     for pattern in MODEL_FILES:
         for path in model.glob(pattern):
             path.unlink()
+    with contextlib.suppress(OSError):  # none there, or with files of somebody else
+        (model / "additional_chat_templates").rmdir()
     if model.is_dir() and not model.is_symlink() and not any(model.iterdir()):
         model.rmdir()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.factories import SEED
 from tests.factories.train import contents, resume, stop_training, stream_config, write_config
@@ -233,3 +234,13 @@ def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
     with pytest.raises(ValueError, match=message):
         resume(config, run)
     assert contents(run).keys() == before.keys()
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_stays_one(tmp_path):
+    """PyTorch wraps what stops it."""
+
+    def stopped(tensors, checkpoint_id):
+        raise dcp.api.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint._transfer(stopped, {}, tmp_path, "written")

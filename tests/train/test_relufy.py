@@ -281,13 +281,14 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
     texts = "".join(line["text"] for line in lines)
     assert len(texts) > 3000 and len(set(texts)) > 5
-    # Stopped in its third batch, with half a line written, it goes on to the same file.
+    # Stopped in its third batch, or at its end, with half a line, it goes on to the same file.
     file, text = results.Path(whole.source), open(whole.source, encoding="utf-8").read()
     part = file.with_suffix(".part")
-    part.write_text("".join(text.splitlines(keepends=True)[: 2 * 16 + 3]) + '{"te')
-    file.unlink()
-    assert relufy_config(teacher, SHORT, said.append) == whole
-    assert file.read_text(encoding="utf-8") == text and not part.exists()
+    for lines in (2 * 16 + 3, 2 * 16 - 1, 6 * 16 - 1):
+        part.write_text("".join(text.splitlines(keepends=True)[:lines]) + '{"te')
+        file.unlink()
+        assert relufy_config(teacher, SHORT, said.append) == whole
+        assert file.read_text(encoding="utf-8") == text and not part.exists()
     run = train(dataclasses.replace(whole, tokens=1024), tmp_path / "run", quiet=True)
     assert results.load_run(run)[0]["complete"]
 

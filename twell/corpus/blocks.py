@@ -94,7 +94,8 @@ class Stream:
             held_out += tokens
             documents += 1
         self.valid = np.array(held_out[:valid_tokens], dtype=np.uint32)
-        self.stream = split_dataset_by_node(stream.skip(documents), process, num_processes)
+        self.begin = lambda: split_dataset_by_node(stream.skip(documents), process, num_processes)
+        self.stream = self.begin()
         self.reader = self._encoded(self.stream)
         self.rest: list[int] = []  # tokens read and not yet drawn
 
@@ -116,7 +117,8 @@ class Stream:
         size = len(list(numbers)) * self.context
         while len(self.rest) < size:
             tokens = next(self.reader, None)
-            if tokens is None:  # start again
+            if tokens is None:  # start again, and not where a restored stream went on
+                self.stream = self.begin()
                 self.reader = self._encoded(self.stream)
                 tokens = next(self.reader, None)
             if tokens is None:

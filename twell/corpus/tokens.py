@@ -84,7 +84,16 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Return a text's token ids, without special tokens."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return _whole(tokenizer).encode(text, add_special_tokens=False).ids
+
+
+def _whole(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
+    """The library's tokenizer, without what a fine-tuning may have left: it cut and padded."""
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation or backend.padding:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 @dataclass(frozen=True)
@@ -116,24 +125,25 @@ def prepare(
         tokenizer: path or hub name of an existing tokenizer to use instead.
     Raises ValueError for an empty corpus, a damaged cache or a tokenizer that does not fit.
     """
+    given = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
     file = Path(tokenizer or "") / "tokenizer.json"  # another one may come to the same place
     key = {
-        "format": 1,
+        "format": 2,
         "texts": [*_fingerprints(source), *_fingerprints(valid_source)],
         "vocab_size": vocab_size,
-        "tokenizer": _sha256(file) if tokenizer is not None and file.is_file() else tokenizer,
+        "tokenizer": _sha256(file) if given is not None and file.is_file() else tokenizer,
+        "end": None if given is None else given.eos_token_id,  # a file beside it may change that
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / name
     if not folder.is_dir():
-        if tokenizer is None:
+        model = given
+        if model is None:
             texts = (text for part, text in split(source, valid_source) if part == "train")
             model = train_tokenizer(texts, vocab_size)
-        else:
-            model = load_tokenizer(tokenizer, vocab_size)
         arrays = _tokenize(source, valid_source, model, vocab_size)
-        _write(folder, model, arrays)
-    return _read(folder)
+        _write(folder, arrays, None if given is not None else model)
+    return _read(folder, given)
 
 
 def _fingerprints(source: str | None) -> list:
@@ -161,7 +171,7 @@ def _tokenize(
     texts = split(source, valid_source)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
-        encodings = model.backend_tokenizer.encode_batch_fast(
+        encodings = _whole(model).encode_batch_fast(
             [text for _, text in batch], add_special_tokens=False
         )
         for (part, _), encoding in zip(batch, encodings, strict=True):
@@ -176,12 +186,18 @@ def _tokenize(
     return {part: np.concatenate(arrays) for part, arrays in pieces.items()}
 
 
-def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, arrays: dict[str, np.ndarray]) -> None:
-    """Write `folder` whole or not at all: under another name, and then rename it."""
+def _write(
+    folder: Path, arrays: dict[str, np.ndarray], trained: PreTrainedTokenizerFast | None
+) -> None:
+    """Write `folder` whole or not at all: under another name, and then rename it.
+
+    trained: the tokenizer, where it is of this text.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        tokenizer.save_pretrained(temporary)
+        if trained is not None:
+            trained.save_pretrained(temporary)
         for part, array in arrays.items():
             np.save(temporary / f"{part}.npy", array)
         sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
@@ -196,8 +212,11 @@ def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, arrays: dict[str, n
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read(folder: Path) -> Corpus:
-    """Read what `_write` wrote. Raises ValueError naming a damaged file."""
+def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:
+    """Read what `_write` wrote; its tokenizer where none is given.
+
+    Raises ValueError naming a damaged file.
+    """
     file = folder / CHECKSUMS
     try:
         for name, expected in json.loads(file.read_text(encoding="utf-8")).items():
@@ -209,7 +228,7 @@ def _read(folder: Path) -> Corpus:
             file = folder / f"{part}.npy"
             arrays[part] = np.load(file, mmap_mode="r")
         file = folder / "tokenizer.json"
-        return Corpus(AutoTokenizer.from_pretrained(folder), **arrays)
+        return Corpus(given or AutoTokenizer.from_pretrained(folder), **arrays)
     except (PermissionError, MemoryError):
         raise
     except Exception:  # transformers and numpy have a dozen kinds

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import snapshot_download
@@ -171,6 +172,7 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     weights.
     """
     folder = resolve(name)
+    _refuse_adapter(folder)
     config, auto = stock_config(folder)
     source = folder if Path(name).is_dir() else name  # transformers downloads other files too
     try:
@@ -180,6 +182,9 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
             )
     except SafetensorError as error:
         raise ValueError(f"{folder}: damaged weights: {error}; put back a whole copy") from None
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{folder} cannot be loaded: {reason}; put back a whole copy") from None
     for problem in ("missing_keys", "unexpected_keys"):
         if report[problem]:
             raise ValueError(

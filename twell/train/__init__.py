@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".dead": "DeadWindow balance reinitialize",
         ".log": "Log activity_columns",
         ".relufy": "Student relufy_config",
-        ".start": "train",
+        ".start": "check_folder train",
         ".text": "run_text text_hashes",
         ".validation": "evaluate",
     },

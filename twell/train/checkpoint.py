@@ -142,6 +142,8 @@ def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> Non
             transfer(tensors, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:  # a BaseException
         failure, _ = next(iter(error.failures.values()))
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure from None
         raise OSError(f"{folder} could not be {verb}: {failure}") from None
 
 

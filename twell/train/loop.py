@@ -31,6 +31,7 @@ from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
+from twell.train.relufy import teacher_hash
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
 
@@ -52,6 +53,7 @@ class Run:
             text = config.prepare_text(self.rank, self.world)
         self.tokenizer, self.blocks, self.valid_blocks = text
         self.text = text_hashes(config, self.blocks, self.valid_blocks)
+        self.teacher = teacher_hash(config.teacher) if config.teacher else None
 
         self.model = build_model(config, self.tokenizer, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -80,6 +82,7 @@ class Run:
         self.done = 0
         if resume and self.checkpoints.exist():
             check_text(self.folder, self.text)
+            self.check_teacher()
             self.done, size = self.load_checkpoint()
         elif resume:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
@@ -104,6 +107,15 @@ class Run:
                     self.keep(step, interrupt.pressed)
         return self.finish()
 
+    def check_teacher(self) -> None:
+        """Raise ValueError when the teacher has changed since the run started."""
+        before = results.load_provenance(self.folder).get("teacher_sha256", self.teacher)
+        if before != self.teacher:
+            raise ValueError(
+                f"the teacher {self.config.teacher} has changed since {self.folder} started: its "
+                "weights or config.json differ; put them back, or train a new run"
+            )
+
     def open_folder(self, resume: bool, log_size: int | None) -> None:
         """Write configuration and provenance, open the log, and say what begins."""
         starts = results.load_provenance(self.folder)["starts"] if resume else []
@@ -112,6 +124,7 @@ class Run:
             "parameters": self.parameters,
             "complete": False,
             "text_sha256": self.text,
+            **({"teacher_sha256": self.teacher} if self.teacher else {}),
             "starts": [*starts, origin | {"step": self.done}],
         }
         if resume:

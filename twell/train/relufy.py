@@ -61,6 +61,7 @@ BYTES = {"fp32": 4, "bf16": 2}  # of a teacher's weight
 RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
 SAMPLES = 2**20  # tokens that a teacher writes where no text is given
 SAMPLED = 64  # texts of a batch
+WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
 TIMED = 8  # tokens that a batch writes first, to say how long it will take
 
 
@@ -100,6 +101,11 @@ class Student(nn.Module):
         """Return the student and the teacher of a configuration, the latter on its device."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
+        for name, weight in teacher.named_parameters():
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"{name} of the teacher {config.teacher} is not finite; put back a whole copy"
+                )
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change little
@@ -220,16 +226,15 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
             "activation_threshold": config.threshold,
             "l1_coefficient": config.l1_coefficient,
         }
+        # Weights that its configuration ties, and its files do not, transformers leaves apart.
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        fields["tie_word_embeddings"] = head.weight is embedding.weight
         student = SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(fields))
         student.load_state_dict(model.state_dict())
         student.generation_config = model.generation_config
         student.set_ffn_backend(config.backend)
         return student
-    if config.threshold:
-        raise ValueError(
-            f"threshold is {config.threshold}, and the teacher is a {model.config.model_type}; "
-            "only the configuration of a Llama can save a threshold"
-        )
+    _check_threshold(config, model.config)
     if model.config.hidden_act == "relu":
         return sparsify(model, backend=config.backend)
     return _quietly_relufied(model, config.backend)
@@ -244,14 +249,18 @@ def _quietly_relufied(model: PreTrainedModel, backend: str) -> PreTrainedModel:
 
 
 def relufy_config(
-    name: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = print
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+    check: Callable[[TrainConfig], None] = lambda config: None,
 ) -> TrainConfig:
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
     name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields
-    as key=value. Without a `source` the teacher writes SAMPLES tokens of text first. Raises
-    ValueError for another type of model, for fields that only the teacher decides, and for a
-    tokenizer with more entries than the model.
+    as key=value. Without a `source` the teacher writes SAMPLES tokens of text at last, after
+    `check`. Raises ValueError for another type of model, for fields that only the teacher decides,
+    for a context or a threshold that the model cannot have, and for a tokenizer with more entries
+    than the model.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -264,25 +273,46 @@ def relufy_config(
     fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
     fields |= {"teacher": teacher, "tokenizer": teacher}
     fields["gated"] = getattr(config, "gated_mlp", True)
+    fields["rope_theta"] = config.rope_parameters["rope_theta"]
     for field in fields:
         if field in given:
             raise ValueError(f"{field} is that of the teacher {name}; leave it out")
+    if "activation" in given:
+        raise ValueError("activation is relu in every student; leave it out")
     if "context" not in given:
         fields["context"] = min(1024, config.max_position_embeddings)
     if "threshold" not in given:
         fields["threshold"] = getattr(config, "activation_threshold", 0.0)
-    written = [f"{field}={json.dumps(value)}" for field, value in fields.items()]
+    written = [
+        f"{field}={json.dumps(value, ensure_ascii=False)}" for field, value in fields.items()
+    ]
     loaded = TrainConfig.load("relufy", [*written, *overrides])
+    if loaded.context > config.max_position_embeddings:
+        raise ValueError(
+            f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
+        )
+    _check_threshold(loaded, config)
     tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
-    if "source" not in given:
-        samples = _samples(folder, tokenizer, loaded.context, say)
-        loaded = dataclasses.replace(loaded, source=str(samples))
+    check(loaded)
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
+    elif config.hidden_act != "silu":
+        say(f"{name} has {config.hidden_act}, which is exchanged for ReLU")
     if not torch.cuda.is_available():
         say("no GPU was found: this trains on the CPU, and each row says how long it will take")
     say(_memory(config, loaded))
+    if "source" not in given:
+        samples = _samples(folder, tokenizer, loaded.context, say)
+        loaded = dataclasses.replace(loaded, source=str(samples))
     return loaded
+
+
+def _check_threshold(config: TrainConfig, teacher: PreTrainedConfig) -> None:
+    if config.threshold and teacher.model_type not in ("llama", SparseLlamaConfig.model_type):
+        raise ValueError(
+            f"threshold is {config.threshold}, and the teacher is a {teacher.model_type}; "
+            "only the configuration of a Llama can save a threshold"
+        )
 
 
 def _memory(config: PreTrainedConfig, loaded: TrainConfig) -> str:
@@ -296,6 +326,14 @@ def _memory(config: PreTrainedConfig, loaded: TrainConfig) -> str:
     return f"memory without activations: {parts}"
 
 
+def teacher_hash(name: str | Path, others: str = "") -> str:
+    """Return the SHA-256 of a model's configuration and weights, and of other files there."""
+    folder, hashes = resolve(name), []
+    for pattern in f"config.json *.safetensors pytorch_model*.bin {others}".split():
+        hashes += [(file.name, results.file_hash(file)) for file in sorted(folder.glob(pattern))]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
 @torch.no_grad()
 def _samples(
     folder: Path, tokenizer: PreTrainedTokenizerFast, context: int, say: Callable[[str], None]
@@ -304,8 +342,7 @@ def _samples(
 
     An interrupted call goes on where it stopped: every batch has a seed of its own.
     """
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors")]
-    about = json.dumps([*map(results.file_hash, files), context, SAMPLES, SAMPLED])
+    about = json.dumps([teacher_hash(folder, WRITER_FILES), context, SAMPLES, SAMPLED])
     name = hashlib.sha256(about.encode()).hexdigest()[:16]
     path = cache_folder() / f"samples-{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +353,7 @@ def _samples(
         kind = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = load_stock(folder, kind).to(device).eval()
         part = path.with_suffix(".part")
-        lines = part.read_text(encoding="utf-8").splitlines() if part.is_file() else []
+        lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.is_file() else []
         batches, written = math.ceil(SAMPLES / (SAMPLED * context)), len(lines) // SAMPLED
         results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * SAMPLED]))
 

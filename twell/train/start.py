@@ -40,11 +40,7 @@ def train(
     damaged checkpoints, and MemoryError for weights that do not fit this machine.
     """
     folder = Path(folder)
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-        kind = "a file" if folder.exists() else "a link to nothing"
-        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
+    _check_options(config, folder, overwrite, resume)
     _check_memory(config)
     if wrap_layers() and not quiet:
         print("no --fsdp_auto_wrap_policy is given: FSDP takes TRANSFORMER_BASED_WRAP", flush=True)
@@ -90,6 +86,26 @@ def wrap_layers() -> bool:
         return False
     os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
     return os.environ.get("RANK", "0") == "0"
+
+
+def check_folder(
+    config: TrainConfig, folder: Path, *, overwrite: bool = False, resume: bool = False
+) -> None:
+    """Refuse options and a folder that do not suit each other, as `train` does."""
+    _check_options(config, folder, overwrite, resume)
+    _check_state(folder, results.run_state(folder), resume, overwrite)
+
+
+def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: bool) -> None:
+    """Refuse what no run in the folder could do."""
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        kind = "a file" if folder.exists() else "a link to nothing"
+        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
+    teacher = Path(config.teacher or "")
+    if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
 
 
 def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:

@@ -1,0 +1,175 @@
+"""Teachers as they come: their tokenizers, ties, files and settings survive, or are refused."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from tests.factories.train import contents, resume, stop_training, write_pretrained
+from tests.train.test_relufy import SHORT
+from twell import corpus
+from twell.corpus import load_tokenizer, tokens
+from twell.train import Student, check_folder, relufy_config, train
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tiny_text):
+    return write_pretrained(tmp_path_factory.mktemp("teachers") / "teacher", tiny_text)
+
+
+@pytest.fixture
+def copied(teacher, tmp_path):
+    """Return a copy of the teacher, with a change of the fields of a JSON file."""
+
+    def with_fields(name, file=None, **fields):
+        folder = shutil.copytree(teacher, tmp_path / name)
+        if file:
+            path = folder / file
+            path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        return folder
+
+    return with_fields
+
+
+def student_of(folder, tiny_text, out, *fields, **options):
+    given = [f"source={tiny_text}", *SHORT, "tokens=1024", "l1_stage_steps=5", *fields]
+    return train(relufy_config(folder, given, lambda line: None), out, quiet=True, **options)
+
+
+def test_end_and_chat_templates_are_the_teachers_own(copied, teacher, tiny_text, tmp_path):
+    """Another model with the same tokenizer.json came before; its text is in the cache."""
+    student_of(teacher, tiny_text, tmp_path / "one")
+    other = copied("other", "tokenizer_config.json", eos_token="a")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.chat_template = {"default": TEMPLATE, "tools": TEMPLATE + "."}
+    tokenizer.save_pretrained(other)
+    model = student_of(other, tiny_text, tmp_path / "two") / "model"
+    loaded = AutoTokenizer.from_pretrained(model)
+    assert loaded.eos_token == "a" and loaded.chat_template == tokenizer.chat_template
+    ends = [
+        relufy_config(folder, [f"source={tiny_text}", *SHORT], lambda line: None).prepare_text()
+        for folder in (teacher, other)
+    ]
+    assert ends[0][1].tokens.tolist() != ends[1][1].tokens.tolist()
+
+    student_of(teacher, tiny_text, tmp_path / "two", overwrite=True)
+    assert AutoTokenizer.from_pretrained(model).chat_template is None
+
+
+def test_text_is_neither_cut_nor_padded(teacher, tiny_text, tmp_path):
+    tokenizer = load_tokenizer(str(teacher), 320)
+    expected = corpus.prepare(
+        str(tiny_text), vocab_size=320, cache=tmp_path / "a", tokenizer=str(teacher)
+    )
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=400, pad_token=tokenizer.eos_token)
+    folder = tmp_path / "cutting"
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(str(folder), 320).backend_tokenizer.truncation  # so it is stored
+    text = corpus.prepare(
+        str(tiny_text), vocab_size=320, cache=tmp_path / "b", tokenizer=str(folder)
+    )
+    assert text.train.tolist() == expected.train.tolist()
+    sentence = "one two three four five six seven"
+    ids = tokens.encode(load_tokenizer(str(folder), 320), sentence)
+    assert ids == tokens.encode(load_tokenizer(str(teacher), 320), sentence) and len(ids) > 5
+
+
+def test_a_head_of_its_own_stays_its_own(copied, tiny_text):
+    folder = copied("tied", "config.json", tie_word_embeddings=True)
+    student = Student.of(
+        relufy_config(folder, [f"source={tiny_text}", *SHORT], lambda line: None),
+        torch.device("cpu"),
+    )
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+    assert torch.equal(student.student.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(student.student.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    assert not student.student.config.tie_word_embeddings
+
+
+def test_a_teacher_that_changed_is_noticed(copied, tiny_text, tmp_path):
+    folder, run = copied("changing"), tmp_path / "run"
+    fields = [f"source={tiny_text}", *SHORT, "tokens=5120", "l1_stage_steps=5"]
+    given = relufy_config(folder, fields, lambda line: None)
+    given = dataclasses.replace(given, checkpoint_every=5)
+    stop_training(given, run, 5)
+    before = contents(run)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[0] += 1
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match="the teacher .*changing has changed since .*run started"):
+        resume(given, run)
+    assert contents(run) == before
+    shutil.rmtree(folder)
+    copied("changing")
+    resume(given, run)
+
+
+def test_heads_may_have_a_size_of_their_own(tiny_text, tmp_path):
+    sizes = dict(hidden_size=36, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    folder = write_pretrained(tmp_path / "model", tiny_text, "qwen3", **sizes)
+    student_of(folder, tiny_text, tmp_path / "run")
+
+
+def test_a_name_may_have_any_characters(copied, tiny_text, tmp_path):
+    student_of(copied("llama-\N{LLAMA}"), tiny_text, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("activation=drelu", "activation is relu in every student; leave it out"),
+        ("rope_theta=5e5", "rope_theta is that of the teacher"),
+        ("context=128", "context is 128; .* reads at most 64"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(teacher, tiny_text, field, message):
+    given = [one for one in SHORT if one.partition("=")[0] != field.partition("=")[0]]
+    with pytest.raises(ValueError, match=message):
+        relufy_config(teacher, [f"source={tiny_text}", *given, field], lambda line: None)
+
+
+def test_teachers_that_cannot_be_loaded_are_refused_by_name(copied, tiny_text, tmp_path):
+    folder = copied("broken", "config.json", intermediate_size=64)
+    with pytest.raises(ValueError, match="broken cannot be loaded: RuntimeError: .*whole copy"):
+        student_of(folder, tiny_text, tmp_path / "run")
+    folder = copied("adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter has adapter_config.json, an adapter of peft"):
+        student_of(folder, tiny_text, tmp_path / "run")
+    folder = copied("nan")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[3, 4] = float("nan")
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match="lm_head.weight of the teacher .*nan is not finite"):
+        student_of(folder, tiny_text, tmp_path / "run")
+
+
+def test_a_teacher_is_not_overwritten(teacher, tiny_text, tmp_path):
+    run = student_of(teacher, tiny_text, tmp_path / "run")
+    before = contents(run)
+    with pytest.raises(ValueError, match="the teacher .*run/model is in .*run; give the run anot"):
+        student_of(run, tiny_text, run, overwrite=True)
+    assert contents(run) == before
+
+
+def test_the_teacher_writes_nothing_for_a_run_that_cannot_begin(teacher, tiny_text, tmp_path):
+    """Samples take an hour: what is refused, is refused before."""
+
+    def check(config):
+        check_folder(config, tmp_path / "run", resume=True)
+
+    said = []
+    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
+        relufy_config(teacher, SHORT, said.append, check)
+    assert said == []
+    other = write_pretrained(tmp_path / "mistral", tiny_text, "mistral")
+    with pytest.raises(ValueError, match="threshold is 0.1, and the teacher is a mistral"):
+        relufy_config(other, [*SHORT, "threshold=0.1"], said.append)
+    assert said == []
