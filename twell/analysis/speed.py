@@ -162,22 +162,6 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def training_crossover(table: pd.DataFrame, provider: str = providers.UNION.name) -> float:
-    """Return the active neurons up to which a sparse training step is faster in any case.
-
-    table: `training_speedups`; rows of the mode "eager" do not count. The least of `crossovers`. A
-    case that is faster at every level counts with its highest, one that is slower at every level
-    with 0. Raises ValueError for a table without the provider. Ours.
-    """
-    if "mode" in table:
-        table = table[table["mode"] == "stream"]
-    lines = crossovers(table[table["provider"] == provider])
-    if lines.empty:
-        raise ValueError(f"the table has no row of {provider!r} with active neurons")
-    faster = lines["verdict"].str.startswith("faster")
-    return float(lines["crossover"].fillna(lines["highest"].where(faster, 0.0)).min())
-
-
 def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     """Return of each case the rows whose active neurons are nearest to `active`, by ratio.
 
