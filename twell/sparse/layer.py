@@ -324,17 +324,6 @@ class SparseFFN(nn.Module):
         g = self.act.gate(self.gate_proj(x))
         return g, self.act.hidden(g, self.up_proj(x))
 
-    @torch.no_grad()
-    def direction(self, neuron: int) -> Tensor:
-        """Return the output [K] that a neuron adds per unit of h: its column of down."""
-        if is_plain(self.down_proj):
-            return self.down_proj.weight[:, neuron]
-        dtype = next(self.parameters()).dtype
-        h = torch.zeros(2, self.intermediate_size, device=self.device, dtype=dtype)
-        h[1, neuron] = 1
-        zero, one = self.down_proj(h)
-        return one - zero
-
     # --- the backends: rows [M, K] -> Result
 
     def _dense(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
