@@ -322,8 +322,8 @@ def measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
     rows = []
 
     def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        first = (ffn.gate_proj or ffn.up_proj).weight
-        inputs = x.flatten(0, -2), first, ffn.up_proj.weight, bench.by_neuron[index]
+        weights = ffn.first.weight, ffn.up_proj.weight
+        inputs = x.flatten(0, -2), *weights, bench.by_neuron[index]
         case = Case.of(bench.columns["profile"], inputs, ffn.gated)
         (auto,) = case.auto_layers(bench.calibration)
         calls = {

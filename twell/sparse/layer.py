@@ -186,6 +186,11 @@ class SparseFFN(nn.Module):
         return self.gate_proj is not None
 
     @property
+    def first(self) -> nn.Linear:
+        """The projection that decides which neurons are active."""
+        return self.gate_proj if self.gated else self.up_proj
+
+    @property
     def device(self) -> torch.device:
         """The device of the first weight that is not offloaded; the CPU where all are."""
         return next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
@@ -476,8 +481,7 @@ class SparseFFN(nn.Module):
 
     def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""
-        part = self.up_proj if self.gate_proj is None else self.gate_proj
-        return self.act.gate(part(blocks))
+        return self.act.gate(self.first(blocks))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""
