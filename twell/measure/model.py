@@ -86,7 +86,7 @@ def language_model(
     rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
     result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
-    gpu = clock.gpu(energy)
+    gpu = clock.Gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
     plan.check(gpu, checkpoint, active, ordered, alike)
     if checkpoint is None:
