@@ -370,16 +370,16 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(saved=saved, auto_saved=auto).reset_index(drop=True)
 
 
-def layers_at(table: pd.DataFrame, level: float, most: float = 2.0) -> pd.DataFrame:
-    """Return of `layer_contributions` the nearest level, if its ratio is at most `most`."""
+def layers_at(table: pd.DataFrame, level: float) -> pd.DataFrame:
+    """Return of `layer_contributions` the nearest level, if its ratio is at most 2."""
     distance = np.log(table["level"] / level).abs()
-    near = (distance == distance.min()) & (distance <= np.log(most))
+    near = (distance == distance.min()) & (distance <= np.log(2))
     return table[near].reset_index(drop=True)
 
 
-def correlation(table: pd.DataFrame, x: str = "active", y: str = "saved") -> float:
-    """Return Pearson's r of two columns; NaN for a constant one, or with fewer than two rows."""
-    a, b = table[x].to_numpy(float), table[y].to_numpy(float)
+def correlation(table: pd.DataFrame) -> float:
+    """Return Pearson's r of active and saved; NaN for a constant one, or below two rows."""
+    a, b = table["active"].to_numpy(float), table["saved"].to_numpy(float)
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return np.nan
     return float(np.corrcoef(a, b)[0, 1])
