@@ -43,7 +43,14 @@ from twell.sparse.observe import (
 )
 from twell.sparse.order import TokenOrder
 from twell.sparse.plan import POWERS, WAITING, Chooser
-from twell.sparse.projections import is_plain, is_transformed, tensors_of, warn_dense, why_called
+from twell.sparse.projections import (
+    is_plain,
+    is_transformed,
+    store_neuron_major,
+    tensors_of,
+    warn_dense,
+    why_called,
+)
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -276,15 +283,9 @@ class SparseFFN(nn.Module):
                     f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first"
                 )
 
-    @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
-        """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it."""
         if self._has_kernels and why_called(self.down_proj) is None:
-            weight = self.down_proj.weight
-            if not weight.t().is_contiguous():
-                # Made in inference mode, the weight could not be trained outside of it.
-                with torch.inference_mode(weight.is_inference()):
-                    weight.data = weight.t().contiguous().t()
+            store_neuron_major(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.hidden_size:
