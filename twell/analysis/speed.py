@@ -173,6 +173,12 @@ def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     return table[distance <= nearest].reset_index(drop=True)
 
 
+def near_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
+    """Return the rows at the level within 20% of `active` that is nearest to it, by ratio."""
+    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
+    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
+
+
 def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
     """Return one column of `speedups` to be read: a row a case, a column a provider.
 
