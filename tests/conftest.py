@@ -9,10 +9,11 @@ if not torch.cuda.is_available():
     # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
     os.environ["TRITON_INTERPRET"] = "1"
 
+import twell  # noqa: E402
 from tests.browser import chromium  # noqa: E402
 from tests.factories import SEED  # noqa: E402
 from tests.factories import train as factory  # noqa: E402
-from twell import inspector  # noqa: E402
+from twell import inspector, trace  # noqa: E402
 
 
 def pytest_report_header():
@@ -55,6 +56,20 @@ def tiny_config(tiny):
 def tiny_run(tiny, tiny_config, tmp_path_factory):
     """A finished run of it, this worker's own copy."""
     return shutil.copytree(tiny / "run", tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_run):
+    """The tiny model with its tokenizer, and an aggregate beside it: a folder."""
+    trace.aggregate_run(tiny_run, tokens=512).save(tiny_run / "aggregate.npz")
+    yield tiny_run
+    (tiny_run / "aggregate.npz").unlink()
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    """The same, loaded."""
+    return twell.load(model)
 
 
 @pytest.fixture(scope="module")

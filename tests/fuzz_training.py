@@ -156,9 +156,7 @@ class Step:
         return exact_training(*given, *roundings, edge=edge, act=self.case.act)
 
 
-def check_training(
-    case: Case, device: torch.device | str, path: str, capacity: int | None = None
-) -> float:
+def check_training(case: Case, device: torch.device | str, path: str) -> float:
     """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0).
 
     Raises AssertionError if one is wrong.
@@ -167,7 +165,7 @@ def check_training(
     if path == "hybrid":
         case = replace(case, activation="relu", threshold=0.0)
     step = Step.of(case, path, device)
-    trained, results = step.run(capacity or case.intermediate_size)
+    trained, results = step.run(case.intermediate_size)
     if trained.y.is_cuda:  # the interpreter runs programs one after the other
         again, repeated = step.run(max(int(trained.needed), 1))
         message = "two calls with different capacities, two results"

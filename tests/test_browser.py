@@ -170,7 +170,7 @@ def test_words_and_choices(open_page, tiny_run):
     view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
     page = open_page(shown, view, wait=".tw-word")
     change = model.get_output_embeddings().weight * model.model.norm.weight
-    change = (change @ model.ffns[1].direction(view["neuron"])).detach().numpy()
+    change = (change @ model.ffns[1].down_proj.weight[:, view["neuron"]]).detach().numpy()
     change -= change.mean()
     order = np.argsort(-change)
     ids = [*order[:10], *order[::-1][:10]]

@@ -12,19 +12,6 @@ from tests.factories.inspector import floats, unpack
 from twell import analysis, inspector, trace
 
 
-@pytest.fixture(scope="module")
-def model(tiny_run):
-    """The tiny model with its tokenizer, and an aggregate beside it."""
-    trace.aggregate_run(tiny_run, tokens=512).save(tiny_run / "aggregate.npz")
-    yield tiny_run
-    (tiny_run / "aggregate.npz").unlink()
-
-
-@pytest.fixture(scope="module")
-def pair(model):
-    return twell.load(model)
-
-
 def test_a_catalog_has_what_the_aggregate_says(model, pair):
     counted = trace.Aggregate.load(model / "aggregate.npz")
     catalog = inspector.Catalog(inspector.sides(model, "ba de fun")[0])

@@ -128,7 +128,7 @@ def test_every_public_name_loads():
         ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens cut encode"),
         ("trace", "trace_validation silenced_loss load_with_tokenizer token_strings CONTEXTS"),
         ("model", "SparseLlamaConfig SparseLlamaForCausalLM SparseCausalLMOutput sparse_ffns"),
-        ("model", "sparsify densify l1_by_layer silence save load load_config CALIBRATION"),
+        ("model", "sparsify densify l1_by_layer silence save load CALIBRATION"),
         ("model", "MASKED SPARSIFIABLE HYBRID DTYPES SIZES NO_WEIGHTS"),
         ("train", "TrainConfig CONFIGS train evaluate Log DeadWindow reinitialize balance"),
         ("train", "run_text text_hashes cache_folder l1_schedule activity_columns"),

@@ -17,20 +17,6 @@ from tests.factories.inspector import aggregate_of, float32, make_trace, unpack,
 from twell import analysis, inspector, trace
 from twell.inspector import VIEW, Side, pages
 
-
-@pytest.fixture(scope="module")
-def model(tiny_run):
-    """The tiny model with its tokenizer, and an aggregate beside it."""
-    trace.aggregate_run(tiny_run, tokens=512).save(tiny_run / "aggregate.npz")
-    yield tiny_run
-    (tiny_run / "aggregate.npz").unlink()
-
-
-@pytest.fixture(scope="module")
-def pair(model):
-    return twell.load(model)
-
-
 # --- packing
 
 

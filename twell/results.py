@@ -82,20 +82,10 @@ def is_recorded(path: str | Path) -> bool:
     return any(part.name == "data" and (part / "paper.yaml").is_file() for part in folders)
 
 
-def paper(metric: str | None = None, **filters) -> pd.DataFrame:
-    """Return the numbers that the paper prints, one a row, optionally those of one metric.
-
-    `filters` keep the rows whose column equals the given value, e.g. `source="Table 3"`, `l1=2e-5`.
-    Raises KeyError for an unknown column.
-    """
+def paper() -> pd.DataFrame:
+    """Return the numbers that the paper prints, one a row."""
     with open(root() / "data" / "paper.yaml", encoding="utf-8") as file:
-        rows = pd.DataFrame(yaml.safe_load(file)["values"])
-    for column, value in (filters if metric is None else filters | {"metric": metric}).items():
-        if column not in rows:
-            known = ", ".join(rows.columns)
-            raise KeyError(f"the paper's table has no column {column!r}; it has {known}")
-        rows = rows[rows[column] == value]
-    return rows.reset_index(drop=True)
+        return pd.DataFrame(yaml.safe_load(file)["values"])
 
 
 # --- provenance ---------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def test_training_steps_of_both_modes_stay_apart():
     slower = training_rows(64, 300.0, {BASE: 1.0, UNION: 2.0}, mode="eager")
     table = analysis.training_speedups(together(eager, stream, slower))
     assert sorted(analysis.crossovers(table)["mode"]) == ["eager", "stream"]
-    assert analysis.training_crossover(table) == 29.0  # as far as steps of `crossover` go
 
 
 def test_steps_and_models_beside_dense():
@@ -279,24 +278,6 @@ def test_crossovers(points, crossover, verdict):
     assert table.query("pattern == 'even' or tokens == 128")["crossover"].tolist() == near(10, 10)
     none = analysis.crossovers(line("auto", points))
     assert none.empty and none.columns.equals(table.columns)
-
-
-def test_the_training_crossover_is_the_least_of_all_cases():
-    def step(points, **columns):
-        parts = [training_rows(64, a, {BASE: g, UNION: 1.0}, **columns) for a, g in points]
-        return pd.concat(parts)
-
-    falls = step([(10, 2.0), (1000, 0.5)])  # at 100
-    for points, least in (
-        ([(10, 2.0), (250, 0.4)], 40),
-        ([(10, 3.0), (60, 2.0)], 60),  # faster as far as was measured
-        ([(10, 9.0), (600, 2.0)], 100),
-        ([(10, 0.9), (60, 0.5)], 0),  # never faster
-    ):
-        table = analysis.training_speedups(together(falls, step(points, pattern="even")))
-        assert analysis.training_crossover(table) == pytest.approx(least, abs=0.1)
-    with pytest.raises(ValueError, match="no row of 'triton hybrid' with active neurons"):
-        analysis.training_crossover(table, "triton hybrid")
 
 
 def test_the_nearest_level_of_each_case():

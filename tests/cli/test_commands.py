@@ -245,7 +245,7 @@ def measured(monkeypatch, tmp_path):
 
     for name in ("ffn", "ffn_steps", "train_step", "language_model"):
         monkeypatch.setattr(measure, name, recorder(name))
-    monkeypatch.setattr(clock, "gpu", lambda: None)
+    monkeypatch.setattr(clock, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
 
     def run(words, name):

@@ -16,9 +16,9 @@ IN_FP8 = (
 )
 
 
-def curves(levels=(0, 1e-3), steps=40, scale=1.0):
-    """A curve a level of L1, that goes up and down."""
-    rows = [(f"run-{l1:g}", l1, 10 * n + 10) for l1 in levels for n in range(steps)]
+def curves(steps=40, scale=1.0):
+    """A curve of each of two levels of L1, that goes up and down."""
+    rows = [(f"run-{l1:g}", l1, 10 * n + 10) for l1 in (0, 1e-3) for n in range(steps)]
     table = pd.DataFrame(rows, columns=["run", "l1_coefficient", "step"])
     values = scale * (1 + table.index.to_numpy() * 7 % 11)
     return table.assign(tokens=table["step"] * 4096, value=values)

@@ -20,7 +20,7 @@ def gpu(monkeypatch):
         gpu.meter = (lambda: 0) if energy else None
         return gpu
 
-    monkeypatch.setattr(clock, "gpu", begin)
+    monkeypatch.setattr(clock, "Gpu", begin)
     monkeypatch.setattr(layers, "ceilings", lambda gpu: peaks)
     monkeypatch.setattr(clock.time, "sleep", lambda seconds: gpu.spend(1e3 * seconds))
     for name, value in {"LAYER_ROUNDS": 2, "MODEL_ROUNDS": 1, "SETTLE": 1}.items():

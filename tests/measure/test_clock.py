@@ -115,7 +115,7 @@ def test_the_gpu_reads_torchs_events_counters_and_profiler(monkeypatch, capsys):
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch.profiler, "profile", profile)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    gpu, run = clock.gpu(energy=True), cuda.run
+    gpu, run = clock.Gpu(energy=True), cuda.run
     assert nvml.nvmlDeviceGetHandleByUUID.call_args[0][0].startswith("GPU-")
     assert list(gpu.replay_times(run, 2)) == [2.0, 2.0] and run.call_count == 5
     cuda.reset_mock()
@@ -131,15 +131,15 @@ def test_the_gpu_reads_torchs_events_counters_and_profiler(monkeypatch, capsys):
     assert gpu.available() == 9500
     assert gpu.kernels([run], 3) == [("gate", 0.5), ("up", 0.5)]
     nvml.nvmlInit.side_effect = KeyError("Not Supported")
-    assert clock.gpu(energy=True).meter is None
+    assert clock.Gpu(energy=True).meter is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert clock.gpu(energy=True).metered(run)[1] == 0
+    assert clock.Gpu(energy=True).metered(run)[1] == 0
     output = capsys.readouterr().out
     for reason in ("NVML says: 'Not Supported'", "the package nvidia-ml-py is not installed"):
         assert f"energy is not measured: {reason}\n" in output
     cuda.is_available.return_value = False
     with pytest.raises(RuntimeError, match="measuring needs a GPU, and torch sees none"):
-        clock.gpu()
+        clock.Gpu()
 
 
 # --- kernels ----------------------------------------------------------------------------------

@@ -5,19 +5,17 @@ import types
 import weakref
 from functools import partial
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from tests.factories import SEED, measure
+from tests.factories import measure
 from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, layer_step
-from twell import analysis
 from twell.measure import step
 from twell.measure.case import DenseTraining
 from twell.measure.check import TOLERANCE, Exact
 from twell.measure.rows import COLUMNS
-from twell.measure.step import Step, crossing, crossover, ffn_steps
+from twell.measure.step import Step, crossover, ffn_steps
 from twell.sparse.layer import SparseFFN
 
 pytest.importorskip("triton")
@@ -250,16 +248,3 @@ def test_steps_that_are_slower_or_faster_at_every_level(timed, monkeypatch):
     assert crossover(K, N, tokens=70) == 0 and len(set(timed)) == 1
     timed.pays = 1e3
     assert crossover(K, N, tokens=70) == pytest.approx(timed[-1], abs=0.01)
-
-
-def test_the_crossover_is_that_of_the_tables():
-    r = np.random.default_rng(SEED)
-    for _ in range(50):
-        active, gains = np.cumsum(r.uniform(1, 90, 5)), r.uniform(0.7, 1.6, 5)
-        levels = [(float(a), float(g)) for a, g in zip(active, gains, strict=True)]
-        faster = list(itertools.takewhile(lambda level: level[1] >= 1, levels))
-        levels = levels[: len(faster) + 1]  # where a measurement ends
-        columns = {"provider": "triton union", "tokens": 64}
-        rows = [columns | {"active": a, "speedup": g} for a, g in levels]
-        expected = analysis.training_crossover(pd.DataFrame(rows))
-        assert crossing(levels) == pytest.approx(expected, rel=1e-3)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.factories.sparse import ABOUT, PATHS, calibration, from_grid, random_grid, threshold
+from tests.factories.sparse import PATHS, calibration, from_grid, random_grid, threshold
 from twell.sparse.calibration import (
     MARGIN,
     SCALED_MARGIN,
@@ -48,7 +48,7 @@ def test_prediction_is_that_of_numpy_and_the_fastest_beats_dense_by_the_margin(r
         assert made.predict(m, active, union) == pytest.approx(expected)
         best = min(expected, key=expected.get)
         sparse = expected[best] <= (1 - margin) * expected["dense"]
-        assert made.choose(m, active, union) == (best if sparse else "dense")
+        assert made.choices(m, active, union)["graph"] == (best if sparse else "dense")
         edge = made.predict(4096, active, union)
         ten = {path: 10 * time for path, time in edge.items()}
         assert made.predict(40960, active, union) == pytest.approx(ten)
@@ -64,20 +64,14 @@ def test_what_was_not_measured_is_never_chosen():
     assert set(made.predict(16, 5, 20.1)) == {"dense", "rowwise"}
     assert set(made.predict(64, 9, 50)) == set(PATHS)
     assert set(made.predict(32, 9, 50)) == {"dense"}  # 16 tokens were not measured at this activity
-    assert made.predict(15, 1, 1) == {"dense": 1.0} and made.choose(15, 1, 1) == "dense"
+    assert made.predict(15, 1, 1) == {"dense": 1.0} and made.choices(15, 1, 1)["graph"] == "dense"
     assert set(made.predict(10**6, 9, 50)) == set(PATHS) - {"decode"}
-    assert made.choose(10**6, 9.1, 50.1) == "dense"
+    assert made.choices(10**6, 9.1, 50.1)["graph"] == "dense"
 
 
-def test_fit_takes_the_median_and_leaves_other_providers_out():
-    given = {"dense": "1 5 2", "auto": "0.1", "dense eager": "9", "dense torch.compile": "7"}
-    case = {"tokens": "8", "active": "3.5", "union": "9", "path": "dense"}
-    rows = [
-        case | {"p50": ms, "provider": name}
-        for name, times in given.items()
-        for ms in times.split()
-    ]
-    assert Calibration.fit(rows, **ABOUT).times == (Point(8, 3.5, 9.0, {"dense": 2.0}),)
+def test_fit_takes_the_median():
+    made = calibration([(8, 3.5, 9, "dense", ms) for ms in (1, 5, 2)])
+    assert made.times == (Point(8, 3.5, 9.0, {"dense": 2.0}),)
 
 
 @pytest.mark.parametrize("repeat", range(5))
@@ -109,7 +103,7 @@ def test_no_time_is_below_the_floor_of_its_situation(rng, repeat):
             assert made.predict(m, active, union, situation) == pytest.approx(expected)
             best = min(expected, key=expected.get)
             sparse = expected[best] <= (1 - made.margin) * expected["dense"]
-            choice = made.choose(m, active, union, situation)
+            choice = made.choices(m, active, union)[situation]
             assert choice == (best if sparse else "dense")
 
 
@@ -208,10 +202,10 @@ def test_other_files_are_refused(tmp_path):
 def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
     made = default(*shape)
     n = shape[1] / 5632
-    assert made.choose(131072, 29 * n, 782 * n) == "union"
-    assert made.choose(131072, shape[1], shape[1]) == "dense"
-    assert made.choose(131072, 911 * n, 0.9 * shape[1]) == "dense"
-    assert made.choose(1, n, n) in ("dense", "decode")
+    assert made.choices(131072, 29 * n, 782 * n)["graph"] == "union"
+    assert made.choices(131072, shape[1], shape[1])["graph"] == "dense"
+    assert made.choices(131072, 911 * n, 0.9 * shape[1])["graph"] == "dense"
+    assert made.choices(1, n, n)["graph"] in ("dense", "decode")
     assert made.margin == SCALED_MARGIN > MARGIN
 
 

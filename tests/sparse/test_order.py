@@ -10,9 +10,9 @@ from twell.sparse.observe import Result
 from twell.sparse.order import TokenOrder, similar_side_by_side
 
 
-def an_order(num_tokens, device="cpu"):
+def an_order(num_tokens):
     g = torch.Generator().manual_seed(SEED)
-    return TokenOrder.by(torch.randint(0, 9, (num_tokens,), generator=g).to(device))
+    return TokenOrder.by(torch.randint(0, 9, (num_tokens,), generator=g))
 
 
 def test_an_order_is_stable_and_undone_with_its_gradient():

@@ -172,15 +172,3 @@ def test_hooks_for_all_modules_are_called_too():
         finally:
             handle.remove()
         assert ffn(x).any() and ffn.readable
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_directions_are_columns_of_the_down_projection(changed):
-    ffn = make(bias=True)
-    if changed:
-        subclass(ffn.down_proj)
-    h = torch.zeros(70, dtype=torch.float64)
-    zero = ffn.down_proj(h).detach()
-    h[13] = 2
-    torch.testing.assert_close(ffn.direction(13), (ffn.down_proj(h).detach() - zero) / 2)
-    assert ffn.direction(13).shape == (24,)

@@ -73,8 +73,8 @@ def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
     sparse = SparseTraining(Stack((4096, 4096), "auto", (100.0, None)))
     assert sparse.active and sparse.sparse == [False, False]
 
-    def until(number, expected, most=100):
-        for count in range(1, most + 1):
+    def until(number, expected):
+        for count in range(1, 101):
             step(sparse, number, 1)
             assert sparse.sparse[1] is False  # a calibration without the field: never
             if sparse.sparse[0] == expected:

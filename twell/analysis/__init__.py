@@ -52,7 +52,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".speed": "BASELINE CALL CASE KERNEL_CASE MODEL_CASE SAME_ACTIVE SCALE STEP_CASE "
         "TRAINING_CASE WRITTEN_BY at_level beside_imposed by_case correlation crossovers "
         "decode_speedups layer_contributions layer_parts layers_at level_gains model_speedups "
-        "roofline scale_table short speedups step_speedups training_crossover training_speedups",
+        "near_level roofline scale_table short speedups step_speedups training_speedups",
         ".tasks": "COMPUTED EVALUATED MEAN NEAR_CHANCE SIZE TASKS accuracies across_sizes "
         "against_dense backend_differences by_level evaluations paper_levels paper_tasks "
         "seven_tasks several_levels",

@@ -354,13 +354,11 @@ def surprise(trace: twell.Trace, layers: Sequence[int] | None = None) -> pd.Data
     return table.assign(next_surprise=following.astype(float))
 
 
-def surprise_correlation(
-    trace: twell.Trace, block: int = 64, draws: int = 1000, seed: int = 0
-) -> pd.DataFrame:
+def surprise_correlation(trace: twell.Trace, block: int = 64) -> pd.DataFrame:
     """Return Spearman's rank correlation of activity and surprise, by layer and for their mean.
 
     Columns: layer (-1: the mean over layers), of ("surprise" or "next_surprise", see `surprise`), n
-    (tokens), spearman, low, high. The 95% interval is from `draws` bootstrap samples of blocks of
+    (tokens), spearman, low, high. The 95% interval is from 1,000 bootstrap samples of blocks of
     at most `block` consecutive tokens of one sequence, since near tokens depend on each other; NaN
     below 8 blocks. First tokens are left out. Ours.
     """
@@ -373,8 +371,8 @@ def surprise_correlation(
         where = known.groupby(["sequence", known["position"] // block]).ngroup().to_numpy()
         number = where.max(initial=-1) + 1
         y = scipy.stats.rankdata(known[of])
-        random = np.random.default_rng(seed)
-        weights = random.multinomial(number, np.full(number, 1 / number), draws) if number else None
+        random = np.random.default_rng(0)
+        weights = random.multinomial(number, np.full(number, 1 / number), 1000) if number else None
         for name, active in zip(names, counts, strict=True):
             x = scipy.stats.rankdata(active[known.index])
             # Six sums of each block are all that a correlation of any sample of blocks needs.

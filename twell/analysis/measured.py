@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.quantized import DENSE_FP8_BY
-from twell.analysis.speed import BASELINE, SAME_ACTIVE, at_level, correlation, crossovers
+from twell.analysis.speed import BASELINE, at_level, correlation, crossovers, near_level
 from twell.analysis.tasks import MEAN
 from twell.analysis.trained import Quantities
 from twell.measure import providers
@@ -53,13 +53,18 @@ WIDTHS = {True: (2048, 5632), False: (2048, 8192)}
 
 
 def _case(table: pd.DataFrame, active: float, gated: bool, **equal: Any) -> pd.DataFrame:
-    """Rows at the level within 20% of `active` that is nearest to it; else of the paper's width."""
+    """Rows of `near_level`, of the paper's width unless `equal` says another."""
     width, neurons = WIDTHS[gated]
     usual = {"gated": gated, "hidden_size": width, "intermediate_size": neurons}
     for column, value in (usual | equal).items():
         table = table[table[column] == value]
-    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
-    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
+    return near_level(table, active)
+
+
+def layer_case(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the rows of one of CASES."""
+    tokens, pattern, mode, active, gated = CASES[name]
+    return _case(table, active, gated, tokens=tokens, pattern=pattern, mode=mode)
 
 
 def layer_speed(
@@ -73,8 +78,8 @@ def layer_speed(
     `table`, of eager and of compiled calls one after the other. A crossing is in active neurons.
     """
     result = {}
-    for name, (tokens, pattern, mode, active, gated) in CASES.items():
-        case = _case(table, active, gated, tokens=tokens, pattern=pattern, mode=mode)
+    for name in CASES:
+        case = layer_case(table, name)
         case = case[case["provider"].isin(SPARSE)]
         if len(case):
             best = case.loc[case["speedup"].idxmax()]
@@ -110,8 +115,7 @@ def layer_speed(
 
 def _calls(rows: pd.DataFrame) -> Quantities:
     """Of all calls of the first of CASES the speed-ups, sorted; and the energy in % of dense."""
-    tokens, pattern, mode, active, gated = CASES["large"]
-    case = _case(rows, active, gated, tokens=tokens, pattern=pattern, mode=mode)
+    case = layer_case(rows, "large")
     calls = case.pivot_table(index="date", columns="provider", values=["p50", "energy"])
     result, sides = {}, (BASELINE, providers.UNION.name)
     time, energy = (

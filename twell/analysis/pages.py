@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.bench import Bench
-from twell.analysis.measured import SPARSE
+from twell.analysis.measured import SPARSE, layer_case
 from twell.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
-from twell.analysis.speed import SAME_ACTIVE, at_level, decode_speedups, model_speedups, speedups
+from twell.analysis.speed import at_level, decode_speedups, model_speedups, near_level, speedups
 from twell.measure import providers
 
 USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632"
@@ -81,13 +81,6 @@ def _time(value: float, unit: str = " ms") -> str:
     return "–" if pd.isna(value) else f"{value:#.3g}".rstrip(".") + unit
 
 
-def _case(table: pd.DataFrame, active: float, query: str) -> pd.DataFrame:
-    """Rows of one case at the level nearest to `active`, within a fifth of it."""
-    table = table.query(query)
-    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
-    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
-
-
 def _best(table: pd.DataFrame) -> pd.Series | None:
     """The fastest of the sparse paths in bf16."""
     some = table[table["provider"].isin(SPARSE)]
@@ -107,34 +100,26 @@ def _named(path: str) -> str:
 
 # --- the layer ------------------------------------------------------------------------------------
 
-_CASES = {  # name -> active neurons and query
-    "131,072, skewed, 29 active": (29, f"{USUAL} and tokens == 131072 and pattern == 'skewed'"),
-    "131,072, even, 29 active": (29, f"{USUAL} and tokens == 131072 and pattern == 'even'"),
-    "131,072, skewed, 100 active": (100, f"{USUAL} and tokens == 131072 and pattern == 'skewed'"),
-    "16,384, skewed, 29 active": (29, f"{USUAL} and tokens == 16384 and pattern == 'skewed'"),
-    "2,048, skewed, 29 active, CUDA graph": (
-        29, f"{USUAL} and tokens == 2048 and pattern == 'skewed' and mode == 'graph'",
-    ),
-    "2,048, skewed, 29 active, stream": (
-        29, f"{USUAL} and tokens == 2048 and pattern == 'skewed' and mode == 'stream'",
-    ),
-    "without gate, N = 8192, 131,072, skewed, 40 active": (
-        40,
-        "not gated and hidden_size == 2048 and intermediate_size == 8192 and tokens == 131072 "
-        "and pattern == 'skewed'",
-    ),
-}  # fmt: skip
+_NAMES = {  # of cases of `measured`
+    "large": "131,072, skewed, 29 active",
+    "even": "131,072, even, 29 active",
+    "hundred": "131,072, skewed, 100 active",
+    "middle": "16,384, skewed, 29 active",
+    "small": "2,048, skewed, 29 active, CUDA graph",
+    "small_eager": "2,048, skewed, 29 active, stream",
+    "ungated": "without gate, N = 8192, 131,072, skewed, 40 active",
+}
 
 
 def layer(table: pd.DataFrame) -> str:
     """Return the cases of the layer alone."""
     rows = []
-    for name, (active, query) in _CASES.items():
-        case = _case(table, active, query)
+    for name, label in _NAMES.items():
+        case = layer_case(table, name)
         best = _best(case)
         if best is not None:
             times = _time(best["p50_dense"]), _time(best["p50"])
-            rows.append((name, _named(best["path"]), *times, _number(best["speedup"])))
+            rows.append((label, _named(best["path"]), *times, _number(best["speedup"])))
             rows[-1] += (_number(_auto(case)),)
     columns = "tokens, activity | path | dense: | sparse: | speed-up: | `auto`, speed-up:"
     return _markdown(columns, rows)
@@ -150,7 +135,7 @@ def by_activity(table: pd.DataFrame) -> str:
             query = (
                 f"{USUAL} and mode == 'stream' and tokens == {tokens} and pattern == '{pattern}'"
             )
-            best = _best(_case(table, level, query))
+            best = _best(near_level(table.query(query), level))
             cells.append("–" if best is None else _number(best["speedup"]))
         rows.append((level, *cells))
     names = " | ".join(f"{pattern}, {tokens:,} tokens:" for pattern, tokens in cases)
@@ -165,7 +150,7 @@ def by_width(table: pd.DataFrame) -> str:
         cells = []
         for tokens, mode in ((2048, "graph"), (16_384, "stream"), (65_536, "stream")):
             query = f"{shape} and pattern == 'skewed' and tokens == {tokens} and mode == '{mode}'"
-            case = _case(table, active, query)
+            case = near_level(table.query(query), active)
             gains = case.loc[case["provider"] == providers.UNION.name, "speedup"]
             cells.append(_number(gains.iloc[-1] if len(gains) else np.nan))
         rows.append((f"{width} x {neurons}", active, *cells))
@@ -218,7 +203,7 @@ def other_shapes(table: pd.DataFrame) -> str:
             lines = {"best sparse path": [], "`auto`": []}
             for tokens in (1, 64, 2048, 65_536):
                 # At one token the number of active neurons varies most.
-                case = _case(shape, share * neurons, f"tokens == {tokens}")
+                case = near_level(shape[shape["tokens"] == tokens], share * neurons)
                 best = _best(case)
                 lines["best sparse path"].append(np.nan if best is None else best["speedup"])
                 lines["`auto`"].append(_auto(case))

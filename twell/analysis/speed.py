@@ -162,22 +162,6 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def training_crossover(table: pd.DataFrame, provider: str = providers.UNION.name) -> float:
-    """Return the active neurons up to which a sparse training step is faster in any case.
-
-    table: `training_speedups`; rows of the mode "eager" do not count. The least of `crossovers`. A
-    case that is faster at every level counts with its highest, one that is slower at every level
-    with 0. Raises ValueError for a table without the provider. Ours.
-    """
-    if "mode" in table:
-        table = table[table["mode"] == "stream"]
-    lines = crossovers(table[table["provider"] == provider])
-    if lines.empty:
-        raise ValueError(f"the table has no row of {provider!r} with active neurons")
-    faster = lines["verdict"].str.startswith("faster")
-    return float(lines["crossover"].fillna(lines["highest"].where(faster, 0.0)).min())
-
-
 def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     """Return of each case the rows whose active neurons are nearest to `active`, by ratio.
 
@@ -187,6 +171,12 @@ def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     case = [table[column] for column in CASE if column in table]
     nearest = distance.groupby(case).transform("min") + SAME_ACTIVE
     return table[distance <= nearest].reset_index(drop=True)
+
+
+def near_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
+    """Return the rows at the level within 20% of `active` that is nearest to it, by ratio."""
+    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
+    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
 
 
 def by_case(table: pd.DataFrame, column: str = "speedup") -> pd.DataFrame:
@@ -386,16 +376,16 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(saved=saved, auto_saved=auto).reset_index(drop=True)
 
 
-def layers_at(table: pd.DataFrame, level: float, most: float = 2.0) -> pd.DataFrame:
-    """Return of `layer_contributions` the nearest level, if its ratio is at most `most`."""
+def layers_at(table: pd.DataFrame, level: float) -> pd.DataFrame:
+    """Return of `layer_contributions` the nearest level, if its ratio is at most 2."""
     distance = np.log(table["level"] / level).abs()
-    near = (distance == distance.min()) & (distance <= np.log(most))
+    near = (distance == distance.min()) & (distance <= np.log(2))
     return table[near].reset_index(drop=True)
 
 
-def correlation(table: pd.DataFrame, x: str = "active", y: str = "saved") -> float:
-    """Return Pearson's r of two columns; NaN for a constant one, or with fewer than two rows."""
-    a, b = table[x].to_numpy(float), table[y].to_numpy(float)
+def correlation(table: pd.DataFrame) -> float:
+    """Return Pearson's r of active and saved; NaN for a constant one, or below two rows."""
+    a, b = table["active"].to_numpy(float), table["saved"].to_numpy(float)
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return np.nan
     return float(np.corrcoef(a, b)[0, 1])

@@ -23,14 +23,12 @@ def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:
     return int(rows["layer"].iloc[0]), int(rows["neuron"].iloc[0])
 
 
-def around_word(
-    before: twell.Trace, logprob: np.ndarray, word: str, draws: int = 1000, seed: int = 0
-) -> pd.DataFrame:
+def around_word(before: twell.Trace, logprob: np.ndarray, word: str) -> pd.DataFrame:
     """Return the rise of the loss from a trace to other log probabilities of its tokens, by place.
 
     logprob [T]: of a changed model, such as `trace.scaled_logprob`. Columns: where (WHERE), tokens,
     rise (nats a token, above 0 where the changed model predicts worse), low, high: the 95% interval
-    of `draws` bootstrap samples of sequences, NaN below 8 sequences. First tokens of sequences are
+    of 1,000 bootstrap samples of sequences, NaN below 8 sequences. First tokens of sequences are
     not predicted. Raises ValueError for another number of tokens, and for a token that does not
     occur. Ours.
     """
@@ -45,7 +43,7 @@ def around_word(
     following = following[:-1]
     having = np.isin(before.sequence, before.sequence[at])
     rise = before.logprob.astype(np.float64) - logprob
-    random, rows = np.random.default_rng(seed), []
+    random, rows = np.random.default_rng(0), []
     for where, place in zip(WHERE, (following, having & ~following, ~having), strict=True):
         chosen = place & predicted
         sequence = np.unique(before.sequence[chosen], return_inverse=True)[1]
@@ -54,7 +52,7 @@ def around_word(
         mean = sums.sum() / counts.sum() if number else np.nan
         low = high = np.nan
         if number >= MIN_SEQUENCES:
-            weights = random.multinomial(number, np.full(number, 1 / number), draws)
+            weights = random.multinomial(number, np.full(number, 1 / number), 1000)
             low, high = np.quantile((weights @ sums) / (weights @ counts), [0.025, 0.975])
         rows.append((where, int(chosen.sum()), mean, low, high))
     return pd.DataFrame(rows, columns=["where", "tokens", "rise", "low", "high"])

@@ -138,7 +138,7 @@ def command(
     from twell import measure
     from twell.measure import clock
 
-    clock.gpu()  # before anything is loaded
+    clock.Gpu()  # before anything is loaded
     measure.language_model(
         model if is_config else CONFIG,
         overrides,

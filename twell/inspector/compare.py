@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from twell.inspector.side import Side
 from twell.models import sparse_ffns
-from twell.sparse.layer import SparseFFN
 
 ALIKE = 0.3  # median cosine below which neurons with equal numbers are hardly the same ones
 
@@ -59,15 +57,13 @@ def alike(left: PreTrainedModel, right: PreTrainedModel) -> dict[str, np.ndarray
     pairs = list(zip(sparse_ffns(left), sparse_ffns(right), strict=True))
     if not all(one.readable for pair in pairs for one in pair):
         return {}
-    parts = {"alike_in": _inputs, "alike_out": lambda ffn: ffn.down_proj.weight.t()}
+    parts = {
+        "alike_in": lambda ffn: ffn.first.weight,
+        "alike_out": lambda ffn: ffn.down_proj.weight.t(),
+    }
     return {
         name: torch.cat(
             [torch.cosine_similarity(of(a).cpu().float(), of(b).cpu().float()) for a, b in pairs]
         ).numpy()
         for name, of in parts.items()
     }
-
-
-def _inputs(ffn: SparseFFN) -> Tensor:
-    """The weights [N, K] that decide when a neuron fires."""
-    return (ffn.gate_proj if ffn.gated else ffn.up_proj).weight

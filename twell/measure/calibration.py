@@ -60,7 +60,7 @@ def calibrate(
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
-    gpu = clock.gpu()
+    gpu = clock.Gpu()
     check_sizes(tokens, hidden_size, intermediate_size)
     out = Path(out)
     if not out.parent.is_dir() or out.is_dir():

@@ -41,7 +41,7 @@ Kernels = Sequence[tuple[str, float]]  # names and ms
 
 
 class Gpu:
-    """The clocks and counters of the GPU in use; RuntimeError without one.
+    """The clocks and counters of the GPU in use. Raises RuntimeError without one.
 
     energy: also its energy counter, `meter`. Without a counter the reason is printed.
     """
@@ -136,11 +136,6 @@ class Gpu:
         ]
         events.sort(key=lambda event: event.time_range.start)
         return [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
-
-
-def gpu(energy: bool = False) -> Gpu:
-    """Return the clock of the measurements. Raises RuntimeError without a GPU."""
-    return Gpu(energy)
 
 
 def energy_meter() -> Callable[[], int]:

@@ -18,7 +18,7 @@ def small_grid(folder: str | Path) -> Path:
     `twell measure ffn` runs in a process of its own, so each row names a command that can be
     repeated. Raises RuntimeError without a GPU, CalledProcessError where the command fails.
     """
-    clock.gpu()
+    clock.Gpu()
     for grid in GRIDS:
         options = f"{grid} {LEVELS} --out".split()
         command = [sys.executable, "-m", "twell", "measure", "ffn", *options, str(folder)]

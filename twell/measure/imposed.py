@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from twell.measure.check import BLOCK
@@ -62,11 +62,6 @@ def draw_tokens(
     topic = torch.randint(min(TOPICS, vocab_size), (batch, 1), generator=g, device=device)
     places = max(vocab_size // TOPICS, 1)
     return TOPICS * torch.randint(places, (batch, context), generator=g, device=device) + topic
-
-
-def _first(ffn: SparseFFN) -> nn.Linear:
-    """The projection that decides which neurons are active."""
-    return ffn.gate_proj if ffn.gated else ffn.up_proj
 
 
 @torch.no_grad()
@@ -145,7 +140,7 @@ def impose(
     )
 
     def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        _set_threshold(_first(ffn).weight, x.flatten(0, -2), means[index], seed + 1 + index)
+        _set_threshold(ffn.first.weight, x.flatten(0, -2), means[index], seed + 1 + index)
 
     def scale(ffn: SparseFFN, _: tuple[Tensor, ...], y: Tensor) -> Tensor:
         size = float(y.float().square().mean().sqrt())
@@ -184,7 +179,7 @@ def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, f
 
     Blocks have `block` consecutive tokens; the rest of the tokens is one more.
     """
-    stats, unions, part = ActivityStats(ffn.intermediate_size), [], _first(ffn)
+    stats, unions, part = ActivityStats(ffn.intermediate_size), [], ffn.first
     for rows in x.flatten(0, -2).split(ACTIVITY_CHUNK // block * block):
         active = torch.relu(part(rows)) != 0
         stats.record(active)

@@ -77,7 +77,7 @@ def ffn(
     Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises ValueError for
     unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
     """
-    gpu = clock.gpu(energy)
+    gpu = clock.Gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act)
     grid = replace(grid, bias=bias, merged=merged)

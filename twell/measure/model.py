@@ -86,7 +86,7 @@ def language_model(
     rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
     result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
-    gpu = clock.gpu(energy)
+    gpu = clock.Gpu(energy)
     plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
     plan.check(gpu, checkpoint, active, ordered, alike)
     if checkpoint is None:
@@ -322,8 +322,8 @@ def measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
     rows = []
 
     def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        first = (ffn.gate_proj or ffn.up_proj).weight
-        inputs = x.flatten(0, -2), first, ffn.up_proj.weight, bench.by_neuron[index]
+        weights = ffn.first.weight, ffn.up_proj.weight
+        inputs = x.flatten(0, -2), *weights, bench.by_neuron[index]
         case = Case.of(bench.columns["profile"], inputs, ffn.gated)
         (auto,) = case.auto_layers(bench.calibration)
         calls = {

@@ -90,7 +90,7 @@ def serve(
     Raises ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without
     a GPU and where transformers does not finish a request.
     """
-    load, gpu, rows = load or Load(), clock.gpu(), Rows(out, ["serve"])
+    load, gpu, rows = load or Load(), clock.Gpu(), Rows(out, ["serve"])
     mean = imposed.paper_active(size) if active is None else active
     require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
     say = _Progress()

@@ -70,7 +70,7 @@ def ffn_steps(
     path "union". Returns the rows of training.csv, COLUMNS["training"]. Raises ValueError for unfit
     arguments, ArithmeticError, with its name, for a wrong tensor, RuntimeError without a GPU. Ours.
     """
-    gpu = clock.gpu(energy)
+    gpu = clock.Gpu(energy)
     grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks)
     known = mode in STEP_MODES
     require(known, f"mode {mode!r} is unknown for steps; use one of {', '.join(STEP_MODES)}")
@@ -345,7 +345,7 @@ def crossover(
     that the kernels do not take, ArithmeticError, with its name, for a wrong tensor, RuntimeError
     without a GPU. Ours.
     """
-    gpu = clock.gpu()
+    gpu = clock.Gpu()
     check_sizes([tokens], hidden_size, intermediate_size)
     compiled = torch.compile(dense, fullgraph=True, dynamic=False)
     levels: list[tuple[float, float]] = []

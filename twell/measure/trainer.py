@@ -67,7 +67,7 @@ def train_step(
     COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
     that learns something else, RuntimeError without a GPU. Ours.
     """
-    gpu = clock.gpu(energy)
+    gpu = clock.Gpu(energy)
     config = model_config(model, overrides)
     active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
     limit = f"it has to be above 0 and below {config.intermediate_size}, the neurons"

@@ -28,7 +28,6 @@ from twell.models.llama import (
 from twell.models.loading import (
     CALIBRATION,
     load,
-    load_config,
     load_empty,
     load_stock,
     resolve,

@@ -114,12 +114,6 @@ def load(
     return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
 
 
-def load_config(name_or_path: str | Path) -> tuple[Path, SparseLlamaConfig]:
-    """Return the folder with a Llama's weights, and its configuration; see `load`."""
-    folder = resolve(name_or_path)
-    return folder, read_config(folder)
-
-
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
     """Return the folder with a model's weights, and the model of `load` on the meta device."""
     folder = resolve(name_or_path)

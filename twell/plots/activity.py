@@ -29,6 +29,7 @@ from twell.plots.base import (
     _panel,
     _plain,
     _row_names,
+    _sentence,
     style,
 )
 
@@ -75,7 +76,7 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     ax.set_xticks(layer[:: max(1, len(layer) // 10)])
     ax.grid(False, axis="x")
     _legend(figure, "lower center", entries, ncols=2, labelspacing=0.3)
-    _caption(figure, about and f"{about}.", "Grey lines reach from the mean to the busiest token.")
+    _caption(figure, _sentence(about), "Grey lines reach from the mean to the busiest token.")
     return figure
 
 
@@ -118,7 +119,7 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
     # Notes stand beyond the axes: the layout leaves them as much as they need.
     ax.set_xlim(0, 1.02 * both["mean_active"].max())
     ax.set_xlabel("active neurons per token\n(mean over its n occurrences and all layers)")
-    _caption(figure, about and f"{about}.")
+    _caption(figure, _sentence(about))
     return figure
 
 
@@ -144,7 +145,7 @@ def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     if len(colours) > 2:  # of L1 = 0 and more than one other level
         ax.legend(title="L1 coefficient")
     means = "Points are means over ranges of positions, thin lines single positions."
-    _caption(figure, about and f"{about}.", means)
+    _caption(figure, _sentence(about), means)
     return figure
 
 
@@ -214,7 +215,7 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     label = "active neurons per token, mean over layers (⏎: end of a line)"
     _text_scale(figure, ax, norm, colours, "bottom", label, "both")
     scale = "The scale spans the middle 96% of the tokens."
-    _caption(figure, about and f"{about}.", scale)
+    _caption(figure, _sentence(about), scale)
     return figure
 
 
@@ -308,7 +309,7 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
     least = min(share.min(), coverage.min())
     ax.set(xlabel="%", xlim=(max(10 * (least // 10) - 5, 0), 102))
     _legend(figure, "lower center", ncols=1, labelspacing=0.2)
-    _caption(figure, about and f"{about}.", "A row is a neuron: layer, number, and its token.")
+    _caption(figure, _sentence(about), "A row is a neuron: layer, number, and its token.")
     return figure
 
 
@@ -344,7 +345,7 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame, about: str = ""
     right.set(xlabel="layer", ylabel=f"rank correlation with\nactive neurons{known}")
     right.margins(y=0.15)
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2)
-    _caption(figure, about and f"{about}.")
+    _caption(figure, _sentence(about))
     return figure
 
 
@@ -368,7 +369,7 @@ def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure
     ax.set_xlabel(f"rise of the loss without the neuron\n(0.001 nats a token{known})")
     ax.set_ylabel("layer · neuron")
     ax.grid(False, axis="y")
-    _caption(figure, about and f"{about}.")
+    _caption(figure, _sentence(about))
     return figure
 
 
@@ -396,5 +397,5 @@ def fig_around_word(table: pd.DataFrame, word: str, about: str = "") -> Figure:
         title=f"the word {visible(word)}",
     )
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=1)
-    _caption(figure, about and f"{about}.")
+    _caption(figure, _sentence(about))
     return figure

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -38,6 +39,8 @@ OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
 PAPER, DENSE, AUTO = "black", "0.45", ORANGE
 ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
 GATE, UP, DOWN = _BROWN, _CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
+# Of text over lines.
+_HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
@@ -135,6 +138,11 @@ def _wrapped(text: str, size: float, width: float) -> list[str]:
         fits = text_to_path.get_text_width_height_descent(longer, font, False)[0] <= width
         lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
     return lines
+
+
+def _sentence(about: str) -> str:
+    """What a figure is about, as a sentence of its caption, or nothing."""
+    return about and f"{about}."
 
 
 def _caption(figure: Figure, *sentences: str) -> None:

@@ -18,6 +18,7 @@ from twell.plots.base import (
     _note,
     _panel,
     _plain,
+    _sentence,
 )
 from twell.plots.training import BACKENDS, _number
 
@@ -59,9 +60,7 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
     bars = "Bars are 95% intervals over seeds; points without one are single runs, or the change "
     bars += "from a single run."
-    _caption(
-        figure, about and f"{about}.", f"{seeds} a point, each with a schedule of its own.", bars
-    )
+    _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 
 
@@ -94,5 +93,5 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
     line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
     line += "interpolated."
     runs = "One run each; minutes without validation; GB: the most memory of the whole training."
-    _caption(figure, about and f"{about}.", runs, line)
+    _caption(figure, _sentence(about), runs, line)
     return figure

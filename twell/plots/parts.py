@@ -7,11 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.patheffects import withStroke
 
 from twell import analysis
 from twell.measure import providers
 from twell.plots.base import (
+    _HALO,
     AUTO,
     GATE,
     PAGE,
@@ -32,7 +32,6 @@ from twell.plots.models import _PICKS, SIDES, _imposed, _model, _title
 from twell.plots.speed import DENSE_FP8, SPARSE_FP8
 
 _RING = {"color": AUTO, "linestyle": "", "marker": "D", "markersize": 9, "mfc": "none"}
-_HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 
 
 def model_parts(table: pd.DataFrame) -> Figure:

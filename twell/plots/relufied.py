@@ -23,6 +23,7 @@ from twell.plots.base import (
     _key,
     _legend,
     _plain,
+    _sentence,
 )
 
 _LAYERS = [(SPARSE, "o"), (DECODE, "s"), (ROWWISE, "D"), (HYBRID, "^"), (GATE, "v"), (UP, "P")]
@@ -65,7 +66,7 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     _course(right, course, "active_fraction", 100, colours)
     left.set_ylabel("KL divergence (nats)")
     right.set_ylabel(_SHARE)
-    _end(figure, colours, about and f"{about}.", "One run each.")
+    _end(figure, colours, _sentence(about), "One run each.")
     return figure
 
 
@@ -94,7 +95,7 @@ def relufied_price(table: pd.DataFrame, layers: pd.DataFrame, about: str = "") -
     right.set(xlabel="layer", yscale="log", ylabel=_SHARE)
     right.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     _plain(right.yaxis)
-    _end(figure, colours, about and f"{about}.", "One run each, on held-out text.")
+    _end(figure, colours, _sentence(about), "One run each, on held-out text.")
     return figure
 
 

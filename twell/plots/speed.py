@@ -9,12 +9,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from twell import analysis
 from twell.measure import providers
 from twell.plots.base import (
+    _HALO,
     AUTO,
     DECODE,
     DENSE,
@@ -78,7 +78,7 @@ _PATTERNS = {
     "skewed": "Skewed: a few neurons fire often, as in trained models.",
     "even": "Even: all neurons fire equally often.",
 }
-_HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
+_CROSSED = "Numbers: active neurons at which a path falls behind dense."
 _LAYER = "hidden_size", "intermediate_size", "gated", "dtype"
 
 
@@ -209,9 +209,8 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_ylabel("speed-up over dense\n(log scale)")
     figure.suptitle(f"{title}, forward", fontsize=8)
     _speed_legend(figure, names, {})
-    crossed = "Numbers: active neurons at which a path falls behind dense."
     spread = _measured(rows["speedup_low"])
-    _caption(figure, _of_pattern(patterns), crossed, _in_fp8(names), spread)
+    _caption(figure, _of_pattern(patterns), _CROSSED, _in_fp8(names), spread)
     return figure
 
 
@@ -246,8 +245,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     figure.suptitle(f"{title}; forward and backward", fontsize=8)
     _speed_legend(figure, names, {f"{tokens:,} tokens": styles[tokens] for tokens in sizes})
     terms = "Held: bytes that forward keeps for backward."
-    crossed = "Numbers: active neurons at which a path falls behind dense."
-    _caption(figure, _of_pattern(patterns), terms, crossed, _measured(rows["speedup_low"]))
+    _caption(figure, _of_pattern(patterns), terms, _CROSSED, _measured(rows["speedup_low"]))
     return figure
 
 

@@ -36,6 +36,7 @@ from twell.plots.base import (
     _one,
     _panel,
     _plain,
+    _sentence,
 )
 
 STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
@@ -83,10 +84,6 @@ def _over_lowest(curves: pd.DataFrame) -> tuple[float, pd.DataFrame]:
     base = at_lowest[at_lowest["run"] == at_lowest["run"].iloc[0]].sort_values("tokens")
     there = np.interp(curves["tokens"], base["tokens"], base["value"])
     return lowest, curves.assign(value=curves["value"] - there)
-
-
-def _sentence(about: str) -> str:
-    return about and f"{about}."
 
 
 def _number(runs: pd.Series) -> str:

@@ -136,15 +136,13 @@ class Calibration:
     def fit(cls, rows: Iterable[Mapping[str, Any]], **about: Any) -> Calibration:
         """Return the calibration that measured rows give; `about` are the other fields.
 
-        Rows have tokens, active, union, path and p50 (ms). Rows of a `provider` that is not the
-        layer's own ("dense eager", "dense torch.compile", "auto") are left out; of several for one
-        case the median counts.
+        Rows have tokens, active, union, path and p50 (ms); of several for one case the median
+        counts.
         """
         cases = defaultdict(lambda: defaultdict(list))
         for row in rows:
-            if row.get("provider") not in ("dense eager", "dense torch.compile", "auto"):
-                case = int(row["tokens"]), float(row["active"]), float(row["union"])
-                cases[case][row["path"]].append(float(row["p50"]))
+            case = int(row["tokens"]), float(row["active"]), float(row["union"])
+            cases[case][row["path"]].append(float(row["p50"]))
         times = tuple(Point(*case, _medians(cases[case])) for case in sorted(cases))
         return cls(times=times, **about)
 
@@ -257,12 +255,8 @@ class Calibration:
                 result[path] = max(ms, _interpolate(floors, min(num_tokens, most), 0.0))
         return result
 
-    def choose(self, num_tokens: float, active: float, union: float, situation: str = GRAPH) -> str:
-        """Return the fastest path by `predict`, dense unless a sparse one wins by the margin."""
-        return self.choices(num_tokens, active, union)[situation]
-
     def choices(self, num_tokens: float, active: float, union: float) -> dict[str, str]:
-        """Return `choose` by situation."""
+        """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
         alone, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
             times = self._at_least(alone, num_tokens, situation)

@@ -43,7 +43,14 @@ from twell.sparse.observe import (
 )
 from twell.sparse.order import TokenOrder
 from twell.sparse.plan import POWERS, WAITING, Chooser
-from twell.sparse.projections import is_plain, is_transformed, tensors_of, warn_dense, why_called
+from twell.sparse.projections import (
+    is_plain,
+    is_transformed,
+    store_neuron_major,
+    tensors_of,
+    warn_dense,
+    why_called,
+)
 
 __all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
 
@@ -186,6 +193,11 @@ class SparseFFN(nn.Module):
         return self.gate_proj is not None
 
     @property
+    def first(self) -> nn.Linear:
+        """The projection that decides which neurons are active."""
+        return self.gate_proj if self.gated else self.up_proj
+
+    @property
     def device(self) -> torch.device:
         """The device of the first weight that is not offloaded; the CPU where all are."""
         return next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
@@ -271,15 +283,9 @@ class SparseFFN(nn.Module):
                     f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first"
                 )
 
-    @torch.no_grad()
     def _keep_strides(self, _: object = None) -> None:
-        """Store the down weight [K, N] neuron-major, strides (1, K), as kernels read it."""
         if self._has_kernels and why_called(self.down_proj) is None:
-            weight = self.down_proj.weight
-            if not weight.t().is_contiguous():
-                # Made in inference mode, the weight could not be trained outside of it.
-                with torch.inference_mode(weight.is_inference()):
-                    weight.data = weight.t().contiguous().t()
+            store_neuron_major(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.hidden_size:
@@ -323,17 +329,6 @@ class SparseFFN(nn.Module):
             return g, self.act.hidden(g, None)
         g = self.act.gate(self.gate_proj(x))
         return g, self.act.hidden(g, self.up_proj(x))
-
-    @torch.no_grad()
-    def direction(self, neuron: int) -> Tensor:
-        """Return the output [K] that a neuron adds per unit of h: its column of down."""
-        if is_plain(self.down_proj):
-            return self.down_proj.weight[:, neuron]
-        dtype = next(self.parameters()).dtype
-        h = torch.zeros(2, self.intermediate_size, device=self.device, dtype=dtype)
-        h[1, neuron] = 1
-        zero, one = self.down_proj(h)
-        return one - zero
 
     # --- the backends: rows [M, K] -> Result
 
@@ -487,8 +482,7 @@ class SparseFFN(nn.Module):
 
     def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""
-        part = self.up_proj if self.gate_proj is None else self.gate_proj
-        return self.act.gate(part(blocks))
+        return self.act.gate(self.first(blocks))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

@@ -75,6 +75,15 @@ def tensors_of(part: nn.Module | None) -> tuple[Tensor | None, Tensor | None, Te
     return part.weight, part.bias, part.weight_scale if type(part) is Float8Linear else None
 
 
+def store_neuron_major(part: nn.Linear) -> None:
+    """Store the weight [K, N] with strides (1, K), as kernels read that of the down projection."""
+    weight = part.weight
+    if not weight.t().is_contiguous():
+        # Made in inference mode, the weight could not be trained outside of it.
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().t().contiguous().t()
+
+
 def why_called(part: nn.Module, *, sharded: bool = False) -> str | None:
     """Return why a projection has to be called; None where reading its weight gives the same.
 

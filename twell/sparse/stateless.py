@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from twell.kernels import ops
-from twell.sparse.projections import why_called
+from twell.sparse.projections import store_neuron_major, why_called
 
 
 class SparseMLP(nn.Module):
@@ -51,13 +51,8 @@ def _takes(rows: Tensor, parts: tuple[nn.Module, ...]) -> bool:
 
 
 def _neuron_major(part: nn.Linear) -> Tensor:
-    """The weight [K, N] with strides (1, K), as the kernels read it; one copy is kept."""
-    weight = part.weight
-    if weight.t().is_contiguous():
-        return weight
+    """The weight [K, N] with strides (1, K); one copy is kept."""
     if torch.compiler.is_compiling():
-        return weight.detach().t().contiguous().t()
-    # Made in inference mode, the weight could not be trained outside of it.
-    with torch.inference_mode(weight.is_inference()):
-        weight.data = weight.detach().t().contiguous().t()
-    return weight.detach()
+        return part.weight.detach().t().contiguous().t()
+    store_neuron_major(part)
+    return part.weight

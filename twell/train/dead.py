@@ -66,7 +66,7 @@ def reinitialize(
     generator = torch.Generator().manual_seed(seed)
     _check_trained(model)
     for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
-        weight = (ffn.gate_proj or ffn.up_proj).weight
+        weight = ffn.first.weight
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
         # w + share * (noise - w) at the dead rows, as one product and one sum: works on sharded
         # weights too.
