@@ -64,8 +64,8 @@ def questions(run: Path, files: dict[str, Path]) -> Iterator[tuple[str, dict]]:
         "last_word": corpus.last_words(texts, *LAST_WORDS),
     }
     for name, file in files.items():
-        items = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        asked[name] = [put(name, item) for item in items]
+        lines = filter(bytes.strip, file.read_bytes().splitlines())  # text has more line ends
+        asked[name] = [put(name, json.loads(line)) for line in lines]
     for name, items in asked.items():
         yield from ((name, item) for item in items)
 
@@ -74,11 +74,17 @@ def put(task: str, item: dict) -> dict:
     """Return an item as lm-eval puts it. Of WinoGrande each choice has a query of its own."""
     query, choices = item["query"], item["choices"]
     if task == "winogrande":
-        before, _, after = query.partition("_")
+        before, blank, after = query.partition("_")
+        if not blank:
+            raise ValueError(f"an item of winogrande has no blank _: {query!r}")
         queries, choices = [before + choice for choice in choices], len(choices) * [after.strip()]
         return item | {"queries": queries, "choices": choices}
     if task == "commonsense_qa":
         letters = "ABCDE"
+        if len(choices) != len(letters):
+            raise ValueError(
+                f"an item of commonsense_qa has {len(choices)} choices, not 5: {query!r}"
+            )
         lines = [f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)]
         query = "\n".join([f"Question: {query.strip()}", *lines, "Answer:"])
         return item | {"query": query, "choices": list(letters)}
@@ -125,7 +131,8 @@ def answers(
             before = trace.encode(tokenizer, query.rstrip())
             whole = trace.encode(tokenizer, f"{query} {choice}")
             sequences.append(whole[-model.config.max_position_embeddings :])
-            starts.append(len(sequences[-1]) - len(whole) + len(before) - 1)
+            # A choice may be longer than the context: then all of what is left counts.
+            starts.append(max(0, len(sequences[-1]) - len(whole) + len(before) - 1))
     scores = iter(zip(scored(model, sequences), starts, strict=True))
     rows = []
     for task, item in asked:
@@ -201,11 +208,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
     parser.add_argument("--weights", action="store_true", help="leave the weights where they are")
     given = parser.parse_args()
+    given.run = given.run.resolve()
+    if (given.out / "runs" / given.run.name / "log.csv.xz").exists():
+        parser.error(f"{given.out} holds a run {given.run.name}; give another --out")
     command = shlex.join(["python", "-m", "scripts.keep", *sys.argv[1:]])
     given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
     given.out.joinpath("traces").mkdir(exist_ok=True)
     files = task_files(given.tasks) if given.tasks else {}
-    print(f"tasks: {', '.join(files) or 'none'}, and held-out text", flush=True)
+    asked = list(questions(given.run, files))
+    tasks = ", ".join(dict.fromkeys(name for name, _ in asked)) or "none"
+    print(f"tasks: {tasks}; {len(asked):,} items", flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
     model = model.to(device).eval()
@@ -214,7 +226,6 @@ def main() -> None:
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"
         activity(model, blocks).to_csv(path, index=False)
-    asked = list(questions(given.run, files))
 
     def answer(model: torch.nn.Module, name: str) -> int:
         table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])

@@ -255,6 +255,19 @@ def test_a_resumed_stream_begins_again_at_its_first_document(streamed):
         assert torch.equal(again.draw(range(900)), blocks.draw(range(900)))  # past the end
 
 
+def test_a_stream_that_resumed_resumes_again(streamed):
+    """Also where it has drawn tokens that it had read before, and read nothing since."""
+    stream, _ = streamed
+    whole, blocks = stream(), stream()
+    while len(blocks.rest) < 2 * 16:
+        assert torch.equal(blocks.draw([0]), whole.draw([0]))
+    for size in (1, 1, 50):
+        again = stream()
+        again.restore(json.loads(json.dumps(blocks.state())))
+        assert torch.equal(again.draw(range(size)), whole.draw(range(size)))
+        blocks = again
+
+
 def test_processes_share_a_stream_without_overlap(streamed):
     stream, coded = streamed
     end, seen = coded[0][-1], []
@@ -293,3 +306,47 @@ def test_last_words_stand_before_their_sentence():
     (item,) = corpus.last_words([text], 5, 25)
     assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
     assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []
+
+
+def test_the_cache_knows_what_is_held_out(tmp_path):
+    """The same three files, divided in two ways."""
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(20, ord(name)))
+    for folder, names in (("first", "ab"), ("last", "bc")):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            shutil.copy(tmp_path / f"{name}.jsonl", tmp_path / folder)
+    sides = [
+        corpus.prepare(
+            str(tmp_path / source),
+            valid_source=str(tmp_path / held_out),
+            vocab_size=300,
+            cache=tmp_path / "cache",
+        )
+        for source, held_out in (("first", "c.jsonl"), ("a.jsonl", "last"))
+    ]
+    assert len(sides[1].valid) > 1.5 * len(sides[0].valid)
+
+
+def test_the_cache_knows_the_rules_of_a_tokenizer(source, tmp_path):
+    """A file beside tokenizer.json may change them."""
+    given = {"vocab_size": 300, "cache": tmp_path / "cache"}
+    folder = tmp_path / "tokenizer"
+    corpus.prepare(source, **given).tokenizer.save_pretrained(folder)
+    before = corpus.prepare(source, tokenizer=str(folder), **given | {"vocab_size": 301})
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": ["the"]}))
+    given["vocab_size"] += 1
+    after = corpus.prepare(source, tokenizer=str(folder), **given)
+    assert 300 in after.train and 300 not in before.train
+
+
+def test_ids_with_gaps_count(source, tmp_path):
+    tokenizer = corpus.prepare(source, vocab_size=300, cache=tmp_path / "cache").tokenizer
+    tokenizer.save_pretrained(tmp_path / "gap")
+    file = tmp_path / "gap" / "tokenizer.json"
+    rules = json.loads(file.read_text())
+    rules["model"]["vocab"]["far"] = 900
+    file.write_text(json.dumps(rules))
+    with pytest.raises(ValueError, match="has 901 entries; vocab_size 320 does not hold them"):
+        corpus.load_tokenizer(str(tmp_path / "gap"), 320)

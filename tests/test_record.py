@@ -269,6 +269,10 @@ def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatc
     loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
     last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
+    with pytest.raises(SystemExit):  # another run of this name
+        keep_run(tiny / "run", tasks_folder, out, monkeypatch)
+    assert "holds a run run; give another --out" in capsys.readouterr().err
+    assert (tiny / "run" / "model").is_dir()
 
 
 def test_the_original_of_a_relufied_run_answers_once(
@@ -345,3 +349,18 @@ def test_answers_are_the_likeliest(tiny):
     best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
     assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
     assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]
+
+
+def test_of_a_choice_longer_than_the_context_all_that_fits_counts(tiny, monkeypatch):
+    model, tokenizer = trace.load_with_tokenizer(tiny / "run")
+    context, taken = model.config.max_position_embeddings, []
+
+    def flat(model, sequences):
+        """Each token has the log-likelihood -1."""
+        taken.extend(map(len, sequences))
+        return [(-np.ones(len(ids) - 1), np.ones(len(ids) - 1, bool)) for ids in sequences]
+
+    monkeypatch.setattr(keep, "scored", flat)
+    item = {"query": "bada", "choices": ["gain", "bada " * 3 * context], "gold": 0}
+    table = keep.answers(model, tokenizer, [("a", item)])
+    assert max(taken) == context and table["correct"].tolist() == [1]

@@ -124,8 +124,9 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     model that is no Llama, or a twin that differs by more.
     """
     run, out = Path(run), Path(out)
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise FileExistsError(f"{out} already exists; choose another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)  # before the evaluation, should that be no folder
     if twin is not None and Path(twin).resolve() == run.resolve():
         raise ValueError(
             f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0"
@@ -146,7 +147,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     loss = evaluate(model, blocks)["cross_entropy"]
     card = _card(out, runs, loss, len(tokens), text)
 
-    out.mkdir(parents=True)
+    out.mkdir()
     if model.ffns[0].act.sparse:
         model.set_ffn_backend("auto")  # dense where there are no kernels
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it

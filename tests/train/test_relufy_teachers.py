@@ -70,7 +70,7 @@ def test_text_is_neither_cut_nor_padded(teacher, tiny_text, tmp_path):
     tokenizer.backend_tokenizer.enable_padding(length=400, pad_token=tokenizer.eos_token)
     folder = tmp_path / "cutting"
     tokenizer.save_pretrained(folder)
-    assert load_tokenizer(str(folder), 320).backend_tokenizer.truncation  # so it is stored
+    assert AutoTokenizer.from_pretrained(folder).backend_tokenizer.truncation  # so it is stored
     text = corpus.prepare(
         str(tiny_text), vocab_size=320, cache=tmp_path / "b", tokenizer=str(folder)
     )
@@ -137,7 +137,7 @@ def test_fields_that_would_be_ignored_are_refused(teacher, tiny_text, field, mes
 
 def test_teachers_that_cannot_be_loaded_are_refused_by_name(copied, tiny_text, tmp_path):
     folder = copied("broken", "config.json", intermediate_size=64)
-    with pytest.raises(ValueError, match="broken cannot be loaded: RuntimeError: .*whole copy"):
+    with pytest.raises(ValueError, match="mismatched keys, such as .*down_proj.weight.*whole copy"):
         student_of(folder, tiny_text, tmp_path / "run")
     folder = copied("adapter")
     (folder / "adapter_config.json").write_text("{}")

@@ -97,15 +97,17 @@ class Stream:
         self.begin = lambda: split_dataset_by_node(stream.skip(documents), process, num_processes)
         self.stream = self.begin()
         self.reader = self._encoded(self.stream)
+        if next(self._encoded(self.begin()), None) is None:
+            raise ValueError(f"{source} has no document left for training beside those held out")
         self.rest: list[int] = []  # tokens read and not yet drawn
+        self.place: dict | None = None  # restored, until a document is read
 
     def _encoded(self, stream) -> Iterator[list[int]]:
         """Yield each document's tokens."""
         for row in stream:
             if not isinstance(text := row.get("text"), str):
-                raise ValueError(
-                    f'{self.source} has no column "text" with strings; it has {", ".join(row)}'
-                )
+                seen = f"one is {text!r}" if "text" in row else f"it has {', '.join(row)}"
+                raise ValueError(f'{self.source} has no column "text" with strings; {seen}')
             text = checked_text(text, f"a document of {self.source}")
             yield [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
 
@@ -120,20 +122,17 @@ class Stream:
             if tokens is None:  # start again, and not where a restored stream went on
                 self.stream = self.begin()
                 self.reader = self._encoded(self.stream)
-                tokens = next(self.reader, None)
-            if tokens is None:
-                raise ValueError(
-                    f"{self.source} has no document left for training beside those held out"
-                )
-            self.rest += tokens
+                tokens = next(self.reader)
+            self.rest, self.place = self.rest + tokens, None
         drawn, self.rest = self.rest[:size], self.rest[size:]
         return torch.tensor(drawn).reshape(-1, self.context)
 
     def state(self) -> dict:
         """Return the place of this process in its share, and the tokens not yet drawn."""
-        return {"place": self.stream.state_dict(), "rest": self.rest}
+        return {"place": self.place or self.stream.state_dict(), "rest": self.rest}
 
     def restore(self, state: dict) -> None:
         """Continue at `state`, of the same source and number of processes."""
-        self.stream.load_state_dict(state["place"])
+        self.stream.load_state_dict(state["place"])  # its own state is the beginning meanwhile
+        self.place = state["place"]
         self.reader, self.rest = self._encoded(self.stream), list(state["rest"])

@@ -17,6 +17,7 @@ given; of a stream the first documents are.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import lzma
 from collections.abc import Iterator
@@ -119,13 +120,14 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
     except ImportError:
         message = f"{file} needs the package pyarrow: pip install pyarrow"
         raise ModuleNotFoundError(message) from None
+    numbers = itertools.count()
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
             if "text" not in batch.schema.names:
                 raise ValueError(f'{file} has no column "text"')
-            for row, text in enumerate(batch.column("text").to_pylist()):
-                yield f"{file}, row {row}", text
-    except pyarrow.ArrowInvalid as error:
+            for text in batch.column("text").to_pylist():
+                yield f"{file}, row {next(numbers)}", text
+    except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         raise ValueError(
             f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy"
         ) from None

@@ -53,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Load an existing tokenizer by path or hub name.
+    """Load an existing tokenizer by path or hub name; it neither cuts nor pads.
 
     Raises ValueError when it does not serve a model of vocab_size.
     """
@@ -65,10 +65,10 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
         known = isinstance(error, OSError)
         reason = str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}"
         raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
-    if len(tokenizer) > vocab_size:
+    entries = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
+    if entries > vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries; "
-            f"vocab_size {vocab_size} does not hold them"
+            f"the tokenizer has {entries} entries; vocab_size {vocab_size} does not hold them"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -79,21 +79,14 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
             f"the tokenizer {name} has no tokenizer.json; "
             "only those of the library tokenizers are read"
         )
+    tokenizer.backend_tokenizer.no_truncation()  # a fine-tuning may have stored these
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Return a text's token ids, without special tokens."""
-    return _whole(tokenizer).encode(text, add_special_tokens=False).ids
-
-
-def _whole(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
-    """The library's tokenizer, without what a fine-tuning may have left: it cut and padded."""
-    backend = tokenizer.backend_tokenizer
-    if backend.truncation or backend.padding:
-        backend.no_truncation()
-        backend.no_padding()
-    return backend
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -125,14 +118,16 @@ def prepare(
         tokenizer: path or hub name of an existing tokenizer to use instead.
     Raises ValueError for an empty corpus, a damaged cache or a tokenizer that does not fit.
     """
-    given = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
-    file = Path(tokenizer or "") / "tokenizer.json"  # another one may come to the same place
+    given, rules = None, None
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer, vocab_size)
+        # As loaded: files beside tokenizer.json may change it, and what comes to one place.
+        rules = given.backend_tokenizer.to_str(), given.eos_token_id
     key = {
-        "format": 2,
-        "texts": [*_fingerprints(source), *_fingerprints(valid_source)],
+        "format": 3,
+        "texts": [_fingerprints(source), _fingerprints(valid_source)],
         "vocab_size": vocab_size,
-        "tokenizer": _sha256(file) if given is not None and file.is_file() else tokenizer,
-        "end": None if given is None else given.eos_token_id,  # a file beside it may change that
+        "tokenizer": rules,
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / name
@@ -171,7 +166,7 @@ def _tokenize(
     texts = split(source, valid_source)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
-        encodings = _whole(model).encode_batch_fast(
+        encodings = model.backend_tokenizer.encode_batch_fast(
             [text for _, text in batch], add_special_tokens=False
         )
         for (part, _), encoding in zip(batch, encodings, strict=True):

@@ -171,15 +171,14 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     source = folder if Path(name).is_dir() else name  # transformers downloads other files too
     try:
         with _no_progress_bar():
-            model, report = auto.from_pretrained(
-                source, config=config, dtype=dtype, output_loading_info=True
-            )
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, report = auto.from_pretrained(source, config=config, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"{folder}: damaged weights: {error}; put back a whole copy") from None
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{folder} cannot be loaded: {reason}; put back a whole copy") from None
-    for problem in ("missing_keys", "unexpected_keys"):
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise ValueError(
                 f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
