@@ -273,7 +273,8 @@ def relufy_config(
     fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
     fields |= {"teacher": teacher, "tokenizer": teacher}
     fields["gated"] = getattr(config, "gated_mlp", True)
-    fields["rope_theta"] = config.rope_parameters["rope_theta"]
+    if theta := (config.rope_parameters or {}).get("rope_theta"):
+        fields["rope_theta"] = theta
     for field in fields:
         if field in given:
             raise ValueError(f"{field} is that of the teacher {name}; leave it out")
