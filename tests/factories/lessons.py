@@ -41,6 +41,11 @@ NUMBERS = {
         "l1_coefficient=6e-4, tokens=25e6)['change']",
         r"on 25 M tokens to ([\d.]+)% on": "-row(by_tokens, "
         "l1_coefficient=6e-4, tokens=50e6)['change']",
+        r"rises by ([\d.]+) ± [\d.]+ points": "quantities['trend_slope']",
+        r"rises by [\d.]+ ± ([\d.]+) points": "quantities['trend_slope_limit']",
+        r"noise below ([\d.]+)%": "quantities['longer_price_limit']",
+        r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
+        "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
         r"ends at \+(\d+) ± \d+%": "quantities['trend_at']",
         r"ends at \+\d+ ± (\d+)%": "quantities['trend_at_limit']",
     },
@@ -134,6 +139,8 @@ NUMBERS = {
         "(row(parts, tokens=1, provider='dense torch.compile'))",
     },
     "09_training_choices": {
+        r"and have (\d+)% more active": "row(analysis.contrasts(table), choice='non-gated', "
+        "l1_coefficient=6e-4).query('quantity.str.startswith(\"active\")')['difference'].item()",
         r"cost ([\d.]+) and [\d.]+% less": "(lambda t: t['line_price'] - t['price'])"
         "(row(beside, choice='balanced columns', l1_coefficient=6e-4))",
         r"cost [\d.]+ and ([\d.]+)% less": "(lambda t: t['line_price'] - t['price'])"

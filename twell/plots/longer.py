@@ -22,6 +22,8 @@ from twell.plots.base import (
 )
 from twell.plots.training import BACKENDS, _number
 
+_APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides another one
+
 
 def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
@@ -37,10 +39,11 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
         "change": "cross-entropy (% over L1 = 0)",
     }
     for ax, (name, label) in zip(axes[0], panels.items(), strict=True):
-        for level, rows in table.groupby("l1_coefficient"):
+        for place, (level, rows) in enumerate(table.groupby("l1_coefficient")):
             if name == "change" and not level:
                 continue
             tokens, height = rows["tokens"].astype(float) / 1e6, rows[name].astype(float)
+            tokens *= _APART ** (place - (len(colours) - 1) / 2)
             look = {"color": colours[level], "marker": "o", "markersize": 3.5, "linewidth": 1}
             ax.plot(tokens, height, **look)
             known = rows[f"{name}_low"].notna()
@@ -59,7 +62,7 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     _legend(figure, "lower center", levels, ncols=len(levels))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
     bars = "Bars are 95% intervals over seeds; points without one are single runs, or the change "
-    bars += "from a single run."
+    bars += "from a single run. Points on as many tokens stand side by side."
     _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 
