@@ -32,7 +32,7 @@ FIGURES = {
     "03_layerwise": "fig06_layers fig10_layers_dense fig11_layers_sparsest",
     "04_tokens": "fig07a_tokens fig07b_positions fig07_passage",
     "05_speedup": "ffn_activity ffn_tokens ffn_roofline ffn_training fp8_quality",
-    "06_downstream": "table6_tasks fig03_accuracy",
+    "06_downstream": "table6_tasks fig03_accuracy paired_tasks",
     "07_inspect": "inspect_specific inspect_surprise inspect_silenced inspect_passage",
     "08_models": "table1_scale overview fig04_levels fig05_levels fig06_contributions"
     " fig10_contributions fig11_contributions fig06_trained model_parts model_decode decode_parts",

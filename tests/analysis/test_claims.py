@@ -52,13 +52,10 @@ def test_the_page_and_the_summary_are_current(recorded):
 def test_every_claim_names_quantities_that_are_recorded(recorded):
     """`extra` claims of the notebook alone aside, every template and rule can be computed."""
     notebook_alone = {"specific_neuron", "silent_neuron"}
-    data = ROOT / "data"
-    if not (data / "bench" / "trained").is_dir():  # trained models beside imposed activity
+    if not (ROOT / "data" / "runs" / "flagship-200m-l1-0").is_dir():
         notebook_alone |= {
-            one["name"] for one in claims.claims("models") if "beside" in one["name"]
+            f"flagship_{name}_beside_imposed" for name in ("forward", "decode", "step")
         }
-    if not list(data.glob("eval/85m-100m-l1-0-*.csv.xz")):  # a dense model that was asked items
-        notebook_alone |= {one["name"] for one in claims.claims("tasks") if "paired" in one["name"]}
     for claim in claims.claims():
         names = set(claims.paper_numbers()) | set(recorded[claim["subject"]])
         templates = [claim.get(key, "") for key in ("paper", "ours", "caveat")]

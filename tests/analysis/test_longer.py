@@ -37,16 +37,29 @@ def test_points_have_intervals_where_there_are_seeds():
     assert analysis.over_tokens(*NOTHING).empty
 
 
+def schedules(change, level=1e-3, seeds=1, spread=0.0):
+    """Runs at L1 = 0 and at a level on 25 to 300 M tokens; seeds lie symmetrically."""
+    runs = []
+    for tokens, price in change.items():
+        for seed in range(seeds):
+            off = spread * (seed - (seeds - 1) / 2)
+            for l1, value in ((0.0, 0.0), (level, price)):
+                name = f"{tokens}-{l1}-{seed}"
+                runs.append(made(name, l1, value + off, 2.0, 5, tokens=tokens, seed=seed))
+    return runs
+
+
 def test_the_line_over_doublings_has_intervals():
-    """Those of a line with an intercept at 30 B tokens are what least squares says of it there."""
+    """Of one run each they are those of a line through the differences, intercept at 30 B tokens;
+    seeds whose mean is the same move nothing and narrow them."""
     tokens = np.array([25e6, 50e6, 1e8, 2e8, 3e8])
     doublings = np.log2(tokens / 3e10)
     change = 4 + 0.5 * doublings + np.array([0.1, -0.2, 0, 0.2, -0.1])
-    table = pd.DataFrame({"tokens": tokens, "l1_coefficient": 1e-3, "change": change})
-    dense = table.assign(l1_coefficient=0.0, change=0.0)
-    line = analysis.trend(pd.concat([dense, table, table[:2].assign(l1_coefficient=1.0)]), 3e10)
+    runs = schedules(dict(zip(tokens.astype(int), change, strict=True)))
+    twice = schedules(dict.fromkeys((10**7, 10**8), 1.0), level=1.0)
+    line = analysis.trend(*tables(*runs, *twice[1::2]), 3e10)
     (row,) = line.to_dict("records")
-    assert (row["l1_coefficient"], row["budgets"], row["last"]) == (1e-3, 5, 3e8)
+    assert (row["l1_coefficient"], row["budgets"], row["runs"], row["last"]) == (1e-3, 5, 10, 3e8)
     fit = scipy.stats.linregress(doublings, change)
     quantile = scipy.stats.t.ppf(0.975, 3)
     expected = fit.slope, quantile * fit.stderr, fit.intercept, quantile * fit.intercept_stderr
@@ -54,7 +67,20 @@ def test_the_line_over_doublings_has_intervals():
     assert [row[name] for name in names] == pytest.approx(expected)
     numbers = quantities.trended(line, 1e-3)
     assert numbers["trend_last"] == 300 and quantities.trended(line, 1.0) == {}
-    assert analysis.trend(table[:2], 3e10).empty and analysis.trend(table[:0], 3e10).empty
+
+    exact = dict(zip(tokens.astype(int), 4 + 0.5 * doublings, strict=True))
+    near, wide = (
+        analysis.trend(*tables(*schedules(exact, seeds=3, spread=spread)), 3e10).iloc[0]
+        for spread in (0.01, 0.1)
+    )
+    assert near["runs"] == 30 and near["slope"] == pytest.approx(0.5)
+    assert wide["slope_limit"] == pytest.approx(10 * near["slope_limit"], rel=1e-3)
+    residual = np.sqrt(20 * 0.1**2 / (30 - 7))  # at most: each of 10 means has two seeds 0.1 off
+    error = residual * np.sqrt(2 / 3 / ((doublings - doublings.mean()) ** 2).sum())
+    assert wide["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 23) * error, rel=1e-3)
+
+    assert analysis.trend(*tables(*twice), 3e10).empty
+    assert analysis.trend(*NOTHING, 3e10).empty
 
 
 def racer(name, speeds, losses, **config):

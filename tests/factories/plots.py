@@ -260,6 +260,19 @@ def tasks():
     return evaluated(*records), analysis.paper_tasks(results.paper())
 
 
+def paired(seeds=2):
+    """Of three tasks one is no accuracy; sparse models have one more right answer of four."""
+    rows = []
+    for side, right in (("dense", 2), ("sparse", 3)):
+        for seed in range(seeds):
+            correct = [int(item < right) for item in range(4)]
+            for task in ("piqa", "last_word", "held_out_text"):
+                one = {"run": f"{side} {seed}", "task": task, "correct": correct, "nats": 3.0}
+                rows.append(pd.DataFrame(one))
+    names = ([f"{side} {seed}" for seed in range(seeds)] for side in ("dense", "sparse"))
+    return analysis.paired_runs(pd.concat(rows), *names)
+
+
 def levels_of_sizes():
     gains = {0: 0.1, 1e-2: 0.08, 1e-3: 0}
     records = [made.evaluation(f"s{l1}", l1=l1, gain=gain) for l1, gain in gains.items()]
@@ -410,6 +423,8 @@ CASES = {
     "roofline": ("ffn_roofline", lambda: [roofline()]),
     "roofline, nothing known": ("ffn_roofline", lambda: [roofline().query("kernel == 'other'")]),
     "tasks": ("table6_tasks", tasks),
+    "answers": ("paired_tasks", lambda: [paired()]),
+    "answers of a seed": ("paired_tasks", lambda: [paired(1)]),
     "levels of sizes": ("fig03_accuracy", levels_of_sizes),
     "forward": ("fig04_levels", lambda: [models()]),
     "steps": ("fig05_levels", lambda: [steps()]),

@@ -231,6 +231,18 @@ def test_scaling_keeps_the_time_of_equal_work():
         other.scaled(32, 1000, True)
 
 
+@pytest.mark.parametrize("shape", [(768, 2112), (256, 688)])
+def test_one_token_of_a_smaller_layer_has_the_times_of_one_token(shape):
+    """A share of one token is no case; before, a small layer decoded densely below 7 tokens."""
+    made, of_one = default(*shape, True), default(2048, 5632, True)
+    n = shape[1] / 5632
+    expected = of_one.predict(1, 29, 29)
+    assert made.predict(1, 29 * n, 29 * n) == pytest.approx(expected)
+    assert made.choices(1, 29 * n, 29 * n)["graph"] == "decode"
+    larger = of_one.scaled(4096, 11264, True)
+    assert larger.predict(1, 58, 58) == pytest.approx(of_one.predict(4, 29, 29))
+
+
 # --- where a curve falls
 
 

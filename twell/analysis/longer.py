@@ -22,15 +22,19 @@ def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     by the noise of seeds on these tokens (`noise_limit`), NaN for a single run. Of the change also
     NaN where L1 = 0 has a single run.
     """
-    runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
-    budgets = [some for _, some in runs.groupby("tokens")] if len(runs) else []
     names = ["active", "dead", "change"]
     names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
-    tables = [_of_budget(sweep(some, log)) for some in budgets]
+    tables = [_of_budget(table) for table in _budgets(runs, log)]
     table = pd.concat([pd.DataFrame(columns=["tokens", "l1_coefficient"]), *tables])
     table = table.reindex(columns=["tokens", "l1_coefficient", "runs", "dense_runs", *names])
     several = table.groupby("l1_coefficient")["tokens"].transform("nunique") >= BUDGETS
     return table[several].sort_values(["l1_coefficient", "tokens"], ignore_index=True)
+
+
+def _budgets(runs: pd.DataFrame, log: pd.DataFrame) -> list[pd.DataFrame]:
+    """The recipe's `sweep` on each number of tokens."""
+    runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
+    return [sweep(some, log) for _, some in runs.groupby("tokens")] if len(runs) else []
 
 
 def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
@@ -59,30 +63,45 @@ def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
     return {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
 
 
-def trend(table: pd.DataFrame, tokens: float) -> pd.DataFrame:
+def trend(runs: pd.DataFrame, log: pd.DataFrame, tokens: float) -> pd.DataFrame:
     """Return the straight line of the change of cross-entropy over doublings of tokens, by level.
 
-    table: `over_tokens`; a level with L1 counts that has three numbers of tokens or more. Columns:
-    l1_coefficient, budgets (their number), first and last (tokens), slope (points of % a doubling)
-    and slope_limit, at (the line at `tokens`, in %) and at_limit. Limits are 95% intervals of least
-    squares (Student's t) on one point a budget. They say nothing of whether the line goes on.
+    runs, log: as for `over_tokens`; a level with L1 counts that has three numbers of tokens or more
+    with runs at L1 = 0 too. Columns: l1_coefficient, budgets (their number), runs (all that count),
+    first and last (tokens), slope (points of % a doubling) and slope_limit, at (the line at
+    `tokens`, in %) and at_limit. Least squares on the runs, with a mean of L1 = 0 for each number
+    of tokens; limits are its 95% intervals (Student's t), so that both seeds and bends of
+    the line widen them. They say nothing of whether the line goes on.
     """
-    rows = []
-    for level, some in table[table["l1_coefficient"] > 0].groupby("l1_coefficient"):
-        some = some.dropna(subset="change")
+    tables, rows = _budgets(runs, log), []
+    present = {level for table in tables for level in table["l1_coefficient"]}
+    for level in sorted(present - {0.0}):
+        some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
         if len(some) < 3:
             continue
-        x, change = np.log2(some["tokens"].astype(float)), some["change"].astype(float)
-        line = scipy.stats.linregress(x, change)
-        quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(some) - 2)
-        beyond = np.log2(tokens) - x.mean()
-        middle = line.stderr * x.std(ddof=0)  # standard error of the line at its middle
-        spread = float(np.hypot(middle, line.stderr * beyond))
-        at = change.mean() + line.slope * beyond
-        row = level, len(some), some["tokens"].min(), some["tokens"].max()
-        rows.append((*row, line.slope, quantile * line.stderr, at, quantile * spread))
-    columns = "l1_coefficient budgets first last slope slope_limit at at_limit"
+        every = pd.concat(some)
+        every = every[every["l1_coefficient"].isin([0.0, level])]
+        sparse = (every["l1_coefficient"] == level).to_numpy(float)
+        doublings = np.log2(every["tokens"].to_numpy(float) / tokens)
+        budgets = pd.get_dummies(every["tokens"]).to_numpy(float)
+        line = _least_squares(
+            np.column_stack([budgets, sparse, sparse * doublings]),
+            every["cross_entropy_change"].to_numpy(float),
+        )
+        (at, slope), (at_limit, slope_limit) = (values[-2:] for values in line)
+        row = level, len(some), len(every), every["tokens"].min(), every["tokens"].max()
+        rows.append((*row, slope, slope_limit, at, at_limit))
+    columns = "l1_coefficient budgets runs first last slope slope_limit at at_limit"
     return pd.DataFrame(rows, columns=columns.split())
+
+
+def _least_squares(terms: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the coefficients of columns of terms, and their 95% intervals by Student's t."""
+    freedom = len(values) - terms.shape[1]
+    found = np.linalg.lstsq(terms, values)[0]
+    variance = ((values - terms @ found) ** 2).sum() / freedom
+    errors = np.sqrt(variance * np.linalg.inv(terms.T @ terms).diagonal())
+    return found, scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * errors
 
 
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:

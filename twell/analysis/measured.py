@@ -245,15 +245,15 @@ def trained_models(rows: pd.DataFrame, layers: pd.DataFrame) -> Quantities:
 def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
     """Return the gains of trained models beside imposed activity, from `beside_imposed`.
 
-    By auto with compiled layers, of the newest flagship (`flagship_`) and of the 99 M model
-    (`recipe_`): a forward pass and decoding one document, in % over dense. _verdict: whether
+    By the sparse kernels with compiled layers, of the newest flagship (`flagship_`) and of the 99 M
+    model (`recipe_`): a forward pass and decoding one document, in % over dense. _verdict: whether
     imposed activity gains more.
     """
     result = {}
     for name, table, where in (("forward", forward, "batch > 0"), ("decode", decode, "batch == 1")):
         if table.empty:
             continue
-        table = table.query(f"{where} and provider == {FORCED_AND_AUTO[1]!r}")
+        table = table.query(f"{where} and provider == {FORCED_AND_AUTO[0]!r}")
         for prefix, model in (("flagship", "flagship-"), ("recipe", "85m-")):
             some = table[table["model"].str.startswith(model)]
             if len(some):

@@ -141,7 +141,7 @@ def trended(table: pd.DataFrame, level: float) -> Quantities:
     """Return a level's row of `longer.trend`; tokens in millions."""
     result = {}
     for row in table[table["l1_coefficient"] == level].to_dict("records"):
-        result = {f"trend_{name}": row[name] for name in "budgets slope slope_limit".split()}
+        result = {f"trend_{name}": row[name] for name in "budgets runs slope slope_limit".split()}
         result |= {"trend_at": row["at"], "trend_at_limit": row["at_limit"]}
         result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
     return result
@@ -348,8 +348,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         whole |= devices(table_of_pair, name)
     races = (longer.race(*_fitting(every, log, pattern)) for pattern in RACES)
     whole |= raced(longer.reached(next(race for race in races if race["run"].nunique() > 1)))
-    by_tokens = longer.over_tokens(*_fitting(every, log, BUDGETS))
-    trends = trended(longer.trend(by_tokens, PAPER_TOKENS), LEVEL)
+    trends = trended(longer.trend(*_fitting(every, log, BUDGETS), PAPER_TOKENS), LEVEL)
     swept = sweep(table, active, chosen, on_more) | trends
     sparse = next(name for name in AUTO if name in set(every["run"]))
     return {

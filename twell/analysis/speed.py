@@ -15,7 +15,7 @@ from twell.analysis.runs import MIN_LAYER_ACTIVE
 from twell.measure import providers
 from twell.sparse.calibration import crossing
 
-BASELINE = providers.DENSE_COMPILED.name  # speed-ups are over it
+BASELINE = providers.DENSE_COMPILED.name  # speed-ups are over it, but for eager calls
 # Rows of one case, with the same `active`, are compared. Rows of kernels have no mode.
 KERNEL_CASE = "tokens hidden_size intermediate_size gated dtype pattern device".split()
 TRAINING_CASE = [*KERNEL_CASE, "mode"]
@@ -69,8 +69,9 @@ def _beside_dense(
 ) -> pd.DataFrame:
     """Rows of each provider's newest call of a case that timed dense torch.compile too, beside it.
 
-    p50 and `compared` of dense torch.compile are beside each row as NAME_dense. speedup_low and
-    speedup_high are the least and the most that the p20 and p80 of both sides allow.
+    p50 and `compared` of dense torch.compile are beside each row as NAME_dense; in the mode "eager"
+    of the faster one of it and dense eager, which starts sooner. speedup_low and speedup_high are
+    the least and the most that the p20 and p80 of both sides allow.
     """
     columns = [*case, *CALL, "active", "provider", "p50"]
     _check_rows(rows, file, columns, ["energy", *compared])
@@ -82,7 +83,11 @@ def _beside_dense(
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
     rows = rows.assign(**{name: np.nan for name in _SPREAD if name not in rows})
-    dense = rows.loc[rows["provider"] == BASELINE, [*call, "p50", *_SPREAD, "energy", *compared]]
+    plain = rows["provider"] == BASELINE
+    if "mode" in rows:
+        plain |= (rows["provider"] == providers.DENSE_EAGER.name) & (rows["mode"] == "eager")
+    dense = rows.loc[plain, [*call, "p50", *_SPREAD, "energy", *compared]]
+    dense = dense.sort_values("p50").drop_duplicates(call)
     table = rows.merge(dense, on=call, how="left", suffixes=("", "_dense"))
     alone = table["p50_dense"].isna()
     if alone.any():
@@ -108,6 +113,7 @@ def _beside_dense(
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of data/bench/ffn.csv beside dense torch.compile in the same case and call.
 
+    In the mode "eager" dense is the faster one of dense torch.compile and dense eager.
     Of several calls of a case each provider's newest counts, beside dense of that call. Added
     columns: p50_dense (ms), speedup (p50_dense / p50), speedup_low and speedup_high (of p20 and p80
     of both sides; NaN where rows have none), energy_per_token (mJ) and energy_change (% of dense),

@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".keep": "Keep",
         ".longer": "over_tokens race",
         ".models": "ACTIVITY SIDES fig03_accuracy fig04_levels fig05_levels fig06_contributions "
-        "table1_scale table6_tasks",
+        "paired_tasks table1_scale table6_tasks",
         ".parts": "model_decode model_parts",
         ".precision": "fp8_quality",
         ".relufied": "gains_by_share relufied_course relufied_price",

@@ -31,6 +31,7 @@ from twell.plots.base import (
     _named,
     _note,
     _one,
+    _panel,
     _plain,
 )
 
@@ -230,6 +231,51 @@ def _gain_notes(
         heights.append(others.get(row["active"], np.nan))
         far, offset, va = (np.nanmin, -4, "top") if value < 0 else (np.nanmax, 4, "bottom")
         _note(ax, _change(value), (row["x"], far(heights)), (0, offset), ha="center", va=va)
+
+
+_TASKS = {
+    "continuation": "continuations of held-out text",
+    "last_word": "last words of held-out text",
+    "arc_easy": "ARC-easy",
+    "piqa": "PIQA",
+    "hellaswag": "HellaSwag, by bytes",
+}
+
+
+def paired_tasks(pairs: pd.DataFrame) -> Figure:
+    """Draw how much more accurate sparse models are than dense ones on the same items.
+
+    pairs: `analysis.paired_runs`; of each task that has an accuracy, the difference with two bars:
+    its 95% interval over the items alone, and over items and seeds. Ours.
+    """
+    pairs = pairs[pairs["task"].isin(_TASKS)].iloc[::-1]
+    places = np.arange(len(pairs))
+    counts = {side: _counted(pairs[side]) for side in ("dense_runs", "runs")}
+    figure, ax = _panel(1.4 * COLUMN, 0.9 + 0.3 * len(pairs))
+    middle = pairs["difference"]
+    ax.errorbar(middle, places, xerr=pairs["limit"], fmt="none", ecolor=SPARSE, elinewidth=1)
+    ends = [middle - pairs["low"], pairs["high"] - middle]
+    ax.errorbar(middle, places, xerr=ends, fmt="o", color=SPARSE, elinewidth=3.5, markersize=4)
+    ax.axvline(0, color="black", linewidth=0.8)
+    names = [
+        f"{_TASKS[row.task]}\n{row.dense:.1f} → {row.sparse:.1f}%" for row in pairs.itertuples()
+    ]
+    ax.set_yticks(places, names)
+    ax.set_ylim(-0.6, len(pairs) - 0.4)
+    ax.set_xlabel("accuracy, sparse − dense (points)")
+    _caption(
+        figure,
+        f"{counts['dense_runs']} dense and {counts['runs']} sparse models a task, by seed.",
+        "Thick bars are 95% intervals over the items, thin ones over items and seeds.",
+        "Below the names: mean accuracies, dense → sparse.",
+    )
+    return figure
+
+
+def _counted(numbers: pd.Series) -> str:
+    """One number, or the least and the most."""
+    low, high = numbers.min(), numbers.max()
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def fig04_levels(table: pd.DataFrame) -> Figure:

@@ -288,9 +288,11 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     _speed_legend(figure, names, {})
     graph = "Without a CUDA graph, few tokens wait for Python. Sets of weights take turns, so that"
     graph = f"{graph} they come from memory." if table["weight_sets"].max() > 1 else ""
+    eager = "Eager calls are beside the faster one of compiled and uncompiled dense."
+    eager = eager if "eager" in set(table["mode"]) else ""
     brackets = f"In brackets: active neurons, where they are far from {active:g}." if far else ""
     spread = _measured(rows["speedup_low"])
-    _caption(figure, _of_pattern([pattern]), graph, brackets, _in_fp8(names), spread)
+    _caption(figure, _of_pattern([pattern]), graph, eager, brackets, _in_fp8(names), spread)
     return figure
 
 

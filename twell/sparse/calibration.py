@@ -268,9 +268,10 @@ class Calibration:
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens, and so do floors. Activity
-        scales with N. A non-gated layer has no up projection: dense saves a third, a sparse path
-        half of its time after the gate.
+        A layer with half the weights gets the time of half the tokens, and so do floors. The fewest
+        tokens keep their times in a smaller layer: they wait for memory and launches, not for
+        operations. Activity scales with N. A non-gated layer has no up projection: dense saves a
+        third, a sparse path half of its time after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
@@ -289,8 +290,14 @@ class Calibration:
                 for path, ms in p.ms.items()
             }
 
+        fewest = min(point.tokens for point in self.times)
         times = tuple(
-            Point(p.tokens / wider, neurons(p.active), neurons(p.union), halve(p))
+            Point(
+                p.tokens if p.tokens == fewest and wider < 1 else p.tokens / wider,
+                neurons(p.active),
+                neurons(p.union),
+                halve(p),
+            )
             for p in self.times
         )
         return dataclasses.replace(
