@@ -33,6 +33,7 @@ from twell.trace.aggregates import COMPRESSIONS
 from twell.trace.counter import Counter
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
+from twell.train.relufy import teacher_hash
 
 # As in twell/tasks/local; of the other tasks the query alone.
 PROMPTS = dict.fromkeys(
@@ -234,8 +235,11 @@ def main() -> None:
 
     number = answer(model, given.run.name)
     teacher = TrainConfig.load(given.run / "config.yaml").teacher
-    if teacher and not (given.out / "eval" / f"{Path(teacher).name}.csv.xz").exists():
-        answer(load_stock(teacher, torch.float32).to(device).eval(), Path(teacher).name)
+    if teacher:
+        # Folders of different teachers may have one name, and be called like the run.
+        name = f"{results.model_name(teacher)}-original-{teacher_hash(teacher)[:8]}"
+        if not (given.out / "eval" / f"{name}.csv.xz").exists():
+            answer(load_stock(teacher, torch.float32).to(device).eval(), name)
     keep_run(given.run, given.out, command)
     if not given.weights:
         shutil.rmtree(given.run / "model")

@@ -53,17 +53,19 @@ FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_W
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
-# A pretrained model made sparse. A training has 30 L1 stages and 10 validations, however long it
-# is. A share of 0 is ReLU without L1. Validation has batches of 32 sequences: with as many in a
+# A pretrained model made sparse. A training has 30 L1 stages, the first of them without L1, and 10
+# validations, however long it is. A share of 0 is ReLU without L1. Validation has batches of 32 sequences: with as many in a
 # micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true micro_batch=32 checkpoint_every=0 "
-    "tokens={0} l1_zero_steps={1} valid_every={1} l1_stage_steps={2} log_every={3} "
+    "tokens={0} l1_zero_steps={2} valid_every={1} l1_stage_steps={2} log_every={3} "
     "learning_rate={4} {5} --out {6}"
 ).format
 LEARNING_RATE = "3e-4"  # the better one of the parts rate-*, once they are measured
 NO_L1 = "active_share=0 l1_coefficient=0"
+# With a threshold, or for many active neurons, the term has to begin more lightly.
+TENTH, LIGHT = "active_share=0.1", "active_share=0.1 threshold=0.5 l1_coefficient=1e-4"
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
 STAGES["1.6e8"] = 480, 160, 20
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
@@ -71,7 +73,7 @@ SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".format
-WITH_TRACE = "relufy-0.1", "relufy-0.1-1.6e8"
+WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-1.6e8"
 RELUFIED_A_SECOND, START = 2e5, 70  # tokens of a GPU; seconds around a training. Guesses
 
 
@@ -89,31 +91,31 @@ def relufied(
 
 
 # In order of value: two learning rates first, which also fill the compiler's cache and show the
-# speed; then 10% beside ReLU alone; the longest training at 10%, which takes one GPU while the
-# other reaches the other shares; what a threshold adds at 10%; and how quality rises with tokens.
+# speed; then 10% beside ReLU alone, without and with a threshold, which cost least on a tiny model;
+# the longest training at 10%, which takes one GPU while the other reaches the other shares; and how
+# quality rises with tokens.
 RELUFIED = {
-    **{
-        f"rate-{rate}": relufied(f"rate-{rate}", "active_share=0.1", "5e6", rate)
-        for rate in ("3e-4", "1e-3")
-    },
+    **{f"rate-{rate}": relufied(f"rate-{rate}", TENTH, "5e6", rate) for rate in ("3e-4", "1e-3")},
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
-            ("0.1", "active_share=0.1"),
+            ("0.1", TENTH),
             ("0", NO_L1),
-            ("0.1-1.6e8", "active_share=0.1", "1.6e8"),
+            ("0.1-t-0.5", LIGHT),
+            ("0.1-t-0.5-1.6e8", LIGHT, "1.6e8"),
+            ("0.05-t-0.5", LIGHT.replace("0.1", "0.05")),
+            ("0.02-t-0.5", LIGHT.replace("0.1", "0.02")),
+            ("0.3", "active_share=0.3 l1_coefficient=1e-5"),
+            ("0.1-t-0.5-8e7", LIGHT, "8e7"),
             ("0.05", "active_share=0.05"),
-            ("0.3", "active_share=0.3"),
-            ("0.02", "active_share=0.02"),
-            ("0.1-t-0.2", "active_share=0.1 threshold=0.2"),
-            ("0.1-8e7", "active_share=0.1", "8e7"),
-            ("0.2", "active_share=0.2"),
+            ("0.2", "active_share=0.2 l1_coefficient=1e-4"),
             ("0-8e7", NO_L1, "8e7"),
-            ("0.1-4e7", "active_share=0.1", "4e7"),
+            ("0.02", "active_share=0.02"),
             # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
-            ("0.1-t-0.5", "active_share=0.1 threshold=0.5"),
+            ("0.1-t-0.2", LIGHT.replace("=0.5", "=0.2")),
+            ("0.1-t-0.5-4e7", LIGHT, "4e7"),
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
-            ("0.1-5e6", "active_share=0.1", "5e6"),
+            ("0.1-t-0.5-5e6", LIGHT, "5e6"),
         )
     },
 }

@@ -1,5 +1,6 @@
 """Every text comes back from its tokens, in order; damaged and unfit sources are named."""
 
+import copy
 import json
 import lzma
 import os
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from tests.factories import SEED
 from twell import corpus
@@ -339,6 +341,28 @@ def test_the_cache_knows_the_rules_of_a_tokenizer(source, tmp_path):
     given["vocab_size"] += 1
     after = corpus.prepare(source, tokenizer=str(folder), **given)
     assert 300 in after.train and 300 not in before.train
+
+
+def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
+    """Llama 2 and Mistral have seen a begin-of-text token before every document."""
+    plain = tokens_module.train_tokenizer(texts(20), 300)
+    begun = copy.deepcopy(plain)
+    begun.add_special_tokens({"bos_token": "<s>"})
+    pair = [("<s>", begun.bos_token_id)]
+    begun.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=pair
+    )
+    found = []
+    for tokenizer in (plain, begun):
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        fields = {"vocab_size": 400, "tokenizer": str(tmp_path / "tokenizer")}
+        made = corpus.prepare(str(source), cache=tmp_path / "cache", **fields)
+        assert tokens_module.encode(made.tokenizer, "a")[-1:] == tokens_module.encode(plain, "a")
+        found.append(made.train.tolist())
+    without, end = [id for id in found[1] if id != begun.bos_token_id], plain.eos_token_id
+    assert without == found[0] and begun.bos_token_id not in found[0]
+    starts = [0, *(n + 1 for n, id in enumerate(found[1][:-1]) if id == end)]
+    assert {found[1][place] for place in starts} == {begun.bos_token_id}
 
 
 def test_ids_with_gaps_count(source, tmp_path):

@@ -239,6 +239,9 @@ def test_one_token_of_a_smaller_layer_has_the_times_of_one_token(shape):
     expected = of_one.predict(1, 29, 29)
     assert made.predict(1, 29 * n, 29 * n) == pytest.approx(expected)
     assert made.choices(1, 29 * n, 29 * n)["graph"] == "decode"
+    # Compiled decode launches its kernels for up to four tokens by itself, in any layer.
+    sparse = [made.choices(m, 29 * n, 29 * n * min(m, 10))["compiled"] for m in (4, 8)]
+    assert sparse == ["decode", "dense"]
     larger = of_one.scaled(4096, 11264, True)
     assert larger.predict(1, 58, 58) == pytest.approx(of_one.predict(4, 29, 29))
 

@@ -17,7 +17,7 @@ from tests.factories import SEED
 from tests.factories.train import contents, resume, stop_training, stream_config, write_config
 from tests.kills import differences, kill_rounds
 from twell import results
-from twell.train import checkpoint, start, train
+from twell.train import checkpoint, loop, start, train
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
@@ -129,6 +129,38 @@ def test_ctrl_c_saves_a_checkpoint_between_two_rows(
     assert "stopping after this step with a checkpoint" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
     assert differences(resume(tiny_config, run), expected) == []
+
+
+def test_a_term_signal_saves_a_checkpoint_too(tiny_config, tmp_path, monkeypatch, expected):
+    step, run = Run.step, tmp_path / "run"
+
+    def end(self, now):
+        if now == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, now)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="has step 6 of 16"):
+        patch.setattr(Run, "step", end)
+        train(tiny_config, run, quiet=True)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert differences(resume(tiny_config, run), expected) == []
+
+
+def test_ctrl_c_while_the_model_is_written_loses_nothing(
+    tiny_config, tmp_path, monkeypatch, capfd, expected
+):
+    """No checkpoint is there to go on from."""
+    save, run = loop.save_model, tmp_path / "run"
+
+    def press(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*given)
+
+    monkeypatch.setattr(loop, "save_model", press)
+    train(dataclasses.replace(tiny_config, checkpoint_every=0), run)
+    assert "its model is being written" in capfd.readouterr().err
+    assert results.load_run(run)[0]["complete"] and differences(run, expected) == []
 
 
 def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):

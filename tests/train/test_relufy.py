@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -35,6 +36,7 @@ from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, train
+from twell.train.loop import Run
 
 SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
 SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
@@ -161,9 +163,11 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
     assert coefficient.loc[:30].to_numpy() == pytest.approx(2e-3)  # a stage with the term
     ends = range(30, 200, 10)
     shares = active.loc[ends].to_numpy()
-    expected = 2 * shares - np.concatenate([shares[:1], shares[:-1]])
-    aimed = np.maximum(expected / (0.95 * 0.2), 1e-9)  # an extrapolated share may be below 0
+    aim, change = 0.98 * 0.2, np.diff(shares, prepend=shares[:1])
+    aimed = np.maximum((shares + change) / aim, 1e-9)  # an extrapolated share may be below 0
     factors = 1.5 ** np.clip(np.log(aimed) / np.log(1.25), -3, 3)
+    coming = shares + change * np.where(shares > aim, 1, 5)
+    factors[(shares > aim) != (coming > aim)] = 1
     assert factors.min() < 0.9 and factors.max() > 1.5
     later = coefficient.loc[[step + 5 for step in ends]].to_numpy()
     assert later / [2e-3, *later[:-1]] == pytest.approx(factors, rel=1e-3)
@@ -177,6 +181,44 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
         loss.append(original(ids[None], labels=ids[None]).loss.item())
     logged = series(log, "cross_entropy_teacher", "valid")
     assert logged.to_numpy() == pytest.approx(np.mean(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shares, factors",
+    [
+        ([0.5, 0.5], [1.5**3, 1.5**3]),  # too many: at most three factors a stage
+        ([0.4, 0.25], [1.5**3, 1.0]),  # falls below the aim in the next stage
+        ([0.1, 0.1], [1 / 1.5**3, 1 / 1.5**3]),
+        ([0.1, 0.125], [1 / 1.5**3, 1.0]),  # comes back within five stages
+        ([0.05, 0.051], [1 / 1.5**3, 1 / 1.5**3]),  # comes back too slowly
+        (8 * [0.001], [*5 * [1 / 1.5**3], 1e-3 * 1.5**15, 1.0, 1.0]),  # at a thousandth it ends
+    ],
+)
+def test_the_coefficient_waits_for_activity_on_its_way(shares, factors):
+    config = TrainConfig.load("relufy", ["active_share=0.2", "l1_growth=1.5", "l1_stage_steps=10"])
+    config = dataclasses.replace(config, l1_zero_steps=10, l1_warmup_steps=0)
+    run, found = Run.__new__(Run), []
+    run.config, run.l1_factor, run.share = config, 1.0, None
+    Run.steer_l1(run, 10, 0.9 * config.intermediate_size)  # the term does not act yet
+    assert run.l1_factor == 1
+    for stage, share in enumerate(shares, 2):
+        before = run.l1_factor
+        for step in range(10 * stage - 9, 10 * stage + 1):
+            Run.steer_l1(run, step, share * config.intermediate_size)
+        found.append(run.l1_factor / before)
+    assert found == pytest.approx(factors)
+
+
+@pytest.mark.parametrize(
+    "share, said", [(0.21, "raise tokens"), (0.1, "lower l1_coeff"), (0.17, "")]
+)
+def test_another_share_than_the_wanted_one_is_said(share, said):
+    config, run, lines = TrainConfig.load("relufy", ["active_share=0.2"]), Run.__new__(Run), []
+    run.config, run.folder, run.say = config, pathlib.Path("run"), lines.append
+    run.say_share(config.num_layers * [share * config.intermediate_size])
+    assert bool(lines) == bool(said) and all(
+        said in line and f"{share:.1%}" in line for line in lines
+    )
 
 
 def test_the_result_is_a_model_like_any_other(trained, teacher):
@@ -335,7 +377,7 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
     assert any("no GPU was found" in line for line in said) != torch.cuda.is_available()
     parameters = sum(p.numel() for p in LlamaForCausalLM.from_pretrained(folder).parameters())
     sizes = f"teacher {4 * parameters / 2**30:.2f} GiB"
-    assert any(sizes in line and "logits 0.01 GiB" in line for line in said)
+    assert any(sizes in line and "logits 0.02 GiB" in line for line in said)
     log = results.load_run(train(given, tmp_path / "run", quiet=True))[1]
     assert abs(series(log, "kl", "valid").iloc[0]) < 1e-6
 

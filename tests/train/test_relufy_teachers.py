@@ -12,7 +12,7 @@ from tests.factories.train import contents, resume, stop_training, write_pretrai
 from tests.train.test_relufy import SHORT
 from twell import corpus
 from twell.corpus import load_tokenizer, tokens
-from twell.train import Student, check_folder, relufy_config, train
+from twell.train import Student, check_folder, relufy, relufy_config, train
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -115,6 +115,27 @@ def test_heads_may_have_a_size_of_their_own(tiny_text, tmp_path):
     sizes = dict(hidden_size=36, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     folder = write_pretrained(tmp_path / "model", tiny_text, "qwen3", **sizes)
     student_of(folder, tiny_text, tmp_path / "run")
+
+
+def test_a_student_has_no_dropout_that_the_teacher_has_not(tiny_text, tmp_path):
+    """Attention's would act in the student alone, and make the teacher's prediction unreachable."""
+    folder = write_pretrained(tmp_path / "model", tiny_text, "qwen2", attention_dropout=0.5)
+    given = [f"source={tiny_text}", *SHORT, "tokens=1024", "l1_stage_steps=5"]
+    student = Student.of(relufy_config(folder, given, lambda line: None), torch.device("cpu"))
+    ids = torch.arange(32).reshape(1, 32)
+    first, second = (student.train()(ids, ids).kl.item() for _ in range(2))
+    assert first == second == student.eval()(ids, ids).kl.item()
+
+
+def test_an_end_of_id_0_ends_a_sample(teacher):
+    """Before, 0 counted as no end."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(teacher), load_tokenizer(teacher, 320)
+    asked = []
+    model.generate = lambda ids, **options: asked.append(model.generation_config) or ids
+    for end, expected in ((0, 0), (None, tokenizer.eos_token_id), ([0, 7], [0, 7])):
+        model.generation_config.eos_token_id = end
+        relufy._write(model, tokenizer, 4)
+        assert asked[-1].eos_token_id == expected
 
 
 def test_a_name_may_have_any_characters(copied, tiny_text, tmp_path):

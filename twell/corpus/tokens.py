@@ -85,15 +85,23 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Return a text's token ids, without special tokens."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    """Return a text's token ids, after what the tokenizer begins every text with."""
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return [*beginning(tokenizer), *ids]
+
+
+def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the begin-of-text token, as Llama 2 and Mistral put it before a text, or nothing."""
+    ids = tokenizer.backend_tokenizer.encode("").ids
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Tokenised text: `train` and `valid` are 1-D unsigned arrays of token ids.
 
-    An end-of-text token ends each document.
+    An end-of-text token ends each document, and where the tokenizer has it a begin-of-text token
+    begins it.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -124,7 +132,7 @@ def prepare(
         # As loaded: files beside tokenizer.json may change it, and what comes to one place.
         rules = given.backend_tokenizer.to_str(), given.eos_token_id
     key = {
-        "format": 3,
+        "format": 4,
         "texts": [_fingerprints(source), _fingerprints(valid_source)],
         "vocab_size": vocab_size,
         "tokenizer": rules,
@@ -163,7 +171,7 @@ def _tokenize(
     """Return the tokens of the parts "train" and "valid"."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
-    texts = split(source, valid_source)
+    texts, begin = split(source, valid_source), beginning(model)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
         encodings = model.backend_tokenizer.encode_batch_fast(
@@ -171,7 +179,8 @@ def _tokenize(
         )
         for (part, _), encoding in zip(batch, encodings, strict=True):
             if encoding.ids:
-                pieces[part].append(np.array([*encoding.ids, model.eos_token_id], dtype=dtype))
+                ids = [*begin, *encoding.ids, model.eos_token_id]
+                pieces[part].append(np.array(ids, dtype=dtype))
     for part, arrays in pieces.items():
         if not arrays:
             raise ValueError(

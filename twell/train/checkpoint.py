@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from twell import results
 
 STATE, TENSORS = "state.pt", (".metadata", "__*_*.distcp")
+FULL = 2**20  # bytes; a disk with fewer free has refused a checkpoint for want of space
 SEAL = b"\nsha256 "  # stands before the 64 digits
 
 
@@ -144,7 +146,9 @@ def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> Non
         failure, _ = next(iter(error.failures.values()))
         if isinstance(failure, KeyboardInterrupt):
             raise failure from None
-        raise OSError(f"{folder} could not be {verb}: {failure}") from None
+        full = verb == "written" and shutil.disk_usage(folder.parent).free < FULL
+        reason = "no space is left on the disk" if full else failure  # torch does not say so
+        raise OSError(f"{folder} could not be {verb}: {reason}") from None
 
 
 def _is_sealed(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a training after the step that it is in."""
+"""Ctrl-C, or the SIGTERM of a scheduler, ends a training after the step that it is in."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import signal
 import threading
 
 NOTICE = b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
+ENDS = b"\nthe training is done and its model is being written; Ctrl-C again stops at once\n"
+SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupt:
-    """Note the first Ctrl-C in `pressed`. A second one interrupts as usual."""
+    """Note the first signal in `pressed`. A second one interrupts at once.
+
+    ends: whether no step follows, so that the first signal has no effect.
+    """
 
     def __init__(self, loud: bool):
-        self.loud, self.pressed, self.before = loud, False, None
+        self.loud, self.pressed, self.ends, self.before = loud, False, False, []
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # signals reach this one alone
-            self.before = signal.signal(signal.SIGINT, self._press)
+            self.before = [signal.signal(number, self._press) for number in SIGNALS]
         return self
 
     def __exit__(self, *_) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        for number, before in zip(SIGNALS, self.before, strict=False):
+            signal.signal(number, before)
 
     def _press(self, *_) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
         if self.loud:
-            os.write(2, NOTICE)  # the signal may have interrupted a print
+            os.write(2, ENDS if self.ends else NOTICE)  # the signal may have interrupted a print

@@ -37,8 +37,10 @@ from twell.train.validation import counters, evaluate, restore_counters
 
 SLOW = 60  # seconds until the first row of a log
 # Of the L1 coefficient: the share of the wanted active neurons to end at, the ratio to it that
-# changes the coefficient by one factor, and the most factors of a stage.
-AIM, AWAY, MOST = 0.95, 1.25, 3
+# changes the coefficient by one factor, the most factors of a stage, in how many stages too few
+# active neurons may come back by themselves, and the least coefficient over the configured one.
+AIM, AWAY, MOST, BACK, LEAST = 0.98, 1.25, 3, 5, 1e-3
+FEW = 0.8  # of the wanted share; fewer active neurons at the end are worth a word
 
 
 class Run:
@@ -75,6 +77,7 @@ class Run:
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
         self.l1_factor = 1.0  # on the L1 coefficient, raised by `steer_l1`
         self.share: float | None = None  # of active neurons, at the end of the last L1 stage
+        self.validating = 0.0  # seconds of the last validation
 
     def train(self, resume: bool) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
@@ -89,7 +92,6 @@ class Run:
         if self.main:
             self.open_folder(resume, size)
 
-        self.start = time.perf_counter()
         with Interrupt(self.main and not self.quiet) as interrupt:
             if not self.done:
                 self.validate(0)
@@ -105,7 +107,8 @@ class Run:
                     self.validate(step)
                 if not last:
                     self.keep(step, interrupt.pressed)
-        return self.finish()
+            interrupt.ends = True
+            return self.finish()
 
     def check_teacher(self) -> None:
         """Raise ValueError when the teacher has changed since the run started."""
@@ -210,7 +213,8 @@ class Run:
         first = step == self.done + 1 and self.device.type == "cpu"
         if first and config.log_every * seconds > SLOW:
             left = datetime.timedelta(seconds=round(seconds * (config.steps - step)))
-            self.say(f"{self.folder.name}  step {step} took {seconds:.0f} s: about {left} left")
+            about = "at most" if config.compile else "about"  # the first step compiles
+            self.say(f"{self.folder.name}  step {step} took {seconds:.0f} s: {about} {left} left")
 
     def record(self, step: int) -> None:
         """Write the losses and the activity since the last row.
@@ -250,8 +254,9 @@ class Run:
         if config.active_share:
             values["l1_coefficient"] = config.l1_coefficient * self.l1_factor
             self.steer_l1(step, active)
-        pace = (time.perf_counter() - self.start) / (step - self.done)
-        minutes, seconds = divmod(int(pace * (config.steps - step)), 60)
+        validations = -(-config.steps // config.valid_every) - step // config.valid_every
+        left = config.batch_tokens * (config.steps - step) / values["tokens_per_second"]
+        minutes, seconds = divmod(int(left + validations * self.validating), 60)
         self.write(
             step,
             "train",
@@ -266,27 +271,27 @@ class Run:
     def steer_l1(self, step: int, active: float) -> None:
         """At the end of a stage bring the L1 coefficient nearer to the wanted share of neurons.
 
-        It rises if too many neurons will be active, and falls if too few, when the share changes in
-        the next stage as it did in this one: activity follows the coefficient slowly. A share
-        AWAY times the wanted one changes the coefficient by `l1_growth`, one further off by more.
-        Nothing changes before the L1 term acts in full. active: the mean since the last row.
+        It rises if too many neurons are active, and will be if their share changes in the next
+        stage as it did in this one: activity follows the coefficient slowly. It falls if too few
+        are, and will be in BACK stages. A share AWAY times the wanted one changes the coefficient
+        by `l1_growth`, one further off by more. Nothing changes before the L1 term acts in full.
+        active: the mean since the last row.
         """
         config = self.config
+        if step <= config.l1_zero_steps + config.l1_warmup_steps or step % config.l1_stage_steps:
+            return
         share = active / config.intermediate_size
-        acts = step > config.l1_zero_steps + config.l1_warmup_steps
-        if acts and step % config.l1_stage_steps == 0:
-            before = share if self.share is None else self.share
-            self.share, expected = share, 2 * share - before
-            ratio = max(expected / (AIM * config.active_share), AWAY**-MOST)
-            self.l1_factor *= config.l1_growth ** min(math.log(ratio, AWAY), MOST)
-        if step == config.steps and share > config.active_share:
-            self.say(
-                f"{self.folder.name}  {share:.1%} of the neurons are active, not "
-                f"{config.active_share:.1%}: raise tokens, l1_coefficient or l1_growth"
-            )
+        change = 0.0 if self.share is None else share - self.share
+        self.share, aim = share, AIM * config.active_share
+        expected = share + change * (1 if share > aim else BACK)
+        if (share > aim) == (expected > aim):
+            ratio = max((share + change) / aim, AWAY**-MOST)
+            factor = self.l1_factor * config.l1_growth ** min(math.log(ratio, AWAY), MOST)
+            self.l1_factor = max(factor, LEAST)
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
+        start = time.perf_counter()
         # All processes evaluate the same: with sharded weights every forward pass needs all.
         with self.autocast():
             result = evaluate(self.model, self.valid_blocks)
@@ -298,8 +303,29 @@ class Run:
             with silence(self.model), self.autocast():
                 silenced = evaluate(self.model, self.valid_blocks)
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
+            if self.config.active_share:
+                self.say_share(values["active_mean"])
+        self.validating = time.perf_counter() - start
         kl = f"  KL {result['kl']:.4f}" if "kl" in result else ""
         self.write(step, "valid", values, f"validation {loss:.3f}{kl}")
+
+    def say_share(self, active: list[float]) -> None:
+        """Say so where another share of neurons than the wanted one is active in the end.
+
+        active: the mean of each layer on held-out text.
+        """
+        config = self.config
+        share = sum(active) / (config.num_layers * config.intermediate_size)
+        remedy = None
+        if share > config.active_share:
+            remedy = "raise tokens, l1_coefficient or l1_growth"
+        elif share < FEW * config.active_share:
+            remedy = "lower l1_coefficient, with which it began, or raise tokens"
+        if remedy:
+            self.say(
+                f"{self.folder.name}  {share:.1%} of the neurons are active, not "
+                f"{config.active_share:.1%}: {remedy}"
+            )
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
         """Write rows of the log and print a line; speed is then measured from now."""

@@ -48,7 +48,8 @@ from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
 
 CHUNK = 2048  # tokens whose logits exist at a time
-LOGITS = 5  # fp32 tensors of these logits at the peak of `_losses` and its gradients
+# Tensors as large as these logits in fp32, at the peak of `_losses` and its gradients.
+LOGITS = {"fp32": 7, "bf16": 6}
 # Fields of a configuration that the teacher decides, and their names in its own.
 OF_TEACHER = {
     "vocab_size": "vocab_size",
@@ -208,11 +209,16 @@ def _losses(
 def relu_student(config: TrainConfig) -> PreTrainedModel:
     """Return the teacher in fp32 with sparse ReLU layers, as it begins to learn.
 
-    A Llama becomes a SparseLlamaForCausalLM, which knows a threshold. Raises ValueError for a
+    A Llama becomes a SparseLlamaForCausalLM, which knows a threshold. Attention has no dropout: the
+    teacher predicts without. Raises ValueError for a
     threshold in another model, whose saved configuration has no place for it, and for sizes that
     are not the teacher's.
     """
     model = load_stock(config.teacher, torch.float32)
+    model.config.attention_dropout = 0.0
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     for field, own in OF_TEACHER.items():
         size, expected = getattr(config, field), getattr(model.config, own)
         if size != expected:
@@ -321,7 +327,7 @@ def _memory(config: PreTrainedConfig, loaded: TrainConfig) -> str:
     with torch.device("meta"):
         number = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     teacher, student = BYTES[loaded.precision] * number, 16 * number
-    logits = LOGITS * 4 * CHUNK * loaded.vocab_size
+    logits = LOGITS[loaded.precision] * 4 * CHUNK * loaded.vocab_size
     sizes = {"teacher": teacher, "student, gradients and AdamW": student, "logits": logits}
     parts = ", ".join(f"{part} {size / 2**30:.2f} GiB" for part, size in sizes.items())
     return f"memory without activations: {parts}"
@@ -381,7 +387,8 @@ def _samples(
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: int) -> Tensor:
     """Return the ids of SAMPLED texts that a model writes, drawn from its own probabilities."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    ends = model.generation_config.eos_token_id or end  # may be several
+    ends = model.generation_config.eos_token_id  # may be several
+    ends = end if ends is None else ends
     # The model's own settings may prefer some tokens, as a repetition penalty does.
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=end)
     ids = torch.full((SAMPLED, 1), end if begin is None else begin, device=model.device)
