@@ -54,8 +54,8 @@ LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 
 # A pretrained model made sparse. A training has 30 L1 stages, the first of them without L1, and 10
-# validations, however long it is. A share of 0 is ReLU without L1. Validation has batches of 32 sequences: with as many in a
-# micro-batch the compiled code has one size.
+# validations, however long it is. A share of 0 is ReLU without L1. Validation has batches of 32
+# sequences: with as many in a micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true micro_batch=32 checkpoint_every=0 "
