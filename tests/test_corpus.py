@@ -14,7 +14,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from tests.factories import SEED
-from twell import corpus
+from twell import corpus, trace
 from twell.corpus import tokens as tokens_module
 from twell.train import TrainConfig
 
@@ -357,10 +357,20 @@ def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         fields = {"vocab_size": 400, "tokenizer": str(tmp_path / "tokenizer")}
         made = corpus.prepare(str(source), cache=tmp_path / "cache", **fields)
-        assert tokens_module.encode(made.tokenizer, "a")[-1:] == tokens_module.encode(plain, "a")
+        begin = [begun.bos_token_id] if tokenizer is begun else []
+        expected = begin + plain("a", add_special_tokens=False).input_ids
+        assert tokens_module.encode(made.tokenizer, "a") == expected  # streams use it
+        assert trace.encode(made.tokenizer, "a") == expected
         found.append(made.train.tolist())
     without, end = [id for id in found[1] if id != begun.bos_token_id], plain.eos_token_id
     assert without == found[0] and begun.bos_token_id not in found[0]
+    ended = copy.deepcopy(plain)  # puts an end behind a text, which is no beginning
+    end = (ended.eos_token, ended.eos_token_id)
+    ended.bos_token = ended.eos_token
+    rule = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    ended.backend_tokenizer.post_processor = rule
+    assert corpus.beginning(ended) == []
+    end = plain.eos_token_id
     starts = [0, *(n + 1 for n, id in enumerate(found[1][:-1]) if id == end)]
     assert {found[1][place] for place in starts} == {begun.bos_token_id}
 

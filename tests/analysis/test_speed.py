@@ -61,6 +61,16 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     assert table["energy_change"].tolist() == near(0, -40, np.nan)
 
 
+@pytest.mark.parametrize(
+    "mode, eager, expected",
+    [("eager", 1.0, 0.5), ("eager", 8.0, 2.0), ("compiled", 1.0, 2.0), ("graph", 1.0, 2.0)],
+)
+def test_eager_calls_are_beside_the_faster_dense_one(mode, eager, expected):
+    times = {BASE: 4.0, "dense eager": eager, "auto": 2.0}
+    table = analysis.speedups(speed_rows(64, 29.0, times, mode=mode)).set_index("provider")
+    assert table.loc["auto", "speedup"] == expected and len(table) == 3
+
+
 def test_the_newest_call_of_each_provider_counts():
     parts = [
         speed_rows(64, 29.28, {BASE: 4.0, UNION: 1.0, "triton rowwise": 1.0}),

@@ -242,6 +242,8 @@ def test_one_token_of_a_smaller_layer_has_the_times_of_one_token(shape):
     # Compiled decode launches its kernels for up to four tokens by itself, in any layer.
     sparse = [made.choices(m, 29 * n, 29 * n * min(m, 10))["compiled"] for m in (4, 8)]
     assert sparse == ["decode", "dense"]
+    wide = default(4096, 14336, True)
+    assert [wide.choices(m, 70, 70 * min(m, 10))["compiled"] for m in (4, 8)] == sparse
     larger = of_one.scaled(4096, 11264, True)
     assert larger.predict(1, 58, 58) == pytest.approx(of_one.predict(4, 29, 29))
 

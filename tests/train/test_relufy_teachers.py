@@ -117,9 +117,10 @@ def test_heads_may_have_a_size_of_their_own(tiny_text, tmp_path):
     student_of(folder, tiny_text, tmp_path / "run")
 
 
-def test_a_student_has_no_dropout_that_the_teacher_has_not(tiny_text, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_student_has_no_dropout_that_the_teacher_has_not(tiny_text, tmp_path, kind):
     """Attention's would act in the student alone, and make the teacher's prediction unreachable."""
-    folder = write_pretrained(tmp_path / "model", tiny_text, "qwen2", attention_dropout=0.5)
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind, attention_dropout=0.5)
     given = [f"source={tiny_text}", *SHORT, "tokens=1024", "l1_stage_steps=5"]
     student = Student.of(relufy_config(folder, given, lambda line: None), torch.device("cpu"))
     ids = torch.arange(32).reshape(1, 32)
@@ -130,7 +131,7 @@ def test_a_student_has_no_dropout_that_the_teacher_has_not(tiny_text, tmp_path):
 def test_an_end_of_id_0_ends_a_sample(teacher):
     """Before, 0 counted as no end."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(teacher), load_tokenizer(teacher, 320)
-    asked = []
+    tokenizer.eos_token, asked = "a", []
     model.generate = lambda ids, **options: asked.append(model.generation_config) or ids
     for end, expected in ((0, 0), (None, tokenizer.eos_token_id), ([0, 7], [0, 7])):
         model.generation_config.eos_token_id = end

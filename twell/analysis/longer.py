@@ -70,13 +70,14 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame, tokens: float) -> pd.DataFrame:
     with runs at L1 = 0 too. Columns: l1_coefficient, budgets (their number), runs (all that count),
     first and last (tokens), slope (points of % a doubling) and slope_limit, at (the line at
     `tokens`, in %) and at_limit. Least squares on the runs, with a mean of L1 = 0 for each number
-    of tokens; limits are its 95% intervals (Student's t), so that both seeds and bends of
-    the line widen them. They say nothing of whether the line goes on.
+    of tokens; limits are its 95% intervals (Student's t), as if all runs scattered alike about
+    a straight line. They say nothing of whether the line goes on.
     """
     tables, rows = _budgets(runs, log), []
     present = {level for table in tables for level in table["l1_coefficient"]}
     for level in sorted(present - {0.0}):
-        some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
+        known = [table.dropna(subset="cross_entropy_change") for table in tables]
+        some = [table for table in known if {0.0, level} <= set(table["l1_coefficient"])]
         if len(some) < 3:
             continue
         every = pd.concat(some)

@@ -92,8 +92,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the begin-of-text token, as Llama 2 and Mistral put it before a text, or nothing."""
-    ids = tokenizer.backend_tokenizer.encode("").ids
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+    bare, ids = (
+        tokenizer.backend_tokenizer.encode("a", add_special_tokens=special).ids
+        for special in (False, True)
+    )
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] and ids[1:][: len(bare)] == bare else []
 
 
 @dataclass(frozen=True)

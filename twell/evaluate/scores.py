@@ -198,6 +198,7 @@ def rolling(
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
     encoded = [lm.tok_encode(document) for document in texts]
+    # Without a begin-of-text token: lm-eval's windows have none either.
     packed = np.array([token for ids in encoded for token in [*ids, lm.eot_token_id]])
     blocks = corpus.Blocks(packed, size)
     packed_loss = validate(lm.model, blocks)["cross_entropy"]  # first: it refuses too short a text

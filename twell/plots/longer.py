@@ -28,8 +28,8 @@ _APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides an
 def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
 
-    table: `analysis.over_tokens`, a line a level of L1. Bars are its intervals; a point without a
-    bar is a single run. about: the model.
+    table: `analysis.over_tokens`, a line a level of L1. Bars are its intervals, which a single run
+    has not. about: the model.
     """
     figure, axes = _figure(PAGE, 2.7, 1, 3)
     colours = _level_colours(table["l1_coefficient"])
@@ -61,8 +61,10 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     levels = {f"L1 = {analysis.level_name(l1)}": _key(c) for l1, c in colours.items()}
     _legend(figure, "lower center", levels, ncols=len(levels))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
-    bars = "Bars are 95% intervals over seeds; points without one are single runs, or the change "
-    bars += "from a single run. Points on as many tokens stand side by side."
+    bars = (
+        "Bars are 95% intervals over seeds; points without one are single runs, the change from a "
+    )
+    bars += "single run, or hide it. Points on as many tokens stand side by side."
     _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 

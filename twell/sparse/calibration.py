@@ -268,11 +268,11 @@ class Calibration:
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens. The fewest tokens keep their
-        times in a smaller layer: they wait for memory and launches, not for operations. So do the
-        floors of sparse paths there, whose launches depend on the tokens alone. Activity scales
-        with N. A non-gated layer has no up projection: dense saves a third, a sparse path half of
-        its time after the gate.
+        A layer with half the weights gets the time of half the tokens. One token keeps its time in
+        a smaller layer: it waits for memory and launches, not for operations. So do the floors of
+        sparse paths, whose launches depend on the tokens alone. Activity scales with N. A non-gated
+        layer has no up projection: dense saves a third, a sparse path half of its time after the
+        gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
@@ -291,10 +291,9 @@ class Calibration:
                 for path, ms in p.ms.items()
             }
 
-        fewest = min(point.tokens for point in self.times)
         times = tuple(
             Point(
-                p.tokens if p.tokens == fewest and wider < 1 else p.tokens / wider,
+                p.tokens if p.tokens == 1 and wider < 1 else p.tokens / wider,
                 neurons(p.active),
                 neurons(p.union),
                 halve(p),
@@ -318,7 +317,7 @@ class Calibration:
         for floor in self.floors:
             sparse = {path: ms for path, ms in floor.ms.items() if path != "dense"}
             dense = {path: ms for path, ms in floor.ms.items() if path == "dense"}
-            for ms, smaller in ((dense, wider), (sparse, max(wider, 1.0))):
+            for ms, smaller in ((dense, wider), (sparse, 1.0)):
                 if ms:
                     yield Floor(floor.situation, floor.tokens / smaller, ms)
 

@@ -37,13 +37,16 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of a text. Raises ValueError for an empty one, and lone surrogates."""
+    """Return the token ids of a text, after what the tokenizer begins every text with.
+
+    Raises ValueError for an empty one, and lone surrogates.
+    """
     text = corpus.checked_text(text, "the text")
     # verbose=False: tokenizers warn of long texts, but `cut` takes texts of any length.
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if not ids:
         raise ValueError("the text is empty; give at least one character")
-    return ids
+    return [*corpus.beginning(tokenizer), *ids]
 
 
 def cut(token_ids: Sequence[int], model: PreTrainedModel) -> list[Sequence[int]]:

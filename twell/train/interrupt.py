@@ -12,9 +12,10 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupt:
-    """Note the first signal in `pressed`. A second one interrupts at once.
+    """Note the first signal in `pressed`. A later Ctrl-C interrupts at once.
 
-    ends: whether no step follows, so that the first signal has no effect.
+    A later SIGTERM does not: launchers hand it on to processes that have it already. ends: whether
+    no checkpoint follows, so that the first signal has no effect.
     """
 
     def __init__(self, loud: bool):
@@ -27,11 +28,12 @@ class Interrupt:
 
     def __exit__(self, *_) -> None:
         for number, before in zip(SIGNALS, self.before, strict=False):
-            signal.signal(number, before)
+            if before is not None:  # which Python did not set, and cannot put back
+                signal.signal(number, before)
 
-    def _press(self, *_) -> None:
-        if self.pressed:
+    def _press(self, number: int, _: object) -> None:
+        if self.pressed and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.pressed = True
-        if self.loud:
+        if self.loud and not self.pressed:
             os.write(2, ENDS if self.ends else NOTICE)  # the signal may have interrupted a print
+        self.pressed = True

@@ -98,16 +98,16 @@ class Run:
             self.restart_meters()
             self.since -= self.spent
             for step in range(self.done + 1, config.steps + 1):
+                last = step == config.steps
+                interrupt.ends = last
                 self.sums += self.step(step)
                 self.say_slow(step)
-                last = step == config.steps
                 if last or step % config.log_every == 0:
                     self.record(step)
                 if last or step % config.valid_every == 0:
                     self.validate(step)
                 if not last:
                     self.keep(step, interrupt.pressed)
-            interrupt.ends = True
             return self.finish()
 
     def check_teacher(self) -> None:
@@ -282,8 +282,9 @@ class Run:
             return
         share = active / config.intermediate_size
         change = 0.0 if self.share is None else share - self.share
+        stages = (config.steps - step) // config.l1_stage_steps  # still to come
         self.share, aim = share, AIM * config.active_share
-        expected = share + change * (1 if share > aim else BACK)
+        expected = share + change * (1 if share > aim else max(1, min(BACK, stages)))
         if (share > aim) == (expected > aim):
             ratio = max((share + change) / aim, AWAY**-MOST)
             factor = self.l1_factor * config.l1_growth ** min(math.log(ratio, AWAY), MOST)
@@ -317,7 +318,7 @@ class Run:
         config = self.config
         share = sum(active) / (config.num_layers * config.intermediate_size)
         remedy = None
-        if share > config.active_share:
+        if share > 1.01 * config.active_share:
             remedy = "raise tokens, l1_coefficient or l1_growth"
         elif share < FEW * config.active_share:
             remedy = "lower l1_coefficient, with which it began, or raise tokens"
