@@ -194,13 +194,13 @@ NUMBERS = {
     "12_pretrained": {
         r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",
         r"teacher, with (\d+)% of": "100 * row(table, name='ReLU alone')['active_fraction']",
-        r"activity fell to (\d+)%": "100 * row(course, name='30%')['active_fraction'].min()",
-        r"and ends at (\d+)%": "100 * row(table, name='30%')['active_fraction']",
+        r"activity fell to (\d+)%": "100 * row(course, name='10%, threshold 0.5')"
+        "['active_fraction'].min()",
         r"rises by ([\d.]+) nats": "row(table, name='10%')['rise']",
         r"nats at (\d+)% active": "100 * row(table, name='10%')['active_fraction']",
         r"and by ([\d.]+) at 2%": "row(table, name='2%')['rise']",
-        r"share: ([\d.]+) instead": "row(table, name='10%, threshold 0.2')['kl']",
-        r"instead of ([\d.]+) nats": "row(table, name='10%')['kl']",
+        r"2% wanted ([\d.]+) instead": "row(table, name='2%, threshold 0.5')['kl']",
+        r"instead of ([\d.]+) nats": "row(table, name='2%')['kl']",
         r"wanted, (\d+)% of": "100 * row(layers, name='10%', layer=0)['active_fraction']",
         r"active, and (\d+) to": "100 * row(layers, name='10%')['active_fraction'].min()",
         r"and \d+ to (\d+)% in": "100 * row(layers, name='10%')['active_fraction'][-3:].max()",
