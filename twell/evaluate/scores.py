@@ -185,8 +185,8 @@ def rolling(
     result says what they are. Rolling, every token of a document is predicted, in windows of one
     context after the prefix token (at the start of a document) or the token before; the last window
     has as much before it as fits. Packed blocks, as in training, are cut from all documents in a
-    row, each with an end-of-text token behind it. That token is predicted too, the first of a block
-    is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
+    row, each with an end-of-text token behind it, and none in front. That token is predicted too, the
+    first of a block is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
     from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than one block.
     """
     with quietly(None):
@@ -198,7 +198,6 @@ def rolling(
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
     encoded = [lm.tok_encode(document) for document in texts]
-    # Without a begin-of-text token: lm-eval's windows have none either.
     packed = np.array([token for ids in encoded for token in [*ids, lm.eot_token_id]])
     blocks = corpus.Blocks(packed, size)
     packed_loss = validate(lm.model, blocks)["cross_entropy"]  # first: it refuses too short a text
