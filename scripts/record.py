@@ -72,7 +72,7 @@ KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
-TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{0}}/sentence.npz".format
+TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-1.6e8"
 RELUFIED_A_SECOND, START = 2e5, 70  # tokens of a GPU; seconds around a training. Guesses
 
@@ -86,7 +86,7 @@ def relufied(
     """
     run = f"{{out}}/runs/{name}"
     commands = [RELUFY(tokens, *STAGES[tokens], rate, fields, run), KEEP(run)]
-    commands[1:1] = [TRACED(run)] if name in WITH_TRACE else []
+    commands[1:1] = [TRACED(run, name)] if name in WITH_TRACE else []
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
@@ -203,6 +203,7 @@ SECONDS = {
     for group in trainings.GROUPS
     for name, (_, seconds) in trainings.runs(group).items()
 }
+SECONDS |= {name: limit // 3 for name, (limit, _) in RELUFIED.items()}
 # Parts that may share a GPU: nothing of them is timed.
 SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURED)
 

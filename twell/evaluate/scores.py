@@ -185,8 +185,8 @@ def rolling(
     result says what they are. Rolling, every token of a document is predicted, in windows of one
     context after the prefix token (at the start of a document) or the token before; the last window
     has as much before it as fits. Packed blocks, as in training, are cut from all documents in a
-    row, each with an end-of-text token behind it, and none in front. That token is predicted too, the
-    first of a block is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
+    row, each with an end-of-text token behind it. That token is predicted too, the first of a block
+    is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
     from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than one block.
     """
     with quietly(None):
