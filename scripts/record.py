@@ -65,7 +65,7 @@ RELUFY = (
 LEARNING_RATE = "3e-4"  # the better one of the parts rate-*, once they are measured
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
-TENTH, LIGHT = "active_share=0.1", "active_share=0.1 threshold=0.5 l1_coefficient=1e-4"
+TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
 STAGES["1.6e8"] = 480, 160, 20
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
@@ -101,21 +101,21 @@ RELUFIED = {
         for name, *fields in (
             ("0.1", TENTH),
             ("0", NO_L1),
-            ("0.1-t-0.5", LIGHT),
-            ("0.1-t-0.5-1.6e8", LIGHT, "1.6e8"),
-            ("0.05-t-0.5", LIGHT.replace("0.1", "0.05")),
-            ("0.02-t-0.5", LIGHT.replace("0.1", "0.02")),
+            ("0.1-t-0.5", LIGHT(0.1, 0.5)),
+            ("0.1-t-0.5-1.6e8", LIGHT(0.1, 0.5), "1.6e8"),
+            ("0.05-t-0.5", LIGHT(0.05, 0.5)),
+            ("0.02-t-0.5", LIGHT(0.02, 0.5)),
             ("0.3", "active_share=0.3 l1_coefficient=1e-5"),
-            ("0.1-t-0.5-8e7", LIGHT, "8e7"),
+            ("0.1-t-0.5-8e7", LIGHT(0.1, 0.5), "8e7"),
             ("0.05", "active_share=0.05"),
             ("0.2", "active_share=0.2 l1_coefficient=1e-4"),
             ("0-8e7", NO_L1, "8e7"),
             ("0.02", "active_share=0.02"),
             # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
-            ("0.1-t-0.2", LIGHT.replace("=0.5", "=0.2")),
-            ("0.1-t-0.5-4e7", LIGHT, "4e7"),
+            ("0.1-t-0.2", LIGHT(0.1, 0.2)),
+            ("0.1-t-0.5-4e7", LIGHT(0.1, 0.5), "4e7"),
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
-            ("0.1-t-0.5-5e6", LIGHT, "5e6"),
+            ("0.1-t-0.5-5e6", LIGHT(0.1, 0.5), "5e6"),
         )
     },
 }

@@ -46,6 +46,10 @@ NUMBERS = {
         r"a change below ([\d.]+)% is noise": "quantities['longer_price_limit']",
         r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
         "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
+        r"first, ([\d.]+) points after": "row(by_tokens, l1_coefficient=6e-4)"
+        "['change'].diff().iloc[2]",
+        r"first, [\d.]+ points after ([\d.]+)": "row(by_tokens, l1_coefficient=6e-4)"
+        "['change'].diff().iloc[1]",
         r"would be at \+(\d+) ± \d+%": "quantities['trend_at']",
         r"would be at \+\d+ ± (\d+)%": "quantities['trend_at_limit']",
     },
@@ -98,6 +102,9 @@ NUMBERS = {
         r"and (\d+)% with dense FP8": "of_fp8['ffn_dense']",
     },
     "06_downstream": {
+        r"nearest: ([\d.]+) points": "-row(pairs, task='continuation')['difference']",
+        r"below ([\d.]+) to [\d.]+ points": "(pairs['limit'] - pairs['difference'])[:5].min()",
+        r"below [\d.]+ to ([\d.]+) points": "(pairs['limit'] - pairs['difference'])[:5].max()",
         r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
         r"(\d+)% by plain": "100 * row(live, metric='acc')['accuracy']",
         r"the flagship has (\d+)% on": "100 * row(table, model='flagship-triton', backend='dense', "

@@ -108,17 +108,18 @@ def test_other_runs_resume_exactly(tiny_config, tiny_text, tmp_path, kind):
     assert differences(resume(config, tmp_path / "run"), whole) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_a_checkpoint_between_two_rows(
-    tiny_config, tmp_path, monkeypatch, capfd, expected
+    tiny_config, tmp_path, monkeypatch, capfd, expected, number
 ):
     step, run = Run.step, tmp_path / "run"
 
     def press(self, now):
         if now == 6:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return step(self, now)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
         patch.setattr(Run, "step", press)
         # It writes rows every four steps and, but for the key, no checkpoint.
@@ -127,23 +128,7 @@ def test_ctrl_c_saves_a_checkpoint_between_two_rows(
     remedy = "To go on, give the same command with --resume, and without --overwrite"
     assert str(stopped.value) == f"interrupted; {path} has step 6 of 16. {remedy}"
     assert "stopping after this step with a checkpoint" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is before
-    assert differences(resume(tiny_config, run), expected) == []
-
-
-def test_a_term_signal_saves_a_checkpoint_too(tiny_config, tmp_path, monkeypatch, expected):
-    step, run = Run.step, tmp_path / "run"
-
-    def end(self, now):
-        if now == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, now)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="has step 6 of 16"):
-        patch.setattr(Run, "step", end)
-        train(tiny_config, run, quiet=True)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     assert differences(resume(tiny_config, run), expected) == []
 
 

@@ -73,11 +73,10 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame, tokens: float) -> pd.DataFrame:
     of tokens; limits are its 95% intervals (Student's t), as if all runs scattered alike about
     a straight line. They say nothing of whether the line goes on.
     """
-    tables, rows = _budgets(runs, log), []
-    present = {level for table in tables for level in table["l1_coefficient"]}
+    tables = [table.dropna(subset="cross_entropy_change") for table in _budgets(runs, log)]
+    present, rows = {level for table in tables for level in table["l1_coefficient"]}, []
     for level in sorted(present - {0.0}):
-        known = [table.dropna(subset="cross_entropy_change") for table in tables]
-        some = [table for table in known if {0.0, level} <= set(table["l1_coefficient"])]
+        some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
         if len(some) < 3:
             continue
         every = pd.concat(some)

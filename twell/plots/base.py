@@ -140,6 +140,12 @@ def _wrapped(text: str, size: float, width: float) -> list[str]:
     return lines
 
 
+def _range(numbers: pd.Series) -> str:
+    """One number, or the least and the most."""
+    low, high = numbers.min(), numbers.max()
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
 def _sentence(about: str) -> str:
     """What a figure is about, as a sentence of its caption, or nothing."""
     return about and f"{about}."

@@ -61,10 +61,8 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     levels = {f"L1 = {analysis.level_name(l1)}": _key(c) for l1, c in colours.items()}
     _legend(figure, "lower center", levels, ncols=len(levels))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
-    bars = (
-        "Bars are 95% intervals over seeds; points without one are single runs, the change from a "
-    )
-    bars += "single run, or hide it. Points on as many tokens stand side by side."
+    bars = "Bars are 95% intervals over seeds; points without one are single runs, the change from "
+    bars += "a single run, or hide it. Points on as many tokens stand side by side."
     _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 

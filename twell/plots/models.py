@@ -33,6 +33,7 @@ from twell.plots.base import (
     _one,
     _panel,
     _plain,
+    _range,
 )
 
 _DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 0.8}  # chance
@@ -94,10 +95,8 @@ def table6_tasks(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 def _models(table: pd.DataFrame) -> str:
     """How many models a point is the mean of."""
-    low, high = table["models"].min(), table["models"].max()
-    return (
-        "one model" if high == 1 else f"{low} to {high} models" if low < high else f"{low} models"
-    )
+    number = _range(table["models"])
+    return "one model" if number == "1" else f"{number} models"
 
 
 def fig03_accuracy(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -250,7 +249,7 @@ def paired_tasks(pairs: pd.DataFrame) -> Figure:
     """
     pairs = pairs[pairs["task"].isin(_TASKS)].iloc[::-1]
     places = np.arange(len(pairs))
-    counts = {side: _counted(pairs[side]) for side in ("dense_runs", "runs")}
+    counts = {side: _range(pairs[side]) for side in ("dense_runs", "runs")}
     figure, ax = _panel(1.4 * COLUMN, 0.9 + 0.3 * len(pairs))
     middle = pairs["difference"]
     ax.errorbar(middle, places, xerr=pairs["limit"], fmt="none", ecolor=SPARSE, elinewidth=1)
@@ -270,12 +269,6 @@ def paired_tasks(pairs: pd.DataFrame) -> Figure:
         "Below the names: mean accuracies, dense → sparse.",
     )
     return figure
-
-
-def _counted(numbers: pd.Series) -> str:
-    """One number, or the least and the most."""
-    low, high = numbers.min(), numbers.max()
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def fig04_levels(table: pd.DataFrame) -> Figure:

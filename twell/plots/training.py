@@ -36,6 +36,7 @@ from twell.plots.base import (
     _one,
     _panel,
     _plain,
+    _range,
     _sentence,
 )
 
@@ -87,8 +88,7 @@ def _over_lowest(curves: pd.DataFrame) -> tuple[float, pd.DataFrame]:
 
 
 def _number(runs: pd.Series) -> str:
-    low, high = runs.min(), runs.max()
-    return f"{low if low == high else f'{low} to {high}'} run{'s' if high > 1 else ''}"
+    return f"{_range(runs)} run{'s' if runs.max() > 1 else ''}"
 
 
 def _runs_a_level(table: pd.DataFrame) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -268,11 +268,11 @@ class Calibration:
     def scaled(self, hidden_size: int, intermediate_size: int, gated: bool) -> Calibration:
         """Return these times for another layer: the same time for the same operations.
 
-        A layer with half the weights gets the time of half the tokens. One token keeps its time in
-        a smaller layer: it waits for memory and launches, not for operations. So do the floors of
-        sparse paths, whose launches depend on the tokens alone. Activity scales with N. A non-gated
-        layer has no up projection: dense saves a third, a sparse path half of its time after the
-        gate.
+        A layer with half the weights gets the time of half the tokens, and dense its floor. One
+        token keeps its time in a smaller layer: it waits for memory and launches, not for
+        operations. Floors of sparse paths keep their tokens in any layer, since the launches do.
+        Activity scales with N. A non-gated layer has no up projection: dense saves a third, a
+        sparse path half of its time after the gate.
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
@@ -307,19 +307,15 @@ class Calibration:
             intermediate_size=intermediate_size,
             gated=gated,
             times=times,
-            floors=tuple(self._scaled_floors(wider)),
+            floors=tuple(
+                Floor(f.situation, f.tokens / wider if path == "dense" else f.tokens, {path: ms})
+                for f in self.floors
+                for path, ms in f.ms.items()
+            ),
             expected=None,
             margin=SCALED_MARGIN,
             training=None if self.training is None else neurons(self.training),
         )
-
-    def _scaled_floors(self, wider: float) -> Iterator[Floor]:
-        for floor in self.floors:
-            sparse = {path: ms for path, ms in floor.ms.items() if path != "dense"}
-            dense = {path: ms for path, ms in floor.ms.items() if path == "dense"}
-            for ms, smaller in ((dense, wider), (sparse, 1.0)):
-                if ms:
-                    yield Floor(floor.situation, floor.tokens / smaller, ms)
 
 
 _LISTS = {"times": Point, "floors": Floor}  # fields that are lists in files

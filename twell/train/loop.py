@@ -273,9 +273,9 @@ class Run:
 
         It rises if too many neurons are active, and will be if their share changes in the next
         stage as it did in this one: activity follows the coefficient slowly. It falls if too few
-        are, and will be in BACK stages. A share AWAY times the wanted one changes the coefficient
-        by `l1_growth`, one further off by more. Nothing changes before the L1 term acts in full.
-        active: the mean since the last row.
+        are, and will be in BACK stages, or at the end. A share AWAY times the wanted one changes
+        the coefficient by `l1_growth`, one further off by more. Nothing changes before the L1 term
+        acts in full. active: the mean since the last row.
         """
         config = self.config
         if step <= config.l1_zero_steps + config.l1_warmup_steps or step % config.l1_stage_steps:
@@ -318,7 +318,7 @@ class Run:
         config = self.config
         share = sum(active) / (config.num_layers * config.intermediate_size)
         remedy = None
-        if share > 1.01 * config.active_share:
+        if share > 1.01 * config.active_share:  # nearer, it would print the wanted share
             remedy = "raise tokens, l1_coefficient or l1_growth"
         elif share < FEW * config.active_share:
             remedy = "lower l1_coefficient, with which it began, or raise tokens"

@@ -210,12 +210,11 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     """Return the teacher in fp32 with sparse ReLU layers, as it begins to learn.
 
     A Llama becomes a SparseLlamaForCausalLM, which knows a threshold. Attention has no dropout: the
-    teacher predicts without. Raises ValueError for a
-    threshold in another model, whose saved configuration has no place for it, and for sizes that
-    are not the teacher's.
+    teacher predicts without. Raises ValueError for a threshold in another model, whose saved
+    configuration has no place for it, and for sizes that are not the teacher's.
     """
     model = load_stock(config.teacher, torch.float32)
-    model.config.attention_dropout = 0.0
+    model.config.attention_dropout = 0.0  # of a Llama, which is made anew; others have it in layers
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
