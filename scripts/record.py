@@ -183,6 +183,13 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "plain-calls": (600, [f"{PLAIN} --no-graphs --batches 1x128,1x512,1x2048 --decode 1,4,32"]),
     "serve": (600, ["twell measure serve 2b --seconds 420"]),
     "serve-graphs": (600, ["twell measure serve 2b --cuda-graph --seconds 360"]),
+    "flagship-step": (
+        200,
+        [
+            "twell measure train-step 0.5b vocab_size=16384 context=1024 micro_batch=64 "
+            "--spread paper --active 19 --compile --out {out}/bench/trained"
+        ],
+    ),
     "single-171m": (500, [SPREAD("single-171m")]),
     "ddp-171m": (500, [f"{LAUNCH} --multi_gpu -m {SPREAD('ddp-171m')}"]),
     "fsdp-171m": (500, [f"{LAUNCH} {FSDP2} -m {SPREAD('fsdp-171m')}"]),

@@ -160,8 +160,13 @@ NUMBERS = {
         r"peak is (\d+)% higher": "subjects['training']['memory_whole']",
         r"higher \((\d+) against": "subjects['training']['whole_gb']",
         r"against (\d+) GB": "subjects['training']['dense_gb']",
-        r"this loss after ([\d.]+) minutes": "ends['seconds'].min() / 60",
-        r"dense products after ([\d.]+)": "ends['seconds'].max() / 60",
+        r"is first, after ([\d.]+) minutes": "row(ends, l1_coefficient=0)['seconds'] / 60",
+        r"and (\d+)% of its tokens": "100 * ends['tokens'].min() / ends['tokens'].max()",
+        r"its tokens and ([\d.]+) minutes": "row(ends, l1_coefficient=6e-4)['seconds'] / 60",
+        r"it is ([\d.]+) times as fast, but": "(lambda t: t.iloc[0] / t.iloc[-1])"
+        "(raced.groupby('run', sort=False)['seconds'].max())",
+        r"but ends ([\d.]+)% higher": "subjects['training']['race_change']",
+        r"memory falls to (\d+) GB": "speeds[speeds['metric'] == 'peak_memory']['value'].min() / 1e9",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
         r"costs ([\d.]+)% more than that": "(lambda t: t['price'] - t['line_price'])"

@@ -130,6 +130,8 @@ def raced(table: pd.DataFrame) -> Quantities:
         "race_loss": first["cross_entropy"],
         "race_first": first["seconds"] / 60,
         "race_second": last["seconds"] / 60,
+        "race_change": 100 * (last["last"] / first["last"] - 1),
+        "race_tokens": f"{last['tokens'] / 1e6:.0f} instead of {first['tokens'] / 1e6:.0f} M tokens",
         "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
         "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
         "race_first_gb": first["peak_memory"] / 1e9,
@@ -270,8 +272,7 @@ Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
-RACES = "flagship-200m-l1-*", FLAGSHIP  # the first that is whole counts; claims.yaml names it
-AUTO = "flagship-200m-l1-6e-4", "flagship-half"  # trained by one code for all capacities
+RACE, AUTO = "flagship-200m-l1-*", "flagship-200m-l1-6e-4"  # by one code for all capacities
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 # Trainings at the level that stands for the paper's, each with another text order, size or length.
@@ -298,7 +299,7 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     result = {"formats": _formats(bench)} | _runs(every, log)
     result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
     imposed = Bench(data / "bench" / "trained").rows("train_step.csv", speed.step_speedups)
-    result["models"] |= stepped(longer.race(*_fitting(every, log, RACES[0])), imposed)
+    result["models"] |= stepped(longer.race(*_fitting(every, log, RACE)), imposed)
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared
@@ -346,16 +347,15 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     whole = training(flagships, scaled["devices"], curves, sparse_log)
     for name, table_of_pair in scaled.items():
         whole |= devices(table_of_pair, name)
-    races = (longer.race(*_fitting(every, log, pattern)) for pattern in RACES)
-    whole |= raced(longer.reached(next(race for race in races if race["run"].nunique() > 1)))
+    whole |= raced(longer.reached(longer.race(*_fitting(every, log, RACE))))
+    whole |= slowed(log[log["run"] == AUTO])
     trends = trended(longer.trend(*_fitting(every, log, BUDGETS), PAPER_TOKENS), LEVEL)
     swept = sweep(table, active, chosen, on_more) | trends
-    sparse = next(name for name in AUTO if name in set(every["run"]))
     return {
         "sweep": swept | single(runs.list_runs(every, log), chosen),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
-        "training": whole | slowed(log[log["run"] == sparse]) | {"slow_run": sparse},
+        "training": whole,
     }
 
 

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 from twell import analysis
 from twell.plots.base import (
-    COLUMN,
     GREEN,
     PAGE,
     _caption,
@@ -16,11 +15,10 @@ from twell.plots.base import (
     _legend,
     _level_colours,
     _note,
-    _panel,
     _plain,
     _sentence,
 )
-from twell.plots.training import BACKENDS, _number
+from twell.plots.training import _AGAIN, BACKENDS, _number
 
 _APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides another one
 
@@ -67,34 +65,53 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     return figure
 
 
-def race(raced: pd.DataFrame, ends: pd.DataFrame, about: str = "") -> Figure:
-    """Draw held-out cross-entropy over minutes of training, and when each run has the same loss.
+def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: str = "") -> Figure:
+    """Draw held-out cross-entropy over minutes of training, when each run has the same, and speed.
 
-    raced, ends: `analysis.race` and `analysis.reached` of it. about: the model.
+    raced, ends: `analysis.race` and `analysis.reached` of it; curves: `analysis.computed_curves` of
+    the same runs. about: the model.
     """
-    figure, ax = _panel(1.4 * COLUMN, 2.7)
+    figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
+    ends, legend = ends.sort_values("seconds", ignore_index=True), {}
+    speeds = curves[curves["metric"] == "tokens_per_second"]
+    seen: list[str] = []
     for (run, backend, level), rows in raced.groupby(
         ["run", "backend", "l1_coefficient"], sort=False
     ):
         rows = rows[rows["tokens"] > 0]
         colour = BACKENDS.get(backend, GREEN)
+        look = {"color": colour, "linestyle": _AGAIN[seen.count(backend)]}
+        seen.append(backend)
         name = {"triton": "sparse kernels"}.get(backend, backend)
         label = f"{name}, L1 = {analysis.level_name(level)}"
-        if pd.notna(peak := rows["peak_memory"].iloc[0]):  # a CPU has none
-            label += f", {peak / 1e9:.0f} GB"
-        look = {"marker": "o", "markersize": 3, "color": colour, "label": label}
-        ax.plot(rows["seconds"] / 60, rows["cross_entropy"], **look)
+        label += _gigabytes(curves[(curves["run"] == run) & (curves["metric"] == "peak_memory")])
+        legend[label] = _key(**look)
+        left.plot(rows["seconds"] / 60, rows["cross_entropy"], marker="o", ms=3, **look)
         end = ends[ends["run"] == run].iloc[0]
         place = end["seconds"] / 60, end["cross_entropy"]
-        ax.plot(*place, marker="|", markersize=12, color=colour)
-        _note(ax, f"{place[0]:.1f} min", place, (0, -14), ha="center", color=colour)
+        left.plot(*place, marker="|", markersize=12, color=colour)
+        # The first time stands left of its tick and the last one right, however close they are.
+        side = {0: "right", len(ends) - 1: "left"}.get(end.name, "center")
+        _note(left, f"{place[0]:.1f} min", place, (0, -14), ha=side, color=colour)
+        line = speeds[speeds["run"] == run].sort_values("step")
+        right.plot(line["tokens"] / 1e6, line["value"] / 1e3, linewidth=1, **look)
     target = ends["cross_entropy"].iloc[0]
-    ax.axhline(target, color="0.5", linestyle="--", linewidth=0.8)
-    ax.set(xlabel="training time (minutes)", ylabel="held-out cross-entropy (nats)")
-    ax.margins(0.08, 0.2)
-    _legend(figure, "lower center", ncols=2)
+    left.axhline(target, color="0.5", linestyle="--", linewidth=0.8)
+    left.set(xlabel="training time (minutes)", ylabel="held-out cross-entropy (nats)")
+    left.margins(0.08, 0.2)
+    right.set(xlabel="training tokens (millions)", ylabel="speed (thousand tokens/s)")
+    right.set_ylim(bottom=0)
+    _legend(figure, "lower center", legend, ncols=2)
     line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
     line += "interpolated."
-    runs = "One run each; minutes without validation; GB: the most memory of the whole training."
+    runs = "One run each; minutes without validation; GB: the most memory, and that at the end."
     _caption(figure, _sentence(about), runs, line)
     return figure
+
+
+def _gigabytes(peaks: pd.DataFrame) -> str:
+    """The most memory of a training, and that at its end where it is less; a CPU has none."""
+    if peaks.empty:
+        return ""
+    most, last = (f"{value / 1e9:.0f}" for value in (peaks["value"].max(), peaks["value"].iloc[-1]))
+    return f", {most} GB" + (f", then {last}" if last != most else "")
