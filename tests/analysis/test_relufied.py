@@ -61,6 +61,8 @@ def test_answers_are_paired_with_the_original_and_with_relu_alone_on_as_many_tok
         ("longer", "original"): -0.5,
     }
     assert means.to_dict() == pytest.approx(expected)
+    beside = pairs.groupby("reference")["beside"].unique().map(list)
+    assert beside.to_dict() == {"original": ["small-original-abcdef12"], "ReLU alone": ["alone"]}
     names = pairs.drop_duplicates("run").set_index("run")["name"]
     assert names.to_dict() == {
         "alone": "ReLU alone",

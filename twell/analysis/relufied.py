@@ -79,14 +79,15 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
     items: answers of `scripts.keep` with a column run. The references are the original, whose name
     ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
-    tokens. Columns: run, name, reference (ORIGINAL or WITHOUT_L1) and those of `paired_records`, a
-    row a task and the mean of the tasks. A run without answers has no rows.
+    tokens. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and
+    those of `paired_records`, a row a task and the mean of the tasks. A run without answers has no
+    rows.
     """
     complete = _complete(runs).set_index("run")
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
     plain = (complete[["active_share", "l1_coefficient", "threshold"]] == 0).all(axis=1)
     alone = {row["tokens"]: run for run, row in complete[plain].iterrows()}
-    columns = ["run", "name", "reference", "task", "items", "accuracy", "other"]
+    columns = ["run", "name", "reference", "beside", "task", "items", "accuracy", "other"]
     parts = [pd.DataFrame(columns=[*columns, "difference", "low", "high"])]
     for (run, row), name in zip(complete.iterrows(), _names(complete), strict=True):
         ending = f"-original-{str(row.get('teacher_sha256'))[:8]}"
@@ -94,7 +95,7 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
         for reference, other in ((ORIGINAL, original), (WITHOUT_L1, alone.get(row["tokens"]))):
             if run in records and other in records and run != other:
                 pairs = paired_records(records[run], records[other])
-                parts.append(pairs.assign(run=run, name=name, reference=reference))
+                parts.append(pairs.assign(run=run, name=name, reference=reference, beside=other))
     return pd.concat(parts[1:] or parts, ignore_index=True)[parts[0].columns]
 
 
