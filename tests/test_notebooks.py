@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import nbformat
 import pandas as pd
@@ -14,7 +15,14 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.factories.analysis import family, speed_rows, trained, write_runs
+from tests.factories.analysis import (
+    family,
+    kept_answers,
+    relufied_study,
+    speed_rows,
+    trained,
+    write_runs,
+)
 from tests.factories.lessons import NUMBERS, TRY, wrong_numbers
 from tests.pages import script
 from twell import measure, results
@@ -285,6 +293,27 @@ def test_trainings_without_memory(tmp_path, figures):
     claims = claims_of(cells).set_index("claim")["ours"]
     memory = claims[claims.index.str.startswith("Peak memory falls")]
     assert "−50% tokens/s" in claims.tolist() and memory.tolist() == ["not measured"] * 2
+
+
+def test_students_that_answered_and_saw_several_numbers_of_tokens(tmp_path, figures):
+    """The lesson draws their tasks and tokens, too, from the answers that it compares alone."""
+    write_runs(tmp_path / "runs", *relufied_study())
+    (tmp_path / "eval").mkdir()
+    for run, rows in kept_answers().groupby("run"):
+        rows.drop(columns="run").to_csv(tmp_path / "eval" / f"{run}.csv.xz", index=False)
+    given = {"runs": str(tmp_path / "runs"), "relufied": "*", "evaluations": str(tmp_path / "eval")}
+    cells, names = execute("12_pretrained", **given, **figures)
+    course, price, *rest = FIGURES["12_pretrained"].split()
+    of_study = ["relufied_tasks", "relufied_tokens"]
+    rest = [name for name in rest if name not in of_study]
+    assert figures_of(cells) == [course, price, *of_study, *rest]
+    for name in of_study:
+        inputs = origin_of(figures["folder"] / f"{name}.json")["inputs"]
+        answers = {Path(file).name for file in inputs if "eval" in file}
+        expected = "alone", "longer", "small-original-abcdef12", "tenth"
+        assert answers == {f"{run}.csv.xz" for run in expected}
+    (shown,) = [cell for cell in cells if "relufied_answers" in cell.source]
+    assert shown.value.data["name"].tolist() == ["ReLU alone", "10%", "10%, 0.002 M tokens"]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

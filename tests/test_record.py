@@ -292,6 +292,9 @@ def test_the_original_of_a_relufied_run_answers_once(
     asked = results.load_kept(out / "eval", ".csv.xz")
     one, original, two = sorted(asked["run"].unique())
     assert (one, two) == ("one", "two") and re.fullmatch("teacher-original-[0-9a-f]{8}", original)
+    pairs = analysis.relufied_pairs(results.load_runs(out / "runs")[0], asked)
+    compared = pairs.drop_duplicates(["run", "reference"])[["run", "reference"]]
+    assert compared.to_numpy().tolist() == [["one", "original"], ["two", "original"]]
     asked["run"] = asked["run"].replace({original: "teacher"})
     losses = asked[asked["task"] == "held_out_text"].groupby("run")["nats"].mean()
     last = analysis.last_validation(log.assign(run="two")).groupby("metric")["value"].mean()

@@ -32,6 +32,7 @@ def test_what_all_models_share_is_no_accident():
     kept = pd.concat([kept.assign(run="m-seed-0"), kept.assign(run="m-seed-1")])
     runs = [layered(f"m-seed-{seed}", 1, 2, 9, 4, seed=seed) for seed in range(3)]
     runs += [layered("low", 5, 9, 3, 4, most=9.0), layered("two", 1, 2)]
+    runs += [layered("student", 1, 2, 9, 4, teacher="silu")]
     runs += [layered("silu", 1, 2, 9, 4, activation="silu")]
     table = analysis.findings(*tables(*runs), kept, peak_depth=0.6)
     assert table["run"].tolist() == [f"m-seed-{n}" for n in range(3)] + ["low", "two"]

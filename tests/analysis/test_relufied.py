@@ -7,7 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.factories.analysis import GOOD, relufied_run, speed_rows, tables
+from tests.factories.analysis import (
+    GOOD,
+    kept_answers,
+    relufied_run,
+    relufied_study,
+    speed_rows,
+    tables,
+)
 from twell import analysis
 from twell.config import TrainConfig
 
@@ -44,6 +51,92 @@ def test_a_course_begins_with_the_teacher_and_has_means_over_layers():
     assert course["kl"].tolist() == [5.0, 1.0, 0.3] and set(course["name"]) == {"10%"}
 
 
+def test_answers_are_paired_with_the_original_and_with_relu_alone_on_as_many_tokens():
+    pairs = analysis.relufied_pairs(*study_with_answers())
+    means = pairs[pairs["task"] == "mean"].set_index(["run", "reference"])["difference"]
+    expected = {
+        ("alone", "original"): -0.125,  # of piqa a quarter, of arc_easy nothing
+        ("tenth", "original"): -0.375,
+        ("tenth", "ReLU alone"): -0.25,
+        ("longer", "original"): -0.5,
+    }
+    assert means.to_dict() == pytest.approx(expected)
+    beside = pairs.groupby("reference")["beside"].unique().map(list)
+    assert beside.to_dict() == {"original": ["small-original-abcdef12"], "ReLU alone": ["alone"]}
+    names = pairs.drop_duplicates("run").set_index("run")["name"]
+    assert names.to_dict() == {
+        "alone": "ReLU alone",
+        "tenth": "10%",
+        "longer": "10%, 0.002 M tokens",
+    }
+    single = pairs[(pairs["run"] == "tenth") & (pairs["reference"] == "original")]
+    single = single.set_index("task")
+    assert [*single.index] == ["arc_easy", "piqa", "mean"] and single["items"]["mean"] == 12
+    # The interval is that of `paired_records`.
+    records = analysis.answer_records(kept_answers())
+    same = analysis.paired_records(records["tenth"], records["small-original-abcdef12"])
+    pd.testing.assert_frame_equal(single.reset_index()[same.columns], same, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("active_share", 0.3), ("l1_coefficient", 1e-3), ("threshold", 0.5)]
+)
+def test_relu_alone_has_neither_l1_nor_a_threshold(field, value):
+    runs, items = study_with_answers()
+    runs.loc[runs["run"] == "alone", field] = value
+    assert set(analysis.relufied_pairs(runs, items)["reference"]) == {"original"}
+
+
+def test_runs_of_another_teacher_have_no_original():
+    runs, items = study_with_answers()
+    pairs = analysis.relufied_pairs(runs.drop(columns="teacher_sha256"), items)
+    assert set(pairs["reference"]) == {"ReLU alone"} and set(pairs["run"]) == {"tenth"}
+
+
+def study_with_answers():
+    return tables(*relufied_study())[0], kept_answers()
+
+
+def test_a_line_on_answers_has_accuracy_and_both_differences():
+    study = tables(*relufied_study())
+    pairs = analysis.relufied_pairs(study[0], kept_answers())
+    lines = analysis.relufied_answers(analysis.relufied_runs(*study), pairs)
+    assert lines["name"].tolist() == ["ReLU alone", "10%", "10%, 0.002 M tokens"]
+    assert lines["accuracy"].tolist() == pytest.approx([62.5, 37.5, 25.0])
+    assert lines["active_fraction"].tolist() == pytest.approx([0.5, 0.1, 0.095])
+    over, alone = lines["over original"], lines["over ReLU alone"]
+    assert [text.partition(" (")[0] for text in over] == ["−12.5", "−37.5", "−50.0"]
+    assert alone[1].startswith("−25.0 (−") and alone.isna().tolist() == [True, False, True]
+    tenth = pairs[(pairs["run"] == "tenth") & (pairs["reference"] == "original")].iloc[-1]
+    ends = f"({100 * tenth['low']:+.1f} to {100 * tenth['high']:+.1f})".replace("-", "−")
+    assert over[1] == f"−37.5 {ends}"
+    # Of `alone` the interval of piqa holds 0; no answer of arc_easy differs but those of `longer`.
+    assert lines["worse"].tolist() == ["0 of 2", "1 of 2", "1 of 2"]
+
+
+def test_budgets_are_the_levels_with_several():
+    study = tables(*relufied_study())
+    table = analysis.relufied_runs(*study)
+    pairs = analysis.relufied_pairs(study[0], kept_answers())
+    budgets = analysis.relufied_budgets(table, pairs)
+    assert budgets["run"].tolist() == ["tenth", "longer"] and set(budgets["level"]) == {"10%"}
+    assert budgets["tokens"].tolist() == [1000, 2000] and budgets["kl"].tolist() == [0.3, 0.2]
+    assert budgets["difference"].tolist() == pytest.approx([-0.375, -0.5])
+    assert (budgets["low"] < budgets["difference"]).all()
+    assert (budgets["difference"] < budgets["high"]).all()
+
+
+def test_runs_without_answers_have_no_pairs():
+    study = tables(*relufied_study())
+    table = analysis.relufied_runs(*study)
+    for items in (pd.DataFrame(columns=["run"]), kept_answers({"other": ("11111111", "1111")})):
+        pairs = analysis.relufied_pairs(study[0], items)
+        assert pairs.empty and analysis.relufied_answers(table, pairs).empty
+        budgets = analysis.relufied_budgets(table, pairs)
+        assert budgets["run"].tolist() == ["tenth", "longer"]
+        assert budgets["difference"].isna().all()
+
+
 def test_layers_are_those_of_each_run():
     runs = relufied_run("b", 0.1, (12, 8), kl=0.3), relufied_run("a", 0.0, (60, 40), kl=0.1)
     table = analysis.relufied_layers(*tables(*runs))
@@ -51,7 +144,9 @@ def test_layers_are_those_of_each_run():
     assert shares["10%"].tolist() == [0.12, 0.08] and shares["ReLU alone"].tolist() == [0.6, 0.4]
 
 
-@pytest.mark.parametrize("field", ["teacher", "hidden_size", "learning_rate", "batch_tokens"])
+@pytest.mark.parametrize(
+    "field", ["teacher", "teacher_sha256", "hidden_size", "learning_rate", "batch_tokens"]
+)
 def test_runs_that_differ_in_more_are_not_compared(field):
     runs = [relufied_run(name, 0.1, (12, 8), kl=0.3, **{field: name}) for name in "ab"]
     with pytest.raises(ValueError, match=f"one teacher and text; these differ in {field}: a .*b"):

@@ -68,6 +68,9 @@ def tables(*runs):
     return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
 
 
+ORIGIN = "device", "command", "teacher_sha256"  # of a run, where it has them
+
+
 def write_runs(folder, *runs):
     """The same as run folders."""
     for config, log in runs:
@@ -75,7 +78,7 @@ def write_runs(folder, *runs):
         name = config.pop("run")
         origin = {"device": "made", "versions": {"torch": "2"}, "commit": "none", "command": "none"}
         origin |= {key: config.pop(key, None) for key in ("complete", "parameters")}
-        origin |= {key: config.pop(key) for key in ("device", "command") if key in config}
+        origin |= {key: config.pop(key) for key in ORIGIN if key in config}
         results.write_run(folder / name, config, origin)
         log[results.LOG_COLUMNS].to_csv(folder / name / "log.csv", index=False)
 
@@ -112,7 +115,40 @@ def relufied_run(name, share, active, kl, **config):
         of_layer = pd.DataFrame(values, columns=columns)
         more = pd.concat([more, of_layer.assign(run=name, tokens=100 * of_layer["step"])])
     log = pd.concat([log, more.astype({"layer": "Int64"})], ignore_index=True)
-    return row, log
+    return row, log.assign(tokens=log["tokens"] * row["tokens"] // SHAPE["tokens"])
+
+
+TEACHER = "abcdef12" + 56 * "0"  # a hash
+# Marks of a run on each item of two tasks, by name; that of the original ends with TEACHER.
+MARKS = {
+    "no-student-abcdef12": ("00000000", "0000"),
+    "small-original-abcdef12": ("11111111", "1100"),
+    "small-original-00000000": ("00000000", "0000"),
+    "alone": ("11111100", "1100"),
+    "tenth": ("11000000", "1100"),
+    "longer": ("11110000", "0000"),
+}
+
+
+def relufied_study():
+    """ReLU alone and 10% on 1,000 tokens, 10% on 2,000, and a run that has no answers."""
+    same = {"teacher_sha256": TEACHER}
+    return (
+        relufied_run("alone", 0.0, (60, 40), 0.1, **same),
+        relufied_run("tenth", 0.1, (12, 8), 0.3, **same),
+        relufied_run("longer", 0.1, (11, 8), 0.2, tokens=2000, **same),
+        relufied_run("silent", 0.0, (50, 30), 0.1, threshold=0.5, **same),
+    )
+
+
+def kept_answers(marks=MARKS):
+    """What `scripts.keep` leaves of each run, with its name."""
+    parts = []
+    for run, of_tasks in marks.items():
+        for task, correct in zip(("piqa", "arc_easy"), of_tasks, strict=True):
+            parts.append(pd.DataFrame({"run": run, "task": task, "correct": map(int, correct)}))
+        parts.append(pd.DataFrame({"run": run, "task": "held_out_text", "nats": [3.0]}))
+    return pd.concat(parts, ignore_index=True)
 
 
 def family(reinit=0.0, warm_active=8.0, silu=-1.0, without=40.0):

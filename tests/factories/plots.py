@@ -81,6 +81,34 @@ def relufied():
     )
 
 
+def many_relufied():
+    """As many students as a study may have, with long names."""
+    shares, thresholds = (0.0, 0.3, 0.1, 0.02), (0.0, 0.2, 0.5)
+    asked = [(share, threshold, 1) for share in shares for threshold in thresholds]
+    asked += [(0.1, 0.5, times) for times in (2, 4, 8, 16)]
+    return made.tables(
+        *(
+            made.relufied_run(
+                f"run-{n}",
+                share,
+                (60 - 3 * n, 50 - 3 * n),
+                0.1 + 0.05 * n,
+                threshold=threshold,
+                tokens=10_000_000 * times,
+            )
+            for n, (share, threshold, times) in enumerate(asked)
+        )
+    )
+
+
+def answered():
+    """Pairs, outcomes and budgets of students, two of nearly the same activity."""
+    runs, log = made.tables(*made.relufied_study())
+    pairs = analysis.relufied_pairs(runs, made.kept_answers())
+    table = analysis.relufied_runs(runs, log)
+    return pairs, table, analysis.relufied_budgets(table, pairs)
+
+
 def gains():
     """Two layers with a line each, and one of a single point."""
     case = [(2048, 5632, True, 65536), (2048, 8192, False, 65536), (4096, 14336, True, 1)]
@@ -390,6 +418,20 @@ CASES = {
         lambda: [
             table(*relufied()) for table in (analysis.relufied_runs, analysis.relufied_layers)
         ],
+    ),
+    "many relufied": (
+        "relufied_course",
+        lambda: [f(*many_relufied()) for f in (analysis.relufied_course, analysis.relufied_runs)],
+    ),
+    "price of many": (
+        "relufied_price",
+        lambda: [f(*many_relufied()) for f in (analysis.relufied_runs, analysis.relufied_layers)],
+    ),
+    "tasks of relufied": ("relufied_tasks", lambda: [*answered()[:2], "A model"]),
+    "tokens of relufied": ("relufied_tokens", lambda: [answered()[2], answered()[1], "A model"]),
+    "tokens without answers": (
+        "relufied_tokens",
+        lambda: [answered()[2].assign(difference=np.nan), answered()[1]],
     ),
     "gains": ("gains_by_share", lambda: [gains(), [0.05], "a GPU"]),
     "gains without models": ("gains_by_share", lambda: [gains()]),

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import yaml
-from matplotlib.colors import to_rgba
+from matplotlib.colors import to_hex, to_rgba
 
 from tests.factories import plots as made
 from tests.plots.drawn import RECORDED, draw, drawn
@@ -55,6 +55,46 @@ def test_the_darker_a_token_the_more_active_it_is():
     light = pd.Series([0.3 * r + 0.59 * g + 0.11 * b for r, g, b in colours])
     order = table["active"].clip(lower=1).sort_values(kind="stable").index
     assert light[order].is_monotonic_decreasing and light[4] - light[5] > 0.4
+
+
+def test_a_level_looks_alike_in_all_figures():
+    """By share and threshold; ReLU alone is black, whatever its threshold."""
+    _, table = made.CASES["many relufied"][1]()
+    legends = [draw(case).legends[0] for case in ("many relufied", "price of many")]
+    looks = [
+        {
+            text.get_text(): (to_hex(line.get_color()), line.get_marker(), line.get_linestyle())
+            for text, line in zip(shown.get_texts(), shown.get_lines(), strict=True)
+        }
+        for shown in legends
+    ]
+    assert looks[0] == looks[1] and [*looks[0]][0] == "ReLU alone"
+    looks = table.assign(look=table["name"].map(looks[0]))
+    looks[["colour", "marker", "dashes"]] = looks["look"].to_list()
+    assert set(looks.query("wanted == 0")["colour"]) == {"#000000"}
+    for asked, seen in (("wanted", "colour"), ("threshold", "marker"), ("threshold", "dashes")):
+        alike = looks.groupby(asked)[seen].nunique()
+        assert (alike == 1).all() and looks[seen].nunique() == len(alike)
+    budgets = table[(table["wanted"] == 0.1) & (table["threshold"] == 0.5)]
+    columns = {"level": "10%, threshold 0.5", "difference": 0.0, "low": 0.0, "high": 0.0}
+    line = plots.relufied_tokens(budgets.assign(**columns), table).axes[0].get_lines()[0]
+    expected = looks.set_index("name").loc["10%, threshold 0.5", "look"]
+    assert (to_hex(line.get_color()), line.get_marker(), line.get_linestyle()) == expected
+
+
+def test_marks_of_one_activity_stand_side_by_side():
+    """The others stand at their activity."""
+    pairs, table, _ = made.answered()
+    table.loc[table["run"] == "longer", "active_fraction"] = 0.1  # as "tenth"
+    (left, _) = plots.relufied_tasks(pairs, table).axes
+    left.figure.draw_without_rendering()
+    places = [line.get_xydata()[0] for line in left.get_lines() if line.get_marker() == "o"]
+    (x1, y1), (x2, y2), (x3, y3) = sorted(map(tuple, places), key=lambda place: place[1])
+    assert (y1, y2, y3) == pytest.approx((-50, -37.5, -12.5)) and x3 == pytest.approx(50)
+    across = [
+        left.transAxes.inverted().transform(left.transData.transform((x, 0)))[0] for x in (x1, x2)
+    ]
+    assert 0.02 < abs(across[0] - across[1]) < 0.04 and 9 < min(x1, x2) < max(x1, x2) < 11.5
 
 
 @pytest.mark.parametrize("number", [1, 6, 7, 11])

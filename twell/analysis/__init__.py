@@ -6,7 +6,6 @@ and only `quantities.recorded` reads files. Each module stands on those above it
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
 longer    outcomes over training tokens, and the time that two trainings take to one loss
-relufied  pretrained models that became sparse, and the speed of their activity
 agreement where activity is, in every recorded model
 activity  a trace or an aggregate by layer, token, position and neuron
 words     one word and its neuron: the loss around it
@@ -16,6 +15,7 @@ quantized the fastest in FP8 beside bf16, and its quality
 clusters  what a training would cost on many GPUs
 tasks     accuracies of downstream tasks
 items     models beside each other on the same items
+relufied  pretrained models that became sparse, their answers, and the speed of their activity
 trained   quantities of runs: the numbers behind the claims, by name
 measured  quantities of measured rows
 quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
@@ -43,8 +43,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".longer": "BUDGETS RACED over_tokens race reached trend",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
-        ".relufied": "ASKED MANY_TOKENS gains_by_share relufied_course relufied_layers "
-        "relufied_runs",
+        ".relufied": "ASKED MANY_TOKENS ORIGINAL WITHOUT_L1 gains_by_share relufied_answers "
+        "relufied_budgets relufied_course relufied_layers relufied_pairs relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described fits "
         "last_validation level_name levels list_runs logged_layers price_at readable recommended "

@@ -20,14 +20,15 @@ FINDINGS = {
 def findings(
     runs: pd.DataFrame, log: pd.DataFrame, kept: pd.DataFrame, peak_depth: float
 ) -> pd.DataFrame:
-    """Return a row a complete ReLU run: which of FINDINGS hold in it.
+    """Return a row a complete ReLU run without a teacher: which of FINDINGS hold in it.
 
-    kept: `kept_activity` of traced models, with a column run. no_overflow and first_is_most are
-    None in other models, first_two_least in models of up to three layers. peak_depth: the
-    paper's, from 0 (first layer) to 1 (last). Other columns: run, setting (the run's name without
-    its seed), choice, l1_coefficient, tokens, num_layers, seed, least and peak (layers, from 0),
-    ratio_least and ratio_most (busiest token over mean), overflow (share of tokens, in the layer
-    with most), first and later (active neurons).
+    A run with a teacher is left out: it began with the activity of another model. kept:
+    `kept_activity` of traced models, with a column run. no_overflow and first_is_most are None in
+    other models, first_two_least in models of up to three layers. peak_depth: the paper's, from 0
+    (first layer) to 1 (last). Other columns: run, setting (the run's name without its seed),
+    choice, l1_coefficient, tokens, num_layers, seed, least and peak (layers, from 0), ratio_least
+    and ratio_most (busiest token over mean), overflow (share of tokens, in the layer with most),
+    first and later (active neurons).
     """
     rows = []
     runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
@@ -35,7 +36,7 @@ def findings(
     by_run = dict(tuple(log.groupby("run")))
     traced = dict(tuple(kept.groupby("run"))) if len(kept) else {}
     for run in runs.to_dict("records"):
-        if run["activation"] != "relu":
+        if run["activation"] != "relu" or pd.notna(run.get("teacher")):
             continue
         table = logged_layers(by_run[run["run"]], run["intermediate_size"]).set_index("layer")
         least, peak = table["mean"].nsmallest(2).index.tolist(), int(table["mean"].idxmax())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from twell.analysis.items import answer_records, paired_records
 from twell.analysis.runs import check_alike, last_validation, logged_layers
 from twell.measure import providers
 
@@ -16,6 +17,7 @@ ASKED = ["active_share", "l1_coefficient", "threshold", "tokens"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
+ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
 
 
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -72,6 +74,72 @@ def relufied_layers(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
+    """Return how much more accurate each complete run is than its references, item by item.
+
+    items: answers of `scripts.keep` with a column run. The references are the original, whose name
+    ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
+    tokens. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and
+    those of `paired_records`, a row a task and the mean of the tasks. A run without answers has no
+    rows.
+    """
+    complete = _complete(runs).set_index("run")
+    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    plain = (complete[["active_share", "l1_coefficient", "threshold"]] == 0).all(axis=1)
+    alone = {row["tokens"]: run for run, row in complete[plain].iterrows()}
+    columns = ["run", "name", "reference", "beside", "task", "items", "accuracy", "other"]
+    parts = [pd.DataFrame(columns=[*columns, "difference", "low", "high"])]
+    for (run, row), name in zip(complete.iterrows(), _names(complete), strict=True):
+        ending = f"-original-{str(row.get('teacher_sha256'))[:8]}"
+        original = next((other for other in records if other.endswith(ending)), None)
+        for reference, other in ((ORIGINAL, original), (WITHOUT_L1, alone.get(row["tokens"]))):
+            if run in records and other in records and run != other:
+                pairs = paired_records(records[run], records[other])
+                parts.append(pairs.assign(run=run, name=name, reference=reference, beside=other))
+    return pd.concat(parts[1:] or parts, ignore_index=True)[parts[0].columns]
+
+
+def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return a line on the answers of each run that has some, in the order of `relufied_runs`.
+
+    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: name, active_fraction, accuracy
+    (mean over tasks, %), the difference from each reference in points with its 95% interval over
+    items, and worse: tasks whose whole interval is below the original.
+    """
+    references = {reference: f"over {reference}" for reference in (ORIGINAL, WITHOUT_L1)}
+    lines = []
+    for row in table.to_dict("records"):
+        own = pairs[pairs["run"] == row["run"]]
+        means = own[own["task"] == "mean"].set_index("reference")
+        if means.empty:
+            continue
+        line = {"name": row["name"], "active_fraction": row["active_fraction"]}
+        line["accuracy"] = 100 * means["accuracy"].iloc[0]
+        for reference, name in references.items():
+            line[name] = _points(means.loc[reference]) if reference in means.index else np.nan
+        tasks = own[(own["reference"] == ORIGINAL) & (own["task"] != "mean")]
+        line["worse"] = f"{(tasks['high'] < 0).sum()} of {len(tasks)}" if len(tasks) else np.nan
+        lines.append(line)
+    columns = ["name", "active_fraction", "accuracy", *references.values(), "worse"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of each wanted share and threshold that were trained on several budgets.
+
+    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: those of `relufied_runs`, level
+    (what was asked for, without tokens), and of the mean over tasks difference, low and high (from
+    the original, shares of 1; NaN without answers). By level and tokens.
+    """
+    asked = ["wanted", "threshold"]
+    several = table[table.groupby(asked)["tokens"].transform("nunique") > 1]
+    several = several.sort_values([*asked, "tokens"])
+    level = [_level(share, threshold) for share, threshold in several[asked].to_numpy()]
+    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
+    several = several.join(means[["difference", "low", "high"]].astype(float), on="run")
+    return several.assign(level=level).reset_index(drop=True)
+
+
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
 
@@ -95,6 +163,12 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     return best[[*case, "provider", "speedup"]]
 
 
+def _points(means: pd.Series) -> str:
+    """A difference in points with its interval."""
+    ends = 100 * means[["difference", "low", "high"]].astype(float).round(3) + 0.0  # no -0
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends).replace("-", "−")
+
+
 def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """The complete runs with a teacher, which have to differ in what was asked for alone."""
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
@@ -106,13 +180,18 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     return complete
 
 
+def _level(share: float, threshold: float) -> str:
+    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2"."""
+    name = f"{100 * share:g}%" if share else WITHOUT_L1
+    return name + (f", threshold {threshold:g}" if threshold else "")
+
+
 def _names(complete: pd.DataFrame) -> pd.Series:
-    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2"; tokens where they differ."""
+    """What was asked for, with tokens where they are not the usual ones."""
     names = []
     usual = complete["tokens"].mode().iloc[0]
     for row in complete.to_dict("records"):
-        name = f"{100 * row['active_share']:g}%" if row["active_share"] else "ReLU alone"
-        name += f", threshold {row['threshold']:g}" if row["threshold"] else ""
+        name = _level(row["active_share"], row["threshold"])
         name += f", {row['tokens'] / 1e6:g} M tokens" if row["tokens"] != usual else ""
         names.append(name)
     return pd.Series(names, complete.index)

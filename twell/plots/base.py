@@ -130,12 +130,18 @@ def _change(percent: float, digits: int = 0) -> str:
     return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
 
 
+def _width(text: str, size: float) -> float:
+    """How wide a text is, in points."""
+    font = FontProperties(size=size)
+    return text_to_path.get_text_width_height_descent(text, font, False)[0]
+
+
 def _wrapped(text: str, size: float, width: float) -> list[str]:
     """Lines of a text, each at most so many points wide."""
-    font, lines = FontProperties(size=size), []
+    lines = []
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
-        fits = text_to_path.get_text_width_height_descent(longer, font, False)[0] <= width
+        fits = _width(longer, size) <= width
         lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
     return lines
 
@@ -143,7 +149,7 @@ def _wrapped(text: str, size: float, width: float) -> list[str]:
 def _range(numbers: pd.Series) -> str:
     """One number, or the least and the most."""
     low, high = numbers.min(), numbers.max()
-    return f"{low}" if low == high else f"{low} to {high}"
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _sentence(about: str) -> str:

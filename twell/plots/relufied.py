@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,39 +20,92 @@ from twell.plots.base import (
     ROWWISE,
     SPARSE,
     UP,
+    _apart,
+    _bars,
     _caption,
     _figure,
+    _instead,
     _key,
     _legend,
     _plain,
+    _range,
     _sentence,
+    _width,
 )
 
 _LAYERS = [(SPARSE, "o"), (DECODE, "s"), (ROWWISE, "D"), (HYBRID, "^"), (GATE, "v"), (UP, "P")]
 _LAYERS += [("0.45", "X")]  # colour and marker of measured layers
-_SHARE, _WITHOUT_L1 = "active neurons (%)", "ReLU alone"
+_SHARE, _POINTS = "active neurons (%)", "accuracy difference (points)"
+_KINDS = list(zip("os^DvP", ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))], strict=True))
+_REFERENCES = {
+    "original": "student − original",
+    "ReLU alone": "student − ReLU alone on as many tokens",
+}
 
 
-def _colours(table: pd.DataFrame) -> dict[str, str | tuple]:
-    """A colour a run, by its name: black without L1, then from dark to light the sparser it is."""
-    others = [name for name in table["name"] if name != _WITHOUT_L1]
-    steps, scale = max(len(others) - 1, 1), mpl.colormaps["viridis"]
-    colours = {name: scale(0.15 + 0.7 * place / steps) for place, name in enumerate(others)}
-    return {name: colours.get(name, "black") for name in table["name"]}
+def _looks(table: pd.DataFrame) -> dict[str, dict]:
+    """Look of each run, by its name; ReLU alone first, then from the largest wanted share down.
+
+    The colour is that of the wanted share: black without L1, then from dark to light the sparser.
+    Marker and dashes tell thresholds apart; both grow with the tokens where these differ.
+    """
+    shares = sorted(set(table["wanted"]) - {0}, reverse=True)
+    places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
+    colours = {0: "black"} | dict(zip(shares, map(mpl.colormaps["viridis"], places), strict=True))
+    kinds = dict(zip(sorted(set(table["threshold"])), cycle(_KINDS), strict=False))
+    budgets = sorted(set(table["tokens"]))
+    sizes = dict(zip(budgets, np.linspace(-1, 1, len(budgets)), strict=True))
+    looks, order = {}, {share: place for place, share in enumerate([0, *shares])}
+    table = table.assign(order=table["wanted"].map(order))
+    for row in table.sort_values(["order", "threshold", "tokens"]).to_dict("records"):
+        marker, dashes = kinds[row["threshold"]]
+        size = float(sizes[row["tokens"]]) if len(budgets) > 1 else 0.0
+        look = {"color": colours[row["wanted"]], "marker": marker, "linestyle": dashes}
+        looks[row["name"]] = look | {"linewidth": 1.2 + 0.5 * size, "markersize": 5 + 1.5 * size}
+    return looks
 
 
-def _end(figure: Figure, colours: dict, *sentences: str) -> None:
+def _ncols(names: Sequence[str]) -> int:
+    """The most columns, up to four, in which the names fit below a figure, with their lines."""
+    widths = np.array([_width(name, 7.5) + 30 for name in names])  # 30: line and gaps, in points
+    for columns in (4, 3, 2):
+        parts = np.array_split(widths, columns)
+        if sum(part.max(initial=0) for part in parts) + 15 * (columns - 1) < 0.95 * 72 * PAGE:
+            return columns
+    return 1
+
+
+def _panels(height: float, names: Sequence[str], **options) -> tuple[Figure, Axes, Axes]:
+    """A figure with two panels, which the rows of its legend leave as high as two rows would."""
+    rows = -(-len(names) // _ncols(names))
+    figure, ((left, right),) = _figure(PAGE, height + 0.16 * max(rows - 2, 0), 1, 2, **options)
+    return figure, left, right
+
+
+def _end(figure: Figure, looks: dict[str, dict], table: pd.DataFrame, *sentences: str) -> None:
     """The legend and the caption of a figure of runs."""
-    entries = {name: _key(colour) for name, colour in colours.items()}
-    _legend(figure, "lower center", entries, ncols=4, title="wanted share of active neurons")
-    _caption(figure, *sentences)
+    entries = {name: _key(**look) for name, look in looks.items()}
+    title = "wanted share of active neurons"
+    options = {"ncols": _ncols([*looks]), "title": title, "handlelength": 2.6}
+    _legend(figure, "lower center", entries, **options)
+    usual = f"{_usual(table) / 1e6:,.3g} M training tokens where no others are named."
+    _caption(figure, *sentences, usual if table["tokens"].nunique() > 1 else "")
 
 
-def _course(ax: Axes, course: pd.DataFrame, column: str, factor: float, colours: dict) -> None:
-    for name, colour in colours.items():
+def _usual(table: pd.DataFrame) -> float:
+    """The most frequent number of tokens."""
+    return table["tokens"].mode().iloc[0]
+
+
+def _course(ax: Axes, course: pd.DataFrame, column: str, factor: float, looks: dict) -> None:
+    last = course.groupby("name")["tokens"].max()
+    alike = last.nunique() == 1
+    for name, look in looks.items():
         line = course[course["name"] == name].sort_values("tokens")
-        ax.plot(line["tokens"] / 1e6, factor * line[column], color=colour, linewidth=1.1)
-    ax.set(xlabel="training tokens (millions)", yscale="log")
+        x = line["tokens"] / (1e6 if alike else last[name] / 100)
+        ax.plot(x, factor * line[column], **look | {"marker": ""})
+    ax.set_xlabel("training tokens (millions)" if alike else "share of the training (%)")
+    ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(5))
     _plain(ax.yaxis)
 
@@ -58,44 +113,121 @@ def _course(ax: Axes, course: pd.DataFrame, column: str, factor: float, colours:
 def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") -> Figure:
     """Draw KL divergence from the teacher and activity over training, a line a run.
 
-    course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model.
+    course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model. Runs
+    on different numbers of tokens are drawn over the share of their training.
     """
-    figure, ((left, right),) = _figure(PAGE, 2.6, 1, 2)
-    colours = _colours(table)
-    _course(left, course, "kl", 1, colours)
-    _course(right, course, "active_fraction", 100, colours)
+    looks = _looks(table)
+    figure, left, right = _panels(2.6, [*looks])
+    _course(left, course, "kl", 1, looks)
+    _course(right, course, "active_fraction", 100, looks)
     left.set_ylabel("KL divergence (nats)")
     right.set_ylabel(_SHARE)
-    _end(figure, colours, _sentence(about), "One run each.")
+    _end(figure, looks, table, _sentence(about), "One run each.")
     return figure
 
 
 def relufied_price(table: pd.DataFrame, layers: pd.DataFrame, about: str = "") -> Figure:
-    """Draw what activity costs, a mark a run, and the activity of each layer, a line a run.
+    """Draw what activity costs, two marks a run, and the activity of each layer, a line a run.
 
-    table, layers: `analysis.relufied_runs` and `analysis.relufied_layers`. about: the model.
+    table, layers: `analysis.relufied_runs` and `analysis.relufied_layers`. about: the model. Layers
+    are of the runs on the most frequent number of tokens.
     """
-    figure, ((left, right),) = _figure(PAGE, 2.6, 1, 2)
-    colours = _colours(table)
-    shades = [colours[name] for name in table["name"]]
-    share = 100 * table["active_fraction"]
-    left.scatter(share, table["kl"], 26, shades, marker="o", zorder=3)
-    left.scatter(share, table["rise"], 26, "white", marker="D", edgecolors=shades, zorder=3)
+    looks = _looks(table)
+    figure, left, right = _panels(2.6, [*looks])
+    for row in table.to_dict("records"):
+        look = looks[row["name"]] | {"linestyle": "", "zorder": 3}
+        left.plot(100 * row["active_fraction"], row["kl"], **look)
+        # Smaller: where it lies on the other mark, both show.
+        look |= {"markerfacecolor": "white", "markersize": 0.75 * look["markersize"]}
+        left.plot(100 * row["active_fraction"], row["rise"], **look)
     left.set(xlabel=_SHARE, xscale="log", ylabel="nats")
     left.set_ylim(min(0, 1.1 * table["rise"].min()), None)
     _plain(left.xaxis)
-    look = {"linestyle": "", "markersize": 5}
+    look = {"linestyle": "", "marker": "o", "markersize": 5}
+    hollow = look | {"markerfacecolor": "white", "markersize": 3.75}
     left.legend(
-        [_key("0.4", marker="o", **look), _key("0.4", marker="D", markerfacecolor="white", **look)],
+        [_key("0.4", **look), _key("0.4", **hollow)],
         ["KL divergence from the original", "cross-entropy over the original's"],
     )
-    for name, colour in colours.items():
-        line = layers[layers["name"] == name]
-        right.plot(line["layer"], 100 * line["active_fraction"], color=colour, marker="o", ms=2.5)
+    for name in table.loc[table["tokens"] == _usual(table), "name"]:
+        line, size = layers[layers["name"] == name], looks[name]["markersize"] / 2
+        shares = 100 * line["active_fraction"]
+        right.plot(line["layer"], shares, **looks[name] | {"markersize": size})
     right.set(xlabel="layer", yscale="log", ylabel=_SHARE)
     right.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     _plain(right.yaxis)
-    _end(figure, colours, _sentence(about), "One run each, on held-out text.")
+    some = f"Right: runs on {_usual(table) / 1e6:,.3g} M tokens."
+    some = some if table["tokens"].nunique() > 1 else ""
+    _end(figure, looks, table, _sentence(about), "One run each, on held-out text.", some)
+    return figure
+
+
+def _side_by_side(shares: pd.Series) -> pd.Series:
+    """The shares, of which nearly equal ones are moved apart as they are seen on a log axis."""
+    low, high = np.log(shares.min()), np.log(shares.max())
+    if low == high:
+        return shares
+    places = _apart(((np.log(shares) - low) / (high - low)).to_numpy(), 0.025)
+    return pd.Series(np.exp(low + places * (high - low)), shares.index)
+
+
+def relufied_tasks(pairs: pd.DataFrame, table: pd.DataFrame, about: str = "") -> Figure:
+    """Draw how much more accurate runs are than the original, and than ReLU alone, by activity.
+
+    pairs, table: `analysis.relufied_pairs` and `analysis.relufied_runs`. about: the model. A mark a
+    run, the mean over tasks.
+    """
+    answered = table[table["run"].isin(pairs["run"])]
+    looks = {name: look | {"linestyle": ""} for name, look in _looks(table).items()}
+    looks = {name: look for name, look in looks.items() if name in set(answered["name"])}
+    figure, *axes = _panels(2.8, [*looks], sharex=True, sharey=True)
+    shares = _side_by_side(100 * answered.set_index("name")["active_fraction"])
+    means = pairs[pairs["task"] == "mean"]
+    for ax, (reference, title) in zip(axes, _REFERENCES.items(), strict=True):
+        for row in means[means["reference"] == reference].to_dict("records"):
+            look, x = looks[row["name"]], [shares[row["name"]]]
+            middle, low, high = ([100 * row[end]] for end in ("difference", "low", "high"))
+            ax.plot(x, middle, **look)
+            _bars(ax, x, middle, low, high, look["color"])
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(title=title, xlabel=_SHARE, xscale="log")
+    _plain(axes[0].xaxis)
+    axes[0].set_ylabel(_POINTS)
+    tasks = _range(pairs.groupby(["run", "reference"]).size() - 1)
+    what = f"Mean accuracy of {tasks} tasks, {_range(means['items'])} items in all."
+    bars = "Bars are 95% intervals over the items (paired bootstrap), not over seeds."
+    apart = "Marks of nearly the same activity stand side by side."
+    _end(figure, looks, table, _sentence(about), "One run each.", what, bars, apart)
+    return figure
+
+
+def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "") -> Figure:
+    """Draw KL divergence and the accuracy of tasks over training tokens, a line a level.
+
+    budgets, table: `analysis.relufied_budgets` and `analysis.relufied_runs`. about: the model.
+    Without answers the second panel is empty and says so.
+    """
+    # As in the other figures, but of one size.
+    looks = _looks(table.assign(tokens=0))
+    levels = budgets.drop_duplicates("level").set_index("level")["name"]
+    looks = {level: looks[name] for level, name in levels.items()}
+    figure, left, right = _panels(2.6, [*looks], sharex=True)
+    for level, look in looks.items():
+        line = budgets[budgets["level"] == level]
+        millions = line["tokens"] / 1e6
+        middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
+        left.plot(millions, line["kl"], **look)
+        right.plot(millions, middle, **look)
+        _bars(right, millions, middle, low, high, look["color"])
+    left.set(xlabel="training tokens (millions)", xscale="log", yscale="log")
+    right.set(xlabel="training tokens (millions)", ylabel=_POINTS)
+    left.set_ylabel("KL divergence (nats)")
+    _plain(left.xaxis, left.yaxis)
+    bars = "Right: student − original, mean over tasks; bars are 95% intervals over the items."
+    if budgets["difference"].isna().all():
+        _instead(right, "no answers are recorded")
+        bars = ""
+    _end(figure, looks, budgets.assign(tokens=0), _sentence(about), "One run each.", bars)
     return figure
 
 
