@@ -261,6 +261,8 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
                 result |= {
                     f"{prefix}_{name}": 100 * (row["speedup"] - 1),
                     f"{prefix}_{name}_imposed": 100 * (row["imposed_speedup"] - 1),
+                    f"{prefix}_{name}_low": 100 * (row["imposed_speedup_low"] - 1),
+                    f"{prefix}_{name}_high": 100 * (row["imposed_speedup_high"] - 1),
                     f"{prefix}_{name}_verdict": row["verdict"],
                     f"{prefix}_{name}_active": row["active"],
                     f"{prefix}_{name}_model": f"{row['model']} on {row['device']}",

@@ -315,8 +315,9 @@ def beside_imposed(table: pd.DataFrame) -> pd.DataFrame:
 
     table: `model_speedups` or `decode_speedups`; of each case that has the profiles "checkpoint"
     and "imposed". Columns: model, batch, context, mode, provider, device; active, speedup and
-    imposed_active, imposed_speedup; verdict, of the imposed speed-up: "higher" or "lower" where the
-    ranges of p20 to p80 are apart, else "alike". Empty for an empty table. Ours.
+    imposed_active, imposed_speedup, with their ranges from p20 to p80 (_low, _high); verdict, of
+    the imposed speed-up: "higher" or "lower" where the ranges are apart, else "alike". Empty for an
+    empty table. Ours.
     """
     if table.empty:
         return table
@@ -327,8 +328,8 @@ def beside_imposed(table: pd.DataFrame) -> pd.DataFrame:
     higher = both["speedup_low_imposed"] > both["speedup_high"]
     lower = both["speedup_high_imposed"] < both["speedup_low"]
     both["verdict"] = np.select([higher, lower], ["higher", "lower"], "alike")
-    names = {f"{name}_imposed": f"imposed_{name}" for name in numbers[:2]}
-    return both.rename(columns=names)[[*case, *numbers[:2], *names.values(), "verdict"]]
+    names = {f"{name}_imposed": f"imposed_{name}" for name in numbers}
+    return both.rename(columns=names)[[*case, *numbers, *names.values(), "verdict"]]
 
 
 def _check_checkpointed(steps: pd.DataFrame) -> None:
