@@ -102,6 +102,7 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     assert ends.loc["b", "tokens"] == 150 and ends.loc["b", "last"] == 3
     numbers = quantities.raced(ends.reset_index())
     assert numbers["race_first"] * 60 == 20 and numbers["race_fast"] == "auto, L1 = 1e-3"
+    assert numbers["race_change"] == -25 and numbers["race_second_tokens"] == 150 / 1e6
     assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
     # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
     rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})

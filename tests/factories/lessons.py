@@ -166,7 +166,7 @@ NUMBERS = {
         r"it is ([\d.]+) times as fast, but": "(lambda t: t.iloc[0] / t.iloc[-1])"
         "(raced.groupby('run', sort=False)['seconds'].max())",
         r"but ends ([\d.]+)% higher": "subjects['training']['race_change']",
-        r"memory falls to (\d+) GB": "speeds[speeds['metric'] == 'peak_memory']['value'].min() / 1e9",
+        r"memory falls to (\d+) GB": "row(speeds, metric='peak_memory')['value'].min() / 1e9",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
         r"costs ([\d.]+)% more than that": "(lambda t: t['price'] - t['line_price'])"
