@@ -62,19 +62,19 @@ RELUFY = (
     "tokens={0} l1_zero_steps={2} valid_every={1} l1_stage_steps={2} log_every={3} "
     "learning_rate={4} {5} --out {6}"
 ).format
-LEARNING_RATE = "3e-4"  # the better one of the parts rate-*, once they are measured
+LEARNING_RATE = "3e-4"  # the best one of the parts rate-* and relufy-0.1, once they are measured
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-STAGES["1.6e8"] = 480, 160, 20
+STAGES["2e8"] = 600, 200, 20
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
-WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-1.6e8"
-RELUFIED_A_SECOND, START = 2e5, 70  # tokens of a GPU; seconds around a training. Guesses
+WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-2e8"
+RELUFIED_A_SECOND, START = 2e5, 110  # tokens of an H100; seconds around a training
 
 
 def relufied(
@@ -90,19 +90,19 @@ def relufied(
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# In order of value: two learning rates first, which also fill the compiler's cache and show the
-# speed; then 10% beside ReLU alone, without and with a threshold, which cost least on a tiny model;
-# the longest training at 10%, which takes one GPU while the other reaches the other shares; and how
-# quality rises with tokens.
+# In order of value: two learning rates beside that of relufy-0.1, which is recorded; then 10% with a
+# threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
+# takes a GPU while the other reaches the other shares; and how quality rises with tokens.
 RELUFIED = {
-    **{f"rate-{rate}": relufied(f"rate-{rate}", TENTH, "5e6", rate) for rate in ("3e-4", "1e-3")},
+    **{f"rate-{rate}": relufied(f"rate-{rate}", TENTH, "2e7", rate) for rate in ("1e-3", "2e-3")},
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
             ("0.1", TENTH),
-            ("0", NO_L1),
             ("0.1-t-0.5", LIGHT(0.1, 0.5)),
-            ("0.1-t-0.5-1.6e8", LIGHT(0.1, 0.5), "1.6e8"),
+            ("0", NO_L1),
+            ("0.1-t-0.5-2e8", LIGHT(0.1, 0.5), "2e8"),
+            ("0.1-2e8", TENTH, "2e8"),
             ("0.05-t-0.5", LIGHT(0.05, 0.5)),
             ("0.02-t-0.5", LIGHT(0.02, 0.5)),
             ("0.3", "active_share=0.3 l1_coefficient=1e-5"),
