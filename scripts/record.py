@@ -90,8 +90,8 @@ def relufied(
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# In order of value: two learning rates beside that of relufy-0.1, which is recorded; then 10% with a
-# threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
+# In order of value: two learning rates beside that of relufy-0.1, which is recorded; then 10% with
+# a threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
 # takes a GPU while the other reaches the other shares; and how quality rises with tokens.
 RELUFIED = {
     **{f"rate-{rate}": relufied(f"rate-{rate}", TENTH, "2e7", rate) for rate in ("1e-3", "2e-3")},
