@@ -100,18 +100,41 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     assert ends.index.tolist() == ["a", "b"] and set(ends["cross_entropy"]) == {4}
     assert ends.loc["a", "seconds"] == 20 and ends.loc["b", "seconds"] == pytest.approx(5 + 1)
     assert ends.loc["b", "tokens"] == 150 and ends.loc["b", "last"] == 3
-    numbers = quantities.raced(ends.reset_index())
-    assert numbers["race_first"] * 60 == 20 and numbers["race_fast"] == "auto, L1 = 1e-3"
-    assert numbers["race_change"] == -25 and numbers["race_second_tokens"] == 150 / 1e6
-    assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
+    raced = analysis.race(*tables(fast, slow))
+    early = analysis.reached(raced, 3.5).set_index("run")
+    assert np.isnan(early.loc["a", "seconds"]) and early.loc["b", "tokens"] == 175
     # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
     rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
-    raced, rows = analysis.race(*tables(fast, slow)), rows.assign(device="d")
-    stepped = measured.stepped(raced, rows)
+    stepped = measured.stepped(raced, rows := rows.assign(device="d"))
     assert stepped["flagship_step"] == pytest.approx(400)
     assert stepped["flagship_step_imposed"] == 100 and measured.stepped(raced, rows[:0]) == {}
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))
-    nothing = analysis.reached(analysis.race(*NOTHING))
-    assert nothing.empty and quantities.raced(nothing) == {}
+    nothing = analysis.race(*NOTHING)
+    assert nothing.empty and analysis.reached(nothing).empty
+
+
+def test_the_numbers_of_a_race():
+    """The dense run has the sparse one's last loss, 3.2 nats, in the middle of its last 10 seconds.
+
+    With 1% of noise in its loss it is there a second and more sooner or later.
+    """
+    slow = racer("a", [10, 10], [9, 3.3, 3.1], backend="dense")
+    fast = racer("b", [20, 50], [9, 3.4, 3.2], backend="auto")
+    raced = analysis.race(*tables(fast, slow))
+    seeds = (made(f"s-{n}", 0.0, n / 5, 20.0, 5, seed=n) for n in range(3))
+    noise = analysis.sweep(*tables(*seeds))
+    numbers = quantities.raced(raced, noise)
+    assert numbers["race_first"] * 60 == pytest.approx(15) and numbers["race_second"] * 60 == 7
+    assert numbers["early_first"] * 60 == 10 and numbers["early_second"] * 60 == pytest.approx(6)
+    assert numbers["race_change"] == pytest.approx(100 * (3.2 / 3.1 - 1))
+    assert numbers["race_second_name"] == "auto, L1 = 1e-3"
+    assert numbers["race_second_tokens"] == 200 / 1e6
+    assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
+    limit = analysis.noise_limit(noise, "cross_entropy_change", 1, 1)
+    by = 10 * 3.2 * limit / 100 / 0.2  # seconds: 0.2 nats take ten
+    assert numbers["race_change_limit"] == limit and 1 < by < 5
+    assert numbers["race_latest"] * 60 == pytest.approx(15 + by)
+    assert numbers["race_soonest"] * 60 == pytest.approx(15 - by)
+    assert quantities.raced(raced[raced["run"] == "a"], noise) == {}

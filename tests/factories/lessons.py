@@ -160,13 +160,18 @@ NUMBERS = {
         r"peak is (\d+)% higher": "subjects['training']['memory_whole']",
         r"higher \((\d+) against": "subjects['training']['whole_gb']",
         r"against (\d+) GB": "subjects['training']['dense_gb']",
-        r"is first, after ([\d.]+) minutes": "row(ends, l1_coefficient=0)['seconds'] / 60",
-        r"and (\d+)% of its tokens": "100 * ends['tokens'].min() / ends['tokens'].max()",
-        r"its tokens and ([\d.]+) minutes": "row(ends, l1_coefficient=6e-4)['seconds'] / 60",
-        r"it is ([\d.]+) times as fast, but": "(lambda t: t.iloc[0] / t.iloc[-1])"
+        r"at ([\d.]+) nats [\d.]+ instead": "subjects['training']['early_loss']",
+        r"nats ([\d.]+) instead": "subjects['training']['early_second']",
+        r"nats [\d.]+ instead of ([\d.]+) minutes": "subjects['training']['early_first']",
+        r"It is ([\d.]+) times as fast,": "(lambda t: t.iloc[0] / t.iloc[-1])"
         "(raced.groupby('run', sort=False)['seconds'].max())",
         r"but ends ([\d.]+)% higher": "subjects['training']['race_change']",
-        r"memory falls to (\d+) GB": "row(speeds, metric='peak_memory')['value'].min() / 1e9",
+        r"after (\d+)% of its tokens": "100 * ends['tokens'].min() / ends['tokens'].max()",
+        r"tokens and ([\d.]+) instead": "subjects['training']['race_first']",
+        r"tokens and [\d.]+ instead of ([\d.]+) minutes": "subjects['training']['race_second']",
+        r"move this from ([\d.]+) to": "subjects['training']['race_soonest']",
+        r"move this from [\d.]+ to ([\d.]+)": "subjects['training']['race_latest']",
+        r"Memory falls to (\d+) GB": "row(speeds, metric='peak_memory')['value'].min() / 1e9",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
         r"costs ([\d.]+)% more than that": "(lambda t: t['price'] - t['line_price'])"

@@ -58,7 +58,7 @@ def test_the_darker_a_token_the_more_active_it_is():
 
 
 def test_a_level_looks_alike_in_all_figures():
-    """By share and threshold; ReLU alone is black, whatever its threshold."""
+    """By share and threshold; ReLU alone is black, whatever its threshold. Lines have no marks."""
     _, table = made.CASES["many relufied"][1]()
     legends = [draw(case).legends[0] for case in ("many relufied", "price of many")]
     looks = [
@@ -68,8 +68,9 @@ def test_a_level_looks_alike_in_all_figures():
         }
         for shown in legends
     ]
-    assert looks[0] == looks[1] and [*looks[0]][0] == "ReLU alone"
-    looks = table.assign(look=table["name"].map(looks[0]))
+    unmarked = {name: (colour, "", dashes) for name, (colour, _, dashes) in looks[1].items()}
+    assert looks[0] == unmarked and [*looks[0]][0] == "ReLU alone"
+    looks = table.assign(look=table["name"].map(looks[1]))
     looks[["colour", "marker", "dashes"]] = looks["look"].to_list()
     assert set(looks.query("wanted == 0")["colour"]) == {"#000000"}
     for asked, seen in (("wanted", "colour"), ("threshold", "marker"), ("threshold", "dashes")):

@@ -132,21 +132,21 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 
 
-def reached(raced: pd.DataFrame) -> pd.DataFrame:
-    """Return the seconds and tokens after which each run of `race` has the loss that all reach.
+def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
+    """Return the seconds and tokens after which each run of `race` has a loss.
 
-    That is the highest of their last losses; between two validations the loss is linear. Columns:
-    run, backend, l1_coefficient, cross_entropy, seconds, tokens, last (its own last loss),
-    peak_memory.
+    loss: in nats; without one it is the highest of their last losses, which all reach. Between two
+    validations the loss is linear. Columns: run, backend, l1_coefficient, cross_entropy, seconds,
+    tokens (NaN where it is not reached), last (its own last loss), peak_memory.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []
-    target, by = last.max(), ["run", "backend", "l1_coefficient"]
+    target, by = last.max() if loss is None else loss, ["run", "backend", "l1_coefficient"]
     for (run, backend, level), table in raced.groupby(by, sort=False):
         end = int(np.argmax(table["cross_entropy"].to_numpy() <= target))
         near = table.iloc[max(end - 1, 0) : end + 1].sort_values("cross_entropy")
         seconds, tokens = (
-            float(np.interp(target, near["cross_entropy"], near[name]))
+            float(np.interp(target, near["cross_entropy"], near[name], left=np.nan))
             for name in ("seconds", "tokens")
         )
         peak = table["peak_memory"].iloc[0]

@@ -28,6 +28,7 @@ from twell.analysis.measured import (
     trained_models,
 )
 from twell.analysis.trained import (
+    LOSS,
     Quantities,
     choices,
     devices,
@@ -121,22 +122,41 @@ def shared_findings(table: pd.DataFrame, setting: str, at_level: str) -> Quantit
     return result
 
 
-def raced(table: pd.DataFrame) -> Quantities:
-    """Return the time that two trainings take to one loss, from `longer.reached`, slowest first."""
-    if len(table) < 2:
+def raced(race: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
+    """Return the times that two trainings take to a loss, from `longer.race`; first the slower one.
+
+    seeds: `choices`, for the noise. Minutes to the faster one's last loss (race_loss) are
+    race_first and race_second, and early_first and early_second to EARLY nats. Where the slower
+    one's loss differs by noise (race_change_limit, in %), race_first is from race_soonest to
+    race_latest. race_change: the faster one's last loss over the slower one's, in %.
+    """
+    ends, early = longer.reached(race), longer.reached(race, EARLY)
+    if len(ends) < 2:
         return {}
-    first, last = table.iloc[0], table.iloc[-1]
+    first, last = ends.iloc[0], ends.iloc[-1]
+    limit = variants.noise_limit(seeds, LOSS, 1, 1)
+    slower = race[race["run"] == first["run"]]
+    noisy = [
+        longer.reached(slower, first["cross_entropy"] * (1 + sign * limit / 100))["seconds"].item()
+        for sign in (1, -1)
+    ]
+    sides = {"first": first, "second": last}
     return {
         "race_loss": first["cross_entropy"],
-        "race_first": first["seconds"] / 60,
-        "race_second": last["seconds"] / 60,
         "race_change": 100 * (last["last"] / first["last"] - 1),
-        "race_first_tokens": first["tokens"] / 1e6,
-        "race_second_tokens": last["tokens"] / 1e6,
-        "race_slow": f"{first['backend']}, L1 = {runs.level_name(first['l1_coefficient'])}",
-        "race_fast": f"{last['backend']}, L1 = {runs.level_name(last['l1_coefficient'])}",
-        "race_first_gb": first["peak_memory"] / 1e9,
-        "race_second_gb": last["peak_memory"] / 1e9,
+        "race_change_limit": limit,
+        "race_soonest": noisy[0] / 60,
+        "race_latest": noisy[1] / 60,
+        "early_loss": EARLY,
+        "early_first": early["seconds"].iloc[0] / 60,
+        "early_second": early["seconds"].iloc[-1] / 60,
+        **{f"race_{side}": row["seconds"] / 60 for side, row in sides.items()},
+        **{f"race_{side}_tokens": row["tokens"] / 1e6 for side, row in sides.items()},
+        **{f"race_{side}_gb": row["peak_memory"] / 1e9 for side, row in sides.items()},
+        **{
+            f"race_{side}_name": f"{row['backend']}, L1 = {runs.level_name(row['l1_coefficient'])}"
+            for side, row in sides.items()
+        },
     }
 
 
@@ -161,6 +181,8 @@ def paired(table: pd.DataFrame) -> Quantities:
         result |= {"paired_tasks": len(asked), "paired_lost": int(lost.sum())}
         result |= {"paired_runs": int(asked[["runs", "dense_runs"]].to_numpy().min())}
         result["paired_settled"] = not (asked["verdict"] == "one seed").any()
+        unseen = asked["limit"] - asked["difference"]  # a loss of that many points would not show
+        result |= {"paired_unseen_least": unseen.min(), "paired_unseen_most": unseen.max()}
     return result
 
 
@@ -274,6 +296,7 @@ SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
 RACE, AUTO = "flagship-200m-l1-*", "flagship-200m-l1-6e-4"  # by one code for all capacities
+EARLY = 3.3  # nats, which the race passes in half of its time
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
 # Trainings at the level that stands for the paper's, each with another text order, size or length.
@@ -348,7 +371,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     whole = training(flagships, scaled["devices"], curves, sparse_log)
     for name, table_of_pair in scaled.items():
         whole |= devices(table_of_pair, name)
-    whole |= raced(longer.reached(longer.race(*_fitting(every, log, RACE))))
+    whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)
     whole |= slowed(log[log["run"] == AUTO])
     trends = trended(longer.trend(*_fitting(every, log, BUDGETS), PAPER_TOKENS), LEVEL)
     swept = sweep(table, active, chosen, on_more) | trends

@@ -59,8 +59,8 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     levels = {f"L1 = {analysis.level_name(l1)}": _key(c) for l1, c in colours.items()}
     _legend(figure, "lower center", levels, ncols=len(levels))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
-    bars = "Bars are 95% intervals over seeds; points without one are single runs, the change from "
-    bars += "a single run, or hide it. Points on as many tokens stand side by side."
+    bars = "Bars are 95% intervals over seeds; points without one are of a single run, or hide it. "
+    bars += "Points are shifted sideways so that bars stay visible."
     _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 
@@ -104,7 +104,7 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
     _legend(figure, "lower center", legend, ncols=2)
     line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
     line += "interpolated."
-    runs = "One run each; minutes without validation; GB: the most memory, and that at the end."
+    runs = "One run each; minutes without validation; GB: peak memory, and that of the last steps."
     _caption(figure, _sentence(about), runs, line)
     return figure
 
@@ -114,4 +114,4 @@ def _gigabytes(peaks: pd.DataFrame) -> str:
     if peaks.empty:
         return ""
     most, last = (f"{value / 1e9:.0f}" for value in (peaks["value"].max(), peaks["value"].iloc[-1]))
-    return f", {most} GB" + (f", then {last}" if last != most else "")
+    return f", {most} GB" + (f", then {last} GB" if last != most else "")

@@ -34,6 +34,7 @@ from twell.plots.base import (
     _panel,
     _plain,
     _range,
+    _sentence,
 )
 
 _DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 0.8}  # chance
@@ -241,11 +242,11 @@ _TASKS = {
 }
 
 
-def paired_tasks(pairs: pd.DataFrame) -> Figure:
+def paired_tasks(pairs: pd.DataFrame, about: str = "") -> Figure:
     """Draw how much more accurate sparse models are than dense ones on the same items.
 
     pairs: `analysis.paired_runs`; of each task that has an accuracy, the difference with two bars:
-    its 95% interval over the items alone, and over items and seeds. Ours.
+    its 95% interval over the items alone, and over items and seeds. about: the models. Ours.
     """
     pairs = pairs[pairs["task"].isin(_TASKS)].iloc[::-1]
     places = np.arange(len(pairs))
@@ -264,6 +265,7 @@ def paired_tasks(pairs: pd.DataFrame) -> Figure:
     ax.set_xlabel("accuracy, sparse − dense (points)")
     _caption(
         figure,
+        _sentence(about),
         f"{counts['dense_runs']} dense and {counts['runs']} sparse models a task, by seed.",
         "Thick bars are 95% intervals over the items, thin ones over items and seeds.",
         "Below the names: mean accuracies, dense → sparse.",

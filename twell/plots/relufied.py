@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from twell.plots.base import (
     DECODE,
@@ -122,7 +122,8 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     _course(right, course, "active_fraction", 100, looks)
     left.set_ylabel("KL divergence (nats)")
     right.set_ylabel(_SHARE)
-    _end(figure, looks, table, _sentence(about), "One run each.")
+    lines = {name: look | {"marker": ""} for name, look in looks.items()}
+    _end(figure, lines, table, _sentence(about), "One run each.")
     return figure
 
 
@@ -254,6 +255,7 @@ def gains_by_share(gains: pd.DataFrame, reached: Iterable[float] = (), device: s
         ax.axhline(1, color="black", linewidth=0.8)
         ax.set(title=calls, xlabel=_SHARE, xscale="log", yscale="log")
         _plain(ax.xaxis, ax.yaxis)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes[0, 0].set_ylabel("speed-up over dense")
     entries = {
         f"{k} x {n}{'' if gated else ', no gate'}": _key(colour, marker=marker)
