@@ -230,7 +230,8 @@ def main() -> None:
 
     def answer(model: torch.nn.Module, name: str) -> int:
         table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])
-        table.to_csv(given.out / "eval" / f"{name}.csv.xz", index=False)
+        content = lzma.compress(table.to_csv(index=False).encode())
+        results.write_atomically(given.out / "eval" / f"{name}.csv.xz", content)
         return len(table)
 
     number = answer(model, given.run.name)

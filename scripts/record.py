@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from scripts import trainings
+from twell import results
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --fp8 --energy --compile"
 PLAIN = "twell measure model 2b --compile"
@@ -74,7 +75,7 @@ SENTENCE = (
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-2e8"
-RELUFIED_A_SECOND, START = 2e5, 110  # tokens of an H100; seconds around a training
+RELUFIED_A_SECOND, START = 2e5, 130  # tokens of an H100; seconds around a training
 
 
 def relufied(
@@ -204,6 +205,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     **RELUFIED,
 } | trainings.parts()
 STOPPING = 40  # seconds in which a training writes its checkpoint
+KEEPING = 120  # seconds of `scripts.keep`
 # Seconds that a training may take. One that would not end in time does not begin.
 SECONDS = {
     name: seconds
@@ -215,10 +217,11 @@ SECONDS |= {name: limit // 3 for name, (limit, _) in RELUFIED.items()}
 SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURED)
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
+INTERRUPTED: set[int] = set()  # a second SIGINT would end a training without its checkpoint
 
 
-def wait_for_gpu(gpu: str) -> None:
-    """Return when no other process uses the GPU: its work would distort the times."""
+def wait_for_gpu(gpu: str, until: float) -> None:
+    """Return when no other process uses the GPU, whose work would distort the times, or late."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -226,6 +229,8 @@ def wait_for_gpu(gpu: str) -> None:
     pynvml.nvmlInit()
     handle, said = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)), False
     while busy := [one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]:
+        if time.monotonic() > until:
+            return
         if not said:
             print(f"GPU {gpu} is used by the processes {busy}; waiting for their end", flush=True)
         said = True
@@ -246,8 +251,9 @@ def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -
     )
     RUNNING.add(process.pid)
     try:
-        return process.wait(max(limit, 1))
+        return process.wait(limit)
     except subprocess.TimeoutExpired:
+        INTERRUPTED.add(process.pid)
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOPPING)
@@ -259,13 +265,14 @@ def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -
 def end(group: int) -> None:
     """Kill a command and its children."""
     RUNNING.discard(group)
+    INTERRUPTED.discard(group)
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def stop() -> None:
     """Interrupt all commands, so that trainings leave checkpoints, and kill what does not end."""
-    for group in list(RUNNING):
+    for group in RUNNING - INTERRUPTED:
         with suppress(ProcessLookupError):
             os.kill(group, signal.SIGINT)
     latest = time.monotonic() + STOPPING
@@ -305,7 +312,7 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
     if not done.is_file():
         for gpu in gpus.split(","):
             if given.gpus.count(gpu) == 1:
-                wait_for_gpu(gpu)
+                wait_for_gpu(gpu, given.until)
     start = time.monotonic()
     with log.open("a") as file:
         for command in commands if not done.is_file() else ():
@@ -316,7 +323,7 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
             file.flush()
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
             left = min(start + limit, given.until) - time.monotonic()
-            code = run(command, environment, file, left)
+            code = run(command, environment, file, left) if left > 0 else 124
             if code:
                 break
     if not code:
@@ -328,25 +335,33 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
     return not code
 
 
+def needed(name: str, given: argparse.Namespace) -> float:
+    """Return the seconds that a part may take, KEEPING where its training is complete."""
+    folder = given.out / "runs" / name
+    begun = (folder / "provenance.json").is_file()
+    complete = begun and results.load_provenance(folder).get("complete")
+    return KEEPING if complete else SECONDS.get(name, 0)
+
+
 def run_parts(names: list[str], places: list[str], given: argparse.Namespace) -> list[bool]:
     """Run parts, one at a time in each place: a GPU, or several ("0,1"). Return what succeeded.
 
     Parts that do not begin in time have not.
     """
-    waiting, lock, results = list(names), threading.Lock(), []
+    waiting, lock, ended = list(names), threading.Lock(), []
 
     def take(gpus: str) -> str | None:
         """Return the first part that may end in time; a shared GPU takes twice as long."""
         with lock:
             left = (given.until - time.monotonic()) / max(1, given.gpus.count(gpus))
-            fit = next((name for name in waiting if SECONDS.get(name, 0) < left), None)
+            fit = next((name for name in waiting if needed(name, given) < left), None)
             if fit is not None:
                 waiting.remove(fit)
             return fit
 
     def work(gpus: str) -> None:
         while (name := take(gpus)) is not None:
-            results.append(run_part(name, gpus, given, lock))
+            ended.append(run_part(name, gpus, given, lock))
 
     threads = [threading.Thread(target=work, args=(gpus,), daemon=True) for gpus in places]
     for thread in threads:
@@ -355,7 +370,7 @@ def run_parts(names: list[str], places: list[str], given: argparse.Namespace) ->
         thread.join()
     if waiting:
         print(f"not begun, for want of time: {', '.join(waiting)}", flush=True)
-    return results + [False] * len(waiting)
+    return ended + [False] * (len(names) - len(ended))  # a part may also have raised
 
 
 def main() -> None:
@@ -368,7 +383,7 @@ def main() -> None:
     add("--out", Path("build/record"), "folder of rows, runs and logs")
     add("--corpus", Path("corpus"), "train/ and valid.jsonl.xz")
     add("--tasks", Path("corpus"), "folder of the items for `scripts.keep`")
-    add("--model", Path("model"), "folder of the model that the parts relufy-* change")
+    add("--model", Path("smollm2"), "folder of the model that the parts relufy-* change")
     add("--seconds", float("inf"), "end by then; a training leaves a checkpoint", float)
     add("--gpus", ["0"], "GPUs, with commas; twice: shared", lambda text: text.split(","))
     given = parser.parse_args()
@@ -396,12 +411,12 @@ def main() -> None:
     # In the background a shell lets commands ignore SIGINT, and so would theirs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        results = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
-        results += run_parts(spread, [",".join(different)], given)
+        ended = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
+        ended += run_parts(spread, [",".join(different)], given)
     finally:
         given.until = 0.0  # nothing begins any more
         stop()
-    raise SystemExit(not all(results))
+    raise SystemExit(not all(ended))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
         ("flagship-200m-l1-1.5e-4", WIDE, "2e8", "1.5e-4", "backend=auto", "0"),
     ],
 }
-TOKENS_A_SECOND = {"0.5b": 190e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
-START = 60  # seconds of start, compilation and `scripts.keep`; a guess
+TOKENS_A_SECOND = {"0.5b": 180e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
+START, WIDE_START = 80, 160  # seconds of start, compilation and `scripts.keep`, on an H100
 # Models whose weights stay, for their speed is measured beside that of imposed activity.
 BESIDE = (
     "twell measure model {{out}}/runs/{} --source {{corpus}}/valid.jsonl.xz {} --compile --alike "
@@ -92,18 +92,19 @@ MEASURING = 180  # seconds; a guess
 
 
 def runs(group: str) -> dict[str, tuple[str, float]]:
-    """Return the command of each run of a group, and the seconds that an H200 may take, by name."""
+    """Return the command of each run of a group, and the seconds that an H100 may take, by name."""
     result = {}
     for name, fields, tokens, l1, others, seeds in GROUPS[group]:
         chosen = fields.format(tokens=tokens, l1=l1)
         for changed in others.split():
             key = changed.partition("=")[0]
             chosen = " ".join(one for one in chosen.split() if not one.startswith(f"{key}="))
-        speed = TOKENS_A_SECOND.get(fields.split()[0]) or TOKENS_A_SECOND.get(name[:7], 5.2e5)
+        speed = TOKENS_A_SECOND.get(fields.split()[0]) or TOKENS_A_SECOND.get(name[:7], 4.9e5)
         for seed in seeds:
             run = name if fields is WIDE else f"{name}-seed-{seed}"
             command = f"twell train {chosen} {others} seed={seed} --out {{out}}/runs/{run}"
-            seconds = START + float(tokens) / speed + MEASURING * (run in MEASURED)
+            start = WIDE_START if fields is WIDE else START
+            seconds = start + float(tokens) / speed + MEASURING * (run in MEASURED)
             result[run] = " ".join(command.split()), seconds
     return result
 

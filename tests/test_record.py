@@ -75,7 +75,7 @@ def recorder(tmp_path, monkeypatch):
     calls = tmp_path / "calls"
     calls.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(record, "wait_for_gpu", lambda gpu: None)
+    monkeypatch.setattr(record, "wait_for_gpu", lambda gpu, until: None)
     monkeypatch.setattr(record, "STOPPING", 30)  # on a busy machine it takes seconds
 
     def call(*arguments, **parts):
@@ -132,7 +132,7 @@ def test_interrupted_commands_may_end_and_nothing_else_begins(recorder, tmp_path
 def test_two_trainings_share_a_gpu(recorder, tmp_path, monkeypatch):
     """Each waits here until the other has begun. Nothing that is timed may share."""
     seen = []
-    monkeypatch.setattr(record, "wait_for_gpu", seen.append)
+    monkeypatch.setattr(record, "wait_for_gpu", lambda gpu, until: seen.append(gpu))
     (tmp_path / "fake.py").write_text(
         "import pathlib, sys, time\n"
         "calls = pathlib.Path(sys.argv[1])\n"
@@ -147,12 +147,48 @@ def test_two_trainings_share_a_gpu(recorder, tmp_path, monkeypatch):
     assert "flagship-200m-l1-0" in record.SECONDS and "flagship-200m-l1-0" not in record.SHARING
 
 
-def test_what_would_not_end_in_time_does_not_begin(recorder, monkeypatch, capsys):
+def test_a_checkpoint_is_not_interrupted_twice(recorder, tmp_path, monkeypatch):
+    """At its limit of time a training writes one, while the recorder itself is told to end."""
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys, time\n"
+        "calls = pathlib.Path(sys.argv[1])\n"
+        "try: time.sleep(60)\n"
+        "except KeyboardInterrupt: calls.write_text('!')\n"
+        "while calls.read_text() == '!': time.sleep(0.05)\n"
+        "calls.write_text(calls.read_text() + ' written')\n"
+    )
+    calls, main = tmp_path / "calls", threading.get_ident()
+
+    def interrupt():
+        while not calls.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGTERM)
+        time.sleep(0.5)  # in which a second signal would arrive
+        calls.write_text("!!")
+
+    threading.Thread(target=interrupt).start()
+    assert recorder("--seconds", "31", a=["a"]) == (143, "!! written")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_part_that_raises_has_not_succeeded(recorder, monkeypatch):
+    def full(name, *rest):
+        if name == "b":
+            raise OSError("no space left on device")
+        return True
+
+    monkeypatch.setattr(record, "run_part", full)
+    assert recorder(a=["a 0"]) == (False, "") and recorder(a=["a 0"], b=["b 0"]) == (True, "")
+
+
+def test_what_would_not_end_in_time_does_not_begin(recorder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "SECONDS", {"b": 1e6})
     parts = {name: [f"{name} 0"] for name in "abc"}
     assert recorder("--seconds", "300", **parts) == (True, "ac")
     assert "not begun, for want of time: b" in capsys.readouterr().out
-    assert recorder(**parts) == (False, "acb")
+    origin = {"device": "d", "versions": {"a": "1"}, "commit": "c", "command": "x"}
+    results.write_run(tmp_path / "runs" / "b", {}, origin | {"complete": True})  # keep is left
+    assert recorder("--seconds", "300", **parts) == (False, "acb")
     monkeypatch.setattr(record, "SECONDS", {"d": 200})  # as long again where two share
     monkeypatch.setattr(record, "SHARING", {"d"})
     assert recorder("--gpus", "0,0", "--seconds", "300", d=["d 0"]) == (True, "acb")

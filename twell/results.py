@@ -365,7 +365,8 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
-    row |= {field: origin[field] for field in ("teacher_sha256",) if field in origin}
+    if "teacher_sha256" in origin:
+        row["teacher_sha256"] = origin["teacher_sha256"]
     return row, log
 
 

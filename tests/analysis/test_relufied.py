@@ -93,6 +93,35 @@ def test_runs_of_another_teacher_have_no_original():
     assert set(pairs["reference"]) == {"ReLU alone"} and set(pairs["run"]) == {"tenth"}
 
 
+def test_a_mean_is_over_the_tasks_of_both():
+    runs, items = study_with_answers()
+    original = items["run"] == "small-original-abcdef12"
+    fewer = items[~(original & (items["task"] == "piqa"))]
+    with pytest.raises(ValueError, match="alone and small-original.* only one has answers of piqa"):
+        analysis.relufied_pairs(runs, fewer)
+    # Other tasks than the seven do not count.
+    more = items[items["run"] == "tenth"].assign(task="last_word")
+    pairs = analysis.relufied_pairs(runs, items)
+    again = analysis.relufied_pairs(runs, pd.concat([items, more]))
+    pd.testing.assert_frame_equal(pairs, again)
+
+
+def test_one_teacher_may_lie_in_several_folders():
+    """Its hash tells."""
+    (*runs, (row, log)) = relufied_study()
+    runs.append((row | {"teacher": "elsewhere", "tokenizer": "elsewhere"}, log))
+    assert len(analysis.relufied_runs(*tables(*runs))) == len(runs)
+
+
+def test_names_tell_runs_apart():
+    fields = {"a": {}, "b": {"l1_coefficient": 1e-5}}
+    runs = [relufied_run(run, 0.1, (12, 8), kl=0.3, **more) for run, more in fields.items()]
+    runs.append(relufied_run("c", 0.0, (12, 8), kl=0.3, l1_coefficient=1e-3))
+    table = analysis.relufied_runs(*tables(*runs)).set_index("run")
+    assert table["name"].to_dict() == {"a": "10% (a)", "b": "10% (b)", "c": "L1 = 1e-3"}
+    assert table["level"].to_dict() == {"a": "10%", "b": "10%", "c": "L1 = 1e-3"}
+
+
 def study_with_answers():
     return tables(*relufied_study())[0], kept_answers()
 

@@ -103,8 +103,8 @@ NUMBERS = {
     },
     "06_downstream": {
         r"nearest: ([\d.]+) points": "-row(pairs, task='continuation')['difference']",
-        r"below ([\d.]+) to [\d.]+ points": "(pairs['limit'] - pairs['difference'])[:5].min()",
-        r"below [\d.]+ to ([\d.]+) points": "(pairs['limit'] - pairs['difference'])[:5].max()",
+        r"of up to ([\d.]+) to [\d.]+ points": "(pairs['limit'] - pairs['difference'])[:5].min()",
+        r"of up to [\d.]+ to ([\d.]+) points": "(pairs['limit'] - pairs['difference'])[:5].max()",
         r"(\d+)% by mutual": "100 * row(live, metric='acc_mutual_info')['accuracy']",
         r"(\d+)% by plain": "100 * row(live, metric='acc')['accuracy']",
         r"the flagship has (\d+)% on": "100 * row(table, model='flagship-triton', backend='dense', "

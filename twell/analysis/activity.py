@@ -270,11 +270,7 @@ def _pairs(
 
 
 def specific(
-    trace: twell.Trace,
-    to: str = "token",
-    min_fires: int = 8,
-    min_count: int = 8,
-    skip_first: bool = True,
+    trace: twell.Trace, to: str = "token", min_fires: int = 8, min_count: int = 8
 ) -> pd.DataFrame:
     """Return of each neuron the token (or position) it is most specific to, highest phi first.
 
@@ -282,12 +278,12 @@ def specific(
     firings; count, occurrences of the token; both; share = both / fires; coverage = both / count;
     lift, share over the token's frequency; phi, the correlation of "fires" with "is this token".
     Neurons with fewer than min_fires firings and tokens with fewer than min_count occurrences have
-    no row. skip_first leaves out the first token of each sequence, whose activity is unlike all
-    others; for positions it stays. Raises ValueError for another `to`. Ours.
+    no row, nor has the first token of each sequence, whose activity is unlike all others; for
+    positions it stays. Raises ValueError for another `to`. Ours.
     """
     if to not in ("token", "position"):
         raise ValueError(f"to is {to!r}; use 'token' or 'position'")
-    rows = np.flatnonzero((trace.position > 0) | (not skip_first or to == "position"))
+    rows = np.flatnonzero((trace.position > 0) | (to == "position"))
     values = (trace.token_ids if to == "token" else trace.position)[rows]
     labels, which = np.unique(values, return_inverse=True)
     place = np.arange(len(rows))
@@ -393,15 +389,16 @@ def _correlation(
         return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
 
 
-def by_surprise(table: pd.DataFrame, of: str = "surprise", bins: int = 10) -> pd.DataFrame:
-    """Return the activity in equally filled bins of a column `of` of `surprise`.
+def by_surprise(table: pd.DataFrame, bins: int = 10) -> pd.DataFrame:
+    """Return the activity in equally filled bins of surprise, from `surprise`.
 
     Columns: low, high (of the bin), surprise and active (means), n, q25 and q75 (quartiles of
     active). First tokens are left out. Ours.
     """
-    known = table[(table["position"] > 0) & table[of].notna()]
-    groups = known.groupby(pd.qcut(known[of], bins, labels=False, duplicates="drop"))
-    columns = {"low": groups[of].min(), "high": groups[of].max(), "surprise": groups[of].mean()}
+    known = table[(table["position"] > 0) & table["surprise"].notna()]
+    groups = known.groupby(pd.qcut(known["surprise"], bins, labels=False, duplicates="drop"))
+    values = groups["surprise"]
+    columns = {"low": values.min(), "high": values.max(), "surprise": values.mean()}
     columns |= {"active": groups["active"].mean(), "n": groups.size()}
     columns |= {f"q{percent}": groups["active"].quantile(percent / 100) for percent in (25, 75)}
     return pd.DataFrame(columns).reset_index(drop=True)

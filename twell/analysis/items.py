@@ -82,9 +82,11 @@ def _seed_limit(first: pd.DataFrame, second: pd.DataFrame) -> float:
 def answer_records(items: pd.DataFrame) -> dict[str, dict]:
     """Return what `paired_records` takes of each run, from answers of `scripts.keep`.
 
-    items: with a column run, those of a task in order. Accuracies are those of lm-eval's "acc".
+    items: with a column run, those of a task in order. Other tasks than the seven are left out, and
+    runs without one. Accuracies are those of lm-eval's "acc".
     """
     records = {}
+    items = items[items["task"].isin(TASKS)]
     for (run, task), rows in items.dropna(subset="correct").groupby(["run", "task"]):
         marks = "".join(str(int(mark)) for mark in rows["correct"])
         fact = {"data": "scripts.keep", "items": len(marks), "correct": marks}

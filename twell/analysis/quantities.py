@@ -181,7 +181,7 @@ def paired(table: pd.DataFrame) -> Quantities:
         result |= {"paired_tasks": len(asked), "paired_lost": int(lost.sum())}
         result |= {"paired_runs": int(asked[["runs", "dense_runs"]].to_numpy().min())}
         result["paired_settled"] = not (asked["verdict"] == "one seed").any()
-        unseen = asked["limit"] - asked["difference"]  # a loss of that many points would not show
+        unseen = asked["limit"] - asked["difference"]  # points of loss that are not excluded
         result |= {"paired_unseen_least": unseen.min(), "paired_unseen_most": unseen.max()}
     return result
 
@@ -295,7 +295,10 @@ Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
-RACE, AUTO = "flagship-200m-l1-*", "flagship-200m-l1-6e-4"  # by one code for all capacities
+RACE, AUTO = (
+    "flagship-200m-l1-0 flagship-200m-l1-6e-4",
+    "flagship-200m-l1-6e-4",
+)  # by one code for all capacities
 EARLY = 3.3  # nats, which the race passes in half of its time
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from twell.analysis.items import answer_records, paired_records
-from twell.analysis.runs import check_alike, last_validation, logged_layers
+from twell.analysis.runs import check_alike, last_validation, level_name, logged_layers
 from twell.measure import providers
 
 # Fields that tell such runs apart; all else has to be alike.
@@ -17,31 +17,32 @@ ASKED = ["active_share", "l1_coefficient", "threshold", "tokens"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
+_PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
 
 
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of `twell relufy`, the sparsest last.
 
-    Columns: run, name (what was asked for), tokens, wanted (share of active neurons; 0: no L1 term)
-    and threshold; of the last validation active_fraction (mean over layers), kl, cross_entropy,
-    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction; l1, the last
-    coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
+    Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
+    tokens, wanted (share of active neurons; 0: not steered) and threshold; of the last validation
+    active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
+    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
+    Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
-    table = complete.set_index("run")[["tokens", "threshold"]].copy()
-    table["wanted"] = complete.set_index("run")["active_share"]
-    table.insert(0, "name", _names(complete.set_index("run")))
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
-    width = complete.set_index("run")["intermediate_size"]
-    table["active_fraction"] = means["active_mean"].reindex(table.index) / width
+    table = complete[["level", "name", "tokens", "threshold"]].assign(
+        wanted=complete["active_share"]
+    )
+    table["active_fraction"] = means["active_mean"] / complete["intermediate_size"]
     metrics = ["kl", "cross_entropy", "cross_entropy_teacher", "dead_fraction"]
     table = table.join(means.reindex(columns=metrics))
     table["rise"] = table["cross_entropy"] - table["cross_entropy_teacher"]
     steered = log[(log["split"] == "train") & (log["metric"] == "l1_coefficient")]
     table["l1"] = steered.groupby("run")["value"].last()
     # Without steering the log has no coefficient: the configuration's is the last.
-    table["l1"] = table["l1"].fillna(complete.set_index("run")["l1_coefficient"])
+    table["l1"] = table["l1"].fillna(complete["l1_coefficient"])
     return table.sort_values("active_fraction", ascending=False).reset_index()
 
 
@@ -51,27 +52,25 @@ def relufied_course(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: run, name, tokens, kl (nats), active_fraction: means over the steps since the row
     before; the first row is the teacher with ReLU, before any step.
     """
-    complete = _complete(runs).set_index("run")
+    complete = _complete(runs)
     rows = log[log["run"].isin(complete.index) & log["metric"].isin(["kl", "active_mean"])]
     rows = rows[(rows["split"] == "train") | (rows["step"] == 0)]
     means = rows.groupby(["run", "tokens", "metric"])["value"].mean().unstack().reset_index()
-    means["active_fraction"] = means.pop("active_mean") / means["run"].map(
-        complete["intermediate_size"]
-    )
-    means.insert(1, "name", means["run"].map(_names(complete)))
+    width = means["run"].map(complete["intermediate_size"])
+    means["active_fraction"] = means.pop("active_mean") / width
+    means.insert(1, "name", means["run"].map(complete["name"]))
     return means.rename_axis(columns=None).dropna().reset_index(drop=True)
 
 
 def relufied_layers(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return `logged_layers` of each complete run, with its run and name."""
-    parts = []
-    for run, row in _complete(runs).set_index("run").iterrows():
-        layers = logged_layers(log[log["run"] == run], row["intermediate_size"])
-        layers.insert(0, "run", run)
-        parts.append(layers)
-    table = pd.concat(parts, ignore_index=True)
-    table.insert(1, "name", table["run"].map(_names(_complete(runs).set_index("run"))))
-    return table
+    layers = {
+        (run, row["name"]): logged_layers(log[log["run"] == run], row["intermediate_size"])
+        for run, row in _complete(runs).iterrows()
+    }
+    return (
+        pd.concat(layers, names=["run", "name"]).reset_index(["run", "name"]).reset_index(drop=True)
+    )
 
 
 def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
@@ -81,22 +80,22 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
     tokens. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and
     those of `paired_records`, a row a task and the mean of the tasks. A run without answers has no
-    rows.
+    rows. Raises ValueError for a run and a reference with answers of different tasks.
     """
-    complete = _complete(runs).set_index("run")
+    complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
-    plain = (complete[["active_share", "l1_coefficient", "threshold"]] == 0).all(axis=1)
-    alone = {row["tokens"]: run for run, row in complete[plain].iterrows()}
-    columns = ["run", "name", "reference", "beside", "task", "items", "accuracy", "other"]
-    parts = [pd.DataFrame(columns=[*columns, "difference", "low", "high"])]
-    for (run, row), name in zip(complete.iterrows(), _names(complete), strict=True):
-        ending = f"-original-{str(row.get('teacher_sha256'))[:8]}"
-        original = next((other for other in records if other.endswith(ending)), None)
+    plain = complete[(complete[["active_share", "l1_coefficient", "threshold"]] == 0).all(axis=1)]
+    alone = dict(zip(plain["tokens"], plain.index, strict=True))
+    originals = {name.rpartition("-original-")[2]: name for name in records}
+    for run, row in complete.iterrows():
+        original = originals.get(str(row.get("teacher_sha256"))[:8])
         for reference, other in ((ORIGINAL, original), (WITHOUT_L1, alone.get(row["tokens"]))):
             if run in records and other in records and run != other:
+                _check_tasks(records, run, other)
                 pairs = paired_records(records[run], records[other])
-                parts.append(pairs.assign(run=run, name=name, reference=reference, beside=other))
-    return pd.concat(parts[1:] or parts, ignore_index=True)[parts[0].columns]
+                names = {"run": run, "name": row["name"], "reference": reference, "beside": other}
+                parts.append(pairs.assign(**names))
+    return pd.concat(parts or [pd.DataFrame(columns=_PAIRS)], ignore_index=True)[_PAIRS]
 
 
 def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
@@ -127,17 +126,14 @@ def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
 def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of each wanted share and threshold that were trained on several budgets.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: those of `relufied_runs`, level
-    (what was asked for, without tokens), and of the mean over tasks difference, low and high (from
-    the original, shares of 1; NaN without answers). By level and tokens.
+    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: those of `relufied_runs`, and of
+    the mean over tasks difference, low and high (from the original, shares of 1; NaN without
+    answers). By share, threshold and tokens.
     """
-    asked = ["wanted", "threshold"]
-    several = table[table.groupby(asked)["tokens"].transform("nunique") > 1]
-    several = several.sort_values([*asked, "tokens"])
-    level = [_level(share, threshold) for share, threshold in several[asked].to_numpy()]
+    several = table[table.groupby("level")["tokens"].transform("nunique") > 1]
+    several = several.sort_values(["wanted", "threshold", "tokens"], ignore_index=True)
     means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-    several = several.join(means[["difference", "low", "high"]].astype(float), on="run")
-    return several.assign(level=level).reset_index(drop=True)
+    return several.join(means[["difference", "low", "high"]].astype(float), on="run")
 
 
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
@@ -163,6 +159,14 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     return best[[*case, "provider", "speedup"]]
 
 
+def _check_tasks(records: dict[str, dict], *runs: str) -> None:
+    """Means over other tasks would not compare."""
+    one, other = (records[run]["tasks"].keys() for run in runs)
+    if one != other:
+        named = ", ".join(sorted(one ^ other))
+        raise ValueError(f"of {' and '.join(runs)} only one has answers of {named}")
+
+
 def _points(means: pd.Series) -> str:
     """A difference in points with its interval."""
     ends = 100 * means[["difference", "low", "high"]].astype(float).round(3) + 0.0  # no -0
@@ -170,28 +174,29 @@ def _points(means: pd.Series) -> str:
 
 
 def _complete(runs: pd.DataFrame) -> pd.DataFrame:
-    """The complete runs with a teacher, which have to differ in what was asked for alone."""
+    """The complete runs with a teacher, by run, which have to differ in what was asked for alone.
+
+    level: what that is; name: with tokens where they are not the usual ones, and with the run where
+    several were asked for the same.
+    """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers]
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
     rule = "these runs have to be of one teacher and text"
-    check_alike(complete, [*ASKED, *_SCHEDULE, *_COMPUTED, "warmup_steps"], rule)
-    return complete
-
-
-def _level(share: float, threshold: float) -> str:
-    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2"."""
-    name = f"{100 * share:g}%" if share else WITHOUT_L1
-    return name + (f", threshold {threshold:g}" if threshold else "")
-
-
-def _names(complete: pd.DataFrame) -> pd.Series:
-    """What was asked for, with tokens where they are not the usual ones."""
-    names = []
+    known = "teacher_sha256" in complete and complete["teacher_sha256"].notna().all()
+    folders = ["teacher", "tokenizer"] if known else []  # of one teacher, wherever it lies
+    check_alike(complete, [*ASKED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule)
     usual = complete["tokens"].mode().iloc[0]
-    for row in complete.to_dict("records"):
-        name = _level(row["active_share"], row["threshold"])
-        name += f", {row['tokens'] / 1e6:g} M tokens" if row["tokens"] != usual else ""
-        names.append(name)
-    return pd.Series(names, complete.index)
+    complete = complete.assign(level=[_level(*asked) for asked in complete[ASKED[:3]].to_numpy()])
+    budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]
+    names = complete["level"] + budgets
+    names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")
+    return complete.assign(name=names).set_index("run")
+
+
+def _level(share: float, coefficient: float, threshold: float) -> str:
+    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is."""
+    name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1
+    name = f"{100 * share:g}%" if share else name
+    return name + (f", threshold {threshold:g}" if threshold else "")

@@ -139,11 +139,10 @@ def imposed_layer(
     num_tokens: int,
     hidden_size: int = 1024,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of a gated layer that is active exactly where `mask` is, as above.
+    """Return the inputs of a gated bf16 layer that is active exactly where `mask` is, as above.
 
     `mask` [T, N] bool, T at most K; token t has the activity of mask[t % T]. The rows of x are
     orthogonal, so any matrix G [T, N] is x w_gate^T for w_gate = G^T x / K. G has the signs of the
@@ -160,12 +159,12 @@ def imposed_layer(
     # Rounding to bf16 moves g by 2e-3 (standard deviation), so a distance of 0.1 is safe.
     values = normal(length, intermediate_size).abs() + 0.1
     w_gate = torch.where(mask, values, -values).t() @ x / hidden_size
-    w_up, w_down = _up_and_down(normal, intermediate_size, hidden_size, dtype)
-    x, w_gate = x.to(dtype), w_gate.to(dtype)
+    w_up, w_down = _up_and_down(normal, intermediate_size, hidden_size, torch.bfloat16)
+    x, w_gate = x.bfloat16(), w_gate.bfloat16()
     wrong = int(((x.double() @ w_gate.double().t() > 0) != mask).sum())
     if wrong:
         raise ArithmeticError(
-            f"{wrong} of {mask.numel()} entries differ from the mask after rounding to {dtype}"
+            f"{wrong} of {mask.numel()} entries differ from the mask after rounding to bf16"
         )
     return x.repeat(-(-num_tokens // length), 1)[:num_tokens], w_gate, w_up, w_down
 

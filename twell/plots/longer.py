@@ -14,7 +14,6 @@ from twell.plots.base import (
     _key,
     _legend,
     _level_colours,
-    _note,
     _plain,
     _sentence,
 )
@@ -72,7 +71,7 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
     the same runs. about: the model.
     """
     figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
-    ends, legend = ends.sort_values("seconds", ignore_index=True), {}
+    legend = {}
     speeds = curves[curves["metric"] == "tokens_per_second"]
     seen: list[str] = []
     for (run, backend, level), rows in raced.groupby(
@@ -83,16 +82,14 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
         look = {"color": colour, "linestyle": _AGAIN[seen.count(backend)]}
         seen.append(backend)
         name = {"triton": "sparse kernels"}.get(backend, backend)
-        label = f"{name}, L1 = {analysis.level_name(level)}"
-        label += _gigabytes(curves[(curves["run"] == run) & (curves["metric"] == "peak_memory")])
+        end = ends[ends["run"] == run].iloc[0]
+        label = f"{name}, L1 = {analysis.level_name(level)}: {end['seconds'] / 60:.1f} min"
+        memory = curves[(curves["run"] == run) & (curves["metric"] == "peak_memory")]
+        label += _gigabytes(end["peak_memory"], memory["value"])
         legend[label] = _key(**look)
         left.plot(rows["seconds"] / 60, rows["cross_entropy"], marker="o", ms=3, **look)
-        end = ends[ends["run"] == run].iloc[0]
         place = end["seconds"] / 60, end["cross_entropy"]
         left.plot(*place, marker="|", markersize=12, color=colour)
-        # The first time stands left of its tick and the last one right, however close they are.
-        side = {0: "right", len(ends) - 1: "left"}.get(end.name, "center")
-        _note(left, f"{place[0]:.1f} min", place, (0, -14), ha=side, color=colour)
         line = speeds[speeds["run"] == run].sort_values("step")
         right.plot(line["tokens"] / 1e6, line["value"] / 1e3, linewidth=1, **look)
     target = ends["cross_entropy"].iloc[0]
@@ -102,16 +99,18 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
     right.set(xlabel="training tokens (millions)", ylabel="speed (thousand tokens/s)")
     right.set_ylim(bottom=0)
     _legend(figure, "lower center", legend, ncols=2)
-    line = f"The dashed line is {target:.3f} nats, which all reach; between validations it is "
-    line += "interpolated."
-    runs = "One run each; minutes without validation; GB: peak memory, and that of the last steps."
+    line = (
+        f"The dashed line is {target:.3f} nats, which all reach, after the minutes in the legend; "
+    )
+    line += "between validations it is interpolated, and their time does not count."
+    runs = "One run each. GB: peak memory, and that of the last steps."
     _caption(figure, _sentence(about), runs, line)
     return figure
 
 
-def _gigabytes(peaks: pd.DataFrame) -> str:
+def _gigabytes(peak: float, course: pd.Series) -> str:
     """The most memory of a training, and that at its end where it is less; a CPU has none."""
-    if peaks.empty:
+    if course.empty:
         return ""
-    most, last = (f"{value / 1e9:.0f}" for value in (peaks["value"].max(), peaks["value"].iloc[-1]))
+    most, last = (f"{value / 1e9:.0f}" for value in (peak, course.iloc[-1]))
     return f", {most} GB" + (f", then {last} GB" if last != most else "")

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from twell import analysis
 from twell.plots.base import (
     DECODE,
     GATE,
@@ -38,28 +39,29 @@ _LAYERS += [("0.45", "X")]  # colour and marker of measured layers
 _SHARE, _POINTS = "active neurons (%)", "accuracy difference (points)"
 _KINDS = list(zip("os^DvP", ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))], strict=True))
 _REFERENCES = {
-    "original": "student − original",
-    "ReLU alone": "student − ReLU alone on as many tokens",
+    analysis.ORIGINAL: "student − original",
+    analysis.WITHOUT_L1: "student − ReLU alone on as many tokens",
 }
 
 
-def _looks(table: pd.DataFrame) -> dict[str, dict]:
+def _looks(table: pd.DataFrame, sized: bool = True) -> dict[str, dict]:
     """Look of each run, by its name; ReLU alone first, then from the largest wanted share down.
 
     The colour is that of the wanted share: black without L1, then from dark to light the sparser.
-    Marker and dashes tell thresholds apart; both grow with the tokens where these differ.
+    Marker and dashes tell thresholds apart; sized: both grow with the tokens where these differ.
     """
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
     places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
     colours = {0: "black"} | dict(zip(shares, map(mpl.colormaps["viridis"], places), strict=True))
     kinds = dict(zip(sorted(set(table["threshold"])), cycle(_KINDS), strict=False))
     budgets = sorted(set(table["tokens"]))
-    sizes = dict(zip(budgets, np.linspace(-1, 1, len(budgets)), strict=True))
+    ends = (-1, 1) if sized and len(budgets) > 1 else (0, 0)
+    sizes = dict(zip(budgets, np.linspace(*ends, len(budgets)), strict=True))
     looks, order = {}, {share: place for place, share in enumerate([0, *shares])}
     table = table.assign(order=table["wanted"].map(order))
     for row in table.sort_values(["order", "threshold", "tokens"]).to_dict("records"):
         marker, dashes = kinds[row["threshold"]]
-        size = float(sizes[row["tokens"]]) if len(budgets) > 1 else 0.0
+        size = float(sizes[row["tokens"]])
         look = {"color": colours[row["wanted"]], "marker": marker, "linestyle": dashes}
         looks[row["name"]] = look | {"linewidth": 1.2 + 0.5 * size, "markersize": 5 + 1.5 * size}
     return looks
@@ -142,7 +144,8 @@ def relufied_price(table: pd.DataFrame, layers: pd.DataFrame, about: str = "") -
         look |= {"markerfacecolor": "white", "markersize": 0.75 * look["markersize"]}
         left.plot(100 * row["active_fraction"], row["rise"], **look)
     left.set(xlabel=_SHARE, xscale="log", ylabel="nats")
-    left.set_ylim(min(0, 1.1 * table["rise"].min()), None)
+    # Room for the legend.
+    left.set_ylim(min(0, 1.1 * table["rise"].min()), 1.3 * table[["kl", "rise"]].max(axis=None))
     _plain(left.xaxis)
     look = {"linestyle": "", "marker": "o", "markersize": 5}
     hollow = look | {"markerfacecolor": "white", "markersize": 3.75}
@@ -182,10 +185,14 @@ def relufied_tasks(pairs: pd.DataFrame, table: pd.DataFrame, about: str = "") ->
     looks = {name: look | {"linestyle": ""} for name, look in _looks(table).items()}
     looks = {name: look for name, look in looks.items() if name in set(answered["name"])}
     figure, *axes = _panels(2.8, [*looks], sharex=True, sharey=True)
-    shares = _side_by_side(100 * answered.set_index("name")["active_fraction"])
+    shares = 100 * answered.set_index("name")["active_fraction"].clip(lower=1e-5)  # a log axis
+    shares = _side_by_side(shares)
     means = pairs[pairs["task"] == "mean"]
     for ax, (reference, title) in zip(axes, _REFERENCES.items(), strict=True):
-        for row in means[means["reference"] == reference].to_dict("records"):
+        beside = means[means["reference"] == reference]
+        if beside.empty:
+            _instead(ax, "no answers to compare with")
+        for row in beside.to_dict("records"):
             look, x = looks[row["name"]], [shares[row["name"]]]
             middle, low, high = ([100 * row[end]] for end in ("difference", "low", "high"))
             ax.plot(x, middle, **look)
@@ -208,8 +215,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     budgets, table: `analysis.relufied_budgets` and `analysis.relufied_runs`. about: the model.
     Without answers the second panel is empty and says so.
     """
-    # As in the other figures, but of one size.
-    looks = _looks(table.assign(tokens=0))
+    looks = _looks(table, sized=False)
     levels = budgets.drop_duplicates("level").set_index("level")["name"]
     looks = {level: looks[name] for level, name in levels.items()}
     figure, left, right = _panels(2.6, [*looks], sharex=True)
