@@ -218,6 +218,7 @@ SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURE
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 INTERRUPTED: set[int] = set()  # a second SIGINT would end a training without its checkpoint
+BEGINNING = threading.Lock()  # what has begun is in RUNNING
 
 
 def wait_for_gpu(gpu: str, until: float) -> None:
@@ -237,21 +238,27 @@ def wait_for_gpu(gpu: str, until: float) -> None:
         time.sleep(1)
 
 
-def run(command: str, environment: dict[str, str], log: IO[str], limit: float) -> int:
+def run(
+    command: str, environment: dict[str, str], log: IO[str], until: float, given: argparse.Namespace
+) -> int:
     """Run a module's command and return its exit status, 124 at its limit; its children end too.
 
-    At the limit it is interrupted, so that a training leaves a checkpoint.
+    At the limit it is interrupted, so that a training leaves a checkpoint. After it none begins.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", *shlex.split(command)],
-        env=environment,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    RUNNING.add(process.pid)
+    with BEGINNING:
+        left = min(until, given.until) - time.monotonic()
+        if left <= 0:
+            return 124
+        process = subprocess.Popen(
+            [sys.executable, "-m", *shlex.split(command)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        RUNNING.add(process.pid)
     try:
-        return process.wait(limit)
+        return process.wait(left)
     except subprocess.TimeoutExpired:
         INTERRUPTED.add(process.pid)
         process.send_signal(signal.SIGINT)
@@ -322,8 +329,7 @@ def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lo
             file.write(f"== {command}\n")
             file.flush()
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
-            left = min(start + limit, given.until) - time.monotonic()
-            code = run(command, environment, file, left) if left > 0 else 124
+            code = run(command, environment, file, start + limit, given)
             if code:
                 break
     if not code:
@@ -414,7 +420,8 @@ def main() -> None:
         ended = run_parts([name for name in given.parts if name not in spread], given.gpus, given)
         ended += run_parts(spread, [",".join(different)], given)
     finally:
-        given.until = 0.0  # nothing begins any more
+        with BEGINNING:
+            given.until = float("-inf")  # nothing begins any more
         stop()
     raise SystemExit(not all(ended))
 

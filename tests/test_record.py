@@ -153,9 +153,9 @@ def test_a_checkpoint_is_not_interrupted_twice(recorder, tmp_path, monkeypatch):
         "import pathlib, sys, time\n"
         "calls = pathlib.Path(sys.argv[1])\n"
         "try: time.sleep(60)\n"
-        "except KeyboardInterrupt: calls.write_text('!')\n"
+        "except KeyboardInterrupt: calls.open('a').write('!')\n"
         "while calls.read_text() == '!': time.sleep(0.05)\n"
-        "calls.write_text(calls.read_text() + ' written')\n"
+        "calls.open('a').write(' written')\n"
     )
     calls, main = tmp_path / "calls", threading.get_ident()
 
@@ -164,10 +164,17 @@ def test_a_checkpoint_is_not_interrupted_twice(recorder, tmp_path, monkeypatch):
             time.sleep(0.05)
         signal.pthread_kill(main, signal.SIGTERM)
         time.sleep(0.5)  # in which a second signal would arrive
-        calls.write_text("!!")
+        with calls.open("a") as file:
+            file.write("!")
 
     threading.Thread(target=interrupt).start()
     assert recorder("--seconds", "31", a=["a"]) == (143, "!! written")
+
+
+def test_nothing_begins_after_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)  # a call of it would raise
+    for until, end in ((1e9, float("-inf")), (float("-inf"), 1e9)):
+        assert record.run("fake", {}, None, until, types.SimpleNamespace(until=end)) == 124
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
