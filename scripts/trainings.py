@@ -73,7 +73,7 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
     "flagship": [
         ("flagship-200m-l1-0", WIDE, "2e8", "0", "backend=dense", "0"),
         ("flagship-200m-l1-6e-4", WIDE, "2e8", "6e-4", "backend=auto", "0"),
-        # At 6e-4 the loss is 2.2% higher and dense wins the race: does a lower level win it?
+        # At 6e-4 the loss ends 2.2% higher, and dense is there sooner: not so at a lower level?
         ("flagship-200m-l1-1.5e-4", WIDE, "2e8", "1.5e-4", "backend=auto", "0"),
     ],
 }

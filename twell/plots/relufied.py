@@ -84,14 +84,19 @@ def _panels(height: float, names: Sequence[str], **options) -> tuple[Figure, Axe
     return figure, left, right
 
 
-def _end(figure: Figure, looks: dict[str, dict], table: pd.DataFrame, *sentences: str) -> None:
+def _end(figure: Figure, looks: dict[str, dict], *sentences: str) -> None:
     """The legend and the caption of a figure of runs."""
     entries = {name: _key(**look) for name, look in looks.items()}
     title = "wanted share of active neurons"
     options = {"ncols": _ncols([*looks]), "title": title, "handlelength": 2.6}
     _legend(figure, "lower center", entries, **options)
-    usual = f"{_usual(table) / 1e6:,.3g} M training tokens where no others are named."
-    _caption(figure, *sentences, usual if table["tokens"].nunique() > 1 else "")
+    _caption(figure, *sentences)
+
+
+def _budgets(table: pd.DataFrame) -> str:
+    """Which tokens the runs saw whose names do not say so."""
+    named = f"{_usual(table) / 1e6:,.3g} M training tokens where no others are named."
+    return named if table["tokens"].nunique() > 1 else ""
 
 
 def _usual(table: pd.DataFrame) -> float:
@@ -105,7 +110,7 @@ def _course(ax: Axes, course: pd.DataFrame, column: str, factor: float, looks: d
     for name, look in looks.items():
         line = course[course["name"] == name].sort_values("tokens")
         x = line["tokens"] / (1e6 if alike else last[name] / 100)
-        ax.plot(x, factor * line[column], **look | {"marker": ""})
+        ax.plot(x, factor * line[column], **look)
     ax.set_xlabel("training tokens (millions)" if alike else "share of the training (%)")
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(5))
@@ -118,14 +123,13 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model. Runs
     on different numbers of tokens are drawn over the share of their training.
     """
-    looks = _looks(table)
+    looks = {name: look | {"marker": ""} for name, look in _looks(table).items()}
     figure, left, right = _panels(2.6, [*looks])
     _course(left, course, "kl", 1, looks)
     _course(right, course, "active_fraction", 100, looks)
     left.set_ylabel("KL divergence (nats)")
     right.set_ylabel(_SHARE)
-    lines = {name: look | {"marker": ""} for name, look in looks.items()}
-    _end(figure, lines, table, _sentence(about), "One run each.")
+    _end(figure, looks, _sentence(about), "One run each.", _budgets(table))
     return figure
 
 
@@ -162,7 +166,8 @@ def relufied_price(table: pd.DataFrame, layers: pd.DataFrame, about: str = "") -
     _plain(right.yaxis)
     some = f"Right: runs on {_usual(table) / 1e6:,.3g} M tokens."
     some = some if table["tokens"].nunique() > 1 else ""
-    _end(figure, looks, table, _sentence(about), "One run each, on held-out text.", some)
+    sentences = _sentence(about), "One run each, on held-out text.", some
+    _end(figure, looks, *sentences, _budgets(table))
     return figure
 
 
@@ -205,7 +210,8 @@ def relufied_tasks(pairs: pd.DataFrame, table: pd.DataFrame, about: str = "") ->
     what = f"Mean accuracy of {tasks} tasks, {_range(means['items'])} items in all."
     bars = "Bars are 95% intervals over the items (paired bootstrap), not over seeds."
     apart = "Marks of nearly the same activity stand side by side."
-    _end(figure, looks, table, _sentence(about), "One run each.", what, bars, apart)
+    sentences = _sentence(about), "One run each.", what, bars, apart
+    _end(figure, looks, *sentences, _budgets(table))
     return figure
 
 
@@ -234,7 +240,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     if budgets["difference"].isna().all():
         _instead(right, "no answers are recorded")
         bars = ""
-    _end(figure, looks, budgets.assign(tokens=0), _sentence(about), "One run each.", bars)
+    _end(figure, looks, _sentence(about), "One run each.", bars)
     return figure
 
 
