@@ -152,6 +152,7 @@ NUMBERS = {
         "(row(beside, choice='balanced columns', l1_coefficient=6e-4))",
         r"cost [\d.]+ and ([\d.]+)% less": "(lambda t: t['line_price'] - t['price'])"
         "(row(beside, choice='balanced columns', l1_coefficient=1.5e-3))",
+        r"of another width, pays ([\d.]+)%": "subjects['training']['race_change']",
         r"differs by ([\d.]+) nats": "abs(flagships['cross_entropy'].diff().iloc[-1])",
         r"train ([\d.]+) times as\s+fast": "1 + subjects['training']['faster_late'] / 100",
         r"with (\d+)% less memory": "-subjects['training']['memory_late']",
@@ -209,6 +210,11 @@ NUMBERS = {
         "abs(silent.loc[f'neuron {other}', 'rise'].iloc[0]))",
     },
     "12_pretrained": {
+        r"was: with ([\d.]+)% of its": "100 * analysis.relufied_runs(*results.load_runs("
+        "root / runs, 'relufy-0.1'))['active_fraction'].item()",
+        r"it loses ([\d.]+) points": "-100 * analysis.relufied_pairs("
+        "results.load_runs(root / runs, 'relufy-0.1')[0], "
+        "results.load_kept(root / evaluations, '.csv.xz'))['difference'].iloc[-1]",
         r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",
         r"teacher, with (\d+)% of": "100 * row(table, name='ReLU alone')['active_fraction']",
         r"activity fell to (\d+)%": "100 * row(course, name='10%, threshold 0.5')"
