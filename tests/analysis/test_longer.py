@@ -19,6 +19,7 @@ def test_points_have_intervals_where_there_are_seeds():
             for level, price, active in ((0.0, 0.0, 20.0), (1e-3, 1.0, 2.0)):
                 name = f"{tokens}-{level}-{seed}"
                 more = {"tokens": tokens, "seed": seed}
+                more["train_price"] = 2 * price + seed / 10
                 runs += [made(name, level, price + seed / 10, active + seed / 10, 5 + seed, **more)]
     runs += [made("other", 1e-3, 1.0, 2.0, 5, reinit=0.1), made("alone", 1e-2, 1.0, 2.0, 5)]
     table = analysis.over_tokens(*tables(*runs)).set_index(["l1_coefficient", "tokens"])
@@ -26,7 +27,8 @@ def test_points_have_intervals_where_there_are_seeds():
     assert table["runs"].tolist() == [3, 1, 3, 1]
     several, single = table.loc[(1e-3, 1000)], table.loc[(1e-3, 2000)]
     assert several["active"] == pytest.approx(2.1) and single["change"] == pytest.approx(1)
-    for name in ("active", "dead", "change"):
+    assert single["train_change"] == pytest.approx(2)
+    for name in ("active", "dead", "change", "train_change"):
         assert several[f"{name}_low"] < several[name] < several[f"{name}_high"], name
         assert np.isnan(single[f"{name}_low"]) and np.isnan(single[f"{name}_high"]), name
     # The change is of two means of three; of L1 = 0 from itself there is none.
@@ -38,49 +40,60 @@ def test_points_have_intervals_where_there_are_seeds():
 
 
 def schedules(change, level=1e-3, seeds=1, spread=0.0):
-    """Runs at L1 = 0 and at a level on 25 to 300 M tokens; seeds lie symmetrically."""
+    """Runs at L1 = 0 and at a level on 25 to 300 M tokens; seeds lie symmetrically.
+
+    change: by tokens the price on held-out text, of which the training text has twice.
+    """
     runs = []
     for tokens, price in change.items():
         for seed in range(seeds):
             off = spread * (seed - (seeds - 1) / 2)
             for l1, value in ((0.0, 0.0), (level, price)):
-                name = f"{tokens}-{l1}-{seed}"
-                runs.append(made(name, l1, value + off, 2.0, 5, tokens=tokens, seed=seed))
+                name, more = f"{tokens}-{l1}-{seed}", {"tokens": tokens, "seed": seed}
+                train = 2 * value + off
+                runs.append(made(name, l1, value + off, 2.0, 5, train_price=train, **more))
     return runs
 
 
 def test_the_line_over_doublings_has_intervals():
-    """Of one run each they are those of a line through the differences, intercept at 30 B tokens;
-    seeds whose mean is the same move nothing and narrow them."""
+    """Of one run each they are those of a line, or a parabola, through the differences; seeds whose
+    mean is the same move nothing and narrow them."""
     tokens = np.array([25e6, 50e6, 1e8, 2e8, 3e8])
-    doublings = np.log2(tokens / 3e10)
-    change = 4 + 0.5 * doublings + np.array([0.1, -0.2, 0, 0.2, -0.1])
+    doublings = np.log2(tokens / 3e8)
+    bent = 4 + 0.5 * doublings - 0.4 * doublings**2 / 2
+    change = bent + np.array([0.1, -0.2, 0, 0.2, -0.1])
     runs = schedules(dict(zip(tokens.astype(int), change, strict=True)))
     twice = schedules(dict.fromkeys((10**7, 10**8), 1.0), level=1.0)
-    line = analysis.trend(*tables(*runs, *twice[1::2]), 3e10)
-    (row,) = line.to_dict("records")
+    row, learned = analysis.trend(*tables(*runs, *twice[1::2])).to_dict("records")
     assert (row["l1_coefficient"], row["budgets"], row["runs"], row["last"]) == (1e-3, 5, 10, 3e8)
+    assert (row["text"], learned["text"]) == ("held-out", "training")
+    assert row["last_change"] == pytest.approx(change[-1])
     fit = scipy.stats.linregress(doublings, change)
-    quantile = scipy.stats.t.ppf(0.975, 3)
-    expected = fit.slope, quantile * fit.stderr, fit.intercept, quantile * fit.intercept_stderr
-    names = "slope", "slope_limit", "at", "at_limit"
-    assert [row[name] for name in names] == pytest.approx(expected)
-    numbers = quantities.trended(line, 1e-3)
-    assert numbers["trend_last"] == 300 and quantities.trended(line, 1.0) == {}
+    assert row["slope"] == pytest.approx(fit.slope)
+    assert row["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * fit.stderr)
+    assert row["bend"] == pytest.approx(2 * np.polyfit(doublings, change, 2)[0])
+    for name in ("slope", "bend", "bend_limit", "last_change"):
+        assert learned[name] == pytest.approx(2 * row[name]), name
+    numbers = quantities.trended(analysis.trend(*tables(*runs)), 1e-3)
+    assert numbers["trend_last"] == 300 and quantities.trended(analysis.trend(*NOTHING), 1.0) == {}
+    assert numbers["trend_train_bend"] == pytest.approx(2 * numbers["trend_bend"])
 
-    exact = dict(zip(tokens.astype(int), 4 + 0.5 * doublings, strict=True))
+    exact = dict(zip(tokens.astype(int), bent, strict=True))
     near, wide = (
-        analysis.trend(*tables(*schedules(exact, seeds=3, spread=spread)), 3e10).iloc[0]
+        analysis.trend(*tables(*schedules(exact, seeds=3, spread=spread))).iloc[0]
         for spread in (0.01, 0.1)
     )
-    assert near["runs"] == 30 and near["slope"] == pytest.approx(0.5)
-    assert wide["slope_limit"] == pytest.approx(10 * near["slope_limit"], rel=1e-3)
-    residual = np.sqrt(20 * 0.1**2 / (30 - 7))  # at most: each of 10 means has two seeds 0.1 off
-    error = residual * np.sqrt(2 / 3 / ((doublings - doublings.mean()) ** 2).sum())
-    assert wide["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 23) * error, rel=1e-3)
+    assert near["runs"] == 30 and near["bend"] == pytest.approx(-0.4)
+    assert wide["bend_limit"] == pytest.approx(10 * near["bend_limit"], rel=1e-3)
+    residual = np.sqrt(20 * 0.1**2 / (30 - 8))  # at most: each of 10 means has two seeds 0.1 off
+    square = doublings**2 / 2
+    square = square - np.polyval(np.polyfit(doublings, square, 1), doublings)
+    error = scipy.stats.t.ppf(0.975, 22) * residual * np.sqrt(2 / 3 / (square**2).sum())
+    assert wide["bend_limit"] == pytest.approx(error, rel=1e-3)
 
-    assert analysis.trend(*tables(*twice), 3e10).empty
-    assert analysis.trend(*NOTHING, 3e10).empty
+    three = analysis.trend(*tables(*schedules({10**7: 1.0, 10**8: 2.0, 10**9: 2.0}))).iloc[0]
+    assert np.isnan(three["bend_limit"]) and three["slope_limit"] > 0  # a parabola through all
+    assert analysis.trend(*tables(*twice)).empty
 
 
 def racer(name, speeds, losses, **config):

@@ -89,10 +89,18 @@ UNUSED = make_run("unused", 1e-2, 4.4, 4.41, (1, 1))
 UNFINISHED = make_run("unfinished", 5e-4, 4.0, 5.0, (1, 1), complete=False)
 
 
-def made(name, l1, price, active, dead, **config):
-    """A run, its price in % over a cross-entropy of 4, its dead neurons in %."""
+def made(name, l1, price, active, dead, train_price=0.0, **config):
+    """A run, its price in % over a cross-entropy of 4, its dead neurons in %.
+
+    train_price: of the last training step, over a cross-entropy of 2.
+    """
     loss = 4 * (1 + price / 100)
-    return make_run(name, l1, loss, loss + 1, (active, active), window=(0.9, dead / 100), **config)
+    window = 0.9, dead / 100
+    run, log = make_run(name, l1, loss, loss + 1, (active, active), window=window, **config)
+    rows = [(step, value * (1 + train_price / 100)) for step, value in ((2, 7), (10, 2))]
+    more = pd.DataFrame(rows, columns=["step", "value"]).assign(run=name, split="train")
+    more = more.assign(metric="cross_entropy", tokens=more["step"] * 100, layer=pd.NA)
+    return run, pd.concat([log, more.astype({"layer": "Int64"})], ignore_index=True)
 
 
 def relufied_run(name, share, active, kl, **config):

@@ -46,12 +46,12 @@ NUMBERS = {
         r"a change below ([\d.]+)% is noise": "quantities['longer_price_limit']",
         r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
         "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
-        r"first, ([\d.]+) points after": "row(by_tokens, l1_coefficient=6e-4)"
-        "['change'].diff().iloc[2]",
-        r"first, [\d.]+ points after ([\d.]+)": "row(by_tokens, l1_coefficient=6e-4)"
-        "['change'].diff().iloc[1]",
-        r"would be at \+(\d+) ± \d+%": "quantities['trend_at']",
-        r"would be at \+\d+ ± (\d+)%": "quantities['trend_at_limit']",
+        r"each doubling adds ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",
+        r"each doubling adds [\d.]+ ± ([\d.]+) points": "quantities['trend_bend_limit']",
+        r"that it slows\s+\(by ([\d.]+) ±": "-quantities['trend_train_bend']",
+        r"that it slows\s+\(by [\d.]+ ± ([\d.]+) points": "quantities['trend_train_bend_limit']",
+        r"price rises further, to ([\d.]+)% on 300 M": "quantities['trend_train_last_change']",
+        r"on 300 M this level costs ([\d.]+)%": "quantities['trend_last_change']",
     },
     "03_layerwise": {
         r"In all (\d+) traced models": "len(found.dropna(subset='overflow'))",

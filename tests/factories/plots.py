@@ -52,6 +52,7 @@ def budgets():
         table[name] = np.array(values)
         table |= {f"{name}_low": table[name] - 1, f"{name}_high": table[name] + 1}
     table |= {"change": [0.0, 0, -1, 1], "change_low": -1.5, "change_high": 1.5}
+    table |= {"train_change": [0.0, 0, -1, 2], "train_change_low": -1.5, "train_change_high": 2.5}
     table = pd.DataFrame(table)
     ends = [name for name in table if name.endswith(("_low", "_high"))]
     table.loc[table["runs"] == 1, ends] = np.nan

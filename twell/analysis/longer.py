@@ -6,10 +6,13 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from twell.analysis.runs import check_alike, choice, levels, sweep
+from twell.analysis.runs import check_alike, choice, levels, sweep, training_curves
 from twell.analysis.variants import CONFIDENCE, QUANTITIES, noise_limit
 
 BUDGETS = 2  # numbers of tokens, at least, of a level that is compared over tokens
+_END = 0.05  # the share of training, its last, whose cross-entropy stands for the training text
+# What is compared over tokens: its column in `sweep`, by text
+_TEXTS = {"held-out": "cross_entropy_change", "training": "train_change"}
 RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
 
 
@@ -17,12 +20,13 @@ def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the recipe's outcome by training tokens and level, of levels with several budgets.
 
     Each number of tokens is a schedule of its own. Columns: tokens, l1_coefficient, runs (seeds),
-    dense_runs (those at L1 = 0), and for active (neurons), dead (%) and change (of cross-entropy,
-    % over L1 = 0 on the same tokens) the mean over seeds, NAME_low and NAME_high: the 95% interval
-    by the noise of seeds on these tokens (`noise_limit`), NaN for a single run. Of the change also
-    NaN where L1 = 0 has a single run.
+    dense_runs (those at L1 = 0), and for active (neurons), dead (%), change (of held-out
+    cross-entropy, % over L1 = 0 on the same tokens) and train_change (of that on the training text
+    at the end of training) the mean over seeds, NAME_low and NAME_high: the 95% interval by the
+    noise of seeds on these tokens (`noise_limit`), NaN for a single run. Of the changes also NaN
+    where L1 = 0 has a single run.
     """
-    names = ["active", "dead", "change"]
+    names = ["active", "dead", "change", "train_change"]
     names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
     tables = [_of_budget(table) for table in _budgets(runs, log)]
     table = pd.concat([pd.DataFrame(columns=["tokens", "l1_coefficient"]), *tables])
@@ -32,16 +36,27 @@ def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def _budgets(runs: pd.DataFrame, log: pd.DataFrame) -> list[pd.DataFrame]:
-    """The recipe's `sweep` on each number of tokens."""
+    """The recipe's `sweep` on each number of tokens, with `train_change`, as `over_tokens`."""
     runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
-    return [sweep(some, log) for _, some in runs.groupby("tokens")] if len(runs) else []
+    if runs.empty:
+        return []
+    curves = training_curves(runs, log, "cross_entropy")
+    last = curves["tokens"] > (1 - _END) * curves.groupby("run")["tokens"].transform("max")
+    losses = curves[last].groupby("run")["value"].mean()
+    tables = []
+    for _, some in runs.groupby("tokens"):
+        table = sweep(some, log)
+        loss = table["run"].map(losses)
+        table["train_change"] = 100 * (loss / loss[table["l1_coefficient"] == 0].mean() - 1)
+        tables.append(table)
+    return tables
 
 
 def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of `over_tokens` from a `sweep` on one number of tokens."""
     by_level, rows = levels(table), []
     dense = int(by_level.loc[by_level["l1_coefficient"] == 0, "runs"].sum())
-    loss, active, dead = QUANTITIES
+    _, active, dead = QUANTITIES
     for row in by_level.to_dict("records"):
         seeds = row["runs"]
         known = seeds > 1  # a single run has no interval of its own
@@ -53,8 +68,9 @@ def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
         row |= _interval("dead", 100 * row["dead_fraction_train"], limit)
 
         both = known and dense > 1 and row["l1_coefficient"] > 0
-        limit = noise_limit(table, loss, seeds, dense) if both else np.nan
-        row |= _interval("change", row["cross_entropy_change"], limit)
+        for name, column in zip(("change", "train_change"), _TEXTS.values(), strict=True):
+            limit = noise_limit(table, column, seeds, dense) if both else np.nan
+            row |= _interval(name, row[column], limit)
         rows.append(row)
     return pd.DataFrame(rows).assign(dense_runs=dense)
 
@@ -63,45 +79,67 @@ def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
     return {name: mean, f"{name}_low": mean - limit, f"{name}_high": mean + limit}
 
 
-def trend(runs: pd.DataFrame, log: pd.DataFrame, tokens: float) -> pd.DataFrame:
-    """Return the straight line of the change of cross-entropy over doublings of tokens, by level.
+def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return how the change of cross-entropy rises over doublings of tokens, by text and level.
 
     runs, log: as for `over_tokens`; a level with L1 counts that has three numbers of tokens or more
-    with runs at L1 = 0 too. Columns: l1_coefficient, budgets (their number), runs (all that count),
-    first and last (tokens), slope (points of % a doubling) and slope_limit, at (the line at
-    `tokens`, in %) and at_limit. Least squares on the runs, with a mean of L1 = 0 for each number
-    of tokens; limits are its 95% intervals (Student's t), as if all runs scattered alike about
-    a straight line. They say nothing of whether the line goes on.
+    with runs at L1 = 0 too. Columns: text ("held-out" or "training"), l1_coefficient, budgets
+    (their number), runs (all that count), first and last (tokens), last_change (the mean on most
+    tokens, %), slope of a straight line (points of % a doubling), bend of a parabola (by how much a
+    doubling adds more than the one before), slope_limit and bend_limit. Least squares on the runs,
+    with a mean of L1 = 0 for each number of tokens; limits are 95% intervals (Student's t), as if
+    all runs scattered alike, NaN for a curve through every run. They say nothing of more tokens.
     """
-    tables = [table.dropna(subset="cross_entropy_change") for table in _budgets(runs, log)]
+    tables = _budgets(runs, log)
     present, rows = {level for table in tables for level in table["l1_coefficient"]}, []
-    for level in sorted(present - {0.0}):
-        some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
-        if len(some) < 3:
-            continue
-        every = pd.concat(some)
-        every = every[every["l1_coefficient"].isin([0.0, level])]
-        sparse = (every["l1_coefficient"] == level).to_numpy(float)
-        doublings = np.log2(every["tokens"].to_numpy(float) / tokens)
-        budgets = pd.get_dummies(every["tokens"]).to_numpy(float)
-        line = _least_squares(
-            np.column_stack([budgets, sparse, sparse * doublings]),
-            every["cross_entropy_change"].to_numpy(float),
-        )
-        (at, slope), (at_limit, slope_limit) = (values[-2:] for values in line)
-        row = level, len(some), len(every), every["tokens"].min(), every["tokens"].max()
-        rows.append((*row, slope, slope_limit, at, at_limit))
-    columns = "l1_coefficient budgets runs first last slope slope_limit at at_limit"
-    return pd.DataFrame(rows, columns=columns.split())
+    for text, column in _TEXTS.items():
+        for level in sorted(present - {0.0}):
+            some = [
+                table.dropna(subset=column)
+                for table in tables
+                if {0.0, level} <= set(table.dropna(subset=column)["l1_coefficient"])
+            ]
+            if len(some) >= 3:
+                rows.append({"text": text, "l1_coefficient": level} | _bent(some, column, level))
+    names = "text l1_coefficient budgets runs first last last_change"
+    columns = [*names.split(), "slope", "slope_limit", "bend", "bend_limit"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def _least_squares(terms: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the coefficients of columns of terms, and their 95% intervals by Student's t."""
-    freedom = len(values) - terms.shape[1]
+def _bent(tables: list[pd.DataFrame], column: str, level: float) -> dict[str, float]:
+    """A row of `trend` of one column of `sweep` on several numbers of tokens."""
+    runs = pd.concat(tables)
+    runs = runs[runs["l1_coefficient"].isin([0.0, level])]
+    sparse = (runs["l1_coefficient"] == level).to_numpy(float)
+    tokens, values = runs["tokens"].to_numpy(float), runs[column].to_numpy(float)
+    doublings = np.log2(tokens / tokens.max())
+    budgets = pd.get_dummies(tokens).to_numpy(float)
+    line = np.column_stack([budgets, sparse, sparse * doublings])
+    parabola = np.column_stack([line, sparse * doublings**2 / 2])
+    slope, slope_limit = _last(line, values)
+    bend, bend_limit = _last(parabola, values)
+    return {
+        "budgets": len(tables),
+        "runs": len(runs),
+        "first": tokens.min(),
+        "last": tokens.max(),
+        "last_change": values[(tokens == tokens.max()) & (sparse == 1)].mean(),
+        "slope": slope,
+        "slope_limit": slope_limit,
+        "bend": bend,
+        "bend_limit": bend_limit,
+    }
+
+
+def _last(terms: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Return the least-squares coefficient of the last column, and its 95% interval."""
     found = np.linalg.lstsq(terms, values)[0]
+    freedom = len(values) - terms.shape[1]
+    if freedom < 1:
+        return found[-1], np.nan
     variance = ((values - terms @ found) ** 2).sum() / freedom
-    errors = np.sqrt(variance * np.linalg.inv(terms.T @ terms).diagonal())
-    return found, scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * errors
+    error = np.sqrt(variance * np.linalg.inv(terms.T @ terms)[-1, -1])
+    return found[-1], scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error
 
 
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:

@@ -161,12 +161,15 @@ def raced(race: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
 
 
 def trended(table: pd.DataFrame, level: float) -> Quantities:
-    """Return a level's row of `longer.trend`; tokens in millions."""
+    """Return a level's rows of `longer.trend`: of held-out text trend_NAME, of the training text
+    trend_train_NAME; tokens in millions.
+    """
     result = {}
     for row in table[table["l1_coefficient"] == level].to_dict("records"):
-        result = {f"trend_{name}": row[name] for name in "budgets runs slope slope_limit".split()}
-        result |= {"trend_at": row["at"], "trend_at_limit": row["at_limit"]}
-        result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
+        prefix = "trend" if row["text"] == "held-out" else "trend_train"
+        names = "budgets runs last_change slope slope_limit bend bend_limit"
+        result |= {f"{prefix}_{name}": row[name] for name in names.split()}
+        result |= {f"{prefix}_{name}": row[name] / 1e6 for name in ("first", "last")}
     return result
 
 
@@ -293,7 +296,7 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
-BUDGETS, PAPER_TOKENS, LEVEL = "85m-*m-l1-*", 3e10, 6e-4  # the level that stands for the paper's
+BUDGETS, LEVEL = "85m-*m-l1-*", 6e-4  # the level that stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
 RACE, AUTO = (
     "flagship-200m-l1-0 flagship-200m-l1-6e-4",
@@ -376,7 +379,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         whole |= devices(table_of_pair, name)
     whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)
     whole |= slowed(log[log["run"] == AUTO])
-    trends = trended(longer.trend(*_fitting(every, log, BUDGETS), PAPER_TOKENS), LEVEL)
+    trends = trended(longer.trend(*_fitting(every, log, BUDGETS)), LEVEL)
     swept = sweep(table, active, chosen, on_more) | trends
     return {
         "sweep": swept | single(runs.list_runs(every, log), chosen),

@@ -25,8 +25,8 @@ _APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides an
 def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
 
-    table: `analysis.over_tokens`, a line a level of L1. Bars are its intervals, which a single run
-    has not. about: the model.
+    table: `analysis.over_tokens`, a line a level of L1; of cross-entropy a dashed one for the
+    training text. Bars are its intervals, which a single run has not. about: the model.
     """
     figure, axes = _figure(PAGE, 2.7, 1, 3)
     colours = _level_colours(table["l1_coefficient"])
@@ -42,6 +42,9 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
             tokens, height = rows["tokens"].astype(float) / 1e6, rows[name].astype(float)
             tokens *= _APART ** (place - (len(colours) - 1) / 2)
             look = {"color": colours[level], "marker": "o", "markersize": 3.5, "linewidth": 1}
+            if name == "change":
+                again = rows["train_change"].astype(float)
+                ax.plot(tokens, again, **look | {"linestyle": "--", "markerfacecolor": "white"})
             ax.plot(tokens, height, **look)
             known = rows[f"{name}_low"].notna()
             ends = [height - rows[f"{name}_low"], rows[f"{name}_high"] - height]
@@ -55,8 +58,9 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     axes[0, 0].set_yscale("log")
     _plain(axes[0, 0].yaxis)
     axes[0, 2].axhline(0, color="black", linewidth=1)
-    levels = {f"L1 = {analysis.level_name(l1)}": _key(c) for l1, c in colours.items()}
-    _legend(figure, "lower center", levels, ncols=len(levels))
+    lines = {f"L1 = {analysis.level_name(l1)}": _key(c) for l1, c in colours.items()}
+    lines |= {"on held-out text": _key("0.4"), "on the training text": _key("0.4", linestyle="--")}
+    _legend(figure, "lower center", lines, ncols=len(lines))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
     bars = "Bars are 95% intervals over seeds; points without one are of a single run, or hide it. "
     bars += "Points are shifted sideways so that bars stay visible."
