@@ -36,6 +36,19 @@ def test_points_have_intervals_where_there_are_seeds():
     limit = analysis.noise_limit(each, "cross_entropy_change", 3, 3)
     assert several["change_high"] - several["change"] == pytest.approx(limit)
     assert np.isnan(table.loc[(0.0, 1000), "change_low"])
+    # A run without rows of training does not count for its text.
+    lost = pd.concat(log for _, log in runs)
+    lost = lost[(lost["run"] != "1000-0.001-0") | (lost["split"] == "valid")]
+    fewer = analysis.over_tokens(pd.DataFrame([run for run, _ in runs]), lost)
+    (fewer,) = fewer.query("tokens == 1000 and l1_coefficient == 0.001").to_dict("records")
+    each["train"] = [
+        (100 + 2 * (l1 > 0) + n / 10) / 1.001 - 100
+        for n, l1 in zip(each["run"].str[-1].astype(int), each["l1_coefficient"], strict=True)
+    ]
+    each.loc[each["run"] == "1000-0.001-0", "train"] = np.nan
+    limit = analysis.noise_limit(each, "train", 2, 3)
+    assert fewer["train_change_high"] - fewer["train_change"] == pytest.approx(limit)
+    assert fewer["train_change"] == pytest.approx(102.15 / 1.001 - 100)
     assert analysis.over_tokens(*NOTHING).empty
 
 
@@ -50,8 +63,8 @@ def schedules(change, level=1e-3, seeds=1, spread=0.0):
             off = spread * (seed - (seeds - 1) / 2)
             for l1, value in ((0.0, 0.0), (level, price)):
                 name, more = f"{tokens}-{l1}-{seed}", {"tokens": tokens, "seed": seed}
-                train = 2 * value + off
-                runs.append(made(name, l1, value + off, 2.0, 5, train_price=train, **more))
+                more["train_price"] = 2 * (value + off)
+                runs.append(made(name, l1, value + off, 2.0, 5, **more))
     return runs
 
 
@@ -64,19 +77,18 @@ def test_the_line_over_doublings_has_intervals():
     change = bent + np.array([0.1, -0.2, 0, 0.2, -0.1])
     runs = schedules(dict(zip(tokens.astype(int), change, strict=True)))
     twice = schedules(dict.fromkeys((10**7, 10**8), 1.0), level=1.0)
-    row, learned = analysis.trend(*tables(*runs, *twice[1::2])).to_dict("records")
+    (row,) = analysis.trend(*tables(*runs, *twice[1::2])).to_dict("records")
     assert (row["l1_coefficient"], row["budgets"], row["runs"], row["last"]) == (1e-3, 5, 10, 3e8)
-    assert (row["text"], learned["text"]) == ("held-out", "training")
-    assert row["last_change"] == pytest.approx(change[-1])
+    ends = row["last_runs"], row["last_change"], row["last_train_change"]
+    assert ends == pytest.approx((1, change[-1], 2 * change[-1]))
     fit = scipy.stats.linregress(doublings, change)
     assert row["slope"] == pytest.approx(fit.slope)
     assert row["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * fit.stderr)
     assert row["bend"] == pytest.approx(2 * np.polyfit(doublings, change, 2)[0])
-    for name in ("slope", "bend", "bend_limit", "last_change"):
-        assert learned[name] == pytest.approx(2 * row[name]), name
+    assert row["later_bend"] == pytest.approx(2 * np.polyfit(doublings[1:], change[1:], 2)[0])
     numbers = quantities.trended(analysis.trend(*tables(*runs)), 1e-3)
-    assert numbers["trend_last"] == 300 and quantities.trended(analysis.trend(*NOTHING), 1.0) == {}
-    assert numbers["trend_train_bend"] == pytest.approx(2 * numbers["trend_bend"])
+    assert numbers["trend_last"] == 300 and numbers["trend_bend"] == row["bend"]
+    assert quantities.trended(analysis.trend(*NOTHING), 1.0) == {}
 
     exact = dict(zip(tokens.astype(int), bent, strict=True))
     near, wide = (
@@ -92,7 +104,8 @@ def test_the_line_over_doublings_has_intervals():
     assert wide["bend_limit"] == pytest.approx(error, rel=1e-3)
 
     three = analysis.trend(*tables(*schedules({10**7: 1.0, 10**8: 2.0, 10**9: 2.0}))).iloc[0]
-    assert np.isnan(three["bend_limit"]) and three["slope_limit"] > 0  # a parabola through all
+    assert three["slope_limit"] > 0 and np.isnan(three["later_bend"])
+    assert three["bend"] < 0 and np.isnan(three["bend_limit"])  # a parabola through all
     assert analysis.trend(*tables(*twice)).empty
 
 

@@ -46,12 +46,16 @@ NUMBERS = {
         r"a change below ([\d.]+)% is noise": "quantities['longer_price_limit']",
         r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
         "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
-        r"each doubling adds ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",
-        r"each doubling adds [\d.]+ ± ([\d.]+) points": "quantities['trend_bend_limit']",
-        r"that it slows\s+\(by ([\d.]+) ±": "-quantities['trend_train_bend']",
-        r"that it slows\s+\(by [\d.]+ ± ([\d.]+) points": "quantities['trend_train_bend_limit']",
-        r"price rises further, to ([\d.]+)% on 300 M": "quantities['trend_train_last_change']",
-        r"on 300 M this level costs ([\d.]+)%": "quantities['trend_last_change']",
+        r"Each doubling adds ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",
+        r"Each doubling adds [\d.]+ ± ([\d.]+) points": "quantities['trend_bend_limit']",
+        r"on 300 M this level costs ([\d.]+) ±": "quantities['trend_last_change']",
+        r"this level costs [\d.]+ ± ([\d.]+)%": "analysis.noise_limit(table, "
+        "'cross_entropy_change', 1, 1)",
+        r"On 300 M the price\s+is ([\d.]+)% on": "quantities['trend_last_train_change']",
+        r"at 6e-4 from (\d+) neurons to": "row(by_tokens, l1_coefficient=6e-4, "
+        "tokens=1e8)['active']",
+        r"at 6e-4 from \d+ neurons to (\d+)": "row(by_tokens, l1_coefficient=6e-4)"
+        "['active'].iloc[-1]",
     },
     "03_layerwise": {
         r"In all (\d+) traced models": "len(found.dropna(subset='overflow'))",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import scipy.stats
@@ -11,8 +13,7 @@ from twell.analysis.variants import CONFIDENCE, QUANTITIES, noise_limit
 
 BUDGETS = 2  # numbers of tokens, at least, of a level that is compared over tokens
 _END = 0.05  # the share of training, its last, whose cross-entropy stands for the training text
-# What is compared over tokens: its column in `sweep`, by text
-_TEXTS = {"held-out": "cross_entropy_change", "training": "train_change"}
+_LOSS, _ACTIVE, _DEAD = QUANTITIES
 RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
 
 
@@ -56,20 +57,21 @@ def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of `over_tokens` from a `sweep` on one number of tokens."""
     by_level, rows = levels(table), []
     dense = int(by_level.loc[by_level["l1_coefficient"] == 0, "runs"].sum())
-    _, active, dead = QUANTITIES
     for row in by_level.to_dict("records"):
         seeds = row["runs"]
         known = seeds > 1  # a single run has no interval of its own
-        spread = noise_limit(table, active, seeds, np.inf) if known else np.nan
+        spread = noise_limit(table, _ACTIVE, seeds, np.inf) if known else np.nan
         row["active_low"] = row["active"] * np.exp(-spread)  # activity scatters in proportion
         row["active_high"] = row["active"] * np.exp(spread)
 
-        limit = 100 * noise_limit(table, dead, seeds, np.inf) if known else np.nan
+        limit = 100 * noise_limit(table, _DEAD, seeds, np.inf) if known else np.nan
         row |= _interval("dead", 100 * row["dead_fraction_train"], limit)
 
-        both = known and dense > 1 and row["l1_coefficient"] > 0
-        for name, column in zip(("change", "train_change"), _TEXTS.values(), strict=True):
-            limit = noise_limit(table, column, seeds, dense) if both else np.nan
+        compared = row["l1_coefficient"] > 0
+        for name, column in (("change", _LOSS), ("train_change", "train_change")):
+            counts = table.dropna(subset=column)["l1_coefficient"].value_counts()
+            pair = counts.get(row["l1_coefficient"], 0), counts.get(0.0, 0)
+            limit = noise_limit(table, column, *pair) if compared and min(pair) > 1 else np.nan
             row |= _interval(name, row[column], limit)
         rows.append(row)
     return pd.DataFrame(rows).assign(dense_runs=dense)
@@ -80,55 +82,60 @@ def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
 
 
 def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
-    """Return how the change of cross-entropy rises over doublings of tokens, by text and level.
+    """Return how the change of held-out cross-entropy rises over doublings of tokens, by level.
 
     runs, log: as for `over_tokens`; a level with L1 counts that has three numbers of tokens or more
-    with runs at L1 = 0 too. Columns: text ("held-out" or "training"), l1_coefficient, budgets
-    (their number), runs (all that count), first and last (tokens), last_change (the mean on most
-    tokens, %), slope of a straight line (points of % a doubling), bend of a parabola (by how much a
-    doubling adds more than the one before), slope_limit and bend_limit. Least squares on the runs,
-    with a mean of L1 = 0 for each number of tokens; limits are 95% intervals (Student's t), as if
-    all runs scattered alike, NaN for a curve through every run. They say nothing of more tokens.
+    with runs at L1 = 0 too. Columns: l1_coefficient, budgets (their number), runs (all that count),
+    first and last (tokens); last_runs, last_change and last_train_change: seeds and means on most
+    tokens; slope of a straight line (points of % a doubling); bend of a parabola (by how much a
+    doubling adds more than the one before) and later_bend, without the fewest tokens; NAME_limit.
+    Least squares on the runs, with a mean of L1 = 0 for each number of tokens; limits are 95%
+    intervals (Student's t), as if all runs scattered alike, NaN for a curve through every run. They
+    say nothing of more tokens.
     """
-    tables = _budgets(runs, log)
+    tables = [table.dropna(subset=_LOSS) for table in _budgets(runs, log)]
     present, rows = {level for table in tables for level in table["l1_coefficient"]}, []
-    for text, column in _TEXTS.items():
-        for level in sorted(present - {0.0}):
-            some = [
-                table.dropna(subset=column)
-                for table in tables
-                if {0.0, level} <= set(table.dropna(subset=column)["l1_coefficient"])
-            ]
-            if len(some) >= 3:
-                rows.append({"text": text, "l1_coefficient": level} | _bent(some, column, level))
-    names = "text l1_coefficient budgets runs first last last_change"
-    columns = [*names.split(), "slope", "slope_limit", "bend", "bend_limit"]
-    return pd.DataFrame(rows, columns=columns)
+    for level in sorted(present - {0.0}):
+        some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
+        if len(some) < 3:
+            continue
+        runs_of = pd.concat(some)
+        runs_of = runs_of[runs_of["l1_coefficient"].isin([0.0, level])]
+        most = some[-1][some[-1]["l1_coefficient"] == level]
+        rows.append(
+            {
+                "l1_coefficient": level,
+                "budgets": len(some),
+                "runs": len(runs_of),
+                "first": runs_of["tokens"].min(),
+                "last": runs_of["tokens"].max(),
+                "last_runs": len(most),
+                "last_change": most[_LOSS].mean(),
+                "last_train_change": most["train_change"].mean(),
+                **_fitted("slope", runs_of, 1),
+                **_fitted("bend", runs_of, 2),
+                **_fitted("later_bend", runs_of[runs_of["tokens"] > runs_of["tokens"].min()], 2),
+            }
+        )
+    names = "l1_coefficient budgets runs first last last_runs last_change last_train_change slope"
+    names += " slope_limit bend bend_limit later_bend later_bend_limit"
+    return pd.DataFrame(rows, columns=names.split())
 
 
-def _bent(tables: list[pd.DataFrame], column: str, level: float) -> dict[str, float]:
-    """A row of `trend` of one column of `sweep` on several numbers of tokens."""
-    runs = pd.concat(tables)
-    runs = runs[runs["l1_coefficient"].isin([0.0, level])]
-    sparse = (runs["l1_coefficient"] == level).to_numpy(float)
-    tokens, values = runs["tokens"].to_numpy(float), runs[column].to_numpy(float)
-    doublings = np.log2(tokens / tokens.max())
+def _fitted(name: str, runs: pd.DataFrame, degree: int) -> dict[str, float]:
+    """Return the last coefficient of a polynomial in doublings, and its limit, as NAME.
+
+    runs: of a level and L1 = 0 on several numbers of tokens. NaN where there are too few.
+    """
+    sparse = (runs["l1_coefficient"] > 0).to_numpy(float)
+    tokens = runs["tokens"].to_numpy(float)
     budgets = pd.get_dummies(tokens).to_numpy(float)
-    line = np.column_stack([budgets, sparse, sparse * doublings])
-    parabola = np.column_stack([line, sparse * doublings**2 / 2])
-    slope, slope_limit = _last(line, values)
-    bend, bend_limit = _last(parabola, values)
-    return {
-        "budgets": len(tables),
-        "runs": len(runs),
-        "first": tokens.min(),
-        "last": tokens.max(),
-        "last_change": values[(tokens == tokens.max()) & (sparse == 1)].mean(),
-        "slope": slope,
-        "slope_limit": slope_limit,
-        "bend": bend,
-        "bend_limit": bend_limit,
-    }
+    if budgets.shape[1] <= degree:
+        return {name: np.nan, f"{name}_limit": np.nan}
+    doublings = np.log2(tokens / tokens.max())
+    powers = [sparse * doublings**power / math.factorial(power) for power in range(degree + 1)]
+    value, limit = _last(np.column_stack([budgets, *powers]), runs[_LOSS].to_numpy(float))
+    return {name: value, f"{name}_limit": limit}
 
 
 def _last(terms: np.ndarray, values: np.ndarray) -> tuple[float, float]:

@@ -161,15 +161,11 @@ def raced(race: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
 
 
 def trended(table: pd.DataFrame, level: float) -> Quantities:
-    """Return a level's rows of `longer.trend`: of held-out text trend_NAME, of the training text
-    trend_train_NAME; tokens in millions.
-    """
+    """Return a level's row of `longer.trend` as trend_NAME, tokens in millions."""
     result = {}
     for row in table[table["l1_coefficient"] == level].to_dict("records"):
-        prefix = "trend" if row["text"] == "held-out" else "trend_train"
-        names = "budgets runs last_change slope slope_limit bend bend_limit"
-        result |= {f"{prefix}_{name}": row[name] for name in names.split()}
-        result |= {f"{prefix}_{name}": row[name] / 1e6 for name in ("first", "last")}
+        result = {f"trend_{name}": value for name, value in row.items()}
+        result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
     return result
 
 

@@ -26,7 +26,7 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
 
     table: `analysis.over_tokens`, a line a level of L1; of cross-entropy a dashed one for the
-    training text. Bars are its intervals, which a single run has not. about: the model.
+    training text. Bars are its intervals, of solid lines. A single run has none. about: the model.
     """
     figure, axes = _figure(PAGE, 2.7, 1, 3)
     colours = _level_colours(table["l1_coefficient"])
@@ -62,8 +62,8 @@ def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
     lines |= {"on held-out text": _key("0.4"), "on the training text": _key("0.4", linestyle="--")}
     _legend(figure, "lower center", lines, ncols=len(lines))
     seeds = _number(table["runs"].astype(int)).replace("run", "seed")
-    bars = "Bars are 95% intervals over seeds; points without one are of a single run, or hide it. "
-    bars += "Points are shifted sideways so that bars stay visible."
+    bars = "Bars are 95% intervals over seeds, of solid lines; points without one are of a single "
+    bars += "run, or hide it. Points are shifted sideways so that bars stay visible."
     _caption(figure, _sentence(about), f"{seeds} a point, each with a schedule of its own.", bars)
     return figure
 
