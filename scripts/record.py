@@ -48,8 +48,7 @@ SPREAD = (
     "checkpoint_every=0 tokens=1e7 backend=auto compile=true l1_coefficient=6e-4 "
     "--out {{out}}/runs/{}"
 ).format
-LAUNCHER = "accelerate.commands.launch"
-LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
+LAUNCH = trainings.LAUNCH
 FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
 LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
@@ -59,11 +58,12 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # sequences: with as many in a micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
-    "compile=true micro_batch=32 checkpoint_every=0 "
+    "compile=true checkpoint_every=0 batch_tokens={6} micro_batch={7} "
     "tokens={0} l1_zero_steps={2} valid_every={1} l1_stage_steps={2} log_every={3} "
-    "learning_rate={4} {5} --out {6}"
+    "learning_rate={4} {5} --out {8}"
 ).format
-LEARNING_RATE = "3e-4"  # the best one of the parts rate-* and relufy-0.1, once they are measured
+# The best ones of the parts rate-*, batch-* and relufy-0.1, once they are measured.
+LEARNING_RATE, BATCH = "3e-4", 32768
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
@@ -79,23 +79,27 @@ RELUFIED_A_SECOND, START = 2e5, 130  # tokens of an H100; seconds around a train
 
 
 def relufied(
-    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE
+    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE, batch: int = BATCH
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
     At its limit a training leaves a checkpoint, from which the next call goes on.
     """
     run = f"{{out}}/runs/{name}"
-    commands = [RELUFY(tokens, *STAGES[tokens], rate, fields, run), KEEP(run)]
+    steps = [number * 32768 // batch for number in STAGES[tokens]]
+    sizes = batch, min(32, batch // 1024)
+    commands = [RELUFY(tokens, *steps, rate, fields, *sizes, run), KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name in WITH_TRACE else []
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# In order of value: two learning rates beside that of relufy-0.1, which is recorded; then 10% with
-# a threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
-# takes a GPU while the other reaches the other shares; and how quality rises with tokens.
+# In order of value: another learning rate, and smaller batches, than of relufy-0.1, which is
+# recorded; then 10% with a threshold, which cost least on a tiny model, and ReLU alone; the longest
+# training at 10%, which takes a GPU while the other reaches the other shares; and how quality rises
+# with tokens.
 RELUFIED = {
-    **{f"rate-{rate}": relufied(f"rate-{rate}", TENTH, "2e7", rate) for rate in ("1e-3", "2e-3")},
+    "rate-1e-3": relufied("rate-1e-3", TENTH, rate="1e-3"),
+    "batch-8k": relufied("batch-8k", TENTH, batch=8192),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
@@ -214,7 +218,8 @@ SECONDS = {
 }
 SECONDS |= {name: limit // 3 for name, (limit, _) in RELUFIED.items()}
 # Parts that may share a GPU: nothing of them is timed.
-SHARING = set(SECONDS) - set(trainings.runs("flagship")) - set(trainings.MEASURED)
+SHARING = set(SECONDS) - set(trainings.MEASURED)
+SHARING -= {*trainings.runs("flagship"), *trainings.runs(trainings.SPREAD)}
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 INTERRUPTED: set[int] = set()  # a second SIGINT would end a training without its checkpoint
@@ -307,7 +312,7 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
 
 def is_spread(name: str) -> bool:
     """Return whether a part takes all GPUs."""
-    return any(command.startswith(LAUNCHER) for command in PARTS[name][1])
+    return any(command.startswith(trainings.LAUNCHER) for command in PARTS[name][1])
 
 
 def run_part(name: str, gpus: str, given: argparse.Namespace, lock: threading.Lock) -> bool:

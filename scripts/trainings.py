@@ -1,10 +1,11 @@
 """Trainings that are still to record, as parts of `scripts.record`, in order of value.
 
 They are further seeds of every comparison, schedules of 25 to 300 M tokens, and the flagship
-on 200 M tokens, without L1 and at two levels, on a GPU each. Recorded runs have no
-weights, so other models have to be traced and evaluated. A run has the fields of the recorded runs
-of its comparison. Each part trains, or resumes, and then `scripts.keep` writes its small files; two
-are measured at last. Runs in data/runs are left out. `python -m scripts.trainings` lists the rest.
+without L1 and with: on 200 M tokens on a GPU each, and on 300 M tokens on all GPUs. Recorded runs
+have no weights, so other models have to be traced and evaluated. A run has the fields of the
+recorded runs of its comparison. Each part trains, or resumes, and then `scripts.keep` writes its
+small files; two are measured at last. Runs in data/runs are left out. `python -m scripts.trainings`
+lists the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SHIPS = (
     "precision=bf16 dead_window_tokens=4194304 learning_rate=3e-3 tokens={tokens} "
     "l1_coefficient={l1}"
 )
+LAUNCHER = "accelerate.commands.launch"
+LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
+SPREAD, GPUS = "flagship-300m", 3.3  # a group whose runs take all GPUs; so much faster are four
 WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
 
 Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
@@ -76,6 +80,10 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
         # At 6e-4 the loss ends 2.2% higher, and dense is there sooner: not so at a lower level?
         ("flagship-200m-l1-1.5e-4", WIDE, "2e8", "1.5e-4", "backend=auto", "0"),
     ],
+    SPREAD: [
+        (f"flagship-300m-l1-{l1}", WIDE, "3e8", l1, f"backend={backend} micro_batch=32", "0")
+        for l1, backend in (("0", "dense"), ("6e-4", "auto"))
+    ],
 }
 TOKENS_A_SECOND = {"0.5b": 180e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
 START, WIDE_START = 80, 160  # seconds of start, compilation and `scripts.keep`, on an H100
@@ -103,8 +111,11 @@ def runs(group: str) -> dict[str, tuple[str, float]]:
         for seed in seeds:
             run = name if fields is WIDE else f"{name}-seed-{seed}"
             command = f"twell train {chosen} {others} seed={seed} --out {{out}}/runs/{run}"
+            if group == SPREAD:
+                command = f"{LAUNCH} --multi_gpu -m {command}"
             start = WIDE_START if fields is WIDE else START
-            seconds = start + float(tokens) / speed + MEASURING * (run in MEASURED)
+            gpus = GPUS if group == SPREAD else 1
+            seconds = start + float(tokens) / speed / gpus + MEASURING * (run in MEASURED)
             result[run] = " ".join(command.split()), seconds
     return result
 
