@@ -58,9 +58,9 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # sequences: with as many in a micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
-    "compile=true checkpoint_every=0 batch_tokens={6} micro_batch={7} "
-    "tokens={0} l1_zero_steps={2} valid_every={1} l1_stage_steps={2} log_every={3} "
-    "learning_rate={4} {5} --out {8}"
+    "compile=true checkpoint_every=0 batch_tokens={batch} micro_batch={micro_batch} "
+    "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
+    "log_every={log} learning_rate={rate} {fields} --out {run}"
 ).format
 # The best ones of the parts rate-*, batch-* and relufy-0.1, once they are measured.
 LEARNING_RATE, BATCH = "3e-4", 32768
@@ -86,9 +86,10 @@ def relufied(
     At its limit a training leaves a checkpoint, from which the next call goes on.
     """
     run = f"{{out}}/runs/{name}"
-    steps = [number * 32768 // batch for number in STAGES[tokens]]
-    sizes = batch, min(32, batch // 1024)
-    commands = [RELUFY(tokens, *steps, rate, fields, *sizes, run), KEEP(run)]
+    valid, stage, log = (steps * 32768 // batch for steps in STAGES[tokens])
+    sizes = {"tokens": tokens, "batch": batch, "micro_batch": min(32, batch // 1024)}
+    steps = {"valid": valid, "stage": stage, "log": log}
+    commands = [RELUFY(rate=rate, fields=fields, run=run, **sizes, **steps), KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name in WITH_TRACE else []
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
@@ -219,7 +220,7 @@ SECONDS = {
 SECONDS |= {name: limit // 3 for name, (limit, _) in RELUFIED.items()}
 # Parts that may share a GPU: nothing of them is timed.
 SHARING = set(SECONDS) - set(trainings.MEASURED)
-SHARING -= {*trainings.runs("flagship"), *trainings.runs(trainings.SPREAD)}
+SHARING -= {*trainings.runs("flagship"), *trainings.runs(trainings.ALL_GPUS)}
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 INTERRUPTED: set[int] = set()  # a second SIGINT would end a training without its checkpoint

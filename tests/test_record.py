@@ -219,7 +219,7 @@ def test_parts_with_the_launcher_take_all_gpus_after_the_others(recorder, monkey
 
 
 def test_trainings_on_all_gpus_differ_in_their_launcher_alone(tmp_path):
-    spread = ["ddp-171m", "fsdp-171m", *trainings.missing(trainings.SPREAD)]
+    spread = ["ddp-171m", "fsdp-171m", *trainings.missing(trainings.ALL_GPUS)]
     assert [name for name in record.PARTS if record.is_spread(name)] == spread
     places = {"out": tmp_path, "gpus": ["0", "1"], "corpus": "c", "tasks": "t", "model": "m"}
     given, configs = types.SimpleNamespace(**places), []

@@ -99,22 +99,22 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         some = [table for table in tables if {0.0, level} <= set(table["l1_coefficient"])]
         if len(some) < 3:
             continue
-        runs_of = pd.concat(some)
-        runs_of = runs_of[runs_of["l1_coefficient"].isin([0.0, level])]
+        every = pd.concat(some)
+        every = every[every["l1_coefficient"].isin([0.0, level])]
         most = some[-1][some[-1]["l1_coefficient"] == level]
         rows.append(
             {
                 "l1_coefficient": level,
                 "budgets": len(some),
-                "runs": len(runs_of),
-                "first": runs_of["tokens"].min(),
-                "last": runs_of["tokens"].max(),
+                "runs": len(every),
+                "first": every["tokens"].min(),
+                "last": every["tokens"].max(),
                 "last_runs": len(most),
                 "last_change": most[_LOSS].mean(),
                 "last_train_change": most["train_change"].mean(),
-                **_fitted("slope", runs_of, 1),
-                **_fitted("bend", runs_of, 2),
-                **_fitted("later_bend", runs_of[runs_of["tokens"] > runs_of["tokens"].min()], 2),
+                **_fitted("slope", every, 1),
+                **_fitted("bend", every, 2),
+                **_fitted("later_bend", every[every["tokens"] > every["tokens"].min()], 2),
             }
         )
     names = "l1_coefficient budgets runs first last last_runs last_change last_train_change slope"
@@ -123,7 +123,7 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fitted(name: str, runs: pd.DataFrame, degree: int) -> dict[str, float]:
-    """Return the last coefficient of a polynomial in doublings, and its limit, as NAME.
+    """Return the last coefficient of a polynomial in doublings, by least squares, and its limit.
 
     runs: of a level and L1 = 0 on several numbers of tokens. NaN where there are too few.
     """
@@ -134,19 +134,14 @@ def _fitted(name: str, runs: pd.DataFrame, degree: int) -> dict[str, float]:
         return {name: np.nan, f"{name}_limit": np.nan}
     doublings = np.log2(tokens / tokens.max())
     powers = [sparse * doublings**power / math.factorial(power) for power in range(degree + 1)]
-    value, limit = _last(np.column_stack([budgets, *powers]), runs[_LOSS].to_numpy(float))
-    return {name: value, f"{name}_limit": limit}
-
-
-def _last(terms: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Return the least-squares coefficient of the last column, and its 95% interval."""
+    terms, values = np.column_stack([budgets, *powers]), runs[_LOSS].to_numpy(float)
     found = np.linalg.lstsq(terms, values)[0]
-    freedom = len(values) - terms.shape[1]
-    if freedom < 1:
-        return found[-1], np.nan
-    variance = ((values - terms @ found) ** 2).sum() / freedom
-    error = np.sqrt(variance * np.linalg.inv(terms.T @ terms)[-1, -1])
-    return found[-1], scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error
+    freedom, limit = len(values) - terms.shape[1], np.nan
+    if freedom > 0:
+        variance = ((values - terms @ found) ** 2).sum() / freedom
+        error = np.sqrt(variance * np.linalg.inv(terms.T @ terms)[-1, -1])
+        limit = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error
+    return {name: found[-1], f"{name}_limit": limit}
 
 
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
