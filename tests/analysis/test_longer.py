@@ -110,10 +110,11 @@ def test_the_line_over_doublings_has_intervals():
 
 
 def racer(name, speeds, losses, **config):
-    """A run with rows of 100 tokens, validated after each."""
+    """A run with rows of 100 tokens, validated after each; on training text a nat less."""
     rows = [(100 * n, "train", "tokens_per_second", speed) for n, speed in enumerate(speeds, 1)]
     rows += [(100 * n, "train", "peak_memory", speed * 1e9) for n, speed in enumerate(speeds, 1)]
     rows += [(100 * n, "valid", "cross_entropy", loss) for n, loss in enumerate(losses)]
+    rows += [(100 * n, "train", "cross_entropy", loss - 1) for n, loss in enumerate(losses)]
     log = pd.DataFrame(rows, columns=["tokens", "split", "metric", "value"])
     log = log.assign(run=name, step=log["tokens"], layer=pd.array([pd.NA] * len(log), "Int64"))
     return make_run(name, 1e-3, 4, 5, (1, 1), **config)[0], log
@@ -155,6 +156,7 @@ def test_the_numbers_of_a_race():
     assert numbers["race_first"] * 60 == pytest.approx(15) and numbers["race_second"] * 60 == 7
     assert numbers["early_first"] * 60 == 10 and numbers["early_second"] * 60 == pytest.approx(6)
     assert numbers["race_change"] == pytest.approx(100 * (3.2 / 3.1 - 1))
+    assert numbers["race_train_change"] == pytest.approx(100 * (2.2 / 2.1 - 1))
     assert numbers["race_second_name"] == "auto, L1 = 1e-3"
     assert numbers["race_second_tokens"] == 200 / 1e6
     assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50

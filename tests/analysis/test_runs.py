@@ -157,7 +157,8 @@ def test_curves_over_training():
 
 def test_runs_in_a_list():
     runs, log = tables(GOOD, UNFINISHED, DENSE)
-    runs = runs.assign(parameters=[10, 20, 30], seed=[1, 2, 3], device="here")
+    commands = ["twell train", "accelerate launch --num_processes 4 -m twell train", "twell train"]
+    runs = runs.assign(parameters=[10, 20, 30], seed=[1, 2, 3], device="here", command=commands)
     speed = {"run": "good", "step": [1, 2, 3], "split": "train", "metric": "tokens_per_second"}
     log = pd.concat([log, pd.DataFrame(speed).assign(value=[5.0, 1.0, 7.0])], ignore_index=True)
     table = analysis.list_runs(runs, log)
@@ -165,6 +166,7 @@ def test_runs_in_a_list():
     good = [10, 1000, 1e-3, 1, 4.04, 2, 0.3, 0.02, 5]
     assert table.loc[1].tolist() == ["good", *map(pytest.approx, good), "here", True]
     assert math.isnan(table["tokens_per_second"][0]) and not table["complete"][2]
+    assert table["device"][2] == "4 x here"
     for missing in (None, "", np.nan):
         with pytest.raises(ValueError, match="unfinished has no parameters in config.yaml and pro"):
             analysis.list_runs(runs.assign(parameters=[10, missing, 30]), log)

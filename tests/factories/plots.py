@@ -65,6 +65,7 @@ def race():
     raced["seconds"] = [0.0, 60, 120, 0, 50, 80]
     raced["cross_entropy"] = [9.0, 4, 3, 9, 4, 2.9]
     raced["peak_memory"] = [np.nan] * 3 + [62e9] * 3
+    raced["train_last"] = 2.9
     speeds = raced[["run", "tokens"]].assign(metric="tokens_per_second", step=raced["tokens"])
     speeds["value"] = [100.0, 200, 200] * 2
     memory = speeds.iloc[3:].assign(metric="peak_memory", value=[62e9, 62e9, 45e9])

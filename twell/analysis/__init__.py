@@ -46,9 +46,9 @@ __getattr__, __dir__, __all__ = hand_on(
         ".relufied": "ASKED MANY_TOKENS ORIGINAL WITHOUT_L1 gains_by_share relufied_answers "
         "relufied_budgets relufied_course relufied_layers relufied_pairs relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
-        "activity_at alive_levels check_alike choice cross_entropy_change described fits "
-        "last_validation level_name levels list_runs logged_layers price_at readable recommended "
-        "settles_after sweep traced_model training_curves",
+        "activity_at alive_levels check_alike choice cross_entropy_change described fits hardware "
+        "last_validation level_name levels list_runs logged_layers price_at processes readable "
+        "recommended settles_after sweep traced_model training_curves",
         ".speed": "BASELINE CALL CASE KERNEL_CASE MODEL_CASE SAME_ACTIVE SCALE STEP_CASE "
         "TRAINING_CASE WRITTEN_BY at_level beside_imposed by_case correlation crossovers "
         "decode_speedups layer_contributions layer_parts layers_at level_gains model_speedups "

@@ -42,7 +42,7 @@ def _budgets(runs: pd.DataFrame, log: pd.DataFrame) -> list[pd.DataFrame]:
     if runs.empty:
         return []
     curves = training_curves(runs, log, "cross_entropy")
-    last = curves["tokens"] > (1 - _END) * curves.groupby("run")["tokens"].transform("max")
+    last = curves.groupby("run")["tokens"].transform(_at_end)
     losses = curves[last].groupby("run")["value"].mean()
     tables = []
     for _, some in runs.groupby("tokens"):
@@ -51,6 +51,10 @@ def _budgets(runs: pd.DataFrame, log: pd.DataFrame) -> list[pd.DataFrame]:
         table["train_change"] = 100 * (loss / loss[table["l1_coefficient"] == 0].mean() - 1)
         tables.append(table)
     return tables
+
+
+def _at_end(tokens: pd.Series) -> pd.Series:
+    return tokens > (1 - _END) * tokens.max()
 
 
 def _of_budget(table: pd.DataFrame) -> pd.DataFrame:
@@ -148,10 +152,12 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the validations of complete runs over the seconds of training, slowest run first.
 
     Columns: run, backend, l1_coefficient, tokens, seconds (of training alone, by the logged
-    tokens/s), cross_entropy, peak_memory (the run's most bytes, NaN on a CPU). Raises ValueError
-    when runs differ in more than backend and level.
+    tokens/s), cross_entropy, peak_memory (the run's most bytes, NaN on a CPU), train_last
+    (cross-entropy on the training text at the end of training). Raises ValueError when runs differ
+    in more than backend and level.
     """
-    columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory".split()
+    columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory train_last"
+    columns = columns.split()
     runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
     tables = []
     if len(runs):
@@ -167,6 +173,8 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         table = valid[["tokens", "value"]].rename(columns={"value": "cross_entropy"})
         table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
         table["peak_memory"] = rows.loc[rows["metric"] == "peak_memory", "value"].max()
+        losses = rows[(rows["split"] == "train") & (rows["metric"] == "cross_entropy")]
+        table["train_last"] = losses.loc[_at_end(losses["tokens"]), "value"].mean()
         tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
     tables.sort(key=lambda table: -table["seconds"].max())
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
@@ -177,7 +185,7 @@ def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
 
     loss: in nats; without one it is the highest of their last losses, which all reach. Between two
     validations the loss is linear. Columns: run, backend, l1_coefficient, cross_entropy, seconds,
-    tokens (NaN where it is not reached), last (its own last loss), peak_memory.
+    tokens (NaN where it is not reached), last (its own last loss), peak_memory, train_last.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []
@@ -189,7 +197,7 @@ def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
             float(np.interp(target, near["cross_entropy"], near[name], left=np.nan))
             for name in ("seconds", "tokens")
         )
-        peak = table["peak_memory"].iloc[0]
-        rows.append((run, backend, level, target, seconds, tokens, last[run], peak))
-    columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory"]
+        whole = table[["peak_memory", "train_last"]].iloc[0]
+        rows.append((run, backend, level, target, seconds, tokens, last[run], *whole))
+    columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory", "train_last"]
     return pd.DataFrame(rows, columns=columns)

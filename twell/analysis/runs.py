@@ -249,13 +249,25 @@ def activity_at(table: pd.DataFrame, max_price: float = MAX_PRICE) -> float:
     return float(np.exp(known[first - 1] + step * (known[first] - known[first - 1])))
 
 
+def processes(runs: pd.DataFrame) -> pd.Series:
+    """Return on how many devices each run was trained, by Accelerate's launcher in its command."""
+    launched = runs["command"].astype(str).str.extract(r"--num_processes[ =](\d+)")[0]
+    return launched.fillna("1").astype(int)
+
+
+def hardware(runs: pd.DataFrame) -> pd.Series:
+    """Return the devices of each run in words, such as "4 x NVIDIA H200"."""
+    count = processes(runs)
+    return runs["device"].where(count == 1, count.astype(str) + " x " + runs["device"])
+
+
 def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return a line on each run, of any kind, by name.
 
     Columns: run, parameters, tokens, l1_coefficient, seed; of the last validation so far:
     cross_entropy (nats), active (mean over layers), dead_fraction and active_fraction;
-    tokens_per_second (median over training); device, complete. Raises ValueError for a run whose
-    files lack one of the first.
+    tokens_per_second (median over training); device (`hardware`), complete. Raises ValueError for a
+    run whose files lack one of the first.
     """
     fields = ["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]
     for run in runs.to_dict("records"):
@@ -271,7 +283,8 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["active_fraction"] = table["active"] / table.pop("intermediate_size")
     speed = log[(log["split"] == "train") & (log["metric"] == "tokens_per_second")]
     table["tokens_per_second"] = speed.groupby("run")["value"].median()
-    return table.join(runs.set_index("run")[["device", "complete"]]).sort_index().reset_index()
+    ended = runs.assign(device=hardware(runs)).set_index("run")[["device", "complete"]]
+    return table.join(ended).sort_index().reset_index()
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

@@ -23,6 +23,7 @@ from twell.analysis.runs import (
     last_validation,
     levels,
     price_at,
+    processes,
     sweep,
 )
 
@@ -313,9 +314,7 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     fields = ["run", "backend", "parameters", "batch_tokens", "vocab_size", "tokens"]
     table = complete.reindex(columns=fields).rename_axis(None)
     table["parameters"] = table["parameters"].astype(float)  # None in a run without the number
-    # Accelerate's launcher is part of the recorded command.
-    launched = complete["command"].astype(str).str.extract(r"--num_processes[ =](\d+)")[0]
-    table["devices"] = launched.fillna("1").astype(int)
+    table["devices"] = processes(complete)
     table["way"] = _ways(complete, table["devices"])
     table["sparse"] = table["backend"] != "dense"
     table = table.sort_values(["devices", "sparse", "run"])

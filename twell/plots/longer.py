@@ -107,7 +107,7 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
         f"The dashed line is {target:.3f} nats, which all reach, after the minutes in the legend; "
     )
     line += "between validations it is interpolated, and their time does not count."
-    runs = "One run each. GB: peak memory, and that of the last steps."
+    runs = "One run each. GB: peak memory of a GPU, and that of the last steps."
     _caption(figure, _sentence(about), runs, line)
     return figure
 
