@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.interpolate
 import scipy.stats
 
 from tests.factories.analysis import made, make_run, tables
@@ -121,15 +122,19 @@ def racer(name, speeds, losses, **config):
 
 
 def test_a_race_ends_at_the_loss_that_both_reach():
-    slow = racer("a", [10, 10], [9, 5, 4], backend="dense")
-    fast = racer("b", [20, 50], [9, 5, 3], backend="auto")
+    slow = racer("a", [10, 10], [6, 5, 4], backend="dense")
+    fast = racer("b", [20, 50], [7, 5, 3], backend="auto")
     ends = analysis.reached(analysis.race(*tables(fast, slow))).set_index("run")
     assert ends.index.tolist() == ["a", "b"] and set(ends["cross_entropy"]) == {4}
     assert ends.loc["a", "seconds"] == 20 and ends.loc["b", "seconds"] == pytest.approx(5 + 1)
-    assert ends.loc["b", "tokens"] == 150 and ends.loc["b", "last"] == 3
+    assert ends.loc["b", "tokens"] == pytest.approx(150) and ends.loc["b", "last"] == 3
     raced = analysis.race(*tables(fast, slow))
     early = analysis.reached(raced, 3.5).set_index("run")
-    assert np.isnan(early.loc["a", "seconds"]) and early.loc["b", "tokens"] == 175
+    assert np.isnan(early.loc["a", "seconds"]) and early.loc["b", "tokens"] == pytest.approx(175)
+    bent = analysis.race(*tables(racer("a", [10, 10, 10], [9, 5, 3, 2.5], backend="dense")))
+    loss = scipy.interpolate.pchip_interpolate([0, 100, 200, 300], [9, 5, 3, 2.5], 140)
+    assert loss < 4.2  # by a straight line
+    assert analysis.reached(bent, loss)["tokens"].item() == pytest.approx(140)
     # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
     rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
     stepped = measured.stepped(raced, rows := rows.assign(device="d"))
@@ -147,8 +152,8 @@ def test_the_numbers_of_a_race():
 
     With 1% of noise in its loss it is there a second and more sooner or later.
     """
-    slow = racer("a", [10, 10], [9, 3.3, 3.1], backend="dense")
-    fast = racer("b", [20, 50], [9, 3.4, 3.2], backend="auto")
+    slow = racer("a", [10, 10], [3.5, 3.3, 3.1], backend="dense")
+    fast = racer("b", [20, 50], [3.6, 3.4, 3.2], backend="auto")
     raced = analysis.race(*tables(fast, slow))
     seeds = (made(f"s-{n}", 0.0, n / 5, 20.0, 5, seed=n) for n in range(3))
     noise = analysis.sweep(*tables(*seeds))

@@ -43,7 +43,12 @@ NUMBERS = {
         "l1_coefficient=6e-4, tokens=50e6)['change']",
         r"rises by ([\d.]+) ± [\d.]+ points": "quantities['trend_slope']",
         r"rises by [\d.]+ ± ([\d.]+) points": "quantities['trend_slope_limit']",
-        r"a change below ([\d.]+)% is noise": "quantities['longer_price_limit']",
+        r"a change of ([\d.]+)% is noise": "0.5 * sum(row(by_tokens, l1_coefficient=1.5e-4, "
+        "tokens=1e8)[['change_high', 'change_low']] * [1, -1])",
+        r"gain falls from ([\d.]+) to [\d.]+%; a": "-row(by_tokens, l1_coefficient=1.5e-4, "
+        "tokens=5e7)['change']",
+        r"gain falls from [\d.]+ to ([\d.]+)%; a": "-row(by_tokens, l1_coefficient=1.5e-4, "
+        "tokens=1e8)['change']",
         r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
         "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
         r"Each doubling adds ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pandas as pd
+import scipy.interpolate
 import scipy.stats
 
 from twell.analysis.runs import check_alike, choice, levels, sweep, training_curves
@@ -183,21 +184,23 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
     """Return the seconds and tokens after which each run of `race` has a loss.
 
-    loss: in nats; without one it is the highest of their last losses, which all reach. Between two
-    validations the loss is linear. Columns: run, backend, l1_coefficient, cross_entropy, seconds,
-    tokens (NaN where it is not reached), last (its own last loss), peak_memory, train_last.
+    loss: in nats; without one it is the highest of their last losses, which all reach. Between
+    validations a monotone cubic is drawn: a straight line lies above a curve that bends as these
+    do, the more the farther a validation is. Columns: run, backend, l1_coefficient, cross_entropy,
+    seconds, tokens (NaN where it is not reached), last (its own last loss), peak_memory and
+    train_last.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []
     target, by = last.max() if loss is None else loss, ["run", "backend", "l1_coefficient"]
     for (run, backend, level), table in raced.groupby(by, sort=False):
-        end = int(np.argmax(table["cross_entropy"].to_numpy() <= target))
-        near = table.iloc[max(end - 1, 0) : end + 1].sort_values("cross_entropy")
-        seconds, tokens = (
-            float(np.interp(target, near["cross_entropy"], near[name], left=np.nan))
-            for name in ("seconds", "tokens")
-        )
+        tokens, losses = table["tokens"].astype(float), table["cross_entropy"]
+        where = tokens[losses <= target].min()  # NaN for none
+        if where > tokens.min():
+            curve = scipy.interpolate.PchipInterpolator(tokens, losses)
+            where = np.append(where, curve.solve(target, False, extrapolate=False)).min()
+        seconds = np.interp(where, tokens, table["seconds"])
         whole = table[["peak_memory", "train_last"]].iloc[0]
-        rows.append((run, backend, level, target, seconds, tokens, last[run], *whole))
+        rows.append((run, backend, level, target, seconds, where, last[run], *whole))
     columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory", "train_last"]
     return pd.DataFrame(rows, columns=columns)

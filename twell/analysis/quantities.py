@@ -378,7 +378,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     trends = trended(longer.trend(*_fitting(every, log, BUDGETS)), LEVEL)
     swept = sweep(table, active, chosen, on_more) | trends
     return {
-        "sweep": swept | single(runs.list_runs(every, log), chosen),
+        "sweep": swept | single(runs.list_runs(every, log)),
         "choices": choices(chosen),
         "sizes": sizes(by_size, chosen),
         "training": whole,

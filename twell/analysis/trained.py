@@ -159,11 +159,11 @@ def _steps(
     return result
 
 
-def single(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
+def single(table: pd.DataFrame) -> Quantities:
     """Return quantities of pairs of settings from `list_runs`: other learning rates, and the model
     that ships. Prices are in % over the second; a pair without both has no quantity. _runs: seeds
-    of the first; _price_limit: of learning rates by the noise of `choices` (seeds), which have the
-    same size and tokens; else Student's t on the runs of both, NaN for one run each.
+    of the first; _price_limit: Student's t on the runs of both, whose seeds may scatter more than
+    the recipe's do, NaN for one run each.
     """
     table = table.assign(setting=table["run"].str.partition("-seed-")[0])
     by_setting = dict(tuple(table.groupby("setting")))
@@ -183,9 +183,7 @@ def single(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
             losses[LOSS] = 100 * losses["cross_entropy"] / second["cross_entropy"].mean()
             result |= {
                 f"{name}_price": losses[LOSS][: len(first)].mean() - 100,
-                f"{name}_price_limit": noise_limit(
-                    seeds if name.startswith("lr") else losses, LOSS, len(first), len(second)
-                ),
+                f"{name}_price_limit": noise_limit(losses, LOSS, len(first), len(second)),
                 f"{name}_runs": len(first),
                 f"{name}_inactive": 100 - 100 * first["active_fraction"].mean(),
                 f"{name}_parameters": first["parameters"].mean() / 1e6,

@@ -106,7 +106,7 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
     line = (
         f"The dashed line is {target:.3f} nats, which all reach, after the minutes in the legend; "
     )
-    line += "between validations it is interpolated, and their time does not count."
+    line += "between validations a monotone cubic stands, and their time does not count."
     runs = "One run each. GB: peak memory of a GPU, and that of the last steps."
     _caption(figure, _sentence(about), runs, line)
     return figure
