@@ -75,6 +75,7 @@ class TrainConfig:
     threshold: float = 0.0  # a neuron is active where its gate is above
     # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
     teacher: str | None = None
+    fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
     active_share: float = 0.0  # of the neurons, wanted; 0: the L1 coefficient stays
     l1_growth: float = 1.5  # factor on the coefficient after a stage with too many active
     l1_stage_steps: int = 100
@@ -268,7 +269,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
-    "checkpoint_every balance_every threshold"
+    "checkpoint_every balance_every threshold fit_tokens"
 )
 _MICRO_BATCH = "be at least 1, or null for the whole share of the step"
 # Fields, the test of their values (which NaN fails), and what they have to do.

@@ -40,7 +40,7 @@ from twell.train.loop import Run
 
 SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
 SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
-SHORT += "l1_zero_steps=0"
+SHORT += "fit_tokens=0 l1_zero_steps=0"
 SHORT = SHORT.split()
 
 
@@ -448,7 +448,9 @@ def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
     given = config("tokens=4096", "l1_stage_steps=5")
-    given = dataclasses.replace(given, micro_batch=3, log_every=2, l1_stage_steps=2)
+    given = dataclasses.replace(
+        given, micro_batch=3, log_every=2, l1_stage_steps=2, fit_tokens=1152
+    )
     write_config(given, tmp_path / "config.yaml")
     one = results.load_run(train(given, tmp_path / "one", quiet=True))[1]
     two, model = launch(tmp_path, "two", kind)

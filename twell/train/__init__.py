@@ -12,6 +12,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     validation      loss and activity of a model on held-out text
     dead            dead neurons: windows and remedies
     relufy          a pretrained model that learns from itself, with ReLU
+    fit             how it begins: least squares, layer after layer
     log             the rows of log.csv
     checkpoint      the last two checkpoints, and which of them is whole
     interrupt, lock Ctrl-C, and one process at a time in a folder
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
         ".dead": "DeadWindow balance reinitialize",
+        ".fit": "fit_down",
         ".log": "Log activity_columns",
         ".relufy": "Student relufy_config",
         ".start": "check_folder train",

@@ -29,6 +29,7 @@ from twell.sparse.training import SparseTraining
 from twell.train.build import adamw, build_model, prepare_layers, save_model
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
+from twell.train.fit import fit_down
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.relufy import teacher_hash
@@ -46,7 +47,9 @@ FEW = 0.8  # of the wanted share; fewer active neurons at the end are worth a wo
 class Run:
     """A training in one process: `train` is its course, `step` one optimiser step."""
 
-    def __init__(self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool):
+    def __init__(
+        self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool, resume: bool
+    ):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
         self.main, self.device = accelerator.is_main_process, accelerator.device
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
@@ -59,6 +62,10 @@ class Run:
 
         self.model = build_model(config, self.tokenizer, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.checkpoints = Checkpoints(folder, main=self.main)
+        self.resume, self.continues = resume, resume and self.checkpoints.exist()
+        if config.fit_tokens and not self.continues:
+            self.fit()
         path = "union" if config.precision == "bf16" else None  # the kernels take 16-bit inputs
         self.sparse = SparseTraining(self.model, path=path)
         prepare_layers(self.model, config, self.sparse)
@@ -71,7 +78,6 @@ class Run:
             self.optimizer.optimizer, config.warmup_steps, config.steps
         )
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
-        self.checkpoints = Checkpoints(folder, main=self.main)
         self.losses = ["loss", "cross_entropy", "l1", *["kl"] * (config.teacher is not None)]
         # Since the last row: sums of these and of the gradient norm; seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
@@ -79,11 +85,31 @@ class Run:
         self.share: float | None = None  # of active neurons, at the end of the last L1 stage
         self.validating = 0.0  # seconds of the last validation
 
-    def train(self, resume: bool) -> Path:
+    def fit(self) -> None:
+        """Fit a student's down projections to the first `fit_tokens` tokens of the text."""
+        config, start = self.config, time.perf_counter()
+        said = start
+        micro = config.micro_batch or max(1, config.batch_tokens // config.context // self.world)
+        numbers = math.ceil(config.fit_tokens / (config.context * micro * self.world))
+        firsts = [(number * self.world + self.rank) * micro for number in range(numbers)]
+        batches = [self.blocks.draw(range(first, first + micro)) for first in firsts]
+        batches = [tokens.to(self.device) for tokens in batches]
+        self.model.to(self.device)
+        with self.autocast():
+            for layer in fit_down(self.model, batches, self.accelerator.reduce):
+                spent = time.perf_counter() - start
+                if time.perf_counter() - said > SLOW / 2:
+                    left = spent / (layer + 1) * (config.num_layers - layer - 1)
+                    self.say(f"{self.folder.name}  layer {layer} is fitted, {left:.0f} s left")
+                    said = time.perf_counter()
+        if config.balance_every:
+            balance(self.model)
+
+    def train(self) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
-        config, size = self.config, None
+        config, size, resume = self.config, None, self.resume
         self.done = 0
-        if resume and self.checkpoints.exist():
+        if self.continues:
             check_text(self.folder, self.text)
             self.check_teacher()
             self.done, size = self.load_checkpoint()

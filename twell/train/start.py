@@ -71,7 +71,7 @@ def train(
             return folder
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
-        return Run(config, folder, accelerator, quiet).train(resume)
+        return Run(config, folder, accelerator, quiet, resume).train()
 
 
 def wrap_layers() -> bool:
@@ -103,6 +103,10 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         kind = "a file" if folder.exists() else "a link to nothing"
         raise FileExistsError(f"{folder} is {kind}; a run is a folder")
+    if config.fit_tokens and not config.teacher:
+        raise ValueError(
+            f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
+        )
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
