@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from tests.factories import SEED
 from tests.factories.train import FAMILIES, series, stop_training, write_pretrained
@@ -12,6 +13,8 @@ from tests.train.test_relufy import SHORT
 from twell import results
 from twell.config import TrainConfig
 from twell.train import Student, fit, fit_down, loop, relufy_config, train
+from twell.train.checkpoint import Checkpoints
+from twell.train.loop import Run
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +101,71 @@ def test_activations_that_are_not_finite_are_refused(config):
         list(fit_down(student, [torch.zeros(1, 8, dtype=torch.long)], lambda tensor: tensor))
 
 
-def test_a_run_begins_with_it_and_does_not_repeat_it(config, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_begins_with_it_and_does_not_repeat_it(
+    config, tmp_path, monkeypatch, capsys, precision
+):
     monkeypatch.setattr(loop, "SLOW", 0)
-    given = config("tokens=7680", "l1_stage_steps=5")
-    given = dataclasses.replace(given, checkpoint_every=5, fit_tokens=4000)
+    plain = dataclasses.replace(config("tokens=7680", "l1_stage_steps=5"), precision=precision)
+    given = dataclasses.replace(plain, checkpoint_every=5, fit_tokens=4000)
     whole = train(given, tmp_path / "whole")
     said = capsys.readouterr().out
     assert "whole  layer 0 is fitted, " in said and " s left" in said
-    plain = train(config("tokens=7680", "l1_stage_steps=5"), tmp_path / "plain", quiet=True)
+    plain = train(plain, tmp_path / "plain", quiet=True)
     logs = [results.load_run(folder)[1] for folder in (whole, plain)]
     kls = [series(log, "kl", "valid").iloc[0] for log in logs]
     assert kls[0] < 0.5 * kls[1]
     stop_training(given, tmp_path / "stopped", 10)
-    monkeypatch.setattr(loop, "fit_down", None)  # from the checkpoint it goes on without
-    resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "fit_down", None)  # from the checkpoint it goes on without
+        resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
     for metric in ("kl", "active_mean", "l1_coefficient"):
         one, other = (series(results.load_run(run)[1], metric) for run in (whole, resumed))
         assert one.equals(other), metric
+    # Without a checkpoint it begins again, and so does the fit.
+    stop_training(given, tmp_path / "begun", 5)
+    Checkpoints(tmp_path / "begun").remove()
+    begun = train(given, tmp_path / "begun", resume=True, quiet=True)
+    assert series(results.load_run(begun)[1], "kl").equals(series(logs[0], "kl"))
+
+
+def test_bf16_fits_as_fp32_does(tmp_path, tiny_text, config):
+    """Layer after layer: a weight that has changed is not read from a cache."""
+    given = config(model=write_pretrained(tmp_path / "deep", tiny_text, num_hidden_layers=6))
+    blocks, kls = given.prepare_text()[1], []
+    batches, other = [blocks.draw(range(n, n + 16)) for n in (0, 16)], blocks.draw(range(200, 232))
+    for enabled in (False, True):
+        student = student_of(given)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            list(fit_down(student, batches, lambda tensor: tensor))
+        with torch.no_grad():
+            kls.append(student(other).kl.item())
+    assert kls[1] == pytest.approx(kls[0], rel=0.1)
+
+
+def test_columns_are_of_one_length_after_it(config, tmp_path):
+    given = config("balance_every=1000")
+    run = Run(
+        dataclasses.replace(given, fit_tokens=4000), tmp_path / "run", Accelerator(), True, False
+    )
+    lengths = [ffn.down_proj.weight.norm(dim=0) for ffn in run.model.ffns]
+    assert all(torch.allclose(one, one[0].expand_as(one)) for one in lengths)
+
+
+def test_a_run_of_an_older_version_goes_on_without_it(config, tmp_path, monkeypatch):
+    given = dataclasses.replace(config("tokens=7680", "l1_stage_steps=5"), checkpoint_every=5)
+    stop_training(given, tmp_path / "run", 5)
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace("fit_tokens: 0\n", ""))
+    monkeypatch.setattr(loop, "fit_down", None)
+    train(dataclasses.replace(given, fit_tokens=4000), tmp_path / "run", resume=True, quiet=True)
+    assert results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_too_few_tokens_are_refused(config, tmp_path):
+    given = dataclasses.replace(config(), fit_tokens=383)
+    with pytest.raises(ValueError, match="fit_tokens is 383; fewer than 384, 4 for each neuron"):
+        train(given, tmp_path / "run")
 
 
 def test_it_is_for_students_alone(tmp_path):

@@ -50,7 +50,7 @@ def relufied_course(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return KL divergence and activity over the training of each complete run.
 
     Columns: run, name, tokens, kl (nats), active_fraction: means over the steps since the row
-    before; the first row is the teacher with ReLU, before any step.
+    before; the first row is the teacher with ReLU, fitted or not, before any step.
     """
     complete = _complete(runs)
     rows = log[log["run"].isin(complete.index) & log["metric"].isin(["kl", "active_mean"])]
@@ -181,6 +181,8 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers]
+    fitted = complete.get("fit_tokens", pd.Series(0, complete.index)).fillna(0)  # older: not
+    complete = complete.assign(fit_tokens=fitted)
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
     rule = "these runs have to be of one teacher and text"

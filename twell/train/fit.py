@@ -12,7 +12,6 @@ closed form. Of a model pruned without training this is known; here gradients go
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,36 +27,44 @@ RIDGE = 1e-2
 def fit_down(
     student: Student, batches: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> Iterator[int]:
-    """Fit a student's down projections on its device, in place; yield the number of each layer.
+    """Fit a student's down projections in place; yield the number of each layer.
 
-    batches: token ids [B, S] of this process, all of one size; both models' hidden states of all of
-    them are in memory. reduce: returns the sum of a tensor over processes, which all get the same
-    weights. Raises ValueError for a layer whose activations are not finite.
+    batches: token ids [B, S] of this process, all of one size, on the teacher's device. The hidden
+    states of all of them are there, of both models; a student elsewhere lends one layer at a time.
+    reduce: returns the sum of a tensor over processes, which all get the same weights. Raises
+    ValueError for a layer whose activations are not finite.
     """
     student.eval()
-    models = student.teacher[0].base_model, student.model
-    layers = zip(*(_layers(model, batches[0]) for model in models), strict=True)
-    wanted, found = ([model.get_input_embeddings()(ids) for ids in batches] for model in models)
-    for number, ((original, layer), ffn) in enumerate(zip(layers, student.ffns, strict=True)):
+    teacher, device, home = student.teacher[0].base_model, batches[0].device, student.device
+    given = _arguments(teacher, batches[0])  # of both models' layers, which are alike
+    wanted = [teacher.get_input_embeddings()(ids) for ids in batches]
+    embedding = student.model.get_input_embeddings()
+    found = [embedding(ids.to(home)).to(device) for ids in batches]
+    models = teacher.layers, student.model.layers, student.ffns, given
+    for number, (original, layer, ffn, named) in enumerate(zip(*models, strict=True)):
+        layer.to(device)
         seen: list[Tensor] = []  # what the feed-forward layer has read
         hook = ffn.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         weight = ffn.down_proj.weight
         size, width = weight.shape
         square, product = (weight.new_zeros(width, columns) for columns in (width, size))
         for index, hidden in enumerate(found):
-            wanted[index] = original(wanted[index])
-            error = (wanted[index].float() - layer(hidden).float()).flatten(0, -2)
+            wanted[index] = original(wanted[index], **named)
+            error = (wanted[index].float() - layer(hidden, **named).float()).flatten(0, -2)
             h = ffn.activations(seen.pop())[1].float().flatten(0, -2)
             square.addmm_(h.T, h)
             product.addmm_(h.T, error)
         hook.remove()
         weight += _solved(reduce(square), reduce(product), number).T.to(weight.dtype)
-        found = [layer(hidden) for hidden in found]
+        torch.clear_autocast_cache()  # of the weight as it was
+        for index, hidden in enumerate(found):
+            found[index] = layer(hidden, **named)
+        layer.to(home)
         yield number
 
 
-def _layers(model: nn.Module, ids: Tensor) -> list[Callable[[Tensor], Tensor]]:
-    """Return the decoder layers as functions of hidden states, with their arguments for `ids`."""
+def _arguments(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
+    """Return what each decoder layer is given for `ids` beside the hidden states."""
     given: dict[nn.Module, dict[str, Any]] = {}
 
     def keep(layer: nn.Module, _: tuple, named: dict[str, Any]) -> None:
@@ -67,7 +74,7 @@ def _layers(model: nn.Module, ids: Tensor) -> list[Callable[[Tensor], Tensor]]:
     model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return [functools.partial(layer, **given[layer]) for layer in model.layers]
+    return [given[layer] for layer in model.layers]
 
 
 def _solved(square: Tensor, product: Tensor, number: int) -> Tensor:

@@ -89,12 +89,15 @@ class Run:
         """Fit a student's down projections to the first `fit_tokens` tokens of the text."""
         config, start = self.config, time.perf_counter()
         said = start
-        micro = config.micro_batch or max(1, config.batch_tokens // config.context // self.world)
+        share = max(1, config.batch_tokens // config.context // self.world)
+        micro = min(config.micro_batch or share, share)
         numbers = math.ceil(config.fit_tokens / (config.context * micro * self.world))
         firsts = [(number * self.world + self.rank) * micro for number in range(numbers)]
         batches = [self.blocks.draw(range(first, first + micro)) for first in firsts]
         batches = [tokens.to(self.device) for tokens in batches]
-        self.model.to(self.device)
+        self.say(
+            f"{self.folder.name}  its down projections are fitted to {config.fit_tokens} tokens"
+        )
         with self.autocast():
             for layer in fit_down(self.model, batches, self.accelerator.reduce):
                 spent = time.perf_counter() - start

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from pathlib import Path
 
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
@@ -15,6 +17,8 @@ from twell.config import TrainConfig
 from twell.train import lock
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
+
+FEW = 4  # tokens for each neuron that a fit needs
 
 
 def train(
@@ -62,6 +66,10 @@ def train(
         _check_state(folder, state, resume, overwrite)
         if resume and (folder / "config.yaml").is_file():
             before = vars(TrainConfig.load(folder / "config.yaml"))
+            written = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            # What an older version did not know the run goes on without, whatever is usual now.
+            later = {name: value for name, value in before.items() if name not in written}
+            config = dataclasses.replace(config, **later)
             if changes := config.changes(before):
                 raise ValueError(f"{folder} holds a run of another configuration: {changes}")
         if resume and results.load_provenance(folder).get("complete"):
@@ -106,6 +114,11 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
     if config.fit_tokens and not config.teacher:
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
+        )
+    if 0 < config.fit_tokens < (least := FEW * config.intermediate_size):
+        raise ValueError(
+            f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FEW} for each neuron of a "
+            "layer, do harm; raise it, or set it to 0 for no fit"
         )
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
