@@ -36,10 +36,13 @@ def fit_down(
     """
     student.eval()
     teacher, device, home = student.teacher[0].base_model, batches[0].device, student.device
-    given = _arguments(teacher, batches[0])  # of both models' layers, which are alike
+    given = _arguments(teacher, batches[0])  # the student's layers take the same, but for `own`
     wanted = [teacher.get_input_embeddings()(ids) for ids in batches]
     embedding = student.model.get_input_embeddings()
     found = [embedding(ids.to(home)).to(device) for ids in batches]
+    rotary = student.model.rotary_emb.to(device)  # in fp32; the teacher's may be in bf16
+    own = {"position_embeddings": rotary(found[0], given[0]["position_ids"])}
+    rotary.to(home)
     models = teacher.layers, student.model.layers, student.ffns, given
     for number, (original, layer, ffn, named) in enumerate(zip(*models, strict=True)):
         layer.to(device)
@@ -50,7 +53,7 @@ def fit_down(
         square, product = (weight.new_zeros(width, columns) for columns in (width, size))
         for index, hidden in enumerate(found):
             wanted[index] = original(wanted[index], **named)
-            error = (wanted[index].float() - layer(hidden, **named).float()).flatten(0, -2)
+            error = (wanted[index].float() - layer(hidden, **named | own).float()).flatten(0, -2)
             h = ffn.activations(seen.pop())[1].float().flatten(0, -2)
             square.addmm_(h.T, h)
             product.addmm_(h.T, error)
@@ -58,7 +61,7 @@ def fit_down(
         weight += _solved(reduce(square), reduce(product), number).T.to(weight.dtype)
         torch.clear_autocast_cache()  # of the weight as it was
         for index, hidden in enumerate(found):
-            found[index] = layer(hidden, **named)
+            found[index] = layer(hidden, **named | own)
         layer.to(home)
         yield number
 
