@@ -176,6 +176,9 @@ NUMBERS = {
         r"It is ([\d.]+) times as fast,": "(lambda t: t.iloc[0] / t.iloc[-1])"
         "(raced.groupby('run', sort=False)['seconds'].max())",
         r"but ends ([\d.]+)% higher": "subjects['training']['race_change']",
+        r"sparse model ends ([\d.]+)% higher": "subjects['training']['race_train_change']",
+        r"200 M tokens it ends at ([\d.]+)": "analysis.race(*results.load_runs("
+        "root / runs, 'flagship-200m-l1-0'))['cross_entropy'].iloc[-1]",
         r"after (\d+)% of its tokens": "100 * ends['tokens'].min() / ends['tokens'].max()",
         r"tokens and ([\d.]+) instead": "subjects['training']['race_first']",
         r"tokens and [\d.]+ instead of ([\d.]+) minutes": "subjects['training']['race_second']",

@@ -9,25 +9,11 @@ from accelerate import Accelerator
 
 from tests.factories import SEED
 from tests.factories.train import FAMILIES, series, stop_training, write_pretrained
-from tests.train.test_relufy import SHORT
 from twell import results
 from twell.config import TrainConfig
-from twell.train import Student, fit, fit_down, loop, relufy_config, train
+from twell.train import Student, fit, fit_down, loop, train
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory, tiny_text):
-    return write_pretrained(tmp_path_factory.mktemp("fit") / "teacher", tiny_text)
-
-
-@pytest.fixture
-def config(teacher, tiny_text):
-    def with_fields(*fields, model=teacher):
-        return relufy_config(model, [f"source={tiny_text}", *SHORT, *fields], lambda line: None)
-
-    return with_fields
 
 
 def student_of(config):

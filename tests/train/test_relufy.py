@@ -20,6 +20,7 @@ from transformers import (
 
 from tests.factories import SEED
 from tests.factories.train import (
+    BRIEF,
     FAMILIES,
     contents,
     launch,
@@ -37,26 +38,6 @@ from twell.models import load
 from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, train
 from twell.train.loop import Run
-
-SHORT = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
-SHORT += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
-SHORT += "fit_tokens=0 l1_zero_steps=0"
-SHORT = SHORT.split()
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory, tiny_text):
-    return write_pretrained(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
-
-
-@pytest.fixture
-def config(teacher, tiny_text):
-    """Return the configuration of a training with some fields given."""
-
-    def with_fields(*fields, model=teacher):
-        return relufy_config(model, [f"source={tiny_text}", *SHORT, *fields], lambda line: None)
-
-    return with_fields
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -147,7 +128,7 @@ def trained(teacher, tiny_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("relufied") / "run"
     words = "tokens=102400 l1_coefficient=2e-3 l1_zero_steps=20 l1_growth=1.5 l1_stage_steps=10 "
     words += "active_share=0.2"
-    fields = [f"source={tiny_text}", *SHORT[:-1], *words.split()]
+    fields = [f"source={tiny_text}", *BRIEF[:-1], *words.split()]
     assert cli.main(["relufy", str(teacher), *fields, "--out", str(folder)]) == 0
     return folder
 
@@ -317,7 +298,7 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     monkeypatch.setattr(relufy, "SAMPLES", 3000)
     monkeypatch.setattr(relufy, "SAMPLED", 16)
     said = []
-    whole = relufy_config(teacher, SHORT, said.append)
+    whole = relufy_config(teacher, BRIEF, said.append)
     lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
     assert len(lines) == 6 * 16 and any("the teacher writes 96 texts" in line for line in said)
     assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
@@ -329,7 +310,7 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     for lines in (2 * 16 + 3, 2 * 16 - 1, 6 * 16 - 1):
         part.write_text("".join(text.splitlines(keepends=True)[:lines]) + '{"te')
         file.unlink()
-        assert relufy_config(teacher, SHORT, said.append) == whole
+        assert relufy_config(teacher, BRIEF, said.append) == whole
         assert file.read_text(encoding="utf-8") == text and not part.exists()
     run = train(dataclasses.replace(whole, tokens=1024), tmp_path / "run", quiet=True)
     assert results.load_run(run)[0]["complete"]
@@ -362,7 +343,7 @@ def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkey
     sources = []
     for scale in (0.2, 0.3):
         folder = write_pretrained(tmp_path / "model", tiny_text, initializer_range=scale)
-        sources.append(relufy_config(folder, SHORT, lambda line: None).source)
+        sources.append(relufy_config(folder, BRIEF, lambda line: None).source)
     assert sources[0] != sources[1]
 
 
@@ -371,7 +352,7 @@ def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkey
 
 def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
     folder, said = write_pretrained(tmp_path / "model", tiny_text, hidden_act="relu"), []
-    fields = [f"source={tiny_text}", *SHORT, "tokens=1024"]
+    fields = [f"source={tiny_text}", *BRIEF, "tokens=1024"]
     given = relufy_config(folder, fields, said.append)
     assert any("has ReLU already" in line for line in said)
     assert any("no GPU was found" in line for line in said) != torch.cuda.is_available()
@@ -414,7 +395,7 @@ def test_damaged_models_are_refused(config, tmp_path, tiny_text):
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, tiny_text):
     folder = write_pretrained(tmp_path / "model", tiny_text, vocab_size=300)
     with pytest.raises(ValueError, match="has 320 entries; vocab_size 300 does not hold them"):
-        relufy_config(folder, SHORT, lambda line: pytest.fail(line))
+        relufy_config(folder, BRIEF, lambda line: pytest.fail(line))
 
 
 def test_a_slow_run_says_how_long_it_takes(config, tmp_path, monkeypatch, capsys):

@@ -8,18 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.factories.train import contents, resume, stop_training, write_pretrained
-from tests.train.test_relufy import SHORT
+from tests.factories.train import BRIEF, contents, resume, stop_training, write_pretrained
 from twell import corpus
 from twell.corpus import load_tokenizer, tokens
 from twell.train import Student, check_folder, relufy, relufy_config, train
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory, tiny_text):
-    return write_pretrained(tmp_path_factory.mktemp("teachers") / "teacher", tiny_text)
 
 
 @pytest.fixture
@@ -37,7 +31,7 @@ def copied(teacher, tmp_path):
 
 
 def student_of(folder, tiny_text, out, *fields, **options):
-    given = [f"source={tiny_text}", *SHORT, "tokens=1024", "l1_stage_steps=5", *fields]
+    given = [f"source={tiny_text}", *BRIEF, "tokens=1024", "l1_stage_steps=5", *fields]
     return train(relufy_config(folder, given, lambda line: None), out, quiet=True, **options)
 
 
@@ -52,7 +46,7 @@ def test_end_and_chat_templates_are_the_teachers_own(copied, teacher, tiny_text,
     loaded = AutoTokenizer.from_pretrained(model)
     assert loaded.eos_token == "a" and loaded.chat_template == tokenizer.chat_template
     ends = [
-        relufy_config(folder, [f"source={tiny_text}", *SHORT], lambda line: None).prepare_text()
+        relufy_config(folder, [f"source={tiny_text}", *BRIEF], lambda line: None).prepare_text()
         for folder in (teacher, other)
     ]
     assert ends[0][1].tokens.tolist() != ends[1][1].tokens.tolist()
@@ -83,7 +77,7 @@ def test_text_is_neither_cut_nor_padded(teacher, tiny_text, tmp_path):
 def test_a_head_of_its_own_stays_its_own(copied, tiny_text):
     folder = copied("tied", "config.json", tie_word_embeddings=True)
     student = Student.of(
-        relufy_config(folder, [f"source={tiny_text}", *SHORT], lambda line: None),
+        relufy_config(folder, [f"source={tiny_text}", *BRIEF], lambda line: None),
         torch.device("cpu"),
     )
     plain = LlamaForCausalLM.from_pretrained(folder)
@@ -95,7 +89,7 @@ def test_a_head_of_its_own_stays_its_own(copied, tiny_text):
 
 def test_a_teacher_that_changed_is_noticed(copied, tiny_text, tmp_path):
     folder, run = copied("changing"), tmp_path / "run"
-    fields = [f"source={tiny_text}", *SHORT, "tokens=5120", "l1_stage_steps=5"]
+    fields = [f"source={tiny_text}", *BRIEF, "tokens=5120", "l1_stage_steps=5"]
     given = relufy_config(folder, fields, lambda line: None)
     given = dataclasses.replace(given, checkpoint_every=5)
     stop_training(given, run, 5)
@@ -121,7 +115,7 @@ def test_heads_may_have_a_size_of_their_own(tiny_text, tmp_path):
 def test_a_student_has_no_dropout_that_the_teacher_has_not(tiny_text, tmp_path, kind):
     """Attention's would act in the student alone, and make the teacher's prediction unreachable."""
     folder = write_pretrained(tmp_path / "model", tiny_text, kind, attention_dropout=0.5)
-    given = [f"source={tiny_text}", *SHORT, "tokens=1024", "l1_stage_steps=5"]
+    given = [f"source={tiny_text}", *BRIEF, "tokens=1024", "l1_stage_steps=5"]
     student = Student.of(relufy_config(folder, given, lambda line: None), torch.device("cpu"))
     ids = torch.arange(32).reshape(1, 32)
     first, second = (student.train()(ids, ids).kl.item() for _ in range(2))
@@ -152,7 +146,7 @@ def test_a_name_may_have_any_characters(copied, tiny_text, tmp_path):
     ],
 )
 def test_fields_that_would_be_ignored_are_refused(teacher, tiny_text, field, message):
-    given = [one for one in SHORT if one.partition("=")[0] != field.partition("=")[0]]
+    given = [one for one in BRIEF if one.partition("=")[0] != field.partition("=")[0]]
     with pytest.raises(ValueError, match=message):
         relufy_config(teacher, [f"source={tiny_text}", *given, field], lambda line: None)
 
@@ -189,9 +183,9 @@ def test_the_teacher_writes_nothing_for_a_run_that_cannot_begin(teacher, tiny_te
 
     said = []
     with pytest.raises(FileNotFoundError, match="holds no run to resume"):
-        relufy_config(teacher, SHORT, said.append, check)
+        relufy_config(teacher, BRIEF, said.append, check)
     assert said == []
     other = write_pretrained(tmp_path / "mistral", tiny_text, "mistral")
     with pytest.raises(ValueError, match="threshold is 0.1, and the teacher is a mistral"):
-        relufy_config(other, [*SHORT, "threshold=0.1"], said.append)
+        relufy_config(other, [*BRIEF, "threshold=0.1"], said.append)
     assert said == []

@@ -118,7 +118,7 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
     if 0 < config.fit_tokens < (least := FEW * config.intermediate_size):
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FEW} for each neuron of a "
-            "layer, do harm; raise it, or set it to 0 for no fit"
+            "layer, may do harm; raise it, or set it to 0 for no fit"
         )
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):

@@ -1,0 +1,21 @@
+"""A tiny SiLU model, and configurations that relufy it."""
+
+import pytest
+
+from tests.factories.train import BRIEF, write_pretrained
+from twell.train import relufy_config
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tiny_text):
+    return write_pretrained(tmp_path_factory.mktemp("relufy") / "teacher", tiny_text)
+
+
+@pytest.fixture
+def config(teacher, tiny_text):
+    """Return the configuration of a training with some fields given."""
+
+    def with_fields(*fields, model=teacher):
+        return relufy_config(model, [f"source={tiny_text}", *BRIEF, *fields], lambda line: None)
+
+    return with_fields
