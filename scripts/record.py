@@ -62,19 +62,20 @@ RELUFY = (
     "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
     "log_every={log} learning_rate={rate} {fields} --out {run}"
 ).format
-# The best ones of the parts rate-*, batch-* and relufy-0.1, once they are measured.
+# The best ones of the parts rate-1e-3, batch-8k and relufy-0.1, once they are measured.
 LEARNING_RATE, BATCH = "3e-4", 32768
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-STAGES["2e8"] = 600, 200, 20
+STAGES["1.5e8"] = 450, 150, 15
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
-WITH_TRACE = "relufy-0.1", "relufy-0.1-t-0.5-2e8"
+WITH_TRACE = "relufy-0.1-1.5e8", "relufy-0.1-t-0.5-1.5e8"
+OTHER_BUDGETS = "1.5e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, START = 2e5, 130  # tokens of an H100; seconds around a training
 
 
@@ -94,12 +95,11 @@ def relufied(
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# In order of value: a lower learning rate, for fitted students begin near their teacher, and
-# smaller batches, to compare with relufy-0.1 (the recorded one was not fitted); then 10% with a
+# First another learning rate and smaller batches, to compare with relufy-0.1; then 10% with a
 # threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
 # takes a GPU while the other reaches the other shares; and how quality rises with tokens.
 RELUFIED = {
-    "rate-1e-4": relufied("rate-1e-4", TENTH, rate="1e-4"),
+    "rate-1e-3": relufied("rate-1e-3", TENTH, rate="1e-3"),
     "batch-8k": relufied("batch-8k", TENTH, batch=8192),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
@@ -107,21 +107,18 @@ RELUFIED = {
             ("0.1", TENTH),
             ("0.1-t-0.5", LIGHT(0.1, 0.5)),
             ("0", NO_L1),
-            ("0.1-t-0.5-2e8", LIGHT(0.1, 0.5), "2e8"),
-            ("0.1-2e8", TENTH, "2e8"),
+            *((f"0.1-t-0.5-{tokens}", LIGHT(0.1, 0.5), tokens) for tokens in OTHER_BUDGETS),
+            *((f"0.1-{tokens}", TENTH, tokens) for tokens in OTHER_BUDGETS),
             ("0.05-t-0.5", LIGHT(0.05, 0.5)),
-            ("0.02-t-0.5", LIGHT(0.02, 0.5)),
-            ("0.3", "active_share=0.3 l1_coefficient=1e-5"),
-            ("0.1-t-0.5-8e7", LIGHT(0.1, 0.5), "8e7"),
             ("0.05", "active_share=0.05"),
+            ("0.3", "active_share=0.3 l1_coefficient=1e-5"),
+            ("0.02-t-0.5", LIGHT(0.02, 0.5)),
+            ("0.02", "active_share=0.02"),
             ("0.2", "active_share=0.2 l1_coefficient=1e-4"),
             ("0-8e7", NO_L1, "8e7"),
-            ("0.02", "active_share=0.02"),
             # Of the original's gates a quarter is above 0.2, and 15% above 0.5.
             ("0.1-t-0.2", LIGHT(0.1, 0.2)),
-            ("0.1-t-0.5-4e7", LIGHT(0.1, 0.5), "4e7"),
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
-            ("0.1-t-0.5-5e6", LIGHT(0.1, 0.5), "5e6"),
         )
     },
 }
