@@ -58,49 +58,48 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # sequences: with as many in a micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
-    "compile=true checkpoint_every=0 batch_tokens={batch} micro_batch={micro_batch} "
+    "compile=true checkpoint_every=0 batch_tokens=32768 micro_batch=32 "
     "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
     "log_every={log} learning_rate={rate} {fields} --out {run}"
 ).format
-# The best ones of the parts rate-1e-3, batch-8k and relufy-0.1, once they are measured.
-LEARNING_RATE, BATCH = "3e-4", 32768
+# Of the parts relufy-0.1 and rate-1e-3 the better one's.
+LEARNING_RATE = "3e-4"
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-STAGES["1.5e8"] = 450, 150, 15
+STAGES["1.2e8"] = 360, 120, 15
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
-WITH_TRACE = "relufy-0.1-1.5e8", "relufy-0.1-t-0.5-1.5e8"
-OTHER_BUDGETS = "1.5e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
-RELUFIED_A_SECOND, START = 2e5, 130  # tokens of an H100; seconds around a training
+WITH_TRACE = "relufy-0.1-1.2e8", "relufy-0.1-t-0.5-1.2e8"
+OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
+RELUFIED_A_SECOND, START = 1.7e5, 130  # tokens of an H100; seconds around a training
 
 
 def relufied(
-    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE, batch: int = BATCH
+    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
     At its limit a training leaves a checkpoint, from which the next call goes on.
     """
     run = f"{{out}}/runs/{name}"
-    valid, stage, log = (steps * 32768 // batch for steps in STAGES[tokens])
-    sizes = {"tokens": tokens, "batch": batch, "micro_batch": min(32, batch // 1024)}
-    steps = {"valid": valid, "stage": stage, "log": log}
-    commands = [RELUFY(rate=rate, fields=fields, run=run, **sizes, **steps), KEEP(run)]
+    stage_of = dict(zip(("valid", "stage", "log"), STAGES[tokens], strict=True))
+    training = RELUFY(tokens=tokens, rate=rate, fields=fields, run=run, **stage_of)
+    commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name in WITH_TRACE else []
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# First another learning rate and smaller batches, to compare with relufy-0.1; then 10% with a
-# threshold, which cost least on a tiny model, and ReLU alone; the longest training at 10%, which
-# takes a GPU while the other reaches the other shares; and how quality rises with tokens.
+# First another learning rate, to compare with relufy-0.1, and 10% with a threshold, which cost
+# least on a tiny model; then ReLU alone; the longest training at 10%, which takes a GPU while others
+# reach the other shares; and how quality rises with tokens.
 RELUFIED = {
     "rate-1e-3": relufied("rate-1e-3", TENTH, rate="1e-3"),
-    "batch-8k": relufied("batch-8k", TENTH, batch=8192),
+    "rate-1e-3-t-0.5": relufied("rate-1e-3-t-0.5", LIGHT(0.1, 0.5), rate="1e-3"),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
