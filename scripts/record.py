@@ -95,8 +95,8 @@ def relufied(
 
 
 # First another learning rate, to compare with relufy-0.1, and 10% with a threshold, which cost
-# least on a tiny model; then ReLU alone; the longest training at 10%, which takes a GPU while others
-# reach the other shares; and how quality rises with tokens.
+# least on a tiny model; then ReLU alone; the longest training at 10%, which takes a GPU while
+# others reach the other shares; and how quality rises with tokens.
 RELUFIED = {
     "rate-1e-3": relufied("rate-1e-3", TENTH, rate="1e-3"),
     "rate-1e-3-t-0.5": relufied("rate-1e-3-t-0.5", LIGHT(0.1, 0.5), rate="1e-3"),
