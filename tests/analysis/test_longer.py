@@ -89,6 +89,7 @@ def test_the_line_over_doublings_has_intervals():
     assert row["later_bend"] == pytest.approx(2 * np.polyfit(doublings[1:], change[1:], 2)[0])
     numbers = quantities.trended(analysis.trend(*tables(*runs)), 1e-3)
     assert numbers["trend_last"] == 300 and numbers["trend_bend"] == row["bend"]
+    assert quantities.trended(analysis.trend(*tables(*runs)), 1e-3, "low")["low_last"] == 300
     assert quantities.trended(analysis.trend(*NOTHING), 1.0) == {}
 
     exact = dict(zip(tokens.astype(int), bent, strict=True))

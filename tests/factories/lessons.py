@@ -27,6 +27,7 @@ NUMBERS = {
         ".agg(lambda values: values.max() - values.min())",
         r"Without a gate L1 works too: (\d+)": "row(beside, choice='non-gated')['active'].min()",
         r"(\d+)% at 6e-4": "100 * row(levels, l1_coefficient=6e-4)['dead_fraction_train']",
+        r"(\d+)% at 5e-3": "100 * row(levels, l1_coefficient=5e-3)['dead_fraction_train']",
         r"leaves (\d)% of the neurons dead": "row(beside, choice='re-initialisation')['dead']",
         r"less sparse: (\d+) active": "row(beside, choice='L1 warm-up')['active']",
         r"Activity rises by\s+(\d+)%": "100 * row(beside, choice='re-initialisation')['active'] "
@@ -51,12 +52,18 @@ NUMBERS = {
         "tokens=1e8)['change']",
         r"noise below about ([\d.]+) points": "analysis.contrasts(analysis.choices("
         "trained[trained['tokens'] == 5e7], budget_log))['limit'].min()",
-        r"Each doubling adds ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",
-        r"Each doubling adds [\d.]+ ± ([\d.]+) points": "quantities['trend_bend_limit']",
+        r"before: ([\d.]+) ± [\d.]+ points less": "-quantities['trend_bend']",
+        r"before: [\d.]+ ± ([\d.]+) points less": "quantities['trend_bend_limit']",
+        r"less at 6e-4, ([\d.]+) ±": "-quantities['lower_trend_bend']",
+        r"less at 6e-4, [\d.]+ ± ([\d.]+) at": "quantities['lower_trend_bend_limit']",
+        r"gain falls from ([\d.]+)% on 25 M": "-row(by_tokens, "
+        "l1_coefficient=1.5e-4, tokens=25e6)['change']",
+        r"on 25 M to ([\d.]+)% on 300 M": "-quantities['lower_trend_last_change']",
         r"on 300 M this level costs ([\d.]+) ±": "quantities['trend_last_change']",
         r"this level costs [\d.]+ ± ([\d.]+)%": "analysis.noise_limit(table, "
         "'cross_entropy_change', 1, 1)",
-        r"On 300 M the price\s+is ([\d.]+)% on": "quantities['trend_last_train_change']",
+        r"On 300 M the price at 6e-4 is ([\d.]+)% on": "quantities['trend_last_train_change']",
+        r"At 1.5e-4 it is ([\d.]+)%": "quantities['lower_trend_last_train_change']",
         r"at 6e-4 from (\d+) neurons to": "row(by_tokens, l1_coefficient=6e-4, "
         "tokens=1e8)['active']",
         r"at 6e-4 from \d+ neurons to (\d+)": "row(by_tokens, l1_coefficient=6e-4)"
@@ -75,6 +82,7 @@ NUMBERS = {
         r"narrow model: ([\d.]+)%": "100 * analysis.per_layer(wide)['active_fraction'].mean()",
         r"instead of ([\d.]+)%": "100 * share.mean()",
         r"holds in (\d) of 3 seeds": "groups['seeds']['ten_times'].sum()",
+        r"in (\d+) of 26 models": "groups['level']['ten_times'].sum()",
         r"([\d.]+)% of the tokens have such": "100 * found['overflow'].min()",
         r"all (\d+) traced": "found['first_is_most'].notna().sum()",
     },

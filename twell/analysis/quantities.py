@@ -162,12 +162,15 @@ def raced(race: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
     }
 
 
-def trended(table: pd.DataFrame, level: float) -> Quantities:
-    """Return a level's row of `longer.trend` as trend_NAME, tokens in millions."""
+def trended(table: pd.DataFrame, level: float, prefix: str = "trend") -> Quantities:
+    """Return a level's row of `longer.trend` as trend_NAME, tokens in millions.
+
+    prefix stands before every name.
+    """
     result = {}
     for row in table[table["l1_coefficient"] == level].to_dict("records"):
-        result = {f"trend_{name}": value for name, value in row.items()}
-        result |= {f"trend_{name}": row[name] / 1e6 for name in ("first", "last")}
+        result = {f"{prefix}_{name}": value for name, value in row.items()}
+        result |= {f"{prefix}_{name}": row[name] / 1e6 for name in ("first", "last")}
     return result
 
 
@@ -294,7 +297,7 @@ def _by_level(table: pd.DataFrame, seven: pd.DataFrame) -> Quantities:
 
 Runs = tuple[pd.DataFrame, pd.DataFrame]  # configurations and logs, as `results.load_runs`
 SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
-BUDGETS, LEVEL = "85m-*m-l1-*", 6e-4  # the level that stands for the paper's
+BUDGETS, LEVEL, LOWER = "85m-*m-l1-*", 6e-4, 1.5e-4  # LEVEL stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
 RACE = "flagship-300m-l1-0 flagship-300m-l1-6e-4"  # on four GPUs, by one code for all capacities
 ALONE = "flagship-200m-l1-0 flagship-200m-l1-6e-4"  # on one GPU each
@@ -375,7 +378,8 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         whole |= devices(table_of_pair, name)
     whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)
     whole |= slowed(log[log["run"] == RACE.split()[1]])
-    trends = trended(longer.trend(*_fitting(every, log, BUDGETS)), LEVEL)
+    trend = longer.trend(*_fitting(every, log, BUDGETS))
+    trends = trended(trend, LEVEL) | trended(trend, LOWER, "lower_trend")
     swept = sweep(table, active, chosen, on_more) | trends
     return {
         "sweep": swept | single(runs.list_runs(every, log)),
