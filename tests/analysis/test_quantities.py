@@ -17,10 +17,13 @@ from tests.factories.analysis import (
     decode_rows,
     evaluation,
     family,
+    kept_answers,
     made,
     make_run,
     model_layer_rows,
     model_rows,
+    relufied_run,
+    relufied_study,
     scaled,
     speed_rows,
     step_rows,
@@ -389,3 +392,28 @@ def test_tasks_are_judged_against_chance():
     assert printed("tasks", several)["worst_pair"] == "−3.0 ± 1.4 points"
     assert several["backend_difference"] == 0 and several["task_levels"] == "0, 1e-3, 1e-2"
     assert judged("tasks", numbers(evaluation("a", gain=-0.04)), "lettered") == ["reproduced"]
+
+
+def test_students_are_judged_by_whole_intervals():
+    def numbers(*runs, answers=kept_answers):
+        configs, log = tables(*runs)
+        table = analysis.relufied_runs(configs, log)
+        return quantities.pretrained(table, analysis.relufied_pairs(configs, answers()))
+
+    more = [relufied_run("cut", 0.1, (9, 8), kl=0.2, threshold=0.5)]
+    more += [relufied_run(f"of-{t}", 0.02, (2, 2), kl=0.4 - t, threshold=t) for t in (0, 0.2, 0.1)]
+    found = numbers(*relufied_study(), *more)
+    assert found["cut_shares"] == "10, 2" and found["cuts"] == "−33, −50"  # the best threshold
+    # Of "tenth" a half of one task is worse than ReLU alone, and nothing of the other.
+    check(found, alone_difference=-12.5, alone_share=50, sparsest_difference=-25, sparsest_share=10)
+    assert found["students"] == found["students_worse"] == 1 and found["sparsest_high"] < 0
+    assert judged("pretrained", found, "students_lost") == ["contradicted"]
+    same = kept_answers().query("run != 'tenth'")
+    like = same[same["run"] == "alone"].assign(run="tenth")
+    alike = numbers(*relufied_study(), answers=lambda: pd.concat([same, like]))
+    assert judged("pretrained", alike, "students_lost") == ["reproduced"]
+    two = found | {"students": 2, "students_worse": 1}
+    assert judged("pretrained", two, "students_lost") == ["in part"]
+    without = numbers(*relufied_study()[1:3])
+    assert "needed_tokens" in found and "needed_tokens" not in without
+    assert judged("pretrained", without, "students_lost") == ["not measured"]

@@ -212,3 +212,41 @@ def test_gains_are_those_of_the_fastest_sparse_path_in_bf16():
     width = rows["intermediate_size"].iloc[0]
     assert np.allclose(gains["active_fraction"], 10 / width)
     assert re.fullmatch("triton union", gains.loc["many tokens", "provider"])
+
+
+def powers(loss=1.0):
+    """Runs whose divergence is 0.02 share^-1/2 (M tokens)^-1/4, and pairs that lose 50 kl^1/2."""
+    cases = [(0.0, 0.4, 1), (0.5, 0.1, 1), (0.5, 0.05, 1), (0.5, 0.02, 16), (0.0, 0.1, 1)]
+    table = pd.DataFrame(cases, columns=["threshold", "active_fraction", "millions"])
+    table["run"], table["tokens"] = [*"abcde"], 1e6 * table.pop("millions")
+    table["kl"] = 0.02 * table["active_fraction"] ** -0.5 * (table["tokens"] / 1e6) ** -0.25
+    lost = -0.5 * loss * table["kl"] ** 0.5
+    pairs = pd.DataFrame({"run": table["run"], "difference": lost})
+    return table, pairs.assign(task="mean", reference="original")
+
+
+def test_tokens_that_a_share_needs_follow_both_powers():
+    table, pairs = powers()
+    # 2 points are lost at kl = 0.0016, and a share of 0.1 has 0.02 10^(1/2) at 1 M tokens.
+    needed = analysis.tokens_needed(table, pairs, share=0.1, points=2.0)
+    tokens = 1e6 * (0.02 * 10**0.5 / 0.0016) ** 4
+    expected = {
+        "kl": 0.0016,
+        "doubling": 0.5**0.25,
+        "tokens": tokens,
+        "low": tokens,
+        "high": tokens,
+    }
+    assert needed == pytest.approx(expected)
+    # The loss scatters about its line: the ends are as far in doublings on both sides.
+    pairs.loc[[0, 1], "difference"] *= [1.1, 1 / 1.1]
+    needed = analysis.tokens_needed(table, pairs, share=0.1, points=2.0)
+    assert needed["low"] < needed["tokens"] < needed["high"]
+    assert needed["low"] * needed["high"] == pytest.approx(needed["tokens"] ** 2)
+    # A run that loses nothing has no power; runs of one number of tokens tell nothing of more.
+    pairs.loc[4, "difference"] = 0.01
+    again = analysis.tokens_needed(table, pairs, share=0.1, points=2.0)
+    assert again == pytest.approx(analysis.tokens_needed(table, pairs[:4], share=0.1, points=2.0))
+    of_one = table.assign(tokens=1e6)
+    for few in ((of_one, pairs), (table, pairs[:2])):
+        assert np.isnan([*analysis.tokens_needed(*few, share=0.1, points=2.0).values()]).all()

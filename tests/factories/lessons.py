@@ -230,23 +230,41 @@ NUMBERS = {
         "abs(silent.loc[f'neuron {other}', 'rise'].iloc[0]))",
     },
     "12_pretrained": {
-        r"was: with ([\d.]+)% of its": "100 * analysis.relufied_runs(*results.load_runs("
-        "root / runs, 'relufy-0.1'))['active_fraction'].item()",
-        r"it loses ([\d.]+) points": "-100 * analysis.relufied_pairs("
-        "results.load_runs(root / runs, 'relufy-0.1')[0], "
-        "results.load_kept(root / evaluations, '.csv.xz'))['difference'].iloc[-1]",
-        r"to within ([\d.]+) nats of": "row(table, name='ReLU alone')['kl']",
-        r"teacher, with (\d+)% of": "100 * row(table, name='ReLU alone')['active_fraction']",
-        r"activity fell to (\d+)%": "100 * row(course, name='10%, threshold 0.5')"
-        "['active_fraction'].min()",
-        r"rises by ([\d.]+) nats": "row(table, name='10%')['rise']",
-        r"nats at (\d+)% active": "100 * row(table, name='10%')['active_fraction']",
-        r"and by ([\d.]+) at 2%": "row(table, name='2%')['rise']",
-        r"2% wanted ([\d.]+) instead": "row(table, name='2%, threshold 0.5')['kl']",
-        r"instead of ([\d.]+) nats": "row(table, name='2%')['kl']",
-        r"wanted, (\d+)% of": "100 * row(layers, name='10%', layer=0)['active_fraction']",
-        r"active, and (\d+) to": "100 * row(layers, name='10%')['active_fraction'].min()",
-        r"and \d+ to (\d+)% in": "100 * row(layers, name='10%')['active_fraction'][-3:].max()",
+        r"divergence is ([\d.]+) nats": "course[course['tokens'] == 0].set_index('name')"
+        "['kl']['ReLU alone']",
+        r"nats with (\d+)% of": "100 * course[course['tokens'] == 0].set_index('name')"
+        "['active_fraction']['ReLU alone']",
+        r"students begin with (\d+)%": "100 * course[course['tokens'] == 0].set_index('name')"
+        "['active_fraction']['10%, threshold 0.5']",
+        r"wanted, ends with ([\d.]+)%": "100 * table['active_fraction'][table['tokens'].idxmax()]",
+        r"ReLU alone costs ([\d.]+) nats": "row(table, name='ReLU alone')['rise']",
+        r"it is ([\d.]+) by L1": "row(table, name='10%')['rise']",
+        r"L1 and ([\d.]+) with a": "row(table, name='10%, threshold 0.5')['rise']",
+        r"2% wanted ([\d.]+) and": "row(table, name='2%')['rise']",
+        r"0.64 and ([\d.]+)\.": "row(table, name='2%, threshold 0.5')['rise']",
+        r"2.6% to ([\d.]+)\.": "table['rise'][table['tokens'].idxmax()]",
+        r"threshold of 0.5, (\d+)% of": "100 * row(layers, name='10%, threshold 0.5', layer=0)"
+        "['active_fraction']",
+        r"18 on have (\d+) to": "100 * row(layers, name='10%, threshold 0.5')"
+        ".query('layer >= 18')['active_fraction'].min()",
+        r"have 10 to (\d+)%": "100 * row(layers, name='10%, threshold 0.5')"
+        ".query('layer >= 18')['active_fraction'].max()",
+        r"1 to 7 below (\d+)%": "0.5 + 100 * row(layers, name='10%, threshold 0.5')"
+        ".query('1 <= layer <= 7')['active_fraction'].max() // 0.01 / 100",
+        r"original has ([\d.]+)%": "answered['accuracy'][0] - quantities['alone_difference']",
+        r"alone loses ([\d.]+) points": "-quantities['alone_difference']",
+        r"active, ([\d.]+) points at 8%": "-100 * pairs.query(\"task == 'mean' and "
+        "reference == 'ReLU alone' and run == 'relufy-0.1-t-0.5'\")['difference'].item()",
+        r"at 8%, ([\d.]+) at 2%": "-quantities['sparsest_difference']",
+        r"threshold keeps ([\d.]+) to": "answered.set_index('name')['accuracy'].pipe("
+        "lambda of: of['2%, threshold 0.5'] - of['2%'])",
+        r"0.8 to ([\d.]+) points": "answered.set_index('name')['accuracy'].pipe("
+        "lambda of: of['5%, threshold 0.5'] - of['5%'])",
+        r"About (\d+) M tokens": "quantities['needed_tokens']",
+        r"H100; (\d+) to": "quantities['needed_low']",
+        r"200 to (\d+) M by": "quantities['needed_high']",
+        r"some (\d+) minutes": "quantities['needed_tokens'] * 1e6 / 60 / log.query(\"metric == "
+        "'tokens_per_second' and run == 'relufy-0.1-t-0.5-1.2e8'\")['value'].median()",
         r"measured share: ([\d.]+) times": "row(gains, calls='one token')"
         ".sort_values('active_fraction')['speedup'].iloc[-1]",
         r"batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
@@ -264,7 +282,7 @@ TRY = {
     "09_training_choices": [{"family": "85m-50m-l1-*-seed-0"}],
     "11_one_word": [{"word": " United"}],
     "10_clusters": [{"size": "1.5b", "active": 29}],
-    "12_pretrained": [{"relufied": "relufied-0.0*"}],
+    "12_pretrained": [{"relufied": "relufy-0.0*"}],
 }
 
 

@@ -14,7 +14,17 @@ from typing import Any
 import pandas as pd
 
 from twell import results
-from twell.analysis import activity, agreement, items, longer, quantized, runs, speed, variants
+from twell.analysis import (
+    activity,
+    agreement,
+    items,
+    longer,
+    quantized,
+    relufied,
+    runs,
+    speed,
+    variants,
+)
 from twell.analysis import tasks as accuracy
 from twell.analysis.bench import Bench
 from twell.analysis.measured import (
@@ -190,6 +200,36 @@ def paired(table: pd.DataFrame) -> Quantities:
     return result
 
 
+def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
+    """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
+
+    Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
+    the original; busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens.
+    `cuts` are the changes (%) of the divergence where a threshold joins L1, by wanted share.
+    """
+    shares = 100 * table.set_index("run")["active_fraction"]
+    means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
+    plain = table.loc[(table["wanted"] == 0) & (table["threshold"] == 0), "run"]
+    beside = means[means["reference"] == relufied.WITHOUT_L1].sort_values("share")
+    alone = means[means["run"].isin(plain) & (means["reference"] == relufied.ORIGINAL)]
+    worse = int((beside["high"] < 0).sum())
+    result = {"students": len(beside), "students_worse": worse} if len(beside) else {}
+    for name, rows in (("alone", alone), ("busiest", beside[-1:]), ("sparsest", beside[:1])):
+        for row in rows.to_dict("records"):
+            result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
+            result[f"{name}_share"] = row["share"]
+    wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
+    best = wanted[wanted["wanted"] > 0].groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
+    both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
+    changes = 100 * (both[True] / both[False] - 1)
+    if len(changes):
+        result["cut_shares"] = ", ".join(f"{100 * share:g}" for share in changes.index)
+        result["cuts"] = ", ".join(f"{change:.0f}" for change in changes).replace("-", "−")
+    needed = relufied.tokens_needed(table, pairs, share=0.1, points=2.0)
+    millions = {f"needed_{name}": needed[name] / 1e6 for name in ("tokens", "low", "high")}
+    return result | millions if pd.notna(needed["tokens"]) else result
+
+
 def _word(token: str) -> str:
     """A token without its spaces; quoted where nothing else is in it."""
     return token.strip() or repr(token)
@@ -310,6 +350,7 @@ AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"  # evaluated, of other choices
 BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
+STUDENTS = "relufy-*"  # of one pretrained model
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
     "larger": "171m-40m-1-gpu 171m-40m-2-gpus",
@@ -335,6 +376,9 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     asked = results.load_kept(data / "eval", ".csv.xz")
     names = [fnmatch.filter(asked["run"].unique(), pattern) for pattern in ASKED]
     result["tasks"] |= paired(items.paired_runs(asked, *names))
+    students = _fitting(every, log, STUDENTS)
+    pairs = relufied.relufied_pairs(students[0], asked)
+    result["pretrained"] = pretrained(relufied.relufied_runs(*students), pairs)
     return result
 
 

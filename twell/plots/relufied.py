@@ -28,6 +28,7 @@ from twell.plots.base import (
     _instead,
     _key,
     _legend,
+    _note,
     _plain,
     _range,
     _sentence,
@@ -230,17 +231,21 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         millions = line["tokens"] / 1e6
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
         left.plot(millions, line["kl"], **look)
+        for x, kl, share in zip(millions, line["kl"], 100 * line["active_fraction"], strict=True):
+            _note(left, f"{share:.2g}%", (x, kl), (0, 6), ha="center")
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log", yscale="log")
     right.set(xlabel="training tokens (millions)", ylabel=_POINTS)
     left.set_ylabel("KL divergence (nats)")
     _plain(left.xaxis, left.yaxis)
+    shares = "Left: the numbers are active neurons."
     bars = "Right: student − original, mean over tasks; bars are 95% intervals over the items."
     if budgets["difference"].isna().all():
         _instead(right, "no answers are recorded")
         bars = ""
-    _end(figure, looks, _sentence(about), "One run each.", bars)
+    left.margins(x=0.1, y=0.2)
+    _end(figure, looks, _sentence(about), "One run each.", shares, bars)
     return figure
 
 
