@@ -67,13 +67,14 @@ NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-STAGES["1.2e8"] = 360, 120, 15
+STAGES |= {"1.2e8": (360, 120, 15), "2.4e8": (720, 240, 20)}
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
-WITH_TRACE = "relufy-0.1-1.2e8", "relufy-0.1-t-0.5-1.2e8"
+BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
+WITH_TRACE = "relufy-0.1-by-t-2.4e8", "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, START = 1.7e5, 130  # tokens of an H100; seconds around a training
 
@@ -93,18 +94,21 @@ def relufied(
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# First another learning rate, to compare with relufy-0.1, and 10% with a threshold, which cost
-# least on a tiny model; then ReLU alone; the longest training at 10%, which takes a GPU while
-# others reach the other shares; and how quality rises with tokens.
+# Another learning rate, and no fit, to compare with relufy-0.1 and -t-0.5; L1 with a threshold and
+# without; ReLU alone; and how quality rises with tokens. With a threshold and L1 long trainings end
+# below the wanted share; a steered threshold holds it, for 25 minutes of an H100 with 2.4e8.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),
+    "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5) + " fit_tokens=0"),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
             ("0.1", TENTH),
             ("0.1-t-0.5", LIGHT(0.1, 0.5)),
             ("0", NO_L1),
+            *((f"0.1-by-t-{tokens}", BY_THRESHOLD(0.1), tokens) for tokens in ("2.4e8", "8e7")),
+            *((f"{share}-by-t", BY_THRESHOLD(share)) for share in (0.1, 0.05, 0.02)),
             *((f"0.1-t-0.5-{tokens}", LIGHT(0.1, 0.5), tokens) for tokens in OTHER_BUDGETS),
             *((f"0.1-{tokens}", TENTH, tokens) for tokens in OTHER_BUDGETS),
             ("0.05-t-0.5", LIGHT(0.05, 0.5)),

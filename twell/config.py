@@ -107,10 +107,10 @@ class TrainConfig:
                 f"valid_tokens is {self.valid_tokens}; "
                 f"it has to hold one context of {self.context} tokens"
             )
-        if self.active_share and not self.l1_coefficient:
+        if self.active_share and not (self.l1_coefficient or self.threshold):
             raise ValueError(
-                f"active_share is {self.active_share}, and l1_coefficient 0; "
-                "an L1 term has to grow from more than 0"
+                f"active_share is {self.active_share}, and l1_coefficient and threshold are 0; "
+                "one of them has to grow from more than 0"
             )
         if self.active_share and self.l1_stage_steps % self.log_every:
             raise ValueError(

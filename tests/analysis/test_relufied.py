@@ -122,6 +122,31 @@ def test_names_tell_runs_apart():
     assert table["level"].to_dict() == {"a": "10%", "b": "10%", "c": "L1 = 1e-3"}
 
 
+def test_a_steered_threshold_is_the_last_one():
+    """And its line is one, wherever it began."""
+    fields = {"l1_coefficient": 0.0, "threshold": 0.5}
+    runs = [relufied_run("a", 0.1, (12, 8), kl=0.3, **fields)]
+    runs += [relufied_run("b", 0.1, (12, 8), kl=0.2, tokens=2000, **fields)]
+    runs += [relufied_run("c", 0.1, (12, 8), kl=0.4, threshold=0.5)]
+    runs += [relufied_run("d", 0.1, (12, 8), kl=0.4), relufied_run("e", 0.0, (60, 40), kl=0.1)]
+    table = analysis.relufied_runs(*tables(*runs))
+    rows = table.set_index("run").loc[[*"abcde"]]
+    assert rows["name"].tolist() == [
+        "10% by a threshold",
+        "10% by a threshold, 0.002 M tokens",
+        "10%, threshold 0.5",
+        "10%",
+        "ReLU alone",
+    ]
+    assert rows["by"].tolist() == ["threshold", "threshold", "L1, threshold 0.5", "L1", "L1"]
+    assert rows["threshold"].tolist() == [4e-3, 4e-3, 0.5, 0, 0]
+    assert rows["l1"].tolist() == [0, 0, 4e-3, 4e-3, 0]
+    budgets = analysis.relufied_budgets(
+        table, analysis.relufied_pairs(tables(*runs)[0], kept_answers())
+    )
+    assert budgets["run"].tolist() == ["a", "b"]
+
+
 def study_with_answers():
     return tables(*relufied_study())[0], kept_answers()
 
@@ -217,7 +242,7 @@ def test_gains_are_those_of_the_fastest_sparse_path_in_bf16():
 def powers(loss=1.0):
     """Runs whose divergence is 0.02 share^-1/2 (M tokens)^-1/4, and pairs that lose 50 kl^1/2."""
     cases = [(0.0, 0.4, 1), (0.5, 0.1, 1), (0.5, 0.05, 1), (0.5, 0.02, 16), (0.0, 0.1, 1)]
-    table = pd.DataFrame(cases, columns=["threshold", "active_fraction", "millions"])
+    table = pd.DataFrame(cases, columns=["by", "active_fraction", "millions"])
     table["run"], table["tokens"] = [*"abcde"], 1e6 * table.pop("millions")
     table["kl"] = 0.02 * table["active_fraction"] ** -0.5 * (table["tokens"] / 1e6) ** -0.25
     lost = -0.5 * loss * table["kl"] ** 0.5

@@ -111,7 +111,8 @@ def relufied_run(name, share, active, kl, **config):
     rows = [(step, "valid", "kl", value) for step, value in ((0, 5.0), (10, kl))]
     rows += [(10, "valid", "cross_entropy_teacher", 4.0)]
     rows += [(step, "train", "kl", value) for step, value in ((2, 1.0), (10, kl))]
-    rows += [(step, "train", "l1_coefficient", 4e-4 * step) for step in (2, 10) if share]
+    steered = "l1_coefficient" if row["l1_coefficient"] else "threshold"
+    rows += [(step, "train", steered, 4e-4 * step) for step in (2, 10) if share]
     more = pd.DataFrame(rows, columns=["step", "split", "metric", "value"])
     more = more.assign(run=name, tokens=more["step"] * 100, layer=pd.array([pd.NA] * len(more)))
     log = log[(log["split"] == "valid") | (log["metric"] != "active_mean")]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import pathlib
 import re
 
 import numpy as np
@@ -37,7 +36,6 @@ from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, train
-from twell.train.loop import Run
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -162,44 +160,6 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
         loss.append(original(ids[None], labels=ids[None]).loss.item())
     logged = series(log, "cross_entropy_teacher", "valid")
     assert logged.to_numpy() == pytest.approx(np.mean(loss), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "shares, factors",
-    [
-        ([0.5, 0.5], [1.5**3, 1.5**3]),  # too many: at most three factors a stage
-        ([0.4, 0.25], [1.5**3, 1.0]),  # falls below the aim in the next stage
-        ([0.1, 0.1], [1 / 1.5**3, 1 / 1.5**3]),
-        ([0.1, 0.125], [1 / 1.5**3, 1.0]),  # comes back within five stages
-        ([0.05, 0.051], [1 / 1.5**3, 1 / 1.5**3]),  # comes back too slowly
-        (8 * [0.001], [*5 * [1 / 1.5**3], 1e-3 * 1.5**15, 1.0, 1.0]),  # at a thousandth it ends
-    ],
-)
-def test_the_coefficient_waits_for_activity_on_its_way(shares, factors):
-    config = TrainConfig.load("relufy", ["active_share=0.2", "l1_growth=1.5", "l1_stage_steps=10"])
-    config = dataclasses.replace(config, l1_zero_steps=10, l1_warmup_steps=0)
-    run, found = Run.__new__(Run), []
-    run.config, run.l1_factor, run.share = config, 1.0, None
-    Run.steer_l1(run, 10, 0.9 * config.intermediate_size)  # the term does not act yet
-    assert run.l1_factor == 1
-    for stage, share in enumerate(shares, 2):
-        before = run.l1_factor
-        for step in range(10 * stage - 9, 10 * stage + 1):
-            Run.steer_l1(run, step, share * config.intermediate_size)
-        found.append(run.l1_factor / before)
-    assert found == pytest.approx(factors)
-
-
-@pytest.mark.parametrize(
-    "share, said", [(0.21, "raise tokens"), (0.1, "lower l1_coeff"), (0.17, "")]
-)
-def test_another_share_than_the_wanted_one_is_said(share, said):
-    config, run, lines = TrainConfig.load("relufy", ["active_share=0.2"]), Run.__new__(Run), []
-    run.config, run.folder, run.say = config, pathlib.Path("run"), lines.append
-    run.say_share(config.num_layers * [share * config.intermediate_size])
-    assert bool(lines) == bool(said) and all(
-        said in line and f"{share:.1%}" in line for line in lines
-    )
 
 
 def test_the_result_is_a_model_like_any_other(trained, teacher):
@@ -371,7 +331,7 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
         ("l1_growth=1", "l1_growth is 1.0; it has to be a finite number above 1"),
         ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
         ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),
-        ("l1_coefficient=0", "active_share is 0.1, and l1_coefficient 0"),
+        ("l1_coefficient=0", "active_share is 0.1, and l1_coefficient and threshold are 0"),
         ("threshold=-1", "threshold is -1.0"),
     ],
 )

@@ -219,7 +219,8 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
             result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
             result[f"{name}_share"] = row["share"]
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
-    best = wanted[wanted["wanted"] > 0].groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
+    wanted = wanted[(wanted["wanted"] > 0) & (wanted["by"] != "threshold")]
+    best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
     both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
     changes = 100 * (both[True] / both[False] - 1)
     if len(changes):

@@ -19,13 +19,16 @@ _COMPUTED = "run path complete device versions commit command compile micro_batc
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
 _PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
+BY_THRESHOLD = "by a threshold"  # which rises until as few neurons are active as wanted
 
 
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of `twell relufy`, the sparsest last.
 
     Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
-    tokens, wanted (share of active neurons; 0: not steered) and threshold; of the last validation
+    tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
+    last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
+    steered); of the last validation
     active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
     difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
     Raises ValueError for runs of several models or texts.
@@ -39,10 +42,16 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     metrics = ["kl", "cross_entropy", "cross_entropy_teacher", "dead_fraction"]
     table = table.join(means.reindex(columns=metrics))
     table["rise"] = table["cross_entropy"] - table["cross_entropy_teacher"]
-    steered = log[(log["split"] == "train") & (log["metric"] == "l1_coefficient")]
-    table["l1"] = steered.groupby("run")["value"].last()
-    # Without steering the log has no coefficient: the configuration's is the last.
-    table["l1"] = table["l1"].fillna(complete["l1_coefficient"])
+    cut = (complete["active_share"] > 0) & (complete["l1_coefficient"] == 0)
+    fixed = [
+        f"L1, threshold {threshold:g}" if threshold else "L1" for threshold in table["threshold"]
+    ]
+    table["by"] = np.where(cut, "threshold", fixed)
+    # Of what is not steered the log has nothing: the configuration's is the last.
+    for name, of in (("l1", "l1_coefficient"), ("threshold", "threshold")):
+        steered = log[(log["split"] == "train") & (log["metric"] == of)]
+        table[name] = steered.groupby("run")["value"].last().reindex(table.index)
+        table[name] = table[name].fillna(complete[of])
     return table.sort_values("active_fraction", ascending=False).reset_index()
 
 
@@ -124,14 +133,14 @@ def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of each wanted share and threshold that were trained on several budgets.
+    """Return the runs of each level that were trained on several budgets.
 
     table, pairs: `relufied_runs` and `relufied_pairs`. Columns: those of `relufied_runs`, and of
     the mean over tasks difference, low and high (from the original, shares of 1; NaN without
-    answers). By share, threshold and tokens.
+    answers). By share, by what makes it sparse, and by tokens.
     """
     several = table[table.groupby("level")["tokens"].transform("nunique") > 1]
-    several = several.sort_values(["wanted", "threshold", "tokens"], ignore_index=True)
+    several = several.sort_values(["wanted", "by", "tokens"], ignore_index=True)
     means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
     return several.join(means[["difference", "low", "high"]].astype(float), on="run")
 
@@ -143,8 +152,8 @@ def tokens_needed(
 
     table, pairs: `relufied_runs` and `relufied_pairs`. points: the loss of accuracy, mean over
     tasks, from the original. Two least-squares fits of powers: the loss over the divergence, of all
-    runs with a loss; and the divergence over tokens and share, of the runs with the threshold that
-    has most numbers of tokens. Returns kl, the divergence that loses so much; doubling, by what
+    runs with a loss; and the divergence over tokens and share, of the runs made sparse in the way
+    that has most numbers of tokens. Returns kl, the divergence that loses so much; doubling, by what
     factor twice the tokens change it; and tokens, with low and high, where the loss is a standard
     deviation of the first fit off. NaN where there are too few runs.
     """
@@ -152,8 +161,8 @@ def tokens_needed(
     means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
     lost = -100 * table["run"].map(means["difference"].astype(float))
     known, lost = table[lost > 0], lost[lost > 0]
-    budgets = table.groupby("threshold")["tokens"].nunique()
-    line = table[table["threshold"] == budgets.idxmax()]
+    budgets = table.groupby("by")["tokens"].nunique()
+    line = table[table["by"] == budgets.idxmax()]
     if len(known) < 3 or len(line) < 3 or budgets.max() < 2:
         return dict.fromkeys(names, np.nan)
     power, start = np.polyfit(np.log2(known["kl"]), np.log2(lost), 1)
@@ -227,7 +236,12 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _level(share: float, coefficient: float, threshold: float) -> str:
-    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is."""
+    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
+
+    Or "10% by a threshold", wherever that began.
+    """
+    if share and not coefficient:
+        return f"{100 * share:g}% {BY_THRESHOLD}"
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1
     name = f"{100 * share:g}%" if share else name
     return name + (f", threshold {threshold:g}" if threshold else "")

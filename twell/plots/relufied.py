@@ -49,19 +49,19 @@ def _looks(table: pd.DataFrame, sized: bool = True) -> dict[str, dict]:
     """Look of each run, by its name; ReLU alone first, then from the largest wanted share down.
 
     The colour is that of the wanted share: black without L1, then from dark to light the sparser.
-    Marker and dashes tell thresholds apart; sized: both grow with the tokens where these differ.
+    Marker and dashes tell apart what makes it sparse; sized: both grow with the tokens where these differ.
     """
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
     places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
     colours = {0: "black"} | dict(zip(shares, map(mpl.colormaps["viridis"], places), strict=True))
-    kinds = dict(zip(sorted(set(table["threshold"])), cycle(_KINDS), strict=False))
+    kinds = dict(zip(sorted(set(table["by"])), cycle(_KINDS), strict=False))
     budgets = sorted(set(table["tokens"]))
     ends = (-1, 1) if sized and len(budgets) > 1 else (0, 0)
     sizes = dict(zip(budgets, np.linspace(*ends, len(budgets)), strict=True))
     looks, order = {}, {share: place for place, share in enumerate([0, *shares])}
     table = table.assign(order=table["wanted"].map(order))
-    for row in table.sort_values(["order", "threshold", "tokens"]).to_dict("records"):
-        marker, dashes = kinds[row["threshold"]]
+    for row in table.sort_values(["order", "by", "tokens"]).to_dict("records"):
+        marker, dashes = kinds[row["by"]]
         size = float(sizes[row["tokens"]])
         look = {"color": colours[row["wanted"]], "marker": marker, "linestyle": dashes}
         looks[row["name"]] = look | {"linewidth": 1.2 + 0.5 * size, "markersize": 5 + 1.5 * size}

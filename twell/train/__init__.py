@@ -13,6 +13,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     dead            dead neurons: windows and remedies
     relufy          a pretrained model that learns from itself, with ReLU
     fit             how it begins: least squares, layer after layer
+    steer           what brings its activity to the wanted share
     log             the rows of log.csv
     checkpoint      the last two checkpoints, and which of them is whole
     interrupt, lock Ctrl-C, and one process at a time in a folder

@@ -33,15 +33,11 @@ from twell.train.fit import fit_down
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.relufy import teacher_hash
+from twell.train.steer import Steering
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
 
 SLOW = 60  # seconds until the first row of a log
-# Of the L1 coefficient: the share of the wanted active neurons to end at, the ratio to it that
-# changes the coefficient by one factor, the most factors of a stage, in how many stages too few
-# active neurons may come back by themselves, and the least coefficient over the configured one.
-AIM, AWAY, MOST, BACK, LEAST = 0.98, 1.25, 3, 5, 1e-3
-FEW = 0.8  # of the wanted share; fewer active neurons at the end are worth a word
 
 
 class Run:
@@ -81,8 +77,7 @@ class Run:
         self.losses = ["loss", "cross_entropy", "l1", *["kl"] * (config.teacher is not None)]
         # Since the last row: sums of these and of the gradient norm; seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
-        self.l1_factor = 1.0  # on the L1 coefficient, raised by `steer_l1`
-        self.share: float | None = None  # of active neurons, at the end of the last L1 stage
+        self.steering = Steering(config, self.model)
         self.validating = 0.0  # seconds of the last validation
 
     def fit(self) -> None:
@@ -187,7 +182,7 @@ class Run:
         totals = {
             "num_items_in_batch": sequences * (config.context - 1),
             "num_tokens_in_batch": config.batch_tokens,
-            "l1_scale": warmed * self.l1_factor,
+            "l1_scale": warmed * self.steering.factor,
         }
         first = (step - 1) * sequences
         batches = self.draw(range(first + self.rank, first + sequences, self.world))
@@ -281,8 +276,8 @@ class Run:
 
         active = sum(values["active_mean"]) / config.num_layers
         if config.active_share:
-            values["l1_coefficient"] = config.l1_coefficient * self.l1_factor
-            self.steer_l1(step, active)
+            values[self.steering.name] = self.steering.value
+            self.steering.after(step, active)
         validations = -(-config.steps // config.valid_every) - step // config.valid_every
         left = config.batch_tokens * (config.steps - step) / values["tokens_per_second"]
         minutes, seconds = divmod(int(left + validations * self.validating), 60)
@@ -296,28 +291,6 @@ class Run:
             f"{values['tokens_per_second']:,.0f} tokens/s  "
             f"{minutes}:{seconds:02d} left",
         )
-
-    def steer_l1(self, step: int, active: float) -> None:
-        """At the end of a stage bring the L1 coefficient nearer to the wanted share of neurons.
-
-        It rises if too many neurons are active, and will be if their share changes in the next
-        stage as it did in this one: activity follows the coefficient slowly. It falls if too few
-        are, and will be in BACK stages, or at the end. A share AWAY times the wanted one changes
-        the coefficient by `l1_growth`, one further off by more. Nothing changes before the L1 term
-        acts in full. active: the mean since the last row.
-        """
-        config = self.config
-        if step <= config.l1_zero_steps + config.l1_warmup_steps or step % config.l1_stage_steps:
-            return
-        share = active / config.intermediate_size
-        change = 0.0 if self.share is None else share - self.share
-        stages = (config.steps - step) // config.l1_stage_steps  # still to come
-        self.share, aim = share, AIM * config.active_share
-        expected = share + change * (1 if share > aim else max(1, min(BACK, stages)))
-        if (share > aim) == (expected > aim):
-            ratio = max((share + change) / aim, AWAY**-MOST)
-            factor = self.l1_factor * config.l1_growth ** min(math.log(ratio, AWAY), MOST)
-            self.l1_factor = max(factor, LEAST)
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
@@ -333,29 +306,12 @@ class Run:
             with silence(self.model), self.autocast():
                 silenced = evaluate(self.model, self.valid_blocks)
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
-            if self.config.active_share:
-                self.say_share(values["active_mean"])
+            missed = self.config.active_share and self.steering.missed(values["active_mean"])
+            if missed:
+                self.say(f"{self.folder.name}  {missed}")
         self.validating = time.perf_counter() - start
         kl = f"  KL {result['kl']:.4f}" if "kl" in result else ""
         self.write(step, "valid", values, f"validation {loss:.3f}{kl}")
-
-    def say_share(self, active: list[float]) -> None:
-        """Say so where another share of neurons than the wanted one is active in the end.
-
-        active: the mean of each layer on held-out text.
-        """
-        config = self.config
-        share = sum(active) / (config.num_layers * config.intermediate_size)
-        remedy = None
-        if share > 1.01 * config.active_share:  # nearer, it would print the wanted share
-            remedy = "raise tokens, l1_coefficient or l1_growth"
-        elif share < FEW * config.active_share:
-            remedy = "lower l1_coefficient, with which it began, or raise tokens"
-        if remedy:
-            self.say(
-                f"{self.folder.name}  {share:.1%} of the neurons are active, not "
-                f"{config.active_share:.1%}: {remedy}"
-            )
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
         """Write rows of the log and print a line; speed is then measured from now."""
@@ -413,10 +369,9 @@ class Run:
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
             "sparse": self.sparse.state(),
-            "l1_factor": self.l1_factor,
-            "share": self.share,
             "random": torch.get_rng_state(),
             "streams": gather_object([self.blocks.state()]),
+            **self.steering.state(),
         }
         if step % self.config.log_every:  # one process alone stops between two rows
             seconds = time.perf_counter() - self.since
@@ -442,7 +397,7 @@ class Run:
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.device)
         self.sparse.restore(state["sparse"])
-        self.l1_factor, self.share = state["l1_factor"], state["share"]
+        self.steering.restore(state)
         self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
         if row := state.get("row"):

@@ -2,9 +2,8 @@
 
 The student begins with the teacher's weights and ReLU; `fit` fits its down projections to that. It
 minimises the KL divergence of its predictions from the teacher's, over all tokens of a text, plus
-the L1 term. Where `active_share` is set, the L1 coefficient rises after a stage of `l1_stage_steps`
-with more active neurons than wanted, and falls after one with fewer, unless their number is on its
-way there. All else is as in any training: steps, schedule, checkpoints, log.
+the L1 term. Where `active_share` is set, `steer` brings activity there by the L1 coefficient, or by
+the threshold. All else is as in any training: steps, schedule, checkpoints, log.
 
 Predictions are compared CHUNK tokens at a time, and computed again in the backward pass, so that
 no logits of a whole batch exist. With `compile` the teacher's layers and the losses are compiled

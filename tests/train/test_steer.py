@@ -1,0 +1,109 @@
+"""Activity is brought to the wanted share: by the L1 coefficient, or by the threshold."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.factories.train import series, stop_training
+from twell import results
+from twell.config import TrainConfig
+from twell.models import load
+from twell.train import activity_columns, evaluate, train
+from twell.train.steer import Steering
+
+
+def steering(*fields):
+    given = "active_share=0.2", "l1_growth=1.5", "l1_stage_steps=10", "l1_zero_steps=10"
+    return Steering(TrainConfig.load("relufy", [*given, *fields]), None)
+
+
+@pytest.mark.parametrize(
+    "shares, factors",
+    [
+        ([0.5, 0.5], [1.5**3, 1.5**3]),  # too many: at most three factors a stage
+        ([0.4, 0.25], [1.5**3, 1.0]),  # falls below the aim in the next stage
+        ([0.1, 0.1], [1 / 1.5**3, 1 / 1.5**3]),
+        ([0.1, 0.125], [1 / 1.5**3, 1.0]),  # comes back within five stages
+        ([0.05, 0.051], [1 / 1.5**3, 1 / 1.5**3]),  # comes back too slowly
+        (8 * [0.001], [*5 * [1 / 1.5**3], 1e-3 * 1.5**15, 1.0, 1.0]),  # at a thousandth it ends
+    ],
+)
+def test_the_coefficient_waits_for_activity_on_its_way(shares, factors):
+    steered, found = steering(), []
+    steered.after(10, 0.9 * steered.config.intermediate_size)  # the term does not act yet
+    assert steered.factor == 1 and steered.value == 1e-3
+    for stage, share in enumerate(shares, 2):
+        before = steered.factor
+        for step in range(10 * stage - 9, 10 * stage + 1):
+            steered.after(step, share * steered.config.intermediate_size)
+        found.append(steered.factor / before)
+    assert found == pytest.approx(factors) and steered.value == 1e-3 * steered.factor
+
+
+@pytest.mark.parametrize("coefficient", ["1e-3", "0"])
+def test_nothing_changes_after_the_last_step(coefficient):
+    steered = steering(f"l1_coefficient={coefficient}", "threshold=0.5", "tokens=6553600")
+    assert steered.config.steps == 200 and not steered.after(200, steered.config.intermediate_size)
+    assert steered.factor == 1
+
+
+def test_the_threshold_finds_an_exponential_share_at_once():
+    """And one that falls otherwise, soon; no stage changes it by more than three factors."""
+    steered = steering("l1_coefficient=0", "threshold=0.5")
+    assert steered.name == "threshold" and steered.value == 0.5
+    exact = 0.5 * math.log(0.196 / 0.5) / math.log(0.3 / 0.5)
+    assert 0.5 * steered.of_threshold(0.3) == pytest.approx(exact)
+    for share, factor in ((0.0, 1.5**-3), (0.9, 1.5**3), (0.499, 1.5**3), (0.196, 1.0)):
+        assert steered.of_threshold(share) == pytest.approx(factor)
+    for falls in (
+        lambda t: math.erfc(t) / 2,
+        lambda t: 0.35 * math.exp(-3 * t),
+        lambda t: 0.5 / (1 + 4 * t),
+    ):
+        t = 0.05
+        for _ in range(12):
+            t *= steered.of_threshold(falls(t))
+        assert falls(t) == pytest.approx(0.196, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "fields, share, said",
+    [
+        ([], 0.21, "raise tokens, l1_coefficient or"),
+        ([], 0.1, "lower l1_coefficient"),
+        ([], 0.17, None),
+        (["l1_coefficient=0", "threshold=1"], 0.21, "raise tokens, threshold or"),
+        (["l1_coefficient=0", "threshold=1"], 0.1, "lower threshold"),
+    ],
+)
+def test_another_share_than_the_wanted_one_is_said(fields, share, said):
+    steered = steering(*fields)
+    layers = steered.config.num_layers * [share * steered.config.intermediate_size]
+    line = steered.missed(layers)
+    assert line is None if said is None else f"{share:.1%}" in line and said in line
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_without_l1_the_threshold_rises_until_few_are_active(config, tmp_path, compiled):
+    words = "active_share=0.1 l1_coefficient=0 threshold=0.05 l1_stage_steps=5 tokens=30720"
+    given = dataclasses.replace(config(*words.split()), compile=compiled, checkpoint_every=10)
+    run = train(given, tmp_path / "whole", quiet=True)
+    log = results.load_run(run)[1]
+    thresholds = series(log, "threshold").droplevel("layer")
+    assert thresholds.iloc[0] == pytest.approx(0.05) and thresholds.nunique() > 5
+    assert "l1_coefficient" not in set(log["metric"])
+    shares = series(log, "active_mean", "valid").groupby("step").mean() / 96
+    assert shares.iloc[0] > 0.3 and 0.07 < shares.iloc[-1] < 0.115
+    # The model has the last one, which is that of the last row: the last step changes nothing.
+    model, blocks = load(run)[0], given.prepare_text()[2]
+    assert {ffn.threshold for ffn in model.ffns} == {model.config.activation_threshold}
+    assert model.config.activation_threshold == pytest.approx(thresholds.iloc[-1], rel=1e-4)
+    active = activity_columns(evaluate(model, blocks)["layers"])["active_mean"]
+    last = series(log, "active_mean", "valid").groupby("layer").last()
+    assert active == pytest.approx(last.tolist(), rel=1e-3)
+    stop_training(given, tmp_path / "stopped", 30)
+    resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
+    again = results.load_run(resumed)[1]
+    for metric in ("kl", "active_mean", "threshold"):
+        assert series(log, metric).equals(series(again, metric)), metric
