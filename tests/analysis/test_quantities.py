@@ -412,8 +412,8 @@ def test_students_are_judged_by_whole_intervals():
     like = same[same["run"] == "alone"].assign(run="tenth")
     alike = numbers(*relufied_study(), answers=lambda: pd.concat([same, like]))
     assert judged("pretrained", alike, "students_lost") == ["reproduced"]
-    two = found | {"students": 2, "students_worse": 1}
-    assert judged("pretrained", two, "students_lost") == ["in part"]
+    for students, verdict in ((2, "contradicted"), (3, "in part")):  # more than half hold
+        some = found | {"students": students, "students_worse": 1}
+        assert judged("pretrained", some, "students_lost") == [verdict]
     without = numbers(*relufied_study()[1:3])
-    assert "needed_tokens" in found and "needed_tokens" not in without
     assert judged("pretrained", without, "students_lost") == ["not measured"]

@@ -226,9 +226,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     if len(changes):
         result["cut_shares"] = ", ".join(f"{100 * share:g}" for share in changes.index)
         result["cuts"] = ", ".join(f"{change:.0f}" for change in changes).replace("-", "−")
-    needed = relufied.tokens_needed(table, pairs, share=0.1, points=2.0)
-    millions = {f"needed_{name}": needed[name] / 1e6 for name in ("tokens", "low", "high")}
-    return result | millions if pd.notna(needed["tokens"]) else result
+    return result
 
 
 def _word(token: str) -> str:

@@ -19,7 +19,6 @@ _COMPUTED = "run path complete device versions commit command compile micro_batc
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
 _PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
-BY_THRESHOLD = "by a threshold"  # which rises until as few neurons are active as wanted
 
 
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -145,35 +144,6 @@ def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     return several.join(means[["difference", "low", "high"]].astype(float), on="run")
 
 
-def tokens_needed(
-    table: pd.DataFrame, pairs: pd.DataFrame, *, share: float, points: float
-) -> dict[str, float]:
-    """Return how many tokens a share of active neurons needs to lose few points: a guess.
-
-    table, pairs: `relufied_runs` and `relufied_pairs`. points: the loss of accuracy, mean over
-    tasks, from the original. Two least-squares fits of powers: the loss over the divergence, of all
-    runs with a loss; and the divergence over tokens and share, of the runs made sparse in the way
-    that has most numbers of tokens. Returns kl, the divergence that loses so much; doubling, by what
-    factor twice the tokens change it; and tokens, with low and high, where the loss is a standard
-    deviation of the first fit off. NaN where there are too few runs.
-    """
-    names = ("kl", "doubling", "tokens", "low", "high")
-    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-    lost = -100 * table["run"].map(means["difference"].astype(float))
-    known, lost = table[lost > 0], lost[lost > 0]
-    budgets = table.groupby("by")["tokens"].nunique()
-    line = table[table["by"] == budgets.idxmax()]
-    if len(known) < 3 or len(line) < 3 or budgets.max() < 2:
-        return dict.fromkeys(names, np.nan)
-    power, start = np.polyfit(np.log2(known["kl"]), np.log2(lost), 1)
-    scatter = (np.log2(lost) - start - power * np.log2(known["kl"])).std(ddof=2)
-    kl = (np.log2(points) - start + scatter * np.array([0, 1, -1])) / power
-    terms = np.log2(line[["tokens", "active_fraction"]]).assign(constant=1.0)
-    by_tokens, by_share, constant = np.linalg.lstsq(terms, np.log2(line["kl"]))[0]
-    tokens = 2 ** ((kl - constant - by_share * np.log2(share)) / by_tokens)
-    return dict(zip(names, (2 ** kl[0], 2**by_tokens, *tokens), strict=True))
-
-
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
 
@@ -241,7 +211,7 @@ def _level(share: float, coefficient: float, threshold: float) -> str:
     Or "10% by a threshold", wherever that began.
     """
     if share and not coefficient:
-        return f"{100 * share:g}% {BY_THRESHOLD}"
+        return f"{100 * share:g}% by a threshold"
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1
     name = f"{100 * share:g}%" if share else name
     return name + (f", threshold {threshold:g}" if threshold else "")

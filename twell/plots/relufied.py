@@ -49,7 +49,8 @@ def _looks(table: pd.DataFrame, sized: bool = True) -> dict[str, dict]:
     """Look of each run, by its name; ReLU alone first, then from the largest wanted share down.
 
     The colour is that of the wanted share: black without L1, then from dark to light the sparser.
-    Marker and dashes tell apart what makes it sparse; sized: both grow with the tokens where these differ.
+    Marker and dashes tell apart what makes it sparse; sized: both grow with the tokens where these
+    differ.
     """
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
     places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
@@ -235,16 +236,17 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
             _note(left, f"{share:.2g}%", (x, kl), (0, 6), ha="center")
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
-    left.set(xlabel="training tokens (millions)", xscale="log", yscale="log")
+    left.set(xlabel="training tokens (millions)", xscale="log")
     right.set(xlabel="training tokens (millions)", ylabel=_POINTS)
     left.set_ylabel("KL divergence (nats)")
-    _plain(left.xaxis, left.yaxis)
+    _plain(left.xaxis)
     shares = "Left: the numbers are active neurons."
     bars = "Right: student − original, mean over tasks; bars are 95% intervals over the items."
     if budgets["difference"].isna().all():
         _instead(right, "no answers are recorded")
         bars = ""
-    left.margins(x=0.1, y=0.2)
+    left.set_ylim(0, 1.2 * budgets["kl"].max())
+    left.margins(x=0.1)
     _end(figure, looks, _sentence(about), "One run each.", shares, bars)
     return figure
 

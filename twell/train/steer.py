@@ -1,7 +1,7 @@
-"""What brings activity to the wanted share: the L1 coefficient, or without an L1 term the threshold.
+"""What brings activity to the wanted share: the L1 coefficient, or else the threshold.
 
-After each stage of `l1_stage_steps` either changes by a factor. Activity follows the coefficient
-slowly, and the threshold at once. Ours.
+Without an L1 term it is the threshold. After each stage of `l1_stage_steps` it changes by a factor.
+Activity follows the coefficient slowly, and the threshold at once. Ours.
 """
 
 from __future__ import annotations
