@@ -245,8 +245,8 @@ NUMBERS = {
         ".query('layer >= 18 or layer == 0')['active_fraction'].max()",
         r"1 to 7 below (\d+)%": "np.ceil(100 * row(layers, name='10%, threshold 0.5')"
         ".query('1 <= layer <= 7')['active_fraction'].max())",
-        r"layers (\d+) to 29 have least": "row(layers, name='10%').nsmallest(7, 'active_fraction')"
-        "['layer'].min()",
+        r"to 29 stay below (\d+)%": "np.ceil(100 * row(layers, name='10%')"
+        ".query('layer >= 23')['active_fraction'].max())",
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
         r"active, ([\d.]+) points at 8%": "-100 * pairs.query(\"task == 'mean' and "
