@@ -63,6 +63,12 @@ seed=true | seed is True; expected int
 gated=3 | gated is 3; expected bool
 balance_every=-1 | balance_every is -1; it has to be a finite number, 0 or more
 balance_every=5 gated=false activation=silu | balance_every is 5; without a gate it needs the
+balance_every=5 gated=false threshold=0.1 | balance_every is 5; .* not 'relu above 0.1', .* set it
+active_share=0.1 l1_coefficient=0 | l1_coefficient 0; give an l1_coefficient above 0, or a threshold
+active_share=0.5 l1_coefficient=0 threshold=1 | a threshold keeps less than half of the neurons
+active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | set compile to false, or \
+backend to 'dense', not 'auto'
+l1_growth=.inf | l1_growth is inf; it has to be above 1, and 100 at most
 batch_tokens=1000 | batch_tokens 1000 is no multiple of context 128
 num_heads=3 | hidden_size 128 is no multiple of num_heads 3
 checkpoint_every=5 | checkpoint_every 5 is no multiple of log_every 10

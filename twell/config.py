@@ -76,8 +76,8 @@ class TrainConfig:
     # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
     teacher: str | None = None
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
-    active_share: float = 0.0  # of the neurons, wanted; 0: the L1 coefficient stays
-    l1_growth: float = 1.5  # factor on the coefficient after a stage with too many active
+    active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
+    l1_growth: float = 1.5  # factor on one of these after a stage with too many active
     l1_stage_steps: int = 100
     # records
     log_every: int = 10  # steps
@@ -107,20 +107,18 @@ class TrainConfig:
                 f"valid_tokens is {self.valid_tokens}; "
                 f"it has to hold one context of {self.context} tokens"
             )
-        if self.active_share and not (self.l1_coefficient or self.threshold):
-            raise ValueError(
-                f"active_share is {self.active_share}, and l1_coefficient and threshold are 0; "
-                "one of them has to grow from more than 0"
-            )
+        if self.active_share and not self.l1_coefficient:
+            self._check_steered_threshold()
         if self.active_share and self.l1_stage_steps % self.log_every:
             raise ValueError(
                 f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
                 f"{self.log_every}, at which activity is known"
             )
-        if self.balance_every and not self.gated and self.activation != "relu":
+        name = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
+        if self.balance_every and not self.gated and name != "relu":
             raise ValueError(
                 f"balance_every is {self.balance_every}; without a gate it needs the activation "
-                f"'relu', not {self.activation!r}, which is not proportional to its input"
+                f"'relu', not {name!r}, which is not proportional to its input; set it to 0"
             )
         # A run whose learning rate or L1 term is 0 in every step:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -137,6 +135,21 @@ class TrainConfig:
                 "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
             )
 
+    def _check_steered_threshold(self) -> None:
+        """Without an L1 term it is the threshold that brings activity to `active_share`."""
+        wanted = f"active_share is {self.active_share}, and l1_coefficient 0"
+        if not self.threshold:
+            raise ValueError(
+                f"{wanted}; give an l1_coefficient above 0, or a threshold above 0 to steer"
+            )
+        if self.active_share >= 0.5:
+            raise ValueError(f"{wanted}; a threshold keeps less than half of the neurons active")
+        if self.compile and self.backend != "dense":
+            raise ValueError(
+                f"{wanted}; compiled sparse kernels have the threshold as a constant, which would "
+                f"change: set compile to false, or backend to 'dense', not {self.backend!r}"
+            )
+
     def remarks(self) -> list[str]:
         """Return a line for each schedule that the run does not finish, or that never acts."""
         lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
@@ -151,6 +164,11 @@ class TrainConfig:
             fields = f"l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}"
             reached = f"it reaches {share:.0%} of l1_coefficient"
             lines.append(f"{warm_up} L1 term ({fields}, {steps} steps): {reached}")
+        stage = self.l1_stage_steps
+        begin = self.l1_zero_steps + self.l1_warmup_steps
+        if self.active_share and (steps - 1) // stage <= begin // stage:
+            run = f"the run has {steps} steps, {begin} of them before the first"
+            lines.append(f"active_share never acts: a stage has {stage} steps, and {run}")
         if self.reinit and tokens < self.dead_window_tokens:
             window = f"dead_window_tokens is {self.dead_window_tokens}"
             run = f"the run has {tokens} tokens"
@@ -282,7 +300,7 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
     ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
-    ("l1_growth", lambda x: 1 < x < math.inf, "be a finite number above 1"),
+    ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
     ("source valid_source tokenizer teacher", lambda x: x != "", "name something"),
 ]

@@ -30,9 +30,8 @@ tags: [llama, sparse, relu, twell]
 # {name}
 
 A Llama-like language model with {millions:.1f} M parameters whose feed-forward layers are \
-sparse: with {activation} and an L1 term on
-the activations, {active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are \
-active for a token of held-out text, so {inactive:.1f}% are
+sparse: with {activation}, {active:.3g} of {row[intermediate_size]} \
+neurons a layer ({share:.2g}%) are active for a token of held-out text, so {inactive:.1f}% are
 not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
 
 | | this model{twin_head} |
@@ -71,8 +70,7 @@ on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, h
 {row[hidden_size]}, {row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
 vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
 tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, \
-L1 coefficient
-{row[l1_coefficient]:g}{staged} on the mean over tokens and layers of the sum over neurons of |h|.
+{l1}.
 
 ## Limits
 
@@ -194,16 +192,28 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
     share = 100 * active / row["intermediate_size"]
     teacher = row.get("teacher")  # whose licence holds for the weights
     known = row["activation"] in ("relu", "silu") and not row.get("threshold")
+    activation = {"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}")
+    if threshold := row.get("threshold"):
+        steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
+        activation += f" above a threshold of {[threshold, *steered][-1]:.3g}"
+    l1 = "no L1 term"
+    if row["l1_coefficient"]:
+        activation += " and an L1 term on\nthe activations"
+        staged = " at first (its log has the rest)" if teacher else ""
+        l1 = (
+            f"L1 coefficient\n{row['l1_coefficient']:g}{staged} on the mean over tokens and layers "
+        )
+        l1 += "of the sum over neurons of |h|"
     return CARD.format(
         row=row,
         start=start,
         license="" if teacher else "license: apache-2.0\n",
-        staged=" at first (its log has the rest)" if teacher else "",
+        l1=l1,
         untuned=UNTUNED[bool(teacher)],
         teacher=f" It began as `{Path(teacher).name}`, and learnt from it." if teacher else "",
         name=out.resolve().name,
         stock=STOCK[row["gated"] and known],
-        activation={"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}"),
+        activation=activation,
         millions=row["parameters"] / 1e6,
         millions_of_tokens=row["tokens"] / 1e6,
         active=active,

@@ -328,10 +328,13 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
     [
         ("hidden_size=64", "hidden_size is that of the teacher .*; leave it out"),
         ("tokenizer=other", "tokenizer is that of the teacher"),
-        ("l1_growth=1", "l1_growth is 1.0; it has to be a finite number above 1"),
+        ("l1_growth=1", "l1_growth is 1.0; it has to be above 1, and 100 at most"),
         ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
         ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),
-        ("l1_coefficient=0", "active_share is 0.1, and l1_coefficient and threshold are 0"),
+        (
+            "l1_coefficient=0",
+            "active_share is 0.1, and l1_coefficient 0; give an l1_coefficient above",
+        ),
         ("threshold=-1", "threshold is -1.0"),
     ],
 )

@@ -8,8 +8,10 @@ import pytest
 from tests.factories.train import series, stop_training
 from twell import results
 from twell.config import TrainConfig
+from twell.export import export
 from twell.models import load
 from twell.train import activity_columns, evaluate, train
+from twell.train.loop import Run
 from twell.train.steer import Steering
 
 
@@ -44,8 +46,26 @@ def test_the_coefficient_waits_for_activity_on_its_way(shares, factors):
 @pytest.mark.parametrize("coefficient", ["1e-3", "0"])
 def test_nothing_changes_after_the_last_step(coefficient):
     steered = steering(f"l1_coefficient={coefficient}", "threshold=0.5", "tokens=6553600")
-    assert steered.config.steps == 200 and not steered.after(200, steered.config.intermediate_size)
+    assert steered.config.steps == 200
+    steered.after(200, steered.config.intermediate_size)
     assert steered.factor == 1
+
+
+def test_a_state_is_whole():
+    """What comes back depends on the share of the stage before."""
+    one, other = steering(), steering()
+    one.after(20, 0.4 * one.config.intermediate_size)
+    other.restore(one.state())
+    for steered in (one, other):
+        steered.after(30, 0.25 * steered.config.intermediate_size)
+    assert one.factor == other.factor == 1.5**3
+
+
+@pytest.mark.parametrize("left, power", [(5, 0.0), (2, math.log(0.15 / 0.196, 1.25))])
+def test_too_few_may_come_back_only_within_the_stages_that_are_left(left, power):
+    steered = steering()
+    steered.share = 0.1
+    assert steered.of_coefficient(0.125, left) == pytest.approx(1.5**power)
 
 
 def test_the_threshold_finds_an_exponential_share_at_once():
@@ -85,16 +105,32 @@ def test_another_share_than_the_wanted_one_is_said(fields, share, said):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_without_l1_the_threshold_rises_until_few_are_active(config, tmp_path, compiled):
+def test_without_l1_the_threshold_rises_until_few_are_active(
+    config, tmp_path, monkeypatch, compiled
+):
     words = "active_share=0.1 l1_coefficient=0 threshold=0.05 l1_stage_steps=5 tokens=30720"
     given = dataclasses.replace(config(*words.split()), compile=compiled, checkpoint_every=10)
-    run = train(given, tmp_path / "whole", quiet=True)
+    validate, validated = Run.validate, {}
+
+    def seen(run, step):
+        validated[step] = run.model.ffns[0].threshold
+        validate(run, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "validate", seen)
+        run = train(given, tmp_path / "whole", quiet=True)
     log = results.load_run(run)[1]
     thresholds = series(log, "threshold").droplevel("layer")
     assert thresholds.iloc[0] == pytest.approx(0.05) and thresholds.nunique() > 5
     assert "l1_coefficient" not in set(log["metric"])
     shares = series(log, "active_mean", "valid").groupby("step").mean() / 96
     assert shares.iloc[0] > 0.3 and 0.07 < shares.iloc[-1] < 0.115
+    # A validation has the threshold of its row, also where a stage ends.
+    del validated[0]
+    rows = thresholds.groupby("step").first()
+    assert len(validated) == 3 and validated == pytest.approx(
+        rows[[*validated]].to_dict(), rel=1e-4
+    )
     # The model has the last one, which is that of the last row: the last step changes nothing.
     model, blocks = load(run)[0], given.prepare_text()[2]
     assert {ffn.threshold for ffn in model.ffns} == {model.config.activation_threshold}
@@ -107,3 +143,15 @@ def test_without_l1_the_threshold_rises_until_few_are_active(config, tmp_path, c
     again = results.load_run(resumed)[1]
     for metric in ("kl", "active_mean", "threshold"):
         assert series(log, metric).equals(series(again, metric)), metric
+    card = (export(run, tmp_path / "out", text="Words.") / "README.md").read_text()
+    last = f"{model.config.activation_threshold:.3g}"
+    assert f"sparse: with ReLU above a threshold of {last}, " in card and "no L1 term." in card
+    assert "an L1 term" not in card and "L1 coefficient\n" not in card
+
+
+def test_a_run_without_a_stage_to_steer_is_told(capsys):
+    given = "active_share=0.1", "tokens=655360", "l1_stage_steps=10"  # 20 steps
+    for zero, told in ((9, False), (10, True)):
+        config = TrainConfig.load("relufy", [*given, f"l1_zero_steps={zero}"])
+        remarks = [line for line in config.remarks() if "active_share never acts" in line]
+        assert bool(remarks) == told

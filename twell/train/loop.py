@@ -78,6 +78,7 @@ class Run:
         # Since the last row: sums of these and of the gradient norm; seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
         self.steering = Steering(config, self.model)
+        self.active = 0.0  # neurons a token and layer, the mean of the last row
         self.validating = 0.0  # seconds of the last validation
 
     def fit(self) -> None:
@@ -130,6 +131,7 @@ class Run:
                     self.record(step)
                 if last or step % config.valid_every == 0:
                     self.validate(step)
+                self.steering.after(step, self.active)
                 if not last:
                     self.keep(step, interrupt.pressed)
             return self.finish()
@@ -274,10 +276,9 @@ class Run:
             if config.reinit:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
 
-        active = sum(values["active_mean"]) / config.num_layers
+        self.active = active = sum(values["active_mean"]) / config.num_layers
         if config.active_share:
             values[self.steering.name] = self.steering.value
-            self.steering.after(step, active)
         validations = -(-config.steps // config.valid_every) - step // config.valid_every
         left = config.batch_tokens * (config.steps - step) / values["tokens_per_second"]
         minutes, seconds = divmod(int(left + validations * self.validating), 60)

@@ -52,7 +52,7 @@ class Steering:
             stages = (config.steps - step) // config.l1_stage_steps  # still to come
             by_l1 = self.name == "l1_coefficient"
             change = self.of_coefficient(share, stages) if by_l1 else self.of_threshold(share)
-            self.factor = max(self.factor * change, LEAST)
+            self.factor = max(self.factor * change, LEAST if by_l1 else 0.0)
             self.apply()
         self.share = share
 
