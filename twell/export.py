@@ -192,18 +192,7 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
     share = 100 * active / row["intermediate_size"]
     teacher = row.get("teacher")  # whose licence holds for the weights
     known = row["activation"] in ("relu", "silu") and not row.get("threshold")
-    activation = {"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}")
-    if threshold := row.get("threshold"):
-        steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
-        activation += f" above a threshold of {[threshold, *steered][-1]:.3g}"
-    l1 = "no L1 term"
-    if row["l1_coefficient"]:
-        activation += " and an L1 term on\nthe activations"
-        staged = " at first (its log has the rest)" if teacher else ""
-        l1 = (
-            f"L1 coefficient\n{row['l1_coefficient']:g}{staged} on the mean over tokens and layers "
-        )
-        l1 += "of the sum over neurons of |h|"
+    activation, l1 = _sparsely(run)
     return CARD.format(
         row=row,
         start=start,
@@ -232,6 +221,19 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         command=_portable(start["command"]),
         resumes=", resumed" + " and".join(resumes) if resumes else "",
     )
+
+
+def _sparsely(run: _Run) -> tuple[str, str]:
+    """What makes the activations of a model sparse, and what the L1 term was."""
+    row, staged = run.row, " at first (its log has the rest)" if run.row.get("teacher") else ""
+    activation = {"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}")
+    if threshold := row.get("threshold"):
+        steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
+        activation += f" above a threshold of {[threshold, *steered][-1]:.3g}"
+    if not row["l1_coefficient"]:
+        return activation, "no L1 term"
+    l1 = f"L1 coefficient\n{row['l1_coefficient']:g}{staged} on the mean over tokens and layers of "
+    return f"{activation} and an L1 term on\nthe activations", l1 + "the sum over neurons of |h|"
 
 
 def _portable(command: str) -> str:
