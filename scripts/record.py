@@ -66,8 +66,9 @@ LEARNING_RATE = "1e-3"  # better than that of the parts rate-3e-4
 NO_L1 = "active_share=0 l1_coefficient=0"
 # With a threshold, or for many active neurons, the term has to begin more lightly.
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
-STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 10), "4e7": (120, 40, 10), "8e7": (240, 80, 10)}
-STAGES |= {"1.2e8": (360, 120, 15), "2.4e8": (720, 240, 20)}
+# Steps between validations, of a stage, and between rows.
+STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 20), "4e7": (120, 40, 40), "8e7": (240, 80, 40)}
+STAGES |= {"1.2e8": (360, 120, 60), "2.4e8": (720, 240, 60)}
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
