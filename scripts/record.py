@@ -97,7 +97,7 @@ def relufied(
 
 # Another learning rate, and no fit, to compare with relufy-0.1 and -t-0.5; L1 with a threshold and
 # without; ReLU alone; and how quality rises with tokens. With a threshold and L1 long trainings end
-# below the wanted share; a steered threshold holds it, for 25 minutes of an H100 with 2.4e8.
+# below the wanted share; a steered threshold should hold it. 2.4e8 tokens should fill 25 minutes.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),

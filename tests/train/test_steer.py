@@ -149,7 +149,7 @@ def test_without_l1_the_threshold_rises_until_few_are_active(
     assert "an L1 term" not in card and "L1 coefficient\n" not in card
 
 
-def test_a_run_without_a_stage_to_steer_is_told(capsys):
+def test_a_run_without_a_stage_to_steer_is_told():
     given = "active_share=0.1", "tokens=655360", "l1_stage_steps=10"  # 20 steps
     for zero, told in ((9, False), (10, True)):
         config = TrainConfig.load("relufy", [*given, f"l1_zero_steps={zero}"])

@@ -27,10 +27,9 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
     tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
-    steered); of the last validation
-    active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
-    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
-    Raises ValueError for runs of several models or texts.
+    steered); of the last validation active_fraction (mean over layers), kl, cross_entropy,
+    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction; l1, the last
+    coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()

@@ -18,7 +18,7 @@ from twell.train import lock
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
-FEW = 4  # tokens for each neuron that a fit needs
+FIT_NEEDS = 4  # tokens for each neuron
 
 
 def train(
@@ -115,10 +115,10 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
         )
-    if 0 < config.fit_tokens < (least := FEW * config.intermediate_size):
+    if 0 < config.fit_tokens < (least := FIT_NEEDS * config.intermediate_size):
         raise ValueError(
-            f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FEW} for each neuron of a "
-            "layer, may do harm; raise it, or set it to 0 for no fit"
+            f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "
+            "of a layer, may do harm; raise it, or set it to 0 for no fit"
         )
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
