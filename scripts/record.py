@@ -95,12 +95,15 @@ def relufied(
     return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
 
 
-# Another learning rate, and no fit, to compare with relufy-0.1 and -t-0.5; L1 with a threshold and
-# without; ReLU alone; and how quality rises with tokens. With a threshold and L1 long trainings end
+# Other learning rates, no fit, and a first L1 as light as beside a threshold, to compare with
+# relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without; ReLU alone; and how quality rises
+# with tokens. With a threshold and L1 long trainings end
 # below the wanted share; a steered threshold should hold it. 2.4e8 tokens should fill 25 minutes.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),
+    "rate-2e-3-by-t": relufied("rate-2e-3-by-t", BY_THRESHOLD(0.1), rate="2e-3"),
+    "light-0.1": relufied("light-0.1", f"{TENTH} l1_coefficient=1e-4"),
     "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5) + " fit_tokens=0"),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
@@ -108,7 +111,10 @@ RELUFIED = {
             ("0.1", TENTH),
             ("0.1-t-0.5", LIGHT(0.1, 0.5)),
             ("0", NO_L1),
-            *((f"0.1-by-t-{tokens}", BY_THRESHOLD(0.1), tokens) for tokens in ("2.4e8", "8e7")),
+            *(
+                (f"0.1-by-t-{tokens}", BY_THRESHOLD(0.1), tokens)
+                for tokens in ("2.4e8", "8e7", "5e6")
+            ),
             *((f"{share}-by-t", BY_THRESHOLD(share)) for share in (0.1, 0.05, 0.02)),
             *((f"0.1-t-0.5-{tokens}", LIGHT(0.1, 0.5), tokens) for tokens in OTHER_BUDGETS),
             *((f"0.1-{tokens}", TENTH, tokens) for tokens in OTHER_BUDGETS),
