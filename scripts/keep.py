@@ -33,7 +33,7 @@ from twell.trace.aggregates import COMPRESSIONS
 from twell.trace.counter import Counter
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
-from twell.train.relufy import teacher_hash
+from twell.train.samples import teacher_hash
 
 # As in twell/tasks/local; of the other tasks the query alone.
 PROMPTS = dict.fromkeys(

@@ -250,6 +250,7 @@ def test_relufied_runs_compare():
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
     asked |= {"l1_stage_steps", "log_every", "valid_every"}
     tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}}
+    tried["sampled"] = {"sampled_share", "sampled_tokens"}
     for name, fields in configs.items():
         different = {key for key in fields if fields[key] != first[key]}
         assert different <= asked | tried.get(name.partition("-")[0], set()), name

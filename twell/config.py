@@ -75,6 +75,9 @@ class TrainConfig:
     threshold: float = 0.0  # a neuron is active where its gate is above
     # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
     teacher: str | None = None
+    sampled_tokens: int = 2**20  # that it writes, where there is no source or a sampled_share
+    sampled_share: float = 0.0  # of the training text, beside source
+    samples: str | None = None  # the file of these; `twell relufy` sets it
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
     active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
     l1_growth: float = 1.5  # factor on one of these after a stage with too many active
@@ -211,19 +214,26 @@ class TrainConfig:
         self, process: int = 0, num_processes: int = 1
     ) -> tuple[PreTrainedTokenizerFast, Blocks | Stream, Blocks]:
         """Return tokenizer, training blocks (of a stream this process's) and validation blocks."""
+        import numpy as np
+
         from twell import corpus
 
         source, context = self.source, self.context
         if not source.startswith("hf:"):
-            text = corpus.prepare(
-                source,
-                vocab_size=self.vocab_size,
-                cache=cache_folder(),
-                valid_source=self.valid_source,
-                tokenizer=self.tokenizer,
-            )
+            options = {
+                "vocab_size": self.vocab_size,
+                "cache": cache_folder(),
+                "valid_source": self.valid_source,
+                "tokenizer": self.tokenizer,
+            }
+            text = corpus.prepare(source, **options)
+            train = text.train
+            if self.samples is not None:  # repeated, or cut, to their share
+                written = corpus.prepare(self.samples, **options).train
+                number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
+                train = np.concatenate([train, np.resize(written, number)])
             valid = corpus.Blocks(text.valid[: self.valid_tokens], context)
-            return text.tokenizer, corpus.Blocks(text.train, context, self.seed), valid
+            return text.tokenizer, corpus.Blocks(train, context, self.seed), valid
         if self.tokenizer is None:
             raise ValueError(
                 f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
@@ -283,7 +293,7 @@ _DIVISORS = {
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
     "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon "
-    "l1_stage_steps"
+    "l1_stage_steps sampled_tokens"
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
@@ -300,9 +310,10 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
     ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
+    ("sampled_share", lambda x: 0 <= x < 1, "be a share, from 0 to less than 1"),
     ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
-    ("source valid_source tokenizer teacher", lambda x: x != "", "name something"),
+    ("source valid_source tokenizer teacher samples", lambda x: x != "", "name something"),
 ]
 
 

@@ -35,7 +35,7 @@ from twell.corpus import load_tokenizer
 from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
-from twell.train import Student, evaluate, loop, relufy, relufy_config, train
+from twell.train import Student, evaluate, loop, relufy, relufy_config, samples, train
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -255,10 +255,9 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
 
 def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
-    monkeypatch.setattr(relufy, "SAMPLES", 3000)
-    monkeypatch.setattr(relufy, "SAMPLED", 16)
-    said = []
-    whole = relufy_config(teacher, BRIEF, said.append)
+    monkeypatch.setattr(samples, "SAMPLED", 16)
+    fields, said = [*BRIEF, "sampled_tokens=3000"], []
+    whole = relufy_config(teacher, fields, said.append)
     lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
     assert len(lines) == 6 * 16 and any("the teacher writes 96 texts" in line for line in said)
     assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
@@ -270,14 +269,14 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     for lines in (2 * 16 + 3, 2 * 16 - 1, 6 * 16 - 1):
         part.write_text("".join(text.splitlines(keepends=True)[:lines]) + '{"te')
         file.unlink()
-        assert relufy_config(teacher, BRIEF, said.append) == whole
+        assert relufy_config(teacher, fields, said.append) == whole
         assert file.read_text(encoding="utf-8") == text and not part.exists()
     run = train(dataclasses.replace(whole, tokens=1024), tmp_path / "run", quiet=True)
     assert results.load_run(run)[0]["complete"]
 
 
 def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_text, monkeypatch):
-    monkeypatch.setattr(relufy, "SAMPLED", 4)
+    monkeypatch.setattr(samples, "TEMPERATURE", 0.6)
     folder = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder),
@@ -286,25 +285,50 @@ def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_
     model.generation_config.repetition_penalty = 9.0
     tokenizer.bos_token_id = 5
     torch.manual_seed(SEED)
-    ids = relufy._write(model, tokenizer, 12)
+    ids = samples._write(model, tokenizer, 4, 12)
     torch.manual_seed(SEED)
     expected = torch.full((4, 1), 5)
     with torch.no_grad():
         for _ in range(12):
-            probabilities = torch.softmax(model(expected).logits[:, -1], -1)
+            probabilities = torch.softmax(model(expected).logits[:, -1] / 0.6, -1)
             expected = torch.cat([expected, torch.multinomial(probabilities, 1)], 1)
     assert not (expected == tokenizer.eos_token_id).any() and torch.equal(ids, expected[:, 1:])
 
 
 def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkeypatch):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
-    monkeypatch.setattr(relufy, "SAMPLES", 512)
-    monkeypatch.setattr(relufy, "SAMPLED", 16)
+    monkeypatch.setattr(samples, "SAMPLED", 16)
     sources = []
     for scale in (0.2, 0.3):
         folder = write_pretrained(tmp_path / "model", tiny_text, initializer_range=scale)
-        sources.append(relufy_config(folder, BRIEF, lambda line: None).source)
+        fields = [*BRIEF, "sampled_tokens=512"]
+        sources.append(relufy_config(folder, fields, lambda line: None).source)
     assert sources[0] != sources[1]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.005])  # repeated, cut
+def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
+    plain = config().prepare_text()[1].tokens
+    monkeypatch.setattr(samples, "SAMPLED", 25)
+    mixed = config("sampled_tokens=300", f"sampled_share={share}")
+    alone = dataclasses.replace(mixed, source=mixed.samples, samples=None)
+    written = alone.prepare_text()[1].tokens
+    text = mixed.prepare_text()[1].tokens
+    rest = text[len(plain) :]
+    assert abs(len(rest) / len(text) - share) < 1e-3 and (len(rest) > len(written)) == (share > 0.1)
+    assert (text[: len(plain)] == plain).all()
+    assert (rest == written[np.arange(len(rest)) % len(written)]).all()
+    train(dataclasses.replace(mixed, tokens=1024), tmp_path / "run", quiet=True)
+    assert TrainConfig.load(tmp_path / "run" / "config.yaml").samples == mixed.samples
+
+
+@pytest.mark.parametrize("source", [[], ["source=hf:text"]])
+def test_a_share_needs_a_source_that_is_no_stream(teacher, source):
+    with pytest.raises(
+        ValueError, match="sampled_share is 0.5: .*(stream|all text).*; leave it out"
+    ):
+        relufy_config(teacher, [*BRIEF, *source, "sampled_share=0.5"], lambda line: None)
 
 
 # --- what is said, and refused --------------------------------------------------------------------
@@ -328,6 +352,8 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
     [
         ("hidden_size=64", "hidden_size is that of the teacher .*; leave it out"),
         ("tokenizer=other", "tokenizer is that of the teacher"),
+        ("samples=a.jsonl", "samples is what the teacher wrote, .*; leave it out"),
+        ("sampled_share=1", "sampled_share is 1.0; it has to be a share, from 0 to less than 1"),
         ("l1_growth=1", "l1_growth is 1.0; it has to be above 1, and 100 at most"),
         ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
         ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),

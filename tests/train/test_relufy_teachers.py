@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from tests.factories.train import BRIEF, contents, resume, stop_training, write_pretrained
 from twell import corpus
 from twell.corpus import load_tokenizer, tokens
-from twell.train import Student, check_folder, relufy, relufy_config, train
+from twell.train import Student, check_folder, relufy_config, samples, train
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -129,7 +129,7 @@ def test_an_end_of_id_0_ends_a_sample(teacher):
     model.generate = lambda ids, **options: asked.append(model.generation_config) or ids
     for end, expected in ((0, 0), (None, tokenizer.eos_token_id), ([0, 7], [0, 7])):
         model.generation_config.eos_token_id = end
-        relufy._write(model, tokenizer, 4)
+        samples._write(model, tokenizer, 8, 4)
         assert asked[-1].eos_token_id == expected
 
 

@@ -32,7 +32,7 @@ from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.fit import fit_down
 from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
-from twell.train.relufy import teacher_hash
+from twell.train.samples import teacher_hash
 from twell.train.steer import Steering
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters

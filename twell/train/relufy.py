@@ -13,31 +13,23 @@ too: uncompiled, the losses alone move several MB a token. Ours; the paper train
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
 import json
-import math
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
-from twell import results
-from twell.config import TrainConfig, cache_folder
+from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.l1 import l1_by_layer
@@ -45,6 +37,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
+from twell.train.samples import write_samples
 
 CHUNK = 2048  # tokens whose logits exist at a time
 # Tensors as large as these logits in fp32, at the peak of `_losses` and its gradients.
@@ -59,10 +52,6 @@ OF_TEACHER = {
 }
 BYTES = {"fp32": 4, "bf16": 2}  # of a teacher's weight
 RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
-SAMPLES = 2**20  # tokens that a teacher writes where no text is given
-SAMPLED = 64  # texts of a batch
-WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
-TIMED = 8  # tokens that a batch writes first, to say how long it will take
 
 
 @dataclass
@@ -261,10 +250,11 @@ def relufy_config(
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
     name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields
-    as key=value. Without a `source` the teacher writes SAMPLES tokens of text at last, after
-    `check`. Raises ValueError for another type of model, for fields that only the teacher decides,
-    for a context or a threshold that the model cannot have, and for a tokenizer with more entries
-    than the model.
+    as key=value. Without a `source`, or with a `sampled_share`, the teacher writes
+    `sampled_tokens` tokens of text at last, after `check`. Raises ValueError for another type of
+    model, for fields that only the teacher decides, for a context or a threshold that the model
+    cannot have, for a tokenizer with more entries than the model, and for a `sampled_share` without
+    a source or of a stream.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -279,11 +269,7 @@ def relufy_config(
     fields["gated"] = getattr(config, "gated_mlp", True)
     if theta := (config.rope_parameters or {}).get("rope_theta"):
         fields["rope_theta"] = theta
-    for field in fields:
-        if field in given:
-            raise ValueError(f"{field} is that of the teacher {name}; leave it out")
-    if "activation" in given:
-        raise ValueError("activation is relu in every student; leave it out")
+    _check_given(given, fields, name)
     if "context" not in given:
         fields["context"] = min(1024, config.max_position_embeddings)
     if "threshold" not in given:
@@ -297,6 +283,7 @@ def relufy_config(
             f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
         )
     _check_threshold(loaded, config)
+    _check_share(loaded, "source" in given)
     tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
     check(loaded)
     if config.hidden_act == "relu":
@@ -306,10 +293,30 @@ def relufy_config(
     if not torch.cuda.is_available():
         say("no GPU was found: this trains on the CPU, and each row says how long it will take")
     say(_memory(config, loaded))
-    if "source" not in given:
-        samples = _samples(folder, tokenizer, loaded.context, say)
-        loaded = dataclasses.replace(loaded, source=str(samples))
-    return loaded
+    if "source" in given and not loaded.sampled_share:
+        return loaded
+    field = "samples" if "source" in given else "source"
+    return dataclasses.replace(
+        loaded, **{field: str(write_samples(folder, tokenizer, loaded, say))}
+    )
+
+
+def _check_given(given: Sequence[str], fields: Iterable[str], name: str | Path) -> None:
+    """Refuse fields that nobody but the teacher decides."""
+    reasons = {field: f"that of the teacher {name}" for field in fields}
+    reasons |= {
+        "samples": "what the teacher wrote, for which sampled_share asks",
+        "activation": "relu in every student",
+    }
+    for field in given:
+        if field in reasons:
+            raise ValueError(f"{field} is {reasons[field]}; leave it out")
+
+
+def _check_share(config: TrainConfig, has_source: bool) -> None:
+    if config.sampled_share and (config.source.startswith("hf:") or not has_source):
+        reason = "of a stream" if has_source else "without a source all text is sampled"
+        raise ValueError(f"sampled_share is {config.sampled_share}: {reason}; leave it out")
 
 
 def _check_threshold(config: TrainConfig, teacher: PreTrainedConfig) -> None:
@@ -329,71 +336,3 @@ def _memory(config: PreTrainedConfig, loaded: TrainConfig) -> str:
     sizes = {"teacher": teacher, "student, gradients and AdamW": student, "logits": logits}
     parts = ", ".join(f"{part} {size / 2**30:.2f} GiB" for part, size in sizes.items())
     return f"memory without activations: {parts}"
-
-
-def teacher_hash(name: str | Path, others: str = "") -> str:
-    """Return the SHA-256 of a model's configuration and weights, and of other files there."""
-    folder, hashes = resolve(name), []
-    for pattern in f"config.json *.safetensors pytorch_model*.bin {others}".split():
-        hashes += [(file.name, results.file_hash(file)) for file in sorted(folder.glob(pattern))]
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-
-
-@torch.no_grad()
-def _samples(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, context: int, say: Callable[[str], None]
-) -> Path:
-    """Let the teacher write SAMPLES tokens; return the file, a document a line, in the cache.
-
-    An interrupted call goes on where it stopped: every batch has a seed of its own.
-    """
-    about = json.dumps([teacher_hash(folder, WRITER_FILES), context, SAMPLES, SAMPLED])
-    name = hashlib.sha256(about.encode()).hexdigest()[:16]
-    path = cache_folder() / f"samples-{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{path}.lock"):
-        if path.is_file():
-            return path
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = load_stock(folder, kind).to(device).eval()
-        part = path.with_suffix(".part")
-        lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.is_file() else []
-        batches, written = math.ceil(SAMPLES / (SAMPLED * context)), len(lines) // SAMPLED
-        results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * SAMPLED]))
-
-        start = time.perf_counter()
-        _write(model, tokenizer, TIMED)
-        seconds = (time.perf_counter() - start) / TIMED * context * (batches - written)
-        texts = f"{(batches - written) * SAMPLED} texts of up to {context} tokens"
-        say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
-        start = time.perf_counter()
-        for batch in range(written, batches):
-            torch.manual_seed(batch)
-            texts = tokenizer.batch_decode(
-                _write(model, tokenizer, context - 1), skip_special_tokens=True
-            )
-            with open(part, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-            pace = (time.perf_counter() - start) / (batch + 1 - written)
-            left = _clock(pace * (batches - batch - 1))
-            say(f"{batch + 1} of {batches} batches of texts, {left} left")
-        part.rename(path)
-    return path
-
-
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: int) -> Tensor:
-    """Return the ids of SAMPLED texts that a model writes, drawn from its own probabilities."""
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    ends = model.generation_config.eos_token_id  # may be several
-    ends = end if ends is None else ends
-    # The model's own settings may prefer some tokens, as a repetition penalty does.
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=end)
-    ids = torch.full((SAMPLED, 1), end if begin is None else begin, device=model.device)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens}
-    # Without a mask a first token that is also the padding would be hidden.
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 1:]
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,0 +1,120 @@
+"""What a teacher is, by its files, and the text that it writes. Ours."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from twell import results
+from twell.config import TrainConfig, cache_folder
+from twell.models.loading import load_stock, resolve, stock_config
+
+# Tokens of a text at most, texts of a batch on a CPU, and the temperature: at 1 small models wander
+# off.
+WRITTEN, SAMPLED, TEMPERATURE = 512, 64, 0.8
+MOST_SAMPLED = 2048  # texts of a batch on a GPU; their keys and values take a third of its memory
+WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
+TIMED = 8  # tokens that a batch writes first, to say how long it will take
+
+
+def teacher_hash(name: str | Path, others: str = "") -> str:
+    """Return the SHA-256 of a model's configuration and weights, and of other files there."""
+    folder, hashes = resolve(name), []
+    for pattern in f"config.json *.safetensors pytorch_model*.bin {others}".split():
+        hashes += [(file.name, results.file_hash(file)) for file in sorted(folder.glob(pattern))]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+@torch.no_grad()
+def write_samples(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TrainConfig,
+    say: Callable[[str], None],
+) -> Path:
+    """Let the teacher write `sampled_tokens`; return the file, a document a line, in the cache.
+
+    An interrupted call goes on where it stopped: every batch has a seed of its own.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    length = min(WRITTEN, config.context)
+    size = _texts_at_once(stock_config(folder)[0], length, device)
+    batches = math.ceil(config.sampled_tokens / (size * length))
+    about = [teacher_hash(folder, WRITER_FILES), length, size, batches, TEMPERATURE]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    path = cache_folder() / f"samples-{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{path}.lock"):
+        if path.is_file():
+            return path
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = load_stock(folder, kind).to(device).eval()
+        part = path.with_suffix(".part")
+        lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.is_file() else []
+        written = len(lines) // size
+        results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * size]))
+
+        start = time.perf_counter()
+        _write(model, tokenizer, size, TIMED)
+        seconds = (time.perf_counter() - start) / TIMED * length * (batches - written)
+        texts = f"{(batches - written) * size} texts of up to {length} tokens"
+        say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
+        start = time.perf_counter()
+        for batch in range(written, batches):
+            torch.manual_seed(batch)
+            texts = tokenizer.batch_decode(
+                _write(model, tokenizer, size, length - 1), skip_special_tokens=True
+            )
+            with open(part, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+            pace = (time.perf_counter() - start) / (batch + 1 - written)
+            left = _clock(pace * (batches - batch - 1))
+            say(f"{batch + 1} of {batches} batches of texts, {left} left")
+        part.rename(path)
+    return path
+
+
+def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) -> int:
+    """Return how many texts a model writes in one batch; a larger one takes hardly more time."""
+    if device.type == "cpu":
+        return SAMPLED
+    heads = config.num_attention_heads
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    text = 4 * length * config.num_hidden_layers * kept * head_size  # bytes, keys and values, bf16
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(1, min(MOST_SAMPLED, memory // 3 // text))
+
+
+def _write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: int, tokens: int
+) -> Tensor:
+    """Return the ids of texts that a model writes, drawn from its probabilities at TEMPERATURE."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id  # may be several
+    ends = end if ends is None else ends
+    # The model's own settings may prefer some tokens, as a repetition penalty does.
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=end)
+    ids = torch.full((size, 1), end if begin is None else begin, device=model.device)
+    options = {"do_sample": True, "top_k": 0, "temperature": TEMPERATURE, "max_new_tokens": tokens}
+    # Without a mask a first token that is also the padding would be hidden.
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 1:]
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
