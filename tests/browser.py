@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from twell import inspector, results
 
@@ -290,7 +291,11 @@ def main(model: str) -> None:
         tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         tab.goto(page.as_uri())
         tab.wait_for_selector(".tw-word")
-        tab.screenshot(path=results.root() / "figures" / "inspector.png", full_page=True)
+        picture = results.root() / "figures" / "inspector.png"
+        tab.screenshot(path=picture, full_page=True)
+    with Image.open(picture) as image:  # a third of the bytes
+        few = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.factories.analysis import (
     DENSE,
     DENSELY,
     SPARSELY,
+    TEACHER,
     UNUSED,
     decode_rows,
     evaluation,
@@ -417,3 +418,15 @@ def test_students_are_judged_by_whole_intervals():
         assert judged("pretrained", some, "students_lost") == [verdict]
     without = numbers(*relufied_study()[1:3])
     assert judged("pretrained", without, "students_lost") == ["not measured"]
+
+
+def test_the_student_of_a_steered_threshold_is_the_one_on_the_most_tokens():
+    steered = {"l1_coefficient": 0.0, "threshold": 0.5, "teacher_sha256": TEACHER}
+    sampled = steered | {"sampled_share": 0.25, "tokens": 2000}
+    runs = [relufied_run("tenth", 0.1, (12, 8), 0.3, **steered), relufied_study()[0]]
+    runs.append(relufied_run("longer", 0.1, (11, 8), 0.2, **sampled))
+    configs, log = tables(*runs)
+    pairs = analysis.relufied_pairs(configs, kept_answers())
+    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs)
+    check(found, held_difference=-50, held_share=9.5, held_tokens=0.002, held_kl=0.2)
+    assert "cuts" not in found  # neither is L1 beside a threshold

@@ -147,6 +147,16 @@ def test_a_steered_threshold_is_the_last_one():
     assert budgets["run"].tolist() == ["a", "b"]
 
 
+def test_text_that_the_teacher_wrote_makes_another_level():
+    fields = {"l1_coefficient": 0.0, "threshold": 0.5, "sampled_share": 0.25, "samples": "a.jsonl"}
+    runs = [relufied_run("a", 0.1, (12, 8), kl=0.3, **fields | {"sampled_tokens": 1000})]
+    runs += [relufied_run("b", 0.1, (12, 8), kl=0.2, tokens=2000, **fields)]
+    runs += [relufied_run("c", 0.1, (12, 8), kl=0.4), relufied_run("d", 0.0, (60, 40), kl=0.1)]
+    rows = analysis.relufied_runs(*tables(*runs)).set_index("run").loc[[*"abcd"]]
+    assert rows["level"].tolist() == [*2 * ["10% by a threshold, 25% sampled"], "10%", "ReLU alone"]
+    assert rows["by"].tolist() == [*2 * ["threshold, sampled"], "L1", "L1"]
+
+
 def study_with_answers():
     return tables(*relufied_study())[0], kept_answers()
 

@@ -42,6 +42,7 @@ from twell.analysis.trained import (
     Quantities,
     choices,
     devices,
+    pretrained,
     single,
     sizes,
     slowed,
@@ -197,35 +198,6 @@ def paired(table: pd.DataFrame) -> Quantities:
         result["paired_settled"] = not (asked["verdict"] == "one seed").any()
         unseen = asked["limit"] - asked["difference"]  # points of loss that are not excluded
         result |= {"paired_unseen_least": unseen.min(), "paired_unseen_most": unseen.max()}
-    return result
-
-
-def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
-    """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
-
-    Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
-    the original; busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens.
-    `cuts` are the changes (%) of the divergence where a threshold joins L1, by wanted share.
-    """
-    shares = 100 * table.set_index("run")["active_fraction"]
-    means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
-    plain = table.loc[(table["wanted"] == 0) & (table["threshold"] == 0), "run"]
-    beside = means[means["reference"] == relufied.WITHOUT_L1].sort_values("share")
-    alone = means[means["run"].isin(plain) & (means["reference"] == relufied.ORIGINAL)]
-    worse = int((beside["high"] < 0).sum())
-    result = {"students": len(beside), "students_worse": worse} if len(beside) else {}
-    for name, rows in (("alone", alone), ("busiest", beside[-1:]), ("sparsest", beside[:1])):
-        for row in rows.to_dict("records"):
-            result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
-            result[f"{name}_share"] = row["share"]
-    wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
-    wanted = wanted[(wanted["wanted"] > 0) & (wanted["by"] != "threshold")]
-    best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
-    both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
-    changes = 100 * (both[True] / both[False] - 1)
-    if len(changes):
-        result["cut_shares"] = ", ".join(f"{100 * share:g}" for share in changes.index)
-        result["cuts"] = ", ".join(f"{change:.0f}" for change in changes).replace("-", "−")
     return result
 
 

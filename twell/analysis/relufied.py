@@ -13,7 +13,8 @@ from twell.analysis.runs import check_alike, last_validation, level_name, logged
 from twell.measure import providers
 
 # Fields that tell such runs apart; all else has to be alike.
-ASKED = ["active_share", "l1_coefficient", "threshold", "tokens"]
+ASKED = ["active_share", "l1_coefficient", "threshold", "sampled_share", "tokens"]
+_SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
@@ -27,9 +28,9 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
     tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
-    steered); of the last validation active_fraction (mean over layers), kl, cross_entropy,
-    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction; l1, the last
-    coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
+    steered; with "sampled" where the teacher wrote some of the text); of the last validation
+    active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
+    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
@@ -45,6 +46,7 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         f"L1, threshold {threshold:g}" if threshold else "L1" for threshold in table["threshold"]
     ]
     table["by"] = np.where(cut, "threshold", fixed)
+    table.loc[complete["sampled_share"] > 0, "by"] += ", sampled"
     # Of what is not steered the log has nothing: the configuration's is the last.
     for name, of in (("l1", "l1_coefficient"), ("threshold", "threshold")):
         steered = log[(log["split"] == "train") & (log["metric"] == of)]
@@ -187,28 +189,32 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     several were asked for the same.
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
-    complete = runs[runs["complete"] & teachers]
-    fitted = complete.get("fit_tokens", pd.Series(0, complete.index)).fillna(0)  # older: not
-    complete = complete.assign(fit_tokens=fitted)
+    complete = runs[runs["complete"] & teachers].copy()
+    for field in ("fit_tokens", "sampled_share"):  # older runs had none
+        complete[field] = complete.get(field, pd.Series(0.0, complete.index)).fillna(0)
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
     rule = "these runs have to be of one teacher and text"
     known = "teacher_sha256" in complete and complete["teacher_sha256"].notna().all()
     folders = ["teacher", "tokenizer"] if known else []  # of one teacher, wherever it lies
-    check_alike(complete, [*ASKED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule)
+    check_alike(
+        complete, [*ASKED, *_SAMPLED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule
+    )
     usual = complete["tokens"].mode().iloc[0]
-    complete = complete.assign(level=[_level(*asked) for asked in complete[ASKED[:3]].to_numpy()])
+    complete = complete.assign(level=[_level(*asked) for asked in complete[ASKED[:4]].to_numpy()])
     budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]
     names = complete["level"] + budgets
     names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")
     return complete.assign(name=names).set_index("run")
 
 
-def _level(share: float, coefficient: float, threshold: float) -> str:
+def _level(share: float, coefficient: float, threshold: float, sampled: float) -> str:
     """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
 
-    Or "10% by a threshold", wherever that began.
+    Or "10% by a threshold", wherever that began, "10% by a threshold, 25% sampled".
     """
+    if sampled:
+        return f"{_level(share, coefficient, threshold, 0)}, {100 * sampled:g}% sampled"
     if share and not coefficient:
         return f"{100 * share:g}% by a threshold"
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1

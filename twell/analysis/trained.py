@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from twell.analysis.relufied import ORIGINAL, WITHOUT_L1
 from twell.analysis.runs import level_name, levels, recommended, settles_after
 from twell.analysis.variants import (
     QUANTITIES,
@@ -289,6 +290,43 @@ def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
         # The difference of two gaps has the noise of four models.
         limit = float(np.hypot(limits[0], limits[-1]))
         result |= {"gap_growth": change.iloc[-1] - change.iloc[0], "gap_growth_limit": limit}
+    return result
+
+
+def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
+    """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
+
+    Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
+    the original; busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens.
+    held_: over the original, the run with a steered threshold on the most tokens (M), and its
+    divergence (nats). `cuts` are the changes (%) of the divergence where a threshold joins L1, by
+    wanted share.
+    """
+    shares = 100 * table.set_index("run")["active_fraction"]
+    means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
+    plain = table.loc[(table["wanted"] == 0) & (table["threshold"] == 0), "run"]
+    beside = means[means["reference"] == WITHOUT_L1].sort_values("share")
+    alone = means[means["run"].isin(plain) & (means["reference"] == ORIGINAL)]
+    steered = table[table["by"].str.startswith("threshold")].sort_values("tokens")[-1:]
+    held = means[means["run"].isin(steered["run"]) & (means["reference"] == ORIGINAL)]
+    worse = int((beside["high"] < 0).sum())
+    result = {"students": len(beside), "students_worse": worse} if len(beside) else {}
+    ends = {"alone": alone, "busiest": beside[-1:], "sparsest": beside[:1], "held": held}
+    for name, rows in ends.items():
+        for row in rows.to_dict("records"):
+            result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
+            result[f"{name}_share"] = row["share"]
+    if len(held):
+        result["held_tokens"] = steered["tokens"].item() / 1e6
+        result["held_kl"] = steered["kl"].item()
+    wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
+    wanted = wanted[(wanted["wanted"] > 0) & ~wanted["by"].str.startswith("threshold")]
+    best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
+    both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
+    changes = 100 * (both[True] / both[False] - 1)
+    if len(changes):
+        result["cut_shares"] = ", ".join(f"{100 * share:g}" for share in changes.index)
+        result["cuts"] = ", ".join(f"{change:.0f}" for change in changes).replace("-", "−")
     return result
 
 
