@@ -9,6 +9,7 @@ import pytest
 
 from tests.factories.analysis import (
     GOOD,
+    TEACHER,
     kept_answers,
     relufied_run,
     relufied_study,
@@ -188,6 +189,34 @@ def test_budgets_are_the_levels_with_several():
     assert budgets["difference"].tolist() == pytest.approx([-0.375, -0.5])
     assert (budgets["low"] < budgets["difference"]).all()
     assert (budgets["difference"] < budgets["high"]).all()
+
+
+def test_an_outlook_goes_on_as_the_runs_did():
+    same = {"teacher_sha256": TEACHER}
+    runs = [relufied_run("few", 0.1, (12, 8), 0.4, **same)]
+    runs.append(relufied_run("many", 0.1, (12, 8.2), 0.2, tokens=2000, **same))
+    other = relufied_run("other", 0.1, (8, 2), 0.2, tokens=4000, threshold=0.5, **same)
+    marks = {"small-original-abcdef12": ("11111111", "1100"), "few": ("11110000", "1100")}
+    marks |= {"many": ("11111100", "1100")}
+
+    def outlook(runs, marks, lost):
+        study, items = tables(*runs), kept_answers(marks)
+        table, pairs = analysis.relufied_runs(*study), analysis.relufied_pairs(study[0], items)
+        return analysis.relufied_outlook(table, pairs, items, lost)
+
+    (line,) = outlook(runs, marks, 0.0625).to_dict("records")
+    assert (line["level"], line["fewest"], line["most"]) == ("10%", 1000, 2000)
+    # A doubling gains 0.125 of the 0.25 that the first one lost; half as much again is wanted.
+    assert (line["difference"], line["gain"]) == (-0.125, 0.125)
+    assert line["by_accuracy"] == pytest.approx(2000 * 2**0.5)
+    assert line["earliest"] == pytest.approx(2000 * 2 ** (0.0625 / line["high"]))
+    assert line["by_divergence"] == pytest.approx(4000)  # at 0.1 nats
+    assert np.isnan(outlook(runs, marks, 0.0)["by_divergence"].item())  # never 0 nats
+    marks["few"], marks["many"] = marks["many"], marks["few"]
+    assert outlook(runs, marks, 0.0625)[["by_accuracy", "by_divergence"]].isna().all(axis=None)
+    # Of runs whose activity differs nothing follows.
+    uneven = [relufied_run("many", 0.1, (8, 8), 0.2, tokens=2000, **same), runs[0], other]
+    assert outlook(uneven, marks, 0.0625).empty
 
 
 def test_runs_without_answers_have_no_pairs():

@@ -17,6 +17,7 @@ ASKED = ["active_share", "l1_coefficient", "threshold", "sampled_share", "tokens
 _SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
+ALIKE = 0.05  # relative difference of activity
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
 _PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
@@ -30,7 +31,8 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
     steered; with "sampled" where the teacher wrote some of the text); of the last validation
     active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
-    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out. Raises ValueError for runs of several models or texts.
+    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
+    Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
@@ -141,8 +143,48 @@ def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """
     several = table[table.groupby("level")["tokens"].transform("nunique") > 1]
     several = several.sort_values(["wanted", "by", "tokens"], ignore_index=True)
-    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-    return several.join(means[["difference", "low", "high"]].astype(float), on="run")
+    return several.join(_over_original(pairs), on="run")
+
+
+def relufied_outlook(
+    table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame, lost: float = 0.02
+) -> pd.DataFrame:
+    """Return how many tokens would bring each level to `lost` below the original, extrapolated.
+
+    table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. Of levels with
+    several budgets and answers, whose activity differs by at most ALIKE, the runs on the fewest and
+    the most tokens count. Columns: level, fewest and most (tokens), active_fraction and difference
+    (of the latter), gain, low and high (in accuracy by the tokens, with its 95% interval over
+    items), by_accuracy and earliest (tokens if each doubling goes on to gain as much, or as much as
+    `high`), by_divergence (tokens if KL divergence goes on to fall by a power of the tokens, and
+    accuracy with it along a line through all runs). NaN where there is no gain. All of it is a
+    guess from two runs.
+    """
+    budgets = relufied_budgets(table, pairs).dropna(subset="difference")
+    answered = table.join(_over_original(pairs), on="run").dropna(subset="difference")
+    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    lines = []
+    for level, runs in budgets.groupby("level"):
+        shares = runs["active_fraction"]
+        if len(runs) < 2 or shares.max() > (1 + ALIKE) * shares.min():
+            continue
+        first, last = runs.iloc[0], runs.iloc[-1]
+        gains = paired_records(records[last["run"]], records[first["run"]]).iloc[-1]
+        doublings = np.log2(last["tokens"] / first["tokens"])
+        needed = -lost - last["difference"]
+        slope, start = np.polyfit(answered["kl"], answered["difference"].astype(float), 1)
+        power = np.log2(last["kl"] / first["kl"]) / doublings
+        wanted = (-lost - start) / slope
+        by_kl = np.log2(wanted / last["kl"]) / power if wanted > 0 > max(power, slope) else np.nan
+        pace = gains[["difference", "high"]].astype(float)
+        more = doublings * needed / pace.where(pace > 0)
+        exponents = {"by_accuracy": more["difference"], "earliest": more["high"]}
+        exponents["by_divergence"] = by_kl
+        sizes = {"level": level, "fewest": first["tokens"], "most": last["tokens"]}
+        gain = {"gain": gains["difference"], "low": gains["low"], "high": gains["high"]}
+        tokens = {name: last["tokens"] * 2.0**exponent for name, exponent in exponents.items()}
+        lines.append(sizes | last[["active_fraction", "difference"]].to_dict() | gain | tokens)
+    return pd.DataFrame(lines)
 
 
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
@@ -166,6 +208,12 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     case.append("active_fraction")
     best = sparse.sort_values("speedup").groupby(case, as_index=False).last()
     return best[[*case, "provider", "speedup"]]
+
+
+def _over_original(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Difference, low and high of the mean over tasks, by run."""
+    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
+    return means[["difference", "low", "high"]].astype(float)
 
 
 def _check_tasks(records: dict[str, dict], *runs: str) -> None:
