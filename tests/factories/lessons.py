@@ -236,7 +236,25 @@ NUMBERS = {
         "['active_fraction']['ReLU alone']",
         r"students begin with (\d+)%": "100 * course[course['tokens'] == 0].set_index('name')"
         "['active_fraction']['10%, threshold 0.5']",
-        r"wanted, ends with ([\d.]+)%": "100 * table['active_fraction'][table['tokens'].idxmax()]",
+        r"wanted end at ([\d.]+)%": "100 * table.set_index('name')['active_fraction']"
+        "['10%, threshold 0.5, 120 M tokens']",
+        r"within ([\d.]+)% of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
+        "'threshold'), 'active_fraction'] - 0.1).max()",
+        r"from 0.5 to ([\d.]+) meanwhile": "table['threshold'][table['tokens'].idxmax()]",
+        r"costs as much as either \(([\d.]+) nats\)": "table.set_index('name')['kl']"
+        "['10% by a threshold']",
+        r"bring 10% to ([\d.]+) nats": "quantities['held_kl']",
+        r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
+        r"They gain ([\d.]+) points": "100 * outlook['gain'].item()",
+        r"\(−([\d.]+) to \+1.1\)": "-100 * outlook['low'].item()",
+        r"\(−0.3 to \+([\d.]+)\)": "100 * outlook['high'].item()",
+        r"points after (\d+) billion": "outlook['by_accuracy'].item() / 1e9",
+        r"or after (\d+) billion": "outlook['by_divergence'].item() / 1e9",
+        r"would allow ([\d.]+) billion": "outlook['earliest'].item() / 1e9",
+        r"answers ([\d.]+) points worse": "answered.set_index('name')['accuracy'].pipe(lambda of: "
+        "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
+        r"diverges ([\d.]+) nats less": "table.set_index('name')['kl'].pipe(lambda of: "
+        "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
         r"diverge by (\d+) to": "-max(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"28 to (\d+)% less": "-min(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"18 on have (\d+) to": "100 * row(layers, name='10%, threshold 0.5')"
@@ -254,10 +272,6 @@ NUMBERS = {
         r"at 8%, ([\d.]+) at 2%": "-quantities['sparsest_difference']",
         r"student loses ([\d.]+) points, ReLU": "five_tasks_lost(pairs, 'relufy-0.1-t-0.5')",
         r"ReLU alone ([\d.]+)\.": "five_tasks_lost(pairs, 'relufy-0')",
-        r"answers ([\d.]+) points better": "answered.set_index('name')['accuracy'].pipe(lambda of: "
-        "of['10%, threshold 0.5, 120 M tokens'] - of['2%, threshold 0.5'])",
-        r"it is ([\d.]+) points worse": "answered.set_index('name')['accuracy'].pipe(lambda of: "
-        "of['10%, threshold 0.5'] - of['10%, threshold 0.5, 120 M tokens'])",
         r"measured share: ([\d.]+) times": "row(gains, calls='one token')"
         ".sort_values('active_fraction')['speedup'].iloc[-1]",
         r"batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("

@@ -226,14 +226,19 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     looks = _looks(table, sized=False)
     levels = budgets.drop_duplicates("level").set_index("level")["name"]
     looks = {level: looks[name] for level, name in levels.items()}
+    if budgets.drop_duplicates("level")["wanted"].duplicated().any():  # a share is no name
+        shades = mpl.colormaps["viridis"](np.linspace(0.15, 0.7, len(looks)))
+        for look, shade in zip(looks.values(), shades, strict=True):
+            look["color"] = tuple(shade)
     figure, left, right = _panels(2.6, [*looks], sharex=True)
-    for level, look in looks.items():
+    for place, (level, look) in enumerate(looks.items()):
         line = budgets[budgets["level"] == level]
-        millions = line["tokens"] / 1e6
+        millions = line["tokens"] / 1e6 * 1.04 ** (place - (len(looks) - 1) / 2)  # side by side
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
         left.plot(millions, line["kl"], **look)
+        above = (0, 6) if place % 2 else (0, -13)
         for x, kl, share in zip(millions, line["kl"], 100 * line["active_fraction"], strict=True):
-            _note(left, f"{share:.2g}%", (x, kl), (0, 6), ha="center")
+            _note(left, f"{share:.2g}%", (x, kl), above, ha="center", color=look["color"])
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log")
@@ -247,7 +252,8 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         bars = ""
     left.set_ylim(0, 1.2 * budgets["kl"].max())
     left.margins(x=0.1)
-    _end(figure, looks, _sentence(about), "One run each.", shares, bars)
+    apart = "Marks of as many tokens stand side by side." if len(looks) > 1 else ""
+    _end(figure, looks, _sentence(about), "One run each.", shares, bars, apart)
     return figure
 
 
