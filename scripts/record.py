@@ -99,8 +99,7 @@ def relufied(
 # Other learning rates, a quarter of the text by the teacher, no fit, and a first L1 as light as
 # beside a threshold, to compare with relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without;
 # ReLU alone; and how quality rises with tokens. With a threshold and L1 long trainings end below
-# the wanted share; a steered threshold holds it. A run of 1.6e8 tokens takes 18 minutes with the
-# text that the teacher writes.
+# the wanted share; a steered threshold holds it.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
     from twell.corpus import Blocks, Stream
@@ -77,7 +78,7 @@ class TrainConfig:
     teacher: str | None = None
     sampled_tokens: int = 2**20  # that it writes, where there is no source or a sampled_share
     sampled_share: float = 0.0  # of the training text, beside source
-    samples: str | None = None  # the file of these; `twell relufy` sets it
+    samples: str | None = None  # their file in `cache_folder`; `twell relufy` sets it
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
     active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
     l1_growth: float = 1.5  # factor on one of these after a stage with too many active
@@ -229,7 +230,7 @@ class TrainConfig:
             text = corpus.prepare(source, **options)
             train = text.train
             if self.samples is not None:  # repeated, or cut, to their share
-                written = corpus.prepare(self.samples, **options).train
+                written = self._written(options)
                 number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
                 train = np.concatenate([train, np.resize(written, number)])
             valid = corpus.Blocks(text.valid[: self.valid_tokens], context)
@@ -246,6 +247,19 @@ class TrainConfig:
         share = {"process": process, "num_processes": num_processes}
         stream = corpus.Stream(source, tokenizer, context, valid_tokens=self.valid_tokens, **share)
         return tokenizer, stream, corpus.Blocks(stream.valid, context)
+
+    def _written(self, options: dict) -> np.ndarray:
+        """Return the tokens of what the teacher wrote; none of them are held out."""
+        from twell import corpus
+
+        samples = cache_folder() / self.samples
+        if not samples.is_file():
+            raise FileNotFoundError(
+                f"{samples} is missing, which the teacher of this run wrote: put it back, or set "
+                "TWELL_CACHE to the folder that has it"
+            )
+        held_out = self.valid_source or str(samples)
+        return corpus.prepare(str(samples), **options | {"valid_source": held_out}).train
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -310,7 +324,7 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
     ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
-    ("sampled_share", lambda x: 0 <= x < 1, "be a share, from 0 to less than 1"),
+    ("sampled_share", lambda x: 0 <= x <= 0.9, "be a share, from 0 to 0.9"),
     ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
     ("source valid_source tokenizer teacher samples", lambda x: x != "", "name something"),

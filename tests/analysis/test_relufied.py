@@ -9,6 +9,7 @@ import pytest
 
 from tests.factories.analysis import (
     GOOD,
+    MARKS,
     TEACHER,
     kept_answers,
     relufied_run,
@@ -50,6 +51,14 @@ def test_a_course_begins_with_the_teacher_and_has_means_over_layers():
     assert course["tokens"].tolist() == [0, 200, 1000]
     assert course["active_fraction"].tolist() == pytest.approx([0.505, 0.2, 0.1])
     assert course["kl"].tolist() == [5.0, 1.0, 0.3] and set(course["name"]) == {"10%"}
+
+
+def test_relu_alone_on_sampled_text_is_no_reference():
+    same = {"teacher_sha256": TEACHER}
+    sampled = relufied_run("drawn", 0.0, (60, 40), 0.1, sampled_share=0.25, **same)
+    items = kept_answers(MARKS | {"drawn": MARKS["longer"]})
+    pairs = analysis.relufied_pairs(tables(*relufied_study(), sampled)[0], items)
+    assert set(pairs.loc[pairs["reference"] == "ReLU alone", "beside"]) == {"alone"}
 
 
 def test_answers_are_paired_with_the_original_and_with_relu_alone_on_as_many_tokens():
@@ -208,12 +217,11 @@ def test_an_outlook_goes_on_as_the_runs_did():
     assert (line["level"], line["fewest"], line["most"]) == ("10%", 1000, 2000)
     # A doubling gains 0.125 of the 0.25 that the first one lost; half as much again is wanted.
     assert (line["difference"], line["gain"]) == (-0.125, 0.125)
-    assert line["by_accuracy"] == pytest.approx(2000 * 2**0.5)
-    assert line["earliest"] == pytest.approx(2000 * 2 ** (0.0625 / line["high"]))
-    assert line["by_divergence"] == pytest.approx(4000)  # at 0.1 nats
-    assert np.isnan(outlook(runs, marks, 0.0)["by_divergence"].item())  # never 0 nats
+    assert line["tokens"] == pytest.approx(2000 * 2**0.5)
+    assert line["low"] < line["gain"] < line["high"]
+    assert outlook(runs, marks, 0.2)["tokens"].item() == 2000  # no more are needed
     marks["few"], marks["many"] = marks["many"], marks["few"]
-    assert outlook(runs, marks, 0.0625)[["by_accuracy", "by_divergence"]].isna().all(axis=None)
+    assert np.isnan(outlook(runs, marks, 0.0625)["tokens"].item())
     # Of runs whose activity differs nothing follows.
     uneven = [relufied_run("many", 0.1, (8, 8), 0.2, tokens=2000, **same), runs[0], other]
     assert outlook(uneven, marks, 0.0625).empty

@@ -238,19 +238,16 @@ NUMBERS = {
         "['active_fraction']['10%, threshold 0.5']",
         r"wanted end at ([\d.]+)%": "100 * table.set_index('name')['active_fraction']"
         "['10%, threshold 0.5, 120 M tokens']",
-        r"within ([\d.]+)% of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
+        r"within ([\d.]+) points of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
         "'threshold'), 'active_fraction'] - 0.1).max()",
         r"from 0.5 to ([\d.]+) meanwhile": "table['threshold'][table['tokens'].idxmax()]",
-        r"costs as much as either \(([\d.]+) nats\)": "table.set_index('name')['kl']"
-        "['10% by a threshold']",
+        r"a fixed one \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "quantities['held_kl']",
         r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
         r"They gain ([\d.]+) points": "100 * outlook['gain'].item()",
         r"\(−([\d.]+) to \+1.1\)": "-100 * outlook['low'].item()",
         r"\(−0.3 to \+([\d.]+)\)": "100 * outlook['high'].item()",
-        r"points after (\d+) billion": "outlook['by_accuracy'].item() / 1e9",
-        r"or after (\d+) billion": "outlook['by_divergence'].item() / 1e9",
-        r"would allow ([\d.]+) billion": "outlook['earliest'].item() / 1e9",
+        r"points after (\d+) billion": "outlook['tokens'].item() / 1e9",
         r"answers ([\d.]+) points worse": "answered.set_index('name')['accuracy'].pipe(lambda of: "
         "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
         r"diverges ([\d.]+) nats less": "table.set_index('name')['kl'].pipe(lambda of: "
@@ -267,9 +264,11 @@ NUMBERS = {
         ".query('layer >= 23')['active_fraction'].max())",
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
-        r"active, ([\d.]+) points at 8%": "-100 * pairs.query(\"task == 'mean' and "
+        r"active, ([\d.]+) to 1.4 points": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone' and run == 'relufy-0.1-t-0.5'\")['difference'].item()",
-        r"at 8%, ([\d.]+) at 2%": "-quantities['sparsest_difference']",
+        r"at 8 to 20%, ([\d.]+) and 3.5 at 2%": "-quantities['sparsest_difference']",
+        r"held-out text it ends at ([\d.]+), not": "quantities['held_kl']",
+        r"ends at 0.23, not at ([\d.]+)\.": "course.loc[course['tokens'].idxmax(), 'kl']",
         r"student loses ([\d.]+) points, ReLU": "five_tasks_lost(pairs, 'relufy-0.1-t-0.5')",
         r"ReLU alone ([\d.]+)\.": "five_tasks_lost(pairs, 'relufy-0')",
         r"measured share: ([\d.]+) times": "row(gains, calls='one token')"

@@ -259,14 +259,14 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     fields, said = [*BRIEF, "sampled_tokens=3000"], []
     whole = relufy_config(teacher, fields, said.append)
     lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
-    assert len(lines) == 6 * 16 and any("the teacher writes 96 texts" in line for line in said)
+    assert len(lines) == 94 and any("the teacher writes 94 texts" in line for line in said)
     assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
     texts = "".join(line["text"] for line in lines)
     assert len(texts) > 3000 and len(set(texts)) > 5
     # Stopped in its third batch, or at its end, with half a line, it goes on to the same file.
     file, text = results.Path(whole.source), open(whole.source, encoding="utf-8").read()
     part = file.with_suffix(".part")
-    for lines in (2 * 16 + 3, 2 * 16 - 1, 6 * 16 - 1):
+    for lines in (2 * 16 + 3, 2 * 16 - 1, 94 - 1, 94):
         part.write_text("".join(text.splitlines(keepends=True)[:lines]) + '{"te')
         file.unlink()
         assert relufy_config(teacher, fields, said.append) == whole
@@ -310,10 +310,10 @@ def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkey
 def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
     plain = config().prepare_text()[1].tokens
-    monkeypatch.setattr(samples, "SAMPLED", 25)
     mixed = config("sampled_tokens=300", f"sampled_share={share}")
-    alone = dataclasses.replace(mixed, source=mixed.samples, samples=None)
-    written = alone.prepare_text()[1].tokens
+    file = str(tmp_path / mixed.samples)  # in the cache
+    alone = dataclasses.replace(mixed, source=file, valid_source=file, samples=None)
+    written = alone.prepare_text()[1].tokens  # none is held out
     text = mixed.prepare_text()[1].tokens
     rest = text[len(plain) :]
     assert abs(len(rest) / len(text) - share) < 1e-3 and (len(rest) > len(written)) == (share > 0.1)
@@ -321,6 +321,22 @@ def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
     assert (rest == written[np.arange(len(rest)) % len(written)]).all()
     train(dataclasses.replace(mixed, tokens=1024), tmp_path / "run", quiet=True)
     assert TrainConfig.load(tmp_path / "run" / "config.yaml").samples == mixed.samples
+    # A machine that writes other texts at a time has another text by the same name.
+    monkeypatch.setattr(samples, "SAMPLED", 2)
+    assert config("sampled_tokens=300", f"sampled_share={share}") == mixed
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(FileNotFoundError, match="elsewhere.* is missing, .*set TWELL_CACHE to"):
+        mixed.prepare_text()
+
+
+@pytest.mark.parametrize("fields", [{"sampled_share": 0.5}, {"samples": "a.jsonl"}])
+def test_a_share_needs_a_teacher(tmp_path, tiny_text, fields):
+    given = TrainConfig(source=str(tiny_text), tokens=4096, warmup_steps=0, **fields)
+    with pytest.raises(ValueError, match="only `twell relufy` has a teacher, which writes them"):
+        train(given, tmp_path / "run", quiet=True)
+    stream = dataclasses.replace(given, source="hf:a", samples="a.jsonl", sampled_share=0.5)
+    with pytest.raises(ValueError, match="of a stream, such as hf:a, no share is sampled"):
+        train(stream, tmp_path / "run", quiet=True)
 
 
 @pytest.mark.parametrize("source", [[], ["source=hf:text"]])
@@ -353,7 +369,7 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
         ("hidden_size=64", "hidden_size is that of the teacher .*; leave it out"),
         ("tokenizer=other", "tokenizer is that of the teacher"),
         ("samples=a.jsonl", "samples is what the teacher wrote, .*; leave it out"),
-        ("sampled_share=1", "sampled_share is 1.0; it has to be a share, from 0 to less than 1"),
+        ("sampled_share=0.95", "sampled_share is 0.95; it has to be a share, from 0 to 0.9"),
         ("l1_growth=1", "l1_growth is 1.0; it has to be above 1, and 100 at most"),
         ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
         ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),

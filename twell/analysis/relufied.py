@@ -95,7 +95,7 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
-    plain = complete[(complete[["active_share", "l1_coefficient", "threshold"]] == 0).all(axis=1)]
+    plain = complete[complete["level"] == WITHOUT_L1]
     alone = dict(zip(plain["tokens"], plain.index, strict=True))
     originals = {name.rpartition("-original-")[2]: name for name in records}
     for run, row in complete.iterrows():
@@ -154,36 +154,25 @@ def relufied_outlook(
     table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. Of levels with
     several budgets and answers, whose activity differs by at most ALIKE, the runs on the fewest and
     the most tokens count. Columns: level, fewest and most (tokens), active_fraction and difference
-    (of the latter), gain, low and high (in accuracy by the tokens, with its 95% interval over
-    items), by_accuracy and earliest (tokens if each doubling goes on to gain as much, or as much as
-    `high`), by_divergence (tokens if KL divergence goes on to fall by a power of the tokens, and
-    accuracy with it along a line through all runs). NaN where there is no gain. All of it is a
-    guess from two runs.
+    (of the latter), gain, low and high (of its accuracy over the former's, with the 95% interval
+    over items), and tokens, if each further doubling gained as much; NaN where that is no gain.
     """
     budgets = relufied_budgets(table, pairs).dropna(subset="difference")
-    answered = table.join(_over_original(pairs), on="run").dropna(subset="difference")
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
     lines = []
     for level, runs in budgets.groupby("level"):
         shares = runs["active_fraction"]
-        if len(runs) < 2 or shares.max() > (1 + ALIKE) * shares.min():
+        if runs["tokens"].nunique() < 2 or shares.max() > (1 + ALIKE) * shares.min():
             continue
         first, last = runs.iloc[0], runs.iloc[-1]
         gains = paired_records(records[last["run"]], records[first["run"]]).iloc[-1]
         doublings = np.log2(last["tokens"] / first["tokens"])
-        needed = -lost - last["difference"]
-        slope, start = np.polyfit(answered["kl"], answered["difference"].astype(float), 1)
-        power = np.log2(last["kl"] / first["kl"]) / doublings
-        wanted = (-lost - start) / slope
-        by_kl = np.log2(wanted / last["kl"]) / power if wanted > 0 > max(power, slope) else np.nan
-        pace = gains[["difference", "high"]].astype(float)
-        more = doublings * needed / pace.where(pace > 0)
-        exponents = {"by_accuracy": more["difference"], "earliest": more["high"]}
-        exponents["by_divergence"] = by_kl
-        sizes = {"level": level, "fewest": first["tokens"], "most": last["tokens"]}
-        gain = {"gain": gains["difference"], "low": gains["low"], "high": gains["high"]}
-        tokens = {name: last["tokens"] * 2.0**exponent for name, exponent in exponents.items()}
-        lines.append(sizes | last[["active_fraction", "difference"]].to_dict() | gain | tokens)
+        needed, gain = max(0, -lost - last["difference"]), gains["difference"]
+        exponent = doublings * needed / gain if gain > 0 else np.nan
+        line = {"level": level, "fewest": first["tokens"], "most": last["tokens"]}
+        line |= last[["active_fraction", "difference"]].to_dict()
+        line |= {"gain": gain, "low": gains["low"], "high": gains["high"]}
+        lines.append(line | {"tokens": last["tokens"] * 2.0 ** min(exponent, 100)})
     return pd.DataFrame(lines)
 
 

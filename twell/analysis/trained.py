@@ -304,7 +304,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     """
     shares = 100 * table.set_index("run")["active_fraction"]
     means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
-    plain = table.loc[(table["wanted"] == 0) & (table["threshold"] == 0), "run"]
+    plain = table.loc[table["level"] == WITHOUT_L1, "run"]
     beside = means[means["reference"] == WITHOUT_L1].sort_values("share")
     alone = means[means["run"].isin(plain) & (means["reference"] == ORIGINAL)]
     steered = table[table["by"].str.startswith("threshold")].sort_values("tokens")[-1:]
@@ -320,7 +320,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
         result["held_tokens"] = steered["tokens"].item() / 1e6
         result["held_kl"] = steered["kl"].item()
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
-    wanted = wanted[(wanted["wanted"] > 0) & ~wanted["by"].str.startswith("threshold")]
+    wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
     best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
     both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
     changes = 100 * (both[True] / both[False] - 1)

@@ -123,7 +123,8 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     """Draw KL divergence from the teacher and activity over training, a line a run.
 
     course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model. Runs
-    on different numbers of tokens are drawn over the share of their training.
+    on different numbers of tokens are drawn over the share of their training. All is of training
+    text, of which long runs may read some again.
     """
     looks = {name: look | {"marker": ""} for name, look in _looks(table).items()}
     figure, left, right = _panels(2.6, [*looks])
@@ -131,7 +132,7 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     _course(right, course, "active_fraction", 100, looks)
     left.set_ylabel("KL divergence (nats)")
     right.set_ylabel(_SHARE)
-    _end(figure, looks, _sentence(about), "One run each.", _budgets(table))
+    _end(figure, looks, _sentence(about), "One run each, on training text.", _budgets(table))
     return figure
 
 

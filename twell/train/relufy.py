@@ -295,10 +295,9 @@ def relufy_config(
     say(_memory(config, loaded))
     if "source" in given and not loaded.sampled_share:
         return loaded
-    field = "samples" if "source" in given else "source"
-    return dataclasses.replace(
-        loaded, **{field: str(write_samples(folder, tokenizer, loaded, say))}
-    )
+    file = write_samples(folder, tokenizer, loaded, say)
+    text = {"samples": file.name} if "source" in given else {"source": str(file)}
+    return dataclasses.replace(loaded, **text)
 
 
 def _check_given(given: Sequence[str], fields: Iterable[str], name: str | Path) -> None:

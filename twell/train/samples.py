@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,13 +50,17 @@ def write_samples(
 ) -> Path:
     """Let the teacher write `sampled_tokens`; return the file, a document a line, in the cache.
 
-    An interrupted call goes on where it stopped: every batch has a seed of its own.
+    An interrupted call goes on where it stopped: every batch has a seed of its own. How many texts
+    a batch has, and so what they say, depends on the device; the name of the file does not.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # of several processes any may be the one that writes
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     length = min(WRITTEN, config.context)
-    size = _texts_at_once(stock_config(folder)[0], length, device)
-    batches = math.ceil(config.sampled_tokens / (size * length))
-    about = [teacher_hash(folder, WRITER_FILES), length, size, batches, TEMPERATURE]
+    number = math.ceil(config.sampled_tokens / length)
+    size = min(number, _texts_at_once(stock_config(folder)[0], length, device))
+    batches = math.ceil(number / size)
+    about = [teacher_hash(folder, WRITER_FILES), length, number, TEMPERATURE]
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = cache_folder() / f"samples-{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +77,14 @@ def write_samples(
         start = time.perf_counter()
         _write(model, tokenizer, size, TIMED)
         seconds = (time.perf_counter() - start) / TIMED * length * (batches - written)
-        texts = f"{(batches - written) * size} texts of up to {length} tokens"
+        texts = f"{number - written * size} texts of up to {length} tokens"
         say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
         start = time.perf_counter()
         for batch in range(written, batches):
             torch.manual_seed(batch)
+            rows = min(size, number - batch * size)
             texts = tokenizer.batch_decode(
-                _write(model, tokenizer, size, length - 1), skip_special_tokens=True
+                _write(model, tokenizer, rows, length - 1), skip_special_tokens=True
             )
             with open(part, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -86,6 +92,9 @@ def write_samples(
             left = _clock(pace * (batches - batch - 1))
             say(f"{batch + 1} of {batches} batches of texts, {left} left")
         part.rename(path)
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # before training
     return path
 
 

@@ -45,6 +45,7 @@ def train(
     """
     folder = Path(folder)
     _check_options(config, folder, overwrite, resume)
+    _check_samples(config)
     _check_memory(config)
     if wrap_layers() and not quiet:
         print("no --fsdp_auto_wrap_policy is given: FSDP takes TRANSFORMER_BASED_WRAP", flush=True)
@@ -123,6 +124,15 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
+
+
+def _check_samples(config: TrainConfig) -> None:
+    """Refuse a share of the text that nothing wrote, or that a stream cannot mix."""
+    given = f"sampled_share is {config.sampled_share}, and samples {config.samples!r}"
+    if bool(config.sampled_share) != (config.samples is not None):
+        raise ValueError(f"{given}; only `twell relufy` has a teacher, which writes them")
+    if config.samples and config.source.startswith("hf:"):
+        raise ValueError(f"{given}; of a stream, such as {config.source}, no share is sampled")
 
 
 def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
