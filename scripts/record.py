@@ -229,7 +229,7 @@ SECONDS = {
 SECONDS |= {name: limit // 3 for name, (limit, _) in RELUFIED.items()}
 # Parts that may share a GPU: nothing of them is timed.
 SHARING = set(SECONDS) - set(trainings.MEASURED)
-SHARING -= {*trainings.runs("flagship"), *trainings.runs(trainings.ALL_GPUS)}
+SHARING -= {name for group in trainings.TIMED for name in trainings.runs(group)}
 
 RUNNING: set[int] = set()  # process groups of their own, which Ctrl-C does not reach
 INTERRUPTED: set[int] = set()  # a second SIGINT would end a training without its checkpoint

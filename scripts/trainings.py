@@ -1,7 +1,8 @@
 """Trainings that are still to record, as parts of `scripts.record`, in order of value.
 
-They are further seeds of every comparison, schedules of 25 to 300 M tokens, and the flagship
-without L1 and with: on 200 M tokens on a GPU each, and on 300 M tokens on all GPUs. Recorded runs
+They are further seeds of every comparison, schedules of 25 to 300 M tokens, the flagship without L1
+and with, on 200 M tokens on a GPU each and on 300 M tokens on all GPUs, and one training on one GPU
+and on two. Recorded runs
 have no weights, so other models have to be traced and evaluated. A run has the fields of the
 recorded runs of its comparison. Each part trains, or resumes, and then `scripts.keep` writes its
 small files; two are measured at last. Runs in data/runs are left out. `python -m scripts.trainings`
@@ -31,9 +32,16 @@ SHIPS = (
     "precision=bf16 dead_window_tokens=4194304 learning_rate=3e-3 tokens={tokens} "
     "l1_coefficient={l1}"
 )
+PAIR = (
+    f"171m {TEXT}16k batch_tokens=131072 micro_batch=32 log_every=8 valid_every=128 "
+    "learning_rate=1e-3 backend=triton tokens={tokens} l1_coefficient={l1}"
+)
+FEWER_STEPS = "batch_tokens=524288 log_every=4 valid_every=40 warmup_steps=20"
 LAUNCHER = "accelerate.commands.launch"
 LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
-ALL_GPUS, FOUR = "flagship-300m", 3.7  # a group whose runs take all GPUs; four over one, measured
+# Groups whose runs take all GPUs, four and two, and how much faster these were than one.
+ALL_GPUS = {"flagship-300m": 3.7, "two-gpus": 1.8}
+TIMED = "flagship", "one-gpu", *ALL_GPUS  # their speed is in a claim
 WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
 
 Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
@@ -80,12 +88,26 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
         # At 6e-4 the loss ends 2.2% higher, and dense is there sooner: not so at a lower level?
         ("flagship-200m-l1-1.5e-4", WIDE, "2e8", "1.5e-4", "backend=auto", "0"),
     ],
-    ALL_GPUS: [
+    "flagship-300m": [
         (f"flagship-300m-l1-{l1}", WIDE, "3e8", l1, f"backend={backend} micro_batch=32", "0")
         for l1, backend in (("0", "dense"), ("6e-4", "auto"))
     ],
+    **{
+        f"{devices}-gpu{plural}": [
+            (f"171m-{tokens}m-{number}-gpu{plural}", PAIR, f"{tokens}e6", "6e-4", others, "12")
+            for tokens, others in ((30, ""), (40, FEWER_STEPS))
+        ]
+        for number, devices, plural in ((1, "one", ""), (2, "two", "s"))
+    },
 }
-TOKENS_A_SECOND = {"0.5b": 180e3, "5m": 3e6, "depth-2": 1.5e6, "depth-4": 1.1e6, "depth-8": 7e5}
+TOKENS_A_SECOND = {
+    "0.5b": 180e3,
+    "171m": 3.3e5,
+    "5m": 3e6,
+    "depth-2": 1.5e6,
+    "depth-4": 1.1e6,
+    "depth-8": 7e5,
+}
 START, WIDE_START = 80, 160  # seconds of start, compilation and `scripts.keep`, on an H100
 # Models whose weights stay, for their speed is measured beside that of imposed activity.
 BESIDE = (
@@ -113,8 +135,9 @@ def runs(group: str) -> dict[str, tuple[str, float]]:
             command = f"twell train {chosen} {others} seed={seed} --out {{out}}/runs/{run}"
             start = WIDE_START if fields is WIDE else START
             seconds = float(tokens) / speed
-            if group == ALL_GPUS:
-                command, seconds = f"{LAUNCH} --multi_gpu -m {command}", seconds / FOUR
+            if group in ALL_GPUS:
+                command = f"{LAUNCH} --multi_gpu -m {command}"
+                seconds /= ALL_GPUS[group]
             seconds += start + MEASURING * (run in MEASURED)
             result[run] = " ".join(command.split()), seconds
     return result

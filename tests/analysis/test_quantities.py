@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from tests.factories.analysis import (
     BASE,
@@ -237,10 +238,19 @@ def test_trainings_computed_in_several_ways():
     verdicts = ["reproduced", "reproduced", "in part", "contradicted"]
     names = ["training_late", "training_memory_late", "training_memory_whole", "training_whole"]
     assert judged("training", numbers, *names) == verdicts
+    # Of several seeds the means count, and the limit of their ratios.
+    faster = computed(SPARSELY, BY_TWO)
+    faster.loc[faster["devices"] > 1, ["tokens_per_second", "cross_entropy"]] *= [2.1 / 1.9, 2]
+    seeds = quantities.devices(computed(SPARSELY, BY_TWO), faster, prefix="x")
+    check(seeds, x_times=2, x_runs=2, x_loss=6.3, x_loss_first=4.1)
+    spread = scipy.stats.t.ppf(0.975, 1) * np.std([1.9, 2.1], ddof=1) / np.sqrt(2)
+    assert seeds["x_times_limit"] == pytest.approx(spread)
+    assert numbers["devices_runs"] == 1 and np.isnan(numbers["devices_times_limit"])
+    assert quantities.devices() == quantities.devices(computed(SPARSELY)) == {}
     # Each is compared with its partner, whatever else is in the tables.
     every = computed(SPARSELY, BY_TWO, DENSELY)
     again = quantities.training(every, every)
-    assert {name: numbers[name] for name in again} == pytest.approx(again)
+    assert {name: numbers[name] for name in again} == pytest.approx(again, nan_ok=True)
     none = analysis.computed_otherwise(EMPTY, EMPTY)
     for alone in (none, computed(SPARSELY), computed(DENSELY)):  # nothing to compare it with
         assert quantities.training(alone, alone) == {}

@@ -265,7 +265,7 @@ NUMBERS = {
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
         r"active, ([\d.]+) to 1.4 points": "-100 * pairs.query(\"task == 'mean' and "
-        "reference == 'ReLU alone' and run == 'relufy-0.1-t-0.5'\")['difference'].item()",
+        "reference == 'ReLU alone' and run == 'relufy-0.1-by-t-sampled'\")['difference'].item()",
         r"at 8 to 20%, ([\d.]+) and 3.5 at 2%": "-quantities['sparsest_difference']",
         r"held-out text it ends at ([\d.]+), not": "quantities['held_kl']",
         r"ends at 0.23, not at ([\d.]+)\.": "course.loc[course['tokens'].idxmax(), 'kl']",

@@ -323,8 +323,8 @@ NO_SEEDS = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"  # evaluated, of 
 BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
 STUDENTS = "relufy-*"  # of one pretrained model
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
-    "devices": "171m-30m-1-gpu 171m-30m-2-gpus",
-    "larger": "171m-40m-1-gpu 171m-40m-2-gpus",
+    "devices": "171m-30m-*",
+    "larger": "171m-40m-*",
 }
 
 
@@ -384,13 +384,16 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
     pair = _fitting(every, log, FLAGSHIP)
     flagships, curves = variants.computed_otherwise(*pair), variants.computed_curves(*pair)
     scaled = {
-        name: variants.computed_otherwise(*_fitting(every, log, pattern))
+        name: [
+            variants.computed_otherwise(some.reset_index(drop=True), log)
+            for _, some in every[runs.fits(every["run"], pattern)].groupby("seed")
+        ]
         for name, pattern in PAIRS.items()
     }
     sparse_log = log[log["run"] == "flagship-triton"]
-    whole = training(flagships, scaled["devices"], curves, sparse_log)
-    for name, table_of_pair in scaled.items():
-        whole |= devices(table_of_pair, name)
+    whole = training(flagships, None, curves, sparse_log)
+    for name, seeds in scaled.items():
+        whole |= devices(*seeds, prefix=name)
     whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)
     whole |= slowed(log[log["run"] == RACE.split()[1]])
     trend = longer.trend(*_fitting(every, log, BUDGETS))

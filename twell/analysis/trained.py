@@ -332,7 +332,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
 
 def training(
     flagships: pd.DataFrame,
-    scaled: pd.DataFrame,
+    scaled: pd.DataFrame | None,
     curves: pd.DataFrame | None = None,
     sparse_log: pd.DataFrame | None = None,
 ) -> Quantities:
@@ -342,7 +342,7 @@ def training(
     sparse_log: the log of its sparse run. Changes are in % over dense, memory in GB of one device;
     `_late` is the second half of training.
     """
-    result = devices(scaled)
+    result = {} if scaled is None else devices(scaled)
     dense = flagships[flagships["backend"] == "dense"]
     others = flagships[flagships["backend"] != "dense"]
     others = others[others["devices"].isin(dense["devices"][:1])]
@@ -378,24 +378,39 @@ def _over_training(curves: pd.DataFrame, dense: str, sparse: str) -> Quantities:
     return {"faster_whole": 100 * (seconds[dense] / seconds[sparse] - 1), "lower_late": lower}
 
 
-def devices(scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
+def devices(*scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
     """Return one training on most devices beside the same on fewest, from `computed_otherwise`.
 
-    PREFIX_times: the ratio of tokens/s in the second half; PREFIX_first and _second: these in
-    thousands; PREFIX_loss and _loss_first: cross-entropy at the end (nats).
+    scaled: a table a seed. PREFIX_times: the ratio of tokens/s in the second half; _times_limit:
+    Student's t over the seeds, NaN for one; _runs: the seeds; PREFIX_first and _second: these
+    tokens/s in thousands; PREFIX_loss and _loss_first: cross-entropy at the end (nats). All are
+    means over the seeds.
     """
-    for _, alike in scaled.groupby("backend"):
+    pairs = [pair for table in scaled if (pair := _pair(table))]
+    if not pairs:
+        return {}
+    first, second = (pd.DataFrame(rows) for rows in zip(*pairs, strict=True))
+    times = second["tokens_per_second"].to_numpy() / first["tokens_per_second"].to_numpy()
+    ratios = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: times})
+    return {
+        f"{prefix}_times": times.mean(),
+        f"{prefix}_times_limit": noise_limit(ratios, LOSS, len(times), np.inf),
+        f"{prefix}_runs": len(times),
+        f"{prefix}_first": first["tokens_per_second"].mean() / 1e3,
+        f"{prefix}_second": second["tokens_per_second"].mean() / 1e3,
+        f"{prefix}_loss": second["cross_entropy"].mean(),
+        f"{prefix}_loss_first": first["cross_entropy"].mean(),
+    }
+
+
+def _pair(table: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
+    """Return the runs on fewest and on most devices, of one backend."""
+    for _, alike in table.groupby("backend"):
         ordered = alike.sort_values("devices", kind="stable")
         first, second = ordered.iloc[0], ordered.iloc[-1]
         if second["devices"] > first["devices"]:
-            return {
-                f"{prefix}_times": second["tokens_per_second"] / first["tokens_per_second"],
-                f"{prefix}_first": first["tokens_per_second"] / 1e3,
-                f"{prefix}_second": second["tokens_per_second"] / 1e3,
-                f"{prefix}_loss": second["cross_entropy"],
-                f"{prefix}_loss_first": first["cross_entropy"],
-            }
-    return {}
+            return first, second
+    return None
 
 
 def slowed(log: pd.DataFrame) -> Quantities:
