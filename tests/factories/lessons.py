@@ -240,8 +240,8 @@ NUMBERS = {
         "['10%, threshold 0.5, 120 M tokens']",
         r"within ([\d.]+) points of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
         "'threshold'), 'active_fraction'] - 0.1).max()",
-        r"from 0.5 to ([\d.]+) meanwhile": "table['threshold'][table['tokens'].idxmax()]",
-        r"a fixed one \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
+        r"to 0.55 and falls to ([\d.]+)\.": "table['threshold'][table['tokens'].idxmax()]",
+        r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "quantities['held_kl']",
         r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
         r"They gain ([\d.]+) points": "100 * outlook['gain'].item()",
@@ -249,8 +249,6 @@ NUMBERS = {
         r"\(−0.3 to \+([\d.]+)\)": "100 * outlook['high'].item()",
         r"points after (\d+) billion": "outlook['tokens'].item() / 1e9",
         r"answers ([\d.]+) points worse": "answered.set_index('name')['accuracy'].pipe(lambda of: "
-        "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
-        r"diverges ([\d.]+) nats less": "table.set_index('name')['kl'].pipe(lambda of: "
         "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
         r"diverge by (\d+) to": "-max(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"28 to (\d+)% less": "-min(map(float, quantities['cuts'].replace('−', '-').split(',')))",
