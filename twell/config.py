@@ -82,7 +82,7 @@ class TrainConfig:
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
     active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
     l1_growth: float = 1.5  # factor on one of these after a stage with too many active
-    l1_stage_steps: int = 100
+    l1_stage_steps: int = 100  # of L1; the threshold changes every `log_every` steps
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last
@@ -113,7 +113,7 @@ class TrainConfig:
             )
         if self.active_share and not self.l1_coefficient:
             self._check_steered_threshold()
-        if self.active_share and self.l1_stage_steps % self.log_every:
+        if self.active_share and self.steering_steps % self.log_every:
             raise ValueError(
                 f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
                 f"{self.log_every}, at which activity is known"
@@ -154,6 +154,11 @@ class TrainConfig:
                 f"change: set compile to false, or backend to 'dense', not {self.backend!r}"
             )
 
+    @property
+    def steering_steps(self) -> int:
+        """Steps between changes of what is steered to `active_share`."""
+        return self.l1_stage_steps if self.l1_coefficient else self.log_every
+
     def remarks(self) -> list[str]:
         """Return a line for each schedule that the run does not finish, or that never acts."""
         lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
@@ -168,11 +173,11 @@ class TrainConfig:
             fields = f"l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}"
             reached = f"it reaches {share:.0%} of l1_coefficient"
             lines.append(f"{warm_up} L1 term ({fields}, {steps} steps): {reached}")
-        stage = self.l1_stage_steps
+        stage = self.steering_steps
         begin = self.l1_zero_steps + self.l1_warmup_steps
         if self.active_share and (steps - 1) // stage <= begin // stage:
             run = f"the run has {steps} steps, {begin} of them before the first"
-            lines.append(f"active_share never acts: a stage has {stage} steps, and {run}")
+            lines.append(f"active_share never acts: it would every {stage} steps, and {run}")
         if self.reinit and tokens < self.dead_window_tokens:
             window = f"dead_window_tokens is {self.dead_window_tokens}"
             run = f"the run has {tokens} tokens"

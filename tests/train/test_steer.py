@@ -68,6 +68,17 @@ def test_too_few_may_come_back_only_within_the_stages_that_are_left(left, power)
     assert steered.of_coefficient(0.125, left) == pytest.approx(1.5**power)
 
 
+def test_a_threshold_moves_with_each_row_and_the_coefficient_with_each_stage():
+    for fields, steps in (([], [20]), (["l1_coefficient=0", "threshold=0.5"], [15, 20])):
+        steered, moved, before = steering("log_every=5", *fields), [], 1.0
+        steered.apply = lambda: None  # there is no model
+        for step in range(1, 21):
+            steered.after(step, 0.3 * steered.config.intermediate_size)
+            moved += [step] if steered.factor != before else []
+            before = steered.factor
+        assert moved == steps
+
+
 def test_the_threshold_finds_an_exponential_share_at_once():
     """And one that falls otherwise, soon; no stage changes it by more than three factors."""
     steered = steering("l1_coefficient=0", "threshold=0.5")

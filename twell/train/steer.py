@@ -1,7 +1,8 @@
 """What brings activity to the wanted share: the L1 coefficient, or else the threshold.
 
-Without an L1 term it is the threshold. After each stage of `l1_stage_steps` it changes by a factor.
-Activity follows the coefficient slowly, and the threshold at once. Ours.
+Without an L1 term it is the threshold. Activity follows the coefficient slowly, which changes by a
+factor after each stage of `l1_stage_steps`. It follows the threshold at once, which changes with
+each row of the log: while activity falls by itself, a stage would be late. Ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from twell.config import TrainConfig
 
 AIM = 0.98  # of the wanted share, to end at
 FEW = 0.8  # of the wanted share; fewer active neurons at the end are worth a word
-MOST = 3  # factors `l1_growth` of a stage
+MOST = 3  # factors `l1_growth` of a change
 # Of the coefficient: the ratio to the aim that changes it by one factor, in how many stages too few
 # active neurons may come back by themselves, and the least over the configured one.
 AWAY, BACK, LEAST = 1.25, 5, 1e-3
@@ -39,18 +40,18 @@ class Steering:
         return getattr(self.config, self.name) * self.factor
 
     def after(self, step: int, active: float) -> None:
-        """Change the value if a stage ends with this step. active: the mean since the last row.
+        """Change the value if its period ends with this step. active: the mean since the last row.
 
         Nothing changes before the L1 term would act in full, and after the last step.
         """
         config = self.config
         begins = step > config.l1_zero_steps + config.l1_warmup_steps
-        if not (config.active_share and begins) or step % config.l1_stage_steps:
+        by_l1 = self.name == "l1_coefficient"
+        if not (config.active_share and begins) or step % config.steering_steps:
             return
         share = active / config.intermediate_size
         if step < config.steps:
             stages = (config.steps - step) // config.l1_stage_steps  # still to come
-            by_l1 = self.name == "l1_coefficient"
             change = self.of_coefficient(share, stages) if by_l1 else self.of_threshold(share)
             self.factor = max(self.factor * change, LEAST if by_l1 else 0.0)
             self.apply()
@@ -73,7 +74,7 @@ class Steering:
         return self.config.l1_growth ** min(math.log(ratio, AWAY), MOST)
 
     def of_threshold(self, share: float) -> float:
-        """Return the factor of the threshold after a stage with a share of active neurons.
+        """Return the factor of the threshold after a row with a share of active neurons.
 
         The share is taken to fall exponentially with the threshold, from HALF at 0.
         """
