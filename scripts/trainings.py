@@ -2,11 +2,10 @@
 
 They are further seeds of every comparison, schedules of 25 to 300 M tokens, the flagship without L1
 and with, on 200 M tokens on a GPU each and on 300 M tokens on all GPUs, and one training on one GPU
-and on two. Recorded runs
-have no weights, so other models have to be traced and evaluated. A run has the fields of the
-recorded runs of its comparison. Each part trains, or resumes, and then `scripts.keep` writes its
-small files; two are measured at last. Runs in data/runs are left out. `python -m scripts.trainings`
-lists the rest.
+and on two. Recorded runs have no weights, so other models have to be traced and evaluated. A run
+has the fields of the recorded runs of its comparison. Each part trains, or resumes, and then
+`scripts.keep` writes its small files; two are measured at last. Runs in data/runs are left out.
+`python -m scripts.trainings` lists the rest.
 """
 
 from __future__ import annotations
@@ -92,13 +91,14 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
         (f"flagship-300m-l1-{l1}", WIDE, "3e8", l1, f"backend={backend} micro_batch=32", "0")
         for l1, backend in (("0", "dense"), ("6e-4", "auto"))
     ],
-    **{
-        f"{devices}-gpu{plural}": [
-            (f"171m-{tokens}m-{number}-gpu{plural}", PAIR, f"{tokens}e6", "6e-4", others, "12")
-            for tokens, others in ((30, ""), (40, FEWER_STEPS))
-        ]
-        for number, devices, plural in ((1, "one", ""), (2, "two", "s"))
-    },
+    "one-gpu": [
+        ("171m-30m-1-gpu", PAIR, "3e7", "6e-4", "", "12"),
+        ("171m-40m-1-gpu", PAIR, "4e7", "6e-4", FEWER_STEPS, "12"),
+    ],
+    "two-gpus": [
+        ("171m-30m-2-gpus", PAIR, "3e7", "6e-4", "", "12"),
+        ("171m-40m-2-gpus", PAIR, "4e7", "6e-4", FEWER_STEPS, "12"),
+    ],
 }
 TOKENS_A_SECOND = {
     "0.5b": 180e3,

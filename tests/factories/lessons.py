@@ -240,6 +240,8 @@ NUMBERS = {
         "['10%, threshold 0.5, 120 M tokens']",
         r"within ([\d.]+) points of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
         "'threshold'), 'active_fraction'] - 0.1).max()",
+        r"rises from 0.5 to ([\d.]+) and": "log[(log['metric'] == 'threshold') & "
+        "(log['run'] == table['run'][table['tokens'].idxmax()])]['value'].max()",
         r"to 0.55 and falls to ([\d.]+)\.": "table['threshold'][table['tokens'].idxmax()]",
         r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "quantities['held_kl']",
@@ -262,6 +264,13 @@ NUMBERS = {
         ".query('layer >= 23')['active_fraction'].max())",
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
+        r"0.8 to ([\d.]+) points at 8 to 20%": "-100 * pairs.query(\"task == 'mean' and "
+        "reference == 'ReLU alone'\").set_index('name')['difference'].loc[lambda of: "
+        "of.index.str.startswith(('10%', '20%'))].min()",
+        r"2.7 and ([\d.]+) at 2%": "-100 * pairs.query(\"task == 'mean' and "
+        "reference == 'ReLU alone' and name == '2%'\")['difference'].item()",
+        r"fixed one, which has ([\d.]+)% active": "100 * table.set_index('name')"
+        "['active_fraction']['10%, threshold 0.5']",
         r"active, ([\d.]+) to 1.4 points": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone' and run == 'relufy-0.1-by-t-sampled'\")['difference'].item()",
         r"at 8 to 20%, ([\d.]+) and 3.5 at 2%": "-quantities['sparsest_difference']",

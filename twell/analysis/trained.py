@@ -317,6 +317,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
             result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
             result[f"{name}_share"] = row["share"]
     if len(held):
+        result["held_name"] = steered["name"].item()
         result["held_tokens"] = steered["tokens"].item() / 1e6
         result["held_kl"] = steered["kl"].item()
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]

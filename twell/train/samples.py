@@ -25,8 +25,8 @@ from twell import results
 from twell.config import TrainConfig, cache_folder
 from twell.models.loading import load_stock, resolve, stock_config
 
-# Tokens of a text at most, texts of a batch on a CPU, and the temperature: at 1 small models wander
-# off.
+# Tokens of a text at most, texts of a batch on a CPU, and the temperature: fewer rare tokens than
+# at 1, after which a small model may go astray.
 WRITTEN, SAMPLED, TEMPERATURE = 512, 64, 0.8
 MOST_SAMPLED = 2048  # texts of a batch on a GPU; their keys and values take a third of its memory
 WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
@@ -99,7 +99,7 @@ def write_samples(
 
 
 def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) -> int:
-    """Return how many texts a model writes in one batch; a larger one takes hardly more time."""
+    """Return how many texts a model writes in one batch; on a GPU its memory decides."""
     if device.type == "cpu":
         return SAMPLED
     heads = config.num_attention_heads
