@@ -174,6 +174,10 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "--active 1434,573,287"
         ],
     ),
+    "smollm2-layer": (
+        150,
+        [f"{FFN} --tokens 65536,2048,64,1 {SIZE(576, 1536)} --active 150,40"],
+    ),
     "merged": (120, [f"{FFN} --tokens 65536,2048,64,1 --merged"]),
     "calibrate": (
         400,
