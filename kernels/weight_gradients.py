@@ -148,6 +148,13 @@ def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: t
         tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
 
 
+@triton.jit
+def _rows_of_round(totals_ptr, first_row, backup_rows, listed):
+    """The neurons of a round; of those that need a row, a step beyond the capacity lists fewer."""
+    needed = tl.load(totals_ptr + 1).to(tl.int32)
+    return tl.minimum(tl.minimum(needed, listed) - first_row, backup_rows)
+
+
 @direct
 @triton.jit(do_not_specialize=["num_words", "first_row"])
 def backup_fill_kernel(
@@ -162,6 +169,7 @@ def backup_fill_kernel(
     width,
     capacity,
     backup_rows,
+    listed,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     GATE: tl.constexpr,
@@ -175,7 +183,7 @@ def backup_fill_kernel(
     real = words < num_words
     lane = tl.arange(0, 32)
     size = num_words.to(tl.int64) * 32
-    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
+    used = _rows_of_round(totals_ptr, first_row, backup_rows, listed)
     for row in range(tl.program_id(1), used, tl.num_programs(1)):
         neuron = tl.load(backup_ptr + first_row + row)
         index = tl.load(index_ptr + words.to(tl.int64) * width + neuron, mask=real, other=0)
@@ -221,6 +229,7 @@ def backup_gradients_kernel(
     totals_ptr,
     first_row,
     backup_rows,
+    listed,
     M,
     K,
     BH: tl.constexpr,
@@ -234,7 +243,7 @@ def backup_gradients_kernel(
     weight = tl.program_id(0) // per_weight
     row = tl.program_id(0) % per_weight // num_columns * BH
     column = tl.program_id(0) % num_columns * BN
-    used = tl.minimum(tl.load(totals_ptr + 1).to(tl.int32) - first_row, backup_rows)
+    used = _rows_of_round(totals_ptr, first_row, backup_rows, listed)
     if row < used:
         rows = row + tl.arange(0, BH)
         neurons = tl.load(backup_ptr + first_row + rows, mask=rows < used, other=0)
@@ -305,6 +314,7 @@ def from_backup(step: Step, scratch: Tensor) -> None:
             saved.totals,
             first_row,
             num_rows,
+            len(saved.backup),
             *x.shape,
             **options,
         )
@@ -327,6 +337,7 @@ def _fill(step: Step, dense: Tensor, first_row: int, num_rows: int) -> None:
         width,
         len(saved.entries),
         num_rows,
+        len(saved.backup),
         GATED=step.gated,
         ACT=step.act.name,
         GATE=gate is not None,

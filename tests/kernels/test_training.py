@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
-from twell.kernels import training, training_ops, weight_gradients
+from twell.kernels import entries, training, training_ops, weight_gradients
+from twell.kernels.common import Gradients
+from twell.kernels.ops import to_layer
 from twell.kernels.paper import hybrid, hybrid_format
 from twell.sparse import hybrid_reference, reference
 
@@ -152,6 +154,28 @@ def test_a_backup_that_needs_two_rounds(gated, monkeypatch, rounds):
     case = case_of("union", 33, 200, 16, pattern="full", gated=gated)
     assert fuzz_training.check_training(case, DEVICE, "union") == 0
     assert rounds == [200, 200] * RUNS
+
+
+@both
+def test_a_step_beyond_the_capacity_writes_its_own_neurons_only(gated):
+    """More neurons need a row of the backup than it lists, and the last of its rounds is short."""
+    num_neurons, capacity, unwritten = 700, 10, 7.0
+    step = step_of("union", 33, num_neurons, 16, pattern="full", gated=gated, biases=False)
+    x, w_gate, w_up, w_down, *_ = step.tensors.values()
+    layer = to_layer(w_gate, w_up, w_down.t().contiguous().t(), None, None, None)
+    _, _, _, _, needed, *saved = training.forward(x, layer, None, capacity)
+    saved = entries.UnionSaved(*saved)
+    listed = len(saved.backup)
+    assert needed > capacity and saved.totals[1] > listed
+    # What follows the list would lead to rows behind the weights' gradients.
+    behind = torch.full_like(saved.backup, num_neurons)
+    saved = saved._replace(backup=torch.cat([saved.backup, behind])[:listed])
+    saved.index[:, num_neurons:] = 0
+    written = [x.new_full((num_neurons + 1, x.shape[1]), unwritten) for _ in range(3)]
+    gradients = Gradients(None, written[0] if gated else None, *written[1:], None, None)
+    training.backward(x, layer, saved, step.dy, step.dl1, gradients)
+    assert all((gradient[num_neurons] == unwritten).all() for gradient in written)
+    assert all((gradient[:num_neurons] != unwritten).any() for gradient in written[1:])
 
 
 @pytest.mark.parametrize(
