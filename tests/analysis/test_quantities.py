@@ -226,9 +226,8 @@ def test_trainings_computed_in_several_ways():
 
     curves = analysis.computed_curves(*tables(SPARSELY, DENSELY))
     log = make_run("x", 0.0, 4.0, 5.0, (3, 1), window=(0.1, 0.3))[1]
-    numbers = quantities.training(
-        computed(SPARSELY, DENSELY), computed(SPARSELY, BY_TWO), curves, log
-    )
+    numbers = quantities.training(computed(SPARSELY, DENSELY), curves, log)
+    numbers |= quantities.devices(computed(SPARSELY, BY_TWO))
     check(numbers, loss_change=2.5, faster_late=150, memory_late=-20, memory_whole=12.5)
     check(numbers, devices_times=1.9, devices_loss=4.2, devices_loss_first=4.1, parameters=7)
     check(numbers, dense_gb=5e-7, sparse_gb=4e-7, whole_gb=9e-7, dead=30, settles=100, steps=10)
@@ -249,13 +248,13 @@ def test_trainings_computed_in_several_ways():
     assert quantities.devices() == quantities.devices(computed(SPARSELY)) == {}
     # Each is compared with its partner, whatever else is in the tables.
     every = computed(SPARSELY, BY_TWO, DENSELY)
-    again = quantities.training(every, every)
+    again = quantities.training(every) | quantities.devices(every)
     assert {name: numbers[name] for name in again} == pytest.approx(again, nan_ok=True)
     none = analysis.computed_otherwise(EMPTY, EMPTY)
     for alone in (none, computed(SPARSELY), computed(DENSELY)):  # nothing to compare it with
-        assert quantities.training(alone, alone) == {}
+        assert quantities.training(alone) == quantities.devices(alone) == {}
     pair = trained("a", [8, 4], [20, 20]), trained("b", [8, 4], [20, 25], backend="triton")
-    ours = printed("training", quantities.training(computed(*pair), none))
+    ours = printed("training", quantities.training(computed(*pair)))
     assert ours["training_late"] == "+25% tokens/s"
     assert ours["training_memory_late"] == "not measured"  # on a CPU
     log = pd.DataFrame({"metric": "tokens_per_second", "value": [10.0, 10, 5, 10, 9.5, 10, 1, 10]})

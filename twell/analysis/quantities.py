@@ -391,7 +391,7 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
         for name, pattern in PAIRS.items()
     }
     sparse_log = log[log["run"] == "flagship-triton"]
-    whole = training(flagships, None, curves, sparse_log)
+    whole = training(flagships, curves, sparse_log)
     for name, seeds in scaled.items():
         whole |= devices(*seeds, prefix=name)
     whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)

@@ -180,8 +180,8 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
 
     table: `speedups`. One token in a CUDA graph, and calls of MANY_TOKENS and more with skewed
-    activity. Columns: calls ("one token", "many tokens"), hidden_size, intermediate_size, gated,
-    pattern, tokens, active_fraction, provider, speedup.
+    activity. Columns: device, calls ("one token", "many tokens"), hidden_size, intermediate_size,
+    gated, pattern, tokens, active_fraction, provider, speedup.
     """
     sparse = table[table["provider"].map(providers.is_sparse).astype(bool)]
     sparse = sparse[~sparse["provider"].str.contains("FP8") & (sparse["active"] > 0)]
@@ -193,7 +193,7 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     )
     kind = sparse["pattern"].str.startswith("skewed") & (sparse["pattern"] != "skewed merged")
     sparse = sparse[(sparse["calls"] != "") & kind]
-    case = ["calls", "hidden_size", "intermediate_size", "gated", "pattern", "tokens"]
+    case = ["device", "calls", "hidden_size", "intermediate_size", "gated", "pattern", "tokens"]
     case.append("active_fraction")
     best = sparse.sort_values("speedup").groupby(case, as_index=False).last()
     return best[[*case, "provider", "speedup"]]

@@ -164,7 +164,8 @@ def single(table: pd.DataFrame) -> Quantities:
     """Return quantities of pairs of settings from `list_runs`: other learning rates, and the model
     that ships. Prices are in % over the second; a pair without both has no quantity. _runs: seeds
     of the first; _price_limit: Student's t on the runs of both, whose seeds may scatter more than
-    the recipe's do, NaN for one run each.
+    the recipe's do, NaN for one run each; _inactive, and its _least and _most of a seed: the share
+    (%) of its neurons that a token leaves inactive.
     """
     table = table.assign(setting=table["run"].str.partition("-seed-")[0])
     by_setting = dict(tuple(table.groupby("setting")))
@@ -187,6 +188,8 @@ def single(table: pd.DataFrame) -> Quantities:
                 f"{name}_price_limit": noise_limit(losses, LOSS, len(first), len(second)),
                 f"{name}_runs": len(first),
                 f"{name}_inactive": 100 - 100 * first["active_fraction"].mean(),
+                f"{name}_inactive_least": 100 - 100 * first["active_fraction"].max(),
+                f"{name}_inactive_most": 100 - 100 * first["active_fraction"].min(),
                 f"{name}_parameters": first["parameters"].mean() / 1e6,
             }
     return result
@@ -333,26 +336,24 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
 
 def training(
     flagships: pd.DataFrame,
-    scaled: pd.DataFrame | None,
     curves: pd.DataFrame | None = None,
     sparse_log: pd.DataFrame | None = None,
 ) -> Quantities:
-    """Return a training by the sparse kernels beside the dense one, and one on several devices.
+    """Return a training by the sparse kernels beside the dense one.
 
-    flagships, scaled: `computed_otherwise` of either; curves: `computed_curves` of the first;
-    sparse_log: the log of its sparse run. Changes are in % over dense, memory in GB of one device;
-    `_late` is the second half of training.
+    flagships, curves: `computed_otherwise` and `computed_curves`; sparse_log: the log of the sparse
+    run. Changes are in % over dense, memory in GB of one device; `_late` is the second half of
+    training.
     """
-    result = {} if scaled is None else devices(scaled)
     dense = flagships[flagships["backend"] == "dense"]
     others = flagships[flagships["backend"] != "dense"]
     others = others[others["devices"].isin(dense["devices"][:1])]
     if others.empty:
-        return result
+        return {}
     dense, sparse = dense.iloc[0], others.iloc[0]
     changes = {"loss_change": "cross_entropy", "faster_late": "tokens_per_second"}
     changes |= {"memory_late": "peak_memory", "memory_whole": "peak_memory_whole"}
-    result |= {"parameters": sparse["parameters"] / 1e6, "active": sparse["active"]}
+    result = {"parameters": sparse["parameters"] / 1e6, "active": sparse["active"]}
     result |= {name: 100 * (sparse[of] / dense[of] - 1) for name, of in changes.items()}
     result |= {"dense_gb": dense["peak_memory"] / 1e9, "sparse_gb": sparse["peak_memory"] / 1e9}
     result["whole_gb"] = sparse["peak_memory_whole"] / 1e9

@@ -36,9 +36,10 @@ from twell.plots.base import (
 )
 
 _LAYERS = [(SPARSE, "o"), (DECODE, "s"), (ROWWISE, "D"), (HYBRID, "^"), (GATE, "v"), (UP, "P")]
-_LAYERS += [("0.45", "X")]  # colour and marker of measured layers
+_LAYERS += [("0.45", "X"), ("black", "*")]  # colour and marker of measured layers
 _SHARE, _POINTS = "active neurons (%)", "accuracy difference (points)"
 _KINDS = list(zip("os^DvP", ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))], strict=True))
+_WAYS = {"L1": "L1 alone", "both": "L1 and a fixed threshold", "steered": "A steered threshold"}
 _REFERENCES = {
     analysis.ORIGINAL: "student − original",
     analysis.WITHOUT_L1: "student − ReLU alone on as many tokens",
@@ -67,6 +68,13 @@ def _looks(table: pd.DataFrame, sized: bool = True) -> dict[str, dict]:
         look = {"color": colours[row["wanted"]], "marker": marker, "linestyle": dashes}
         looks[row["name"]] = look | {"linewidth": 1.2 + 0.5 * size, "markersize": 5 + 1.5 * size}
     return looks
+
+
+def _way(by: str) -> str:
+    """Which of _WAYS makes a run's neurons inactive."""
+    if by.startswith("threshold"):
+        return "steered"
+    return "both" if "threshold" in by else "L1"
 
 
 def _ncols(names: Sequence[str]) -> int:
@@ -106,32 +114,37 @@ def _usual(table: pd.DataFrame) -> float:
     return table["tokens"].mode().iloc[0]
 
 
-def _course(ax: Axes, course: pd.DataFrame, column: str, factor: float, looks: dict) -> None:
-    last = course.groupby("name")["tokens"].max()
-    alike = last.nunique() == 1
-    for name, look in looks.items():
-        line = course[course["name"] == name].sort_values("tokens")
-        x = line["tokens"] / (1e6 if alike else last[name] / 100)
-        ax.plot(x, factor * line[column], **look)
-    ax.set_xlabel("training tokens (millions)" if alike else "share of the training (%)")
-    ax.set_yscale("log")
-    ax.xaxis.set_major_locator(MaxNLocator(5))
-    _plain(ax.yaxis)
-
-
 def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") -> Figure:
     """Draw KL divergence from the teacher and activity over training, a line a run.
 
-    course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model. Runs
-    on different numbers of tokens are drawn over the share of their training. All is of training
-    text, of which long runs may read some again.
+    course, table: `analysis.relufied_course` and `analysis.relufied_runs`. about: the model. A row
+    of panels for each way to make neurons inactive, with ReLU alone in each. Runs on different
+    numbers of tokens are drawn over the share of their training. All is of training text, of which
+    long runs may read some again.
     """
     looks = {name: look | {"marker": ""} for name, look in _looks(table).items()}
-    figure, left, right = _panels(2.6, [*looks])
-    _course(left, course, "kl", 1, looks)
-    _course(right, course, "active_fraction", 100, looks)
-    left.set_ylabel("KL divergence (nats)")
-    right.set_ylabel(_SHARE)
+    ways = table["by"].map(_way)
+    several = [way for way in _WAYS if way in set(ways[table["wanted"] > 0])] or ["L1"]
+    legend = 0.16 * -(-len(looks) // _ncols([*looks]))
+    height = 1.4 + legend + 1.5 * len(several)
+    figure, axes = _figure(PAGE, height, len(several), 2, sharex=True, sharey="col")
+    last = course.groupby("name")["tokens"].max()
+    alike = last.nunique() == 1
+    for (left, right), way in zip(axes, several, strict=True):
+        for name in table.loc[(ways == way) | (table["wanted"] == 0), "name"]:
+            line = course[course["name"] == name].sort_values("tokens")
+            x = line["tokens"] / (1e6 if alike else last[name] / 100)
+            left.plot(x, line["kl"], **looks[name])
+            right.plot(x, 100 * line["active_fraction"], **looks[name])
+        if len(several) > 1:
+            left.set_title(_WAYS[way], loc="left")
+    for ax, label in zip(axes[-1], ("KL divergence (nats)", _SHARE), strict=True):
+        ax.set_xlabel("training tokens (millions)" if alike else "share of the training (%)")
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.set_yscale("log")
+        for one in axes[:, 0] if ax is axes[-1, 0] else axes[:, 1]:
+            one.set_ylabel(label)
+            _plain(one.yaxis)
     _end(figure, looks, _sentence(about), "One run each, on training text.", _budgets(table))
     return figure
 
@@ -262,10 +275,11 @@ def gains_by_share(gains: pd.DataFrame, reached: Iterable[float] = (), device: s
     """Draw the speed-up of measured layers by their share of active neurons.
 
     gains: `analysis.gains_by_share`. reached: shares of active neurons (0 to 1), drawn as lines.
-    Of many tokens the largest measured number counts, of each kind of layer.
+    device: that of all layers whose line names no other. Of many tokens the largest measured number
+    counts, of each kind of layer.
     """
     figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True, sharey=True)
-    shape = ["hidden_size", "intermediate_size", "gated"]
+    shape = ["hidden_size", "intermediate_size", "gated", "device"]
     looks = dict(zip([keys for keys, _ in gains.groupby(shape)], _LAYERS, strict=False))
     for ax, calls in zip(axes[0], ("one token", "many tokens"), strict=True):
         some = gains[gains["calls"] == calls]
@@ -284,8 +298,10 @@ def gains_by_share(gains: pd.DataFrame, reached: Iterable[float] = (), device: s
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes[0, 0].set_ylabel("speed-up over dense")
     entries = {
-        f"{k} x {n}{'' if gated else ', no gate'}": _key(colour, marker=marker)
-        for (k, n, gated), (colour, marker) in looks.items()
+        f"{k} x {n}{'' if gated else ', no gate'}{'' if on == device else f', {on}'}": _key(
+            colour, marker=marker
+        )
+        for (k, n, gated, on), (colour, marker) in looks.items()
     }
     _legend(figure, "lower center", entries, ncols=3)
     about = "Each point is the fastest sparse path of one measured layer, bf16, with imposed, "
