@@ -407,6 +407,16 @@ def test_a_training_on_a_cpu_has_no_memory_and_none_has_no_rows():
         assert curves.empty and [*curves] == ["run", "metric", "step", "tokens", "value"]
 
 
+def test_runs_of_several_seeds_have_a_table_each():
+    runs = [trained(f"{way}{seed}", [8, 4], [1, 1]) for way in "ab" for seed in (0, 1)]
+    for (run, _), seed in zip(runs, (0, 1, 0, 1), strict=True):
+        run["seed"] = seed
+    every = analysis.computed_by_seed(*tables(*runs))
+    assert [table["run"].tolist() for table in every] == [["a0", "b0"], ["a1", "b1"]]
+    (none,) = analysis.computed_by_seed(*NOTHING)
+    assert none.empty and none.columns.equals(every[0].columns)
+
+
 def test_only_rows_of_the_same_steps_are_compared():
     """A row is the mean over the steps since the last one, so the same step may be of others."""
     fine = trained("fine", [8, 7, 6, 5], [1, 1, 2, 4])

@@ -173,7 +173,7 @@ NUMBERS = {
         r"differs by ([\d.]+) nats": "abs(flagships['cross_entropy'].diff().iloc[-1])",
         r"train ([\d.]+) times as\s+fast": "1 + subjects['training']['faster_late'] / 100",
         r"with (\d+)% less memory": "-subjects['training']['memory_late']",
-        r"whole training is (\d+)% faster": "analysis.quantities.training(flagships, scaled, "
+        r"whole training is (\d+)% faster": "analysis.quantities.training(flagships, "
         "analysis.computed_curves(*results.load_runs(root / runs, flagship)))['faster_whole']",
         r"peak is (\d+)% higher": "subjects['training']['memory_whole']",
         r"higher \((\d+) against": "subjects['training']['whole_gb']",
@@ -193,6 +193,11 @@ NUMBERS = {
         r"move this from ([\d.]+) to": "subjects['training']['race_soonest']",
         r"move this from [\d.]+ to ([\d.]+)": "subjects['training']['race_latest']",
         r"Memory falls to (\d+) GB": "row(speeds, metric='peak_memory')['value'].min() / 1e9",
+        r"Two GPUs are ([\d.]+) ±": "subjects['training']['devices_times']",
+        r"Two GPUs are [\d.]+ ± ([\d.]+)": "subjects['training']['devices_times_limit']",
+        r"drawn pair is ([\d.]+)": "-scaled[0]['cross_entropy'].diff().iloc[-1]",
+        r"two differ by at most ([\d.]+)\.": "max(abs(of['cross_entropy'].diff().iloc[-1]) "
+        "for of in scaled[1:])",
         r"leaves (\d+)% dead": "100 * row(beside, choice='L1 warm-up')['dead']",
         r"same activity (\d+)%": "100 * row(beside, choice='L1 warm-up')['line_dead']",
         r"costs ([\d.]+)% more than that": "(lambda t: t['price'] - t['line_price'])"

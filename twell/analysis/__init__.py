@@ -59,7 +59,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "seven_tasks several_levels",
         ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
-        "compared_level computed_curves computed_otherwise contrast contrasts noise_limit "
-        "noise_verdict paper_sizes remedied seed_noise sizes",
+        "compared_level computed_by_seed computed_curves computed_otherwise contrast "
+        "contrasts noise_limit noise_verdict paper_sizes remedied seed_noise sizes",
     },
 )

@@ -383,17 +383,10 @@ def _runs(every: pd.DataFrame, log: pd.DataFrame) -> dict[str, Quantities]:
 
     pair = _fitting(every, log, FLAGSHIP)
     flagships, curves = variants.computed_otherwise(*pair), variants.computed_curves(*pair)
-    scaled = {
-        name: [
-            variants.computed_otherwise(some.reset_index(drop=True), log)
-            for _, some in every[runs.fits(every["run"], pattern)].groupby("seed")
-        ]
-        for name, pattern in PAIRS.items()
-    }
     sparse_log = log[log["run"] == "flagship-triton"]
     whole = training(flagships, curves, sparse_log)
-    for name, seeds in scaled.items():
-        whole |= devices(*seeds, prefix=name)
+    for name, pattern in PAIRS.items():
+        whole |= devices(*variants.computed_by_seed(*_fitting(every, log, pattern)), prefix=name)
     whole |= raced(longer.race(*_fitting(every, log, RACE)), chosen)
     whole |= slowed(log[log["run"] == RACE.split()[1]])
     trend = longer.trend(*_fitting(every, log, BUDGETS))
