@@ -205,7 +205,6 @@ NUMBERS = {
         r"raises it by (\d+)%": "row(analysis.contrasts(table), choice='re-initialisation', "
         "quantity='active neurons, %; difference relative')['difference']",
         r"(\d+)% more memory": "100 * scaled[0]['peak_memory'].pct_change().iloc[-1]",
-        r"GPUs are ([\d.]+) times": "subjects['training']['devices_times']",
     },
     "10_clusters": {
         r"training takes ([\d.]+) hours": "row(costs, gpus=8)['hours'].iloc[0]",
