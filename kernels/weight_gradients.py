@@ -149,8 +149,8 @@ def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: t
 
 
 @triton.jit
-def _rows_of_round(totals_ptr, first_row, backup_rows, listed):
-    """The neurons of a round; of those that need a row, a step beyond the capacity lists fewer."""
+def _num_rows_of_round(totals_ptr, first_row, backup_rows, listed):
+    """How many neurons a round has. A step beyond its capacity needs more rows than are listed."""
     needed = tl.load(totals_ptr + 1).to(tl.int32)
     return tl.minimum(tl.minimum(needed, listed) - first_row, backup_rows)
 
@@ -183,7 +183,7 @@ def backup_fill_kernel(
     real = words < num_words
     lane = tl.arange(0, 32)
     size = num_words.to(tl.int64) * 32
-    used = _rows_of_round(totals_ptr, first_row, backup_rows, listed)
+    used = _num_rows_of_round(totals_ptr, first_row, backup_rows, listed)
     for row in range(tl.program_id(1), used, tl.num_programs(1)):
         neuron = tl.load(backup_ptr + first_row + row)
         index = tl.load(index_ptr + words.to(tl.int64) * width + neuron, mask=real, other=0)
@@ -243,7 +243,7 @@ def backup_gradients_kernel(
     weight = tl.program_id(0) // per_weight
     row = tl.program_id(0) % per_weight // num_columns * BH
     column = tl.program_id(0) % num_columns * BN
-    used = _rows_of_round(totals_ptr, first_row, backup_rows, listed)
+    used = _num_rows_of_round(totals_ptr, first_row, backup_rows, listed)
     if row < used:
         rows = row + tl.arange(0, BH)
         neurons = tl.load(backup_ptr + first_row + rows, mask=rows < used, other=0)

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.factories import memory
 from twell import results
 from twell.measure.check import FP8_SUM, FP8_SUM_OF_FEW
 from twell.sparse import float8, reference
@@ -393,7 +394,7 @@ def check_number(
         # Else few tokens would hardly leave any list.
         training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
     try:
-        return case, check_training(case, device, case.path) if train else check(case, device)
+        return case, check_training(case, device, case.path, True) if train else check(case, device)
     except Exception as error:
         error.add_note(str(asdict(case)))
         raise
@@ -404,6 +405,8 @@ def check_range(
 ) -> tuple[int, dict[tuple[str, str], float]]:
     """Check the cases of these numbers: how many failed, and the worst errors by path and type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        memory.check_accesses()
     large = device == "cuda" and not small
     worst: dict[tuple[str, str], float] = {}
     failed = 0

@@ -156,16 +156,21 @@ class Step:
         return exact_training(*given, *roundings, edge=edge, act=self.case.act)
 
 
-def check_training(case: Case, device: torch.device | str, path: str) -> float:
+def check_training(
+    case: Case, device: torch.device | str, path: str, beyond: bool = False
+) -> float:
     """Largest relative RMS error of y, l1 and the gradients of a case (integer values: 0).
 
-    Raises AssertionError if one is wrong.
+    beyond: also compute a step with less capacity than it needs, whose results are wrong. Raises
+    AssertionError if a result is wrong.
     """
     case = replace(case, fp8=False)
     if path == "hybrid":
         case = replace(case, activation="relu", threshold=0.0)
     step = Step.of(case, path, device)
     trained, results = step.run(case.intermediate_size)
+    if beyond and trained.needed > 1:
+        step.run(1 + case.seed % (int(trained.needed) - 1))
     if trained.y.is_cuda:  # the interpreter runs programs one after the other
         again, repeated = step.run(max(int(trained.needed), 1))
         message = "two calls with different capacities, two results"

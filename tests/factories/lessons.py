@@ -267,17 +267,17 @@ NUMBERS = {
         ".query('layer >= 23')['active_fraction'].max())",
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
-        r"it ends at ([\d.]+) nats with": "analysis.relufied_runs(*results.load_runs(root / runs, "
+        r"began at 1e-4 ends at ([\d.]+) nats": "analysis.relufied_runs(*results.load_runs(root / runs, "
         "'light-0.1'))['kl'].item()",
-        r"above the ([\d.]+) shown": "table.set_index('name')['kl']['10%']",
-        r"0.8 to ([\d.]+) points at 8 to 20%": "-100 * pairs.query(\"task == 'mean' and "
+        r"above the ([\d.]+) of 1e-3": "table.set_index('name')['kl']['10%']",
+        r"active, [\d.]+ to ([\d.]+) points at": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone'\").set_index('name')['difference'].loc[lambda of: "
         "of.index.str.startswith(('10%', '20%'))].min()",
         r"2.7 and ([\d.]+) at 2%": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone' and name == '2%'\")['difference'].item()",
         r"fixed one, which has ([\d.]+)% active": "100 * table.set_index('name')"
         "['active_fraction']['10%, threshold 0.5']",
-        r"active, ([\d.]+) to 2.1 points": "-100 * pairs.query(\"task == 'mean' and "
+        r"active, ([\d.]+) to [\d.]+ points": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone' and run == 'relufy-0.1-by-t-sampled'\")['difference'].item()",
         r"at 8 to 20%, ([\d.]+) and 3.5 at 2%": "-quantities['sparsest_difference']",
         r"held-out text it ends at ([\d.]+), not": "quantities['held_kl']",
@@ -286,10 +286,11 @@ NUMBERS = {
         r"ReLU alone ([\d.]+)\.": "five_tasks_lost(pairs, 'relufy-0')",
         r"measured share: ([\d.]+) times": "row(gains, calls='one token', hidden_size=4096)"
         ".sort_values('active_fraction')['speedup'].iloc[-1]",
-        r"own layer, on an H100: one token gains ([\d.]+)": "row(own, calls='one token')"
+        r"on an H100, one token gains ([\d.]+) times": "row(own, calls='one token')"
         "['speedup'].min()",
-        r"large batch ([\d.]+) times": "row(own, calls='many tokens')['speedup'].max()",
-        r"batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
+        r"There a large batch gains ([\d.]+) times": "row(own, calls='many tokens')['speedup'].max()",
+        r"loses at 10% \(([\d.]+)\)": "row(own, calls='many tokens')['speedup'].min()",
+        r"A large batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
         "'0.005 < active_fraction < 0.006')['speedup'].iloc[0]",
         r"From (\d+)% on": "100 * row(ends, calls='many tokens')['slower_at'].min()",
         r"above (\d+)% the one": "100 * row(ends, calls='many tokens')['faster_at'].max()",

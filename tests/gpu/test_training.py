@@ -41,7 +41,7 @@ def gradients_of(trained, leaves, dy, dl1):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(SEED, SEED + 25))
 def test_random_case(path, seed):
-    fuzz_training.check_training(fuzz.draw(seed, large=True), "cuda", path)
+    fuzz_training.check_training(fuzz.draw(seed, large=True), "cuda", path, beyond=True)
 
 
 @pytest.mark.parametrize("path", PATHS)

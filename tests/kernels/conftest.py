@@ -3,6 +3,8 @@ import importlib.util
 import pytest
 import torch
 
+from tests.factories import memory
+
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*"]
 WARNINGS = ("invalid value", "overflow encountered", ".*deterministic")
 
@@ -20,3 +22,10 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def accesses_are_of_given_tensors(monkeypatch):
+    """In the interpreter no kernel reads or writes outside of the tensors of its launch."""
+    if not torch.cuda.is_available():
+        memory.check_accesses(monkeypatch.setattr)

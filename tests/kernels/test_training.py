@@ -63,7 +63,7 @@ def test_random_case(path, seed, monkeypatch):
         most = 70 if case.pattern == "full" else 257
         case = replace(case, intermediate_size=min(case.intermediate_size, most))
     monkeypatch.setattr(training, "DENSE_FROM", random.Random(seed).choice([1, 16, 64]))
-    fuzz_training.check_training(case, DEVICE, path)
+    fuzz_training.check_training(case, DEVICE, path, beyond=True)
 
 
 # Tokens, neurons, hidden size, pattern and gated. A list of hybrid holds 128 neurons or 64 tokens.

@@ -21,15 +21,20 @@ from twell.measure import providers
 
 USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632"
 WIDTHS = [(1024, 2816, 14), (2048, 5632, 29), (3072, 8192, 41), (4096, 14336, 73)]  # and active
-# Of which published model a layer without a gate, or with another activation, has the shape.
+# Of which published model a layer has the shape; most have no gate or another activation.
 SHAPES = {
     (2048, 8192, "biases"): "OPT-1.3B",
     (4096, 16384, "biases"): "OPT-6.7B",
     (3072, 9216, "relu2"): "Minitron 4B, ReLU²",
     (4096, 14336, "drelu"): "TurboSparse-Mistral, dReLU",
     (2048, 5632, "merged"): "Merged gate and up, ReLU",
+    (576, 1536, ""): "SmolLM2-135M, ReLU",
 }
-SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02)}  # else 4% and 2% active
+SHARES = {
+    "merged": (29 / 5632,),
+    "drelu": (0.1, 0.04, 0.02),
+    "": (0.09, 0.023),
+}  # else 4% and 2% active
 _FEW = 1024  # tokens, and fewer
 _OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
 
@@ -194,11 +199,11 @@ def situations(table: pd.DataFrame) -> str:
 
 
 def other_shapes(table: pd.DataFrame) -> str:
-    """Return layers with biases, merged weights or another activation: best path, auto."""
+    """Return layers that are not of the usual kind or size: best sparse path and auto."""
     rows = []
     for (width, neurons, kind), name in SHAPES.items():
         shape = table[(table["hidden_size"] == width) & (table["intermediate_size"] == neurons)]
-        shape = shape[shape["pattern"] == f"skewed {kind}"]
+        shape = shape[shape["pattern"] == f"skewed {kind}".strip()]
         for share in SHARES.get(kind, (0.04, 0.02)):
             lines = {"best sparse path": [], "`auto`": []}
             for tokens in (1, 64, 2048, 65_536):

@@ -164,8 +164,8 @@ def single(table: pd.DataFrame) -> Quantities:
     """Return quantities of pairs of settings from `list_runs`: other learning rates, and the model
     that ships. Prices are in % over the second; a pair without both has no quantity. _runs: seeds
     of the first; _price_limit: Student's t on the runs of both, whose seeds may scatter more than
-    the recipe's do, NaN for one run each; _inactive, and its _least and _most of a seed: the share
-    (%) of its neurons that a token leaves inactive.
+    the recipe's do, NaN for one run each; _inactive: inactive neurons (%), mean over the seeds of
+    the first; _inactive_least, _most: of one seed.
     """
     table = table.assign(setting=table["run"].str.partition("-seed-")[0])
     by_setting = dict(tuple(table.groupby("setting")))

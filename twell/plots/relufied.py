@@ -123,28 +123,29 @@ def relufied_course(course: pd.DataFrame, table: pd.DataFrame, about: str = "") 
     long runs may read some again.
     """
     looks = {name: look | {"marker": ""} for name, look in _looks(table).items()}
-    ways = table["by"].map(_way)
-    several = [way for way in _WAYS if way in set(ways[table["wanted"] > 0])] or ["L1"]
-    legend = 0.16 * -(-len(looks) // _ncols([*looks]))
-    height = 1.4 + legend + 1.5 * len(several)
-    figure, axes = _figure(PAGE, height, len(several), 2, sharex=True, sharey="col")
+    way_of = table["by"].map(_way)
+    ways = [way for way in _WAYS if way in set(way_of[table["wanted"] > 0])] or ["L1"]
+    rows_of_legend = -(-len(looks) // _ncols([*looks]))
+    height = 1.5 * len(ways) + 0.16 * rows_of_legend + 1.4
+    figure, axes = _figure(PAGE, height, len(ways), 2, sharex=True, sharey="col")
     last = course.groupby("name")["tokens"].max()
     alike = last.nunique() == 1
-    for (left, right), way in zip(axes, several, strict=True):
-        for name in table.loc[(ways == way) | (table["wanted"] == 0), "name"]:
+    for (left, right), way in zip(axes, ways, strict=True):
+        for name in table.loc[(way_of == way) | (table["wanted"] == 0), "name"]:
             line = course[course["name"] == name].sort_values("tokens")
             x = line["tokens"] / (1e6 if alike else last[name] / 100)
             left.plot(x, line["kl"], **looks[name])
             right.plot(x, 100 * line["active_fraction"], **looks[name])
-        if len(several) > 1:
+        if len(ways) > 1:
             left.set_title(_WAYS[way], loc="left")
-    for ax, label in zip(axes[-1], ("KL divergence (nats)", _SHARE), strict=True):
+        left.set_ylabel("KL divergence (nats)")
+        right.set_ylabel(_SHARE)
+        for ax in (left, right):
+            ax.set_yscale("log")
+            _plain(ax.yaxis)
+    for ax in axes[-1]:
         ax.set_xlabel("training tokens (millions)" if alike else "share of the training (%)")
         ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.set_yscale("log")
-        for one in axes[:, 0] if ax is axes[-1, 0] else axes[:, 1]:
-            one.set_ylabel(label)
-            _plain(one.yaxis)
     _end(figure, looks, _sentence(about), "One run each, on training text.", _budgets(table))
     return figure
 
@@ -280,7 +281,7 @@ def gains_by_share(gains: pd.DataFrame, reached: Iterable[float] = (), device: s
     """
     figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True, sharey=True)
     shape = ["hidden_size", "intermediate_size", "gated", "device"]
-    looks = dict(zip([keys for keys, _ in gains.groupby(shape)], _LAYERS, strict=False))
+    looks = dict(zip([keys for keys, _ in gains.groupby(shape)], cycle(_LAYERS), strict=False))
     for ax, calls in zip(axes[0], ("one token", "many tokens"), strict=True):
         some = gains[gains["calls"] == calls]
         most = some.groupby([*shape, "pattern"])["tokens"].transform("max")
@@ -297,15 +298,13 @@ def gains_by_share(gains: pd.DataFrame, reached: Iterable[float] = (), device: s
         _plain(ax.xaxis, ax.yaxis)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes[0, 0].set_ylabel("speed-up over dense")
-    entries = {
-        f"{k} x {n}{'' if gated else ', no gate'}{'' if on == device else f', {on}'}": _key(
-            colour, marker=marker
-        )
-        for (k, n, gated, on), (colour, marker) in looks.items()
-    }
+    entries = {}
+    for (k, n, gated, on), (colour, marker) in looks.items():
+        gate, other = "" if gated else ", no gate", f", {on}" if on != device else ""
+        entries[f"{k} x {n}{gate}{other}"] = _key(colour, marker=marker)
     _legend(figure, "lower center", entries, ncols=3)
     about = "Each point is the fastest sparse path of one measured layer, bf16, with imposed, "
-    about += f"skewed activity{f', {device}' if device else ''}."
+    about += f"skewed activity{f', on {device} where no other is named' if device else ''}."
     drawn = "Light lines are the shares of the models above." if list(reached) else ""
     _caption(figure, about, drawn)
     return figure

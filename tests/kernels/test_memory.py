@@ -1,0 +1,44 @@
+"""Accesses outside of a launch's tensors are found; tests/kernels/conftest.py has all kernels so."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from tests.factories.kernels import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter alone")
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, n, first, ATOMIC: tl.constexpr, SIZE: tl.constexpr):
+    places = first + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + places, mask=places < n)
+    if ATOMIC:
+        tl.atomic_add(y_ptr + places, x, mask=places < n)
+    else:
+        tl.store(y_ptr + places, x, mask=places < n)
+
+
+@pytest.mark.parametrize("first, n", [(0, 6), (2, 6), (6, 6), (0, 0)])
+@pytest.mark.parametrize("atomic", [False, True])
+def test_accesses_inside_and_masked_ones_pass(first, n, atomic):
+    x, y = torch.arange(1.0, 7.0), torch.zeros(6)
+    copy_kernel[(1,)](x, y, n, first, atomic, 8)
+    assert torch.equal(y[first:n], x[first:n]) and y.count_nonzero() == max(n - first, 0)
+
+
+@pytest.mark.parametrize("first, n", [(0, 7), (5, 7), (-1, 6), (10**9, 10**9 + 1)])
+def test_reading_outside_of_a_tensor_is_found(first, n):
+    """Also where that memory is of the tensor's own storage."""
+    inner = torch.zeros(100)[10:16]
+    with pytest.raises(InterpreterError, match="load.* outside of all"):
+        copy_kernel[(1,)](inner, torch.zeros(100), n, first, False, 8)
+
+
+@pytest.mark.parametrize("first, n", [(0, 7), (5, 7)])
+@pytest.mark.parametrize("atomic", [False, True])
+def test_writing_outside_of_a_tensor_is_found(first, n, atomic):
+    with pytest.raises(InterpreterError, match=f"{'rmw' if atomic else 'store'}.* outside of all"):
+        copy_kernel[(1,)](torch.zeros(100), torch.zeros(6), n, first, atomic, 8)
