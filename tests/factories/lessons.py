@@ -267,8 +267,8 @@ NUMBERS = {
         ".query('layer >= 23')['active_fraction'].max())",
         r"loses ([\d.]+) points of": "-quantities['alone_difference']",
         r"original's ([\d.]+)%\.": "answered['accuracy'][0] - quantities['alone_difference']",
-        r"began at 1e-4 ends at ([\d.]+) nats": "analysis.relufied_runs(*results.load_runs(root / runs, "
-        "'light-0.1'))['kl'].item()",
+        r"began at 1e-4 ends at ([\d.]+) nats": "analysis.relufied_runs("
+        "*results.load_runs(root / runs, 'light-0.1'))['kl'].item()",
         r"above the ([\d.]+) of 1e-3": "table.set_index('name')['kl']['10%']",
         r"active, [\d.]+ to ([\d.]+) points at": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone'\").set_index('name')['difference'].loc[lambda of: "
@@ -288,7 +288,8 @@ NUMBERS = {
         ".sort_values('active_fraction')['speedup'].iloc[-1]",
         r"on an H100, one token gains ([\d.]+) times": "row(own, calls='one token')"
         "['speedup'].min()",
-        r"There a large batch gains ([\d.]+) times": "row(own, calls='many tokens')['speedup'].max()",
+        r"There a large batch gains ([\d.]+) times": "row(own, calls='many tokens')"
+        "['speedup'].max()",
         r"loses at 10% \(([\d.]+)\)": "row(own, calls='many tokens')['speedup'].min()",
         r"A large batch gains ([\d.]+) times": "row(gains, tokens=131072, gated=True).query("
         "'0.005 < active_fraction < 0.006')['speedup'].iloc[0]",

@@ -1,4 +1,4 @@
-"""Accesses outside of a launch's tensors are found; tests/kernels/conftest.py has all kernels so."""
+"""Accesses outside of a launch's tensors are found; conftest.py watches all kernels so."""
 
 import pytest
 import torch
