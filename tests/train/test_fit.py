@@ -138,13 +138,14 @@ def test_columns_are_of_one_length_after_it(config, tmp_path):
     assert all(torch.allclose(one, one[0].expand_as(one)) for one in lengths)
 
 
-def test_a_run_of_an_older_version_goes_on_without_it(config, tmp_path, monkeypatch):
+def test_a_run_of_an_older_version_goes_on_without_it(config, tmp_path, monkeypatch, capsys):
     given = dataclasses.replace(config("tokens=7680", "l1_stage_steps=5"), checkpoint_every=5)
     stop_training(given, tmp_path / "run", 5)
     file = tmp_path / "run" / "config.yaml"
     file.write_text(file.read_text().replace("fit_tokens: 0\n", ""))
     monkeypatch.setattr(loop, "fit_down", None)
-    train(dataclasses.replace(given, fit_tokens=4000), tmp_path / "run", resume=True, quiet=True)
+    train(dataclasses.replace(given, fit_tokens=4000), tmp_path / "run", resume=True)
+    assert "begun by a version without fit_tokens; it goes on so" in capsys.readouterr().out
     assert results.load_run(tmp_path / "run")[0]["complete"]
 
 

@@ -66,13 +66,7 @@ def train(
         accelerator.wait_for_everyone()  # every process looks before the first one writes
         _check_state(folder, state, resume, overwrite)
         if resume and (folder / "config.yaml").is_file():
-            before = vars(TrainConfig.load(folder / "config.yaml"))
-            written = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-            # What an older version did not know the run goes on without, whatever is usual now.
-            later = {name: value for name, value in before.items() if name not in written}
-            config = dataclasses.replace(config, **later)
-            if changes := config.changes(before):
-                raise ValueError(f"{folder} holds a run of another configuration: {changes}")
+            config = _as_begun(config, folder, quiet or not accelerator.is_main_process)
         if resume and results.load_provenance(folder).get("complete"):
             if accelerator.is_main_process:  # a kill may have come just before the end of this
                 results.remove_unfinished(folder)
@@ -81,6 +75,23 @@ def train(
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
         return Run(config, folder, accelerator, quiet, resume).train()
+
+
+def _as_begun(config: TrainConfig, folder: Path, quiet: bool) -> TrainConfig:
+    """Return the configuration without what the version that began the run did not know.
+
+    Raises ValueError for another one than the run's.
+    """
+    before = vars(TrainConfig.load(folder / "config.yaml"))
+    written = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    later = {name: value for name, value in before.items() if name not in written}
+    unused = ", ".join(name for name in later if vars(config)[name] != later[name])
+    if unused and not quiet:
+        print(f"{folder} was begun by a version without {unused}; it goes on so", flush=True)
+    config = dataclasses.replace(config, **later)
+    if changes := config.changes(before):
+        raise ValueError(f"{folder} holds a run of another configuration: {changes}")
+    return config
 
 
 def wrap_layers() -> bool:
