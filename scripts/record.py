@@ -75,14 +75,20 @@ SENTENCE = (
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
-SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share=0.25 sampled_tokens=1e7"
+SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
+QUARTER, MOST = (0.25, 1e7), (0.9, 2e7)  # share of the text by the teacher, and what it writes
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
-RELUFIED_A_SECOND, START = 1.7e5, 130  # tokens of an H100; seconds around a training
+RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens of an H100, of which it writes some
+START = 130  # seconds around a training
 
 
 def relufied(
-    name: str, fields: str, tokens: str = "2e7", rate: str = LEARNING_RATE
+    name: str,
+    fields: str,
+    tokens: str = "2e7",
+    rate: str = LEARNING_RATE,
+    written: float = 0,
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
@@ -93,7 +99,8 @@ def relufied(
     training = RELUFY(tokens=tokens, rate=rate, fields=fields, run=run, **stage_of)
     commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name == WITH_TRACE else []
-    return int(3 * (START + float(tokens) / RELUFIED_A_SECOND)), commands
+    seconds = START + float(tokens) / RELUFIED_A_SECOND + written / WRITTEN_A_SECOND
+    return int(3 * seconds), commands
 
 
 # Other learning rates, a quarter of the text by the teacher, no fit, and a first L1 as light as
@@ -113,8 +120,6 @@ RELUFIED = {
             ("0.1-t-0.5", LIGHT(0.1, 0.5)),
             ("0", NO_L1),
             *((f"0.1-by-t-{tokens}", BY_THRESHOLD(0.1), tokens) for tokens in ("1.6e8", "8e7")),
-            ("0.1-by-t-sampled", SAMPLED),
-            *((f"0.1-by-t-sampled-{tokens}", SAMPLED, tokens) for tokens in ("1.6e8", "8e7")),
             *((f"{share}-by-t", BY_THRESHOLD(share)) for share in (0.1, 0.05, 0.02)),
             *((f"0.1-t-0.5-{tokens}", LIGHT(0.1, 0.5), tokens) for tokens in OTHER_BUDGETS),
             *((f"0.1-{tokens}", TENTH, tokens) for tokens in OTHER_BUDGETS),
@@ -129,6 +134,12 @@ RELUFIED = {
             ("0.1-t-0.2", LIGHT(0.1, 0.2)),
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
         )
+    },
+    **{
+        name: relufied(name, SAMPLED(*sampled), tokens, written=sampled[1])
+        for kind, sampled in (("sampled", QUARTER), ("most-sampled", MOST))
+        for tokens in ("2e7", "8e7", "1.6e8")
+        for name in [f"relufy-0.1-by-t-{kind}" + f"-{tokens}" * (tokens != "2e7")]
     },
 }
 
