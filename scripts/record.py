@@ -79,7 +79,7 @@ SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
 QUARTER, MOST = (0.25, 1e7), (0.9, 2e7)  # share of the text by the teacher, and what it writes
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
-RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens of an H100, of which it writes some
+RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens that an H100 trains on, and writes
 START = 130  # seconds around a training
 
 
@@ -103,10 +103,10 @@ def relufied(
     return int(3 * seconds), commands
 
 
-# Other learning rates, a quarter of the text by the teacher, no fit, and a first L1 as light as
-# beside a threshold, to compare with relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without;
-# ReLU alone; and how quality rises with tokens. With a threshold and L1 long trainings end below
-# the wanted share; a steered threshold holds it.
+# Other learning rates, no fit, and a first L1 as light as beside a threshold, to compare with
+# relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without; ReLU alone; how quality rises with
+# tokens; and text by the teacher. With a threshold and L1 long trainings end below the wanted
+# share; a steered threshold holds it.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),

@@ -394,7 +394,9 @@ def check_number(
         # Else few tokens would hardly leave any list.
         training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
     try:
-        return case, check_training(case, device, case.path, True) if train else check(case, device)
+        if train:
+            return case, check_training(case, device, case.path, beyond=True)
+        return case, check(case, device)
     except Exception as error:
         error.add_note(str(asdict(case)))
         raise

@@ -30,11 +30,8 @@ SHAPES = {
     (2048, 5632, "merged"): "Merged gate and up, ReLU",
     (576, 1536, ""): "SmolLM2-135M, ReLU",
 }
-SHARES = {
-    "merged": (29 / 5632,),
-    "drelu": (0.1, 0.04, 0.02),
-    "": (0.09, 0.023),
-}  # else 4% and 2% active
+# Shares of active neurons; else 4% and 2%.
+SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02), "": (0.09, 0.023)}
 _FEW = 1024  # tokens, and fewer
 _OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
 
