@@ -59,7 +59,7 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true checkpoint_every=0 batch_tokens=32768 micro_batch=32 "
-    "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
+    "tokens={tokens} l1_zero_steps={zero} valid_every={valid} l1_stage_steps={stage} "
     "log_every={log} learning_rate={rate} {fields} --out {run}"
 ).format
 LEARNING_RATE = "1e-3"  # better than that of the parts rate-3e-4
@@ -76,7 +76,9 @@ SENTENCE = (
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
 SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
-QUARTER, MOST = (0.25, 1e7), (0.9, 2e7)  # share of the text by the teacher, and what it writes
+QUARTER, HALF, MOST = (0.25, 1e7), (0.5, 2e7), (0.9, 2e7)  # share of the text, tokens written
+CHAT = f"{SAMPLED(*HALF)} sampled_chat=true"
+GRADUAL = 12  # stages in which SiLU turns into ReLU
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens that an H100 trains on, and writes
@@ -89,6 +91,7 @@ def relufied(
     tokens: str = "2e7",
     rate: str = LEARNING_RATE,
     written: float = 0,
+    gradual: int = 0,
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
@@ -96,7 +99,10 @@ def relufied(
     """
     run = f"{{out}}/runs/{name}"
     stage_of = dict(zip(("valid", "stage", "log"), STAGES[tokens], strict=True))
-    training = RELUFY(tokens=tokens, rate=rate, fields=fields, run=run, **stage_of)
+    zero = max(1, gradual) * stage_of["stage"]
+    if gradual:
+        fields += f" fit_tokens=0 silu_steps={zero}"
+    training = RELUFY(tokens=tokens, rate=rate, fields=fields, run=run, zero=zero, **stage_of)
     commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name == WITH_TRACE else []
     seconds = START + float(tokens) / RELUFIED_A_SECOND + written / WRITTEN_A_SECOND
@@ -140,6 +146,26 @@ RELUFIED = {
         for kind, sampled in (("sampled", QUARTER), ("most-sampled", MOST))
         for tokens in ("2e7", "8e7", "1.6e8")
         for name in [f"relufy-0.1-by-t-{kind}" + f"-{tokens}" * (tokens != "2e7")]
+    },
+    **{
+        f"relufy-{name}-seed-{seed}": relufied(
+            f"relufy-{name}-seed-{seed}", f"{fields} seed={seed}"
+        )
+        for name, fields in (("0", NO_L1), ("0.1-by-t", BY_THRESHOLD(0.1)))
+        for seed in (1, 2)
+    },
+    # The same text, and conversations: unfitted, and from SiLU to ReLU step by step.
+    **{
+        name: relufied(name, text + more, tokens, written=HALF[1] * (text is CHAT), gradual=gradual)
+        for kind, text in (("", BY_THRESHOLD(0.1)), ("-chat", CHAT))
+        for way, more, gradual in (
+            ("", "", 0),
+            ("-unfitted", " fit_tokens=0", 0),
+            ("-gradual", "", GRADUAL),
+        )
+        for tokens in ("2e7", "8e7", "1.6e8")
+        if kind or way
+        for name in [f"relufy-0.1-by-t{kind}{way}" + f"-{tokens}" * (tokens != "2e7")]
     },
 }
 
@@ -215,6 +241,13 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [
             "twell measure train-step 0.5b vocab_size=16384 context=1024 micro_batch=64 "
             "--spread paper --active 19 --compile --out {out}/bench/trained"
+        ],
+    ),
+    "85m-step": (
+        200,
+        [
+            "twell measure train-step 85m micro_batch=64 --spread paper --active 18 --compile "
+            "--out {out}/bench/trained"
         ],
     ),
     "single-171m": (500, [SPREAD("single-171m")]),

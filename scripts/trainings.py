@@ -1,11 +1,11 @@
 """Trainings that are still to record, as parts of `scripts.record`, in order of value.
 
 They are further seeds of every comparison, schedules of 25 to 300 M tokens, the flagship without L1
-and with, on 200 M tokens on a GPU each and on 300 M tokens on all GPUs, and one training on one GPU
-and on two. Recorded runs have no weights, so other models have to be traced and evaluated. A run
-has the fields of the recorded runs of its comparison. Each part trains, or resumes, and then
-`scripts.keep` writes its small files; two are measured at last. Runs in data/runs are left out.
-`python -m scripts.trainings` lists the rest.
+and with, on 200 M tokens on a GPU each and on 300 M tokens on all GPUs, the 99 M model with dense
+layers and with sparse ones, and one training on one GPU and on two. Recorded runs have no weights,
+so other models have to be traced and evaluated. A run has the fields of the recorded runs of its
+comparison. Each part trains, or resumes, and then `scripts.keep` writes its small files; two are
+measured at last. Runs in data/runs are left out. `python -m scripts.trainings` lists the rest.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ PAIR = (
     f"171m {TEXT}16k batch_tokens=131072 micro_batch=32 log_every=8 valid_every=128 "
     "learning_rate=1e-3 backend=triton tokens={tokens} l1_coefficient={l1}"
 )
+# The second half of the steps is compared with steps of imposed activity, of one micro-batch too.
+STEP = "batch_tokens=32768 micro_batch=64"
 FEWER_STEPS = "batch_tokens=524288 log_every=4 valid_every=40 warmup_steps=20"
 LAUNCHER = "accelerate.commands.launch"
 LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
 # Groups whose runs take all GPUs, four and two, and how much faster these were than one.
 ALL_GPUS = {"flagship-300m": 3.7, "two-gpus": 1.8}
-TIMED = "flagship", "one-gpu", *ALL_GPUS  # their speed is in a claim
+TIMED = "flagship", "step", "one-gpu", *ALL_GPUS  # their speed is in a claim
 WARM, WIDER = "l1_zero_steps=254 l1_warmup_steps=254", "gated=false intermediate_size=3168"
 
 Row = tuple[str, str, str, str, str, str]  # name, configuration, tokens, L1, other fields, seeds
@@ -90,6 +92,10 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
     "flagship-300m": [
         (f"flagship-300m-l1-{l1}", WIDE, "3e8", l1, f"backend={backend} micro_batch=32", "0")
         for l1, backend in (("0", "dense"), ("6e-4", "auto"))
+    ],
+    "step": [
+        (f"step-l1-6e-4-{backend}", SMALL, "5e7", "6e-4", f"backend={backend} {STEP}", "0")
+        for backend in ("dense", "auto")
     ],
     "one-gpu": [
         ("171m-30m-1-gpu", PAIR, "3e7", "6e-4", "", "12"),

@@ -38,7 +38,7 @@ def test_trainings_have_the_fields_of_the_recorded_runs(name):
     recorded = sorted(trainings.RECORDED.glob(f"{stem}*/config.yaml"))
     recorded = [path for path in recorded if path.parent.name.partition("-seed-")[0] == stem]
     if not recorded and not name.startswith("flagship"):
-        assert "-25m-" in name or "-200m-" in name or "-300m-" in name
+        assert "-25m-" in name or "-200m-" in name or "-300m-" in name or stem.startswith("step-")
         recorded = [trainings.RECORDED / "85m-100m-l1-0-seed-0" / "config.yaml"]
     elif not recorded:
         recorded = [trainings.RECORDED / "flagship-half" / "config.yaml"]
@@ -46,6 +46,7 @@ def test_trainings_have_the_fields_of_the_recorded_runs(name):
     before = yaml.safe_load(recorded[0].read_text())
     may_differ = {*analysis.MAY_DIFFER, "tokens"} if stem not in str(recorded[0]) else set(
         analysis.MAY_DIFFER) - {"l1_coefficient"}  # fmt: skip
+    may_differ |= {"micro_batch"} if stem.startswith("step-") else set()
     different = {key for key in before if before[key] != config[key]}
     assert different <= may_differ, different
     level = analysis.level_name(config["l1_coefficient"])
@@ -244,16 +245,17 @@ def test_relufied_runs_compare():
         config = TrainConfig.load("relufy", words[3 : words.index("--out")])
         assert words[-1] == f"o/runs/{name}" and limit > 3 * config.tokens / 2e5
         assert 29.5 < config.steps / config.l1_stage_steps < 31
-        assert config.l1_zero_steps == config.l1_stage_steps
+        assert config.l1_zero_steps == (config.silu_steps or config.l1_stage_steps)
         assert 9.5 < config.steps / config.valid_every < 10.5
         configs[name] = vars(config)
     first = configs["relufy-0.1"]
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
     asked |= {"l1_stage_steps", "log_every", "valid_every", "sampled_share", "sampled_tokens"}
-    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}}
+    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}, "seed": {"seed"}}
+    tried |= {"gradual": {"fit_tokens", "silu_steps"}, "chat": {"sampled_chat"}}
     for name, fields in configs.items():
         different = {key for key in fields if fields[key] != first[key]}
-        assert different <= asked | tried.get(name.partition("-")[0], set()), name
+        assert different <= asked.union(*map(tried.get, {*name.split("-")} & {*tried})), name
 
 
 def test_what_is_left_of_a_command(tmp_path):

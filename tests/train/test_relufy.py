@@ -32,6 +32,7 @@ from tests.factories.train import (
 from twell import cli, results
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
+from twell.corpus.tokens import encode
 from twell.export import export
 from twell.models import load
 from twell.sparse.layer import SparseFFN
@@ -285,7 +286,7 @@ def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_
     model.generation_config.repetition_penalty = 9.0
     tokenizer.bos_token_id = 5
     torch.manual_seed(SEED)
-    ids = samples._write(model, tokenizer, 4, 12)
+    ids = samples._write(model, tokenizer, 4, 12, [5])
     torch.manual_seed(SEED)
     expected = torch.full((4, 1), 5)
     with torch.no_grad():
@@ -293,6 +294,40 @@ def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_
             probabilities = torch.softmax(model(expected).logits[:, -1] / 0.6, -1)
             expected = torch.cat([expected, torch.multinomial(probabilities, 1)], 1)
     assert not (expected == tokenizer.eos_token_id).any() and torch.equal(ids, expected[:, 1:])
+
+
+def test_the_teacher_writes_conversations(tmp_path, tiny_text, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
+    folder, said = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5), []
+    fields = [*BRIEF, "sampled_tokens=3000", "sampled_chat=true", "tokens=1024"]
+    with pytest.raises(ValueError, match="sampled_chat is true, .* has no chat template: leave"):
+        relufy_config(folder, fields, said.append)
+    tokenizer = load_tokenizer(str(folder), 320)
+    for template, words in (
+        ("{{ messages[0].content }}", "no header before a user's words: leave sampled_chat out"),
+        ("{{ 40 * 'U: ' }}{{ messages[0].content }}", "context is 32; the header .* has .* tokens"),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ValueError, match=words):
+            relufy_config(folder, fields, said.append)
+    tokenizer.chat_template = "U: {{ messages[0].content }}<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    given = relufy_config(folder, fields, said.append)
+    texts = [json.loads(line)["text"] for line in open(given.source, encoding="utf-8")]
+    assert len(texts) == len(set(texts)) == 94
+    assert all(text.startswith("U: ") for text in texts)
+    # An end of text does not end a conversation, and is one again when it is read.
+    assert "<|endoftext|>" in "".join(text[3:] for text in texts)
+    ids = [encode(tokenizer, text) for text in texts]
+    assert tokenizer.eos_token_id in sum(ids, [])
+    assert all(one[:2] == encode(tokenizer, "U: ")[:2] for one in ids)
+    # The same teacher's texts are another file.
+    plain = relufy_config(folder, [*fields[:-2], "tokens=1024"], said.append)
+    assert plain.source != given.source
+    with pytest.raises(ValueError, match="sampled_chat is true, and the teacher writes nothing"):
+        relufy_config(folder, [*fields, f"source={tiny_text}"], said.append)
+    assert results.load_run(train(given, tmp_path / "run", quiet=True))[0]["complete"]
 
 
 def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkeypatch):

@@ -129,7 +129,7 @@ def test_an_end_of_id_0_ends_a_sample(teacher):
     model.generate = lambda ids, **options: asked.append(model.generation_config) or ids
     for end, expected in ((0, 0), (None, tokenizer.eos_token_id), ([0, 7], [0, 7])):
         model.generation_config.eos_token_id = end
-        samples._write(model, tokenizer, 8, 4)
+        samples._write(model, tokenizer, 8, 4, [1])
         assert asked[-1].eos_token_id == expected
 
 

@@ -227,7 +227,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
         student.generation_config = model.generation_config
         student.set_ffn_backend(config.backend)
         return student
-    _check_threshold(config, model.config)
+    _check_activation(config, model.config)
     if model.config.hidden_act == "relu":
         return sparsify(model, backend=config.backend)
     return _quietly_relufied(model, config.backend)
@@ -253,8 +253,9 @@ def relufy_config(
     as key=value. Without a `source`, or with a `sampled_share`, the teacher writes
     `sampled_tokens` tokens of text at last, after `check`. Raises ValueError for another type of
     model, for fields that only the teacher decides, for a context or a threshold that the model
-    cannot have, for a tokenizer with more entries than the model, and for a `sampled_share` without
-    a source or of a stream.
+    cannot have, for a tokenizer with more entries than the model, for a `sampled_share` without
+    a source or of a stream, for `silu_steps` of a model without SiLU, and for a `sampled_chat`
+    without a chat template or without text that the teacher writes.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -282,7 +283,7 @@ def relufy_config(
         raise ValueError(
             f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
         )
-    _check_threshold(loaded, config)
+    _check_activation(loaded, config)
     _check_share(loaded, "source" in given)
     tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
     check(loaded)
@@ -316,13 +317,23 @@ def _check_share(config: TrainConfig, has_source: bool) -> None:
     if config.sampled_share and (config.source.startswith("hf:") or not has_source):
         reason = "of a stream" if has_source else "without a source all text is sampled"
         raise ValueError(f"sampled_share is {config.sampled_share}: {reason}; leave it out")
+    if config.sampled_chat and has_source and not config.sampled_share:
+        raise ValueError(
+            "sampled_chat is true, and the teacher writes nothing: set sampled_share, "
+            "or leave it out"
+        )
 
 
-def _check_threshold(config: TrainConfig, teacher: PreTrainedConfig) -> None:
+def _check_activation(config: TrainConfig, teacher: PreTrainedConfig) -> None:
     if config.threshold and teacher.model_type not in ("llama", SparseLlamaConfig.model_type):
         raise ValueError(
             f"threshold is {config.threshold}, and the teacher is a {teacher.model_type}; "
             "only the configuration of a Llama can save a threshold"
+        )
+    if config.silu_steps and teacher.hidden_act != "silu":
+        raise ValueError(
+            f"silu_steps is {config.silu_steps}, and the teacher has {teacher.hidden_act}, "
+            "not SiLU; leave it out"
         )
 
 

@@ -23,6 +23,7 @@ from transformers import (
 
 from twell import results
 from twell.config import TrainConfig, cache_folder
+from twell.corpus.tokens import encode
 from twell.models.loading import load_stock, resolve, stock_config
 
 # Tokens of a text at most, texts of a batch on a CPU, and the temperature: fewer rare tokens than
@@ -30,6 +31,7 @@ from twell.models.loading import load_stock, resolve, stock_config
 WRITTEN, SAMPLED, TEMPERATURE = 512, 64, 0.8
 MOST_SAMPLED = 2048  # texts of a batch on a GPU; their keys and values take a third of its memory
 WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
+MARK = "\ue000"  # of private use: in no template
 TIMED = 8  # tokens that a batch writes first, to say how long it will take
 
 
@@ -60,7 +62,14 @@ def write_samples(
     number = math.ceil(config.sampled_tokens / length)
     size = min(number, _texts_at_once(stock_config(folder)[0], length, device))
     batches = math.ceil(number / size)
+    header = chat_header(tokenizer) if config.sampled_chat else ""
+    first = _first(tokenizer, header)
+    if len(first) >= length:
+        raise ValueError(
+            f"context is {config.context}; the header of a chat alone has {len(first)} tokens"
+        )
     about = [teacher_hash(folder, WRITER_FILES), length, number, TEMPERATURE]
+    about += [header] * config.sampled_chat
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = cache_folder() / f"samples-{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +84,7 @@ def write_samples(
         results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * size]))
 
         start = time.perf_counter()
-        _write(model, tokenizer, size, TIMED)
+        _write(model, tokenizer, size, TIMED, first)
         seconds = (time.perf_counter() - start) / TIMED * length * (batches - written)
         texts = f"{number - written * size} texts of up to {length} tokens"
         say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
@@ -83,11 +92,10 @@ def write_samples(
         for batch in range(written, batches):
             torch.manual_seed(batch)
             rows = min(size, number - batch * size)
-            texts = tokenizer.batch_decode(
-                _write(model, tokenizer, rows, length - 1), skip_special_tokens=True
-            )
+            ids = _write(model, tokenizer, rows, length - len(first), first, ends=not header)
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=not header)
             with open(part, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+                file.writelines(json.dumps({"text": header + text}) + "\n" for text in texts)
             pace = (time.perf_counter() - start) / (batch + 1 - written)
             left = _clock(pace * (batches - batch - 1))
             say(f"{batch + 1} of {batches} batches of texts, {left} left")
@@ -110,19 +118,56 @@ def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) 
     return max(1, min(MOST_SAMPLED, memory // 3 // text))
 
 
-def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: int, tokens: int
-) -> Tensor:
-    """Return the ids of texts that a model writes, drawn from its probabilities at TEMPERATURE."""
+def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return what the chat template puts before the words of a first user.
+
+    Raises ValueError where there is no template, or it changes these words.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "sampled_chat is true, and the tokenizer of the teacher has no chat template: "
+            "leave sampled_chat out"
+        )
+    first = [{"role": "user", "content": MARK}]
+    header, mark, _ = tokenizer.apply_chat_template(first, tokenize=False).partition(MARK)
+    if not (header and mark):
+        raise ValueError(
+            "sampled_chat is true, and the chat template of the teacher has no header before a "
+            "user's words: leave sampled_chat out"
+        )
+    return header
+
+
+def _first(tokenizer: PreTrainedTokenizerFast, header: str) -> list[int]:
+    """Return the ids after which the teacher writes: the header's, or the begin-of-text token."""
+    if header:
+        return encode(tokenizer, header)
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    ends = model.generation_config.eos_token_id  # may be several
-    ends = end if ends is None else ends
+    return [end if begin is None else begin]
+
+
+def _write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    size: int,
+    tokens: int,
+    first: list[int],
+    ends: bool = True,
+) -> Tensor:
+    """Return the ids of texts that a model writes after `first`, without these.
+
+    They are drawn from its probabilities at TEMPERATURE. ends: a text ends with an end-of-text
+    token. In a chat that ends a turn only: the model writes on, for both sides.
+    """
+    end = tokenizer.eos_token_id
+    own = model.generation_config.eos_token_id  # may be several
+    stops = (end if own is None else own) if ends else None
     # The model's own settings may prefer some tokens, as a repetition penalty does.
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=end)
-    ids = torch.full((size, 1), end if begin is None else begin, device=model.device)
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=end)
+    ids = torch.tensor(size * [first], device=model.device)
     options = {"do_sample": True, "top_k": 0, "temperature": TEMPERATURE, "max_new_tokens": tokens}
     # Without a mask a first token that is also the padding would be hidden.
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 1:]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(first) :]
 
 
 def _clock(seconds: float) -> str:
