@@ -76,7 +76,7 @@ SENTENCE = (
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
 SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
-QUARTER, HALF, MOST = (0.25, 1e7), (0.5, 2e7), (0.9, 2e7)  # share of the text, tokens written
+QUARTER, HALF, MOST = (0.25, 1e7), (0.5, 1.5e7), (0.9, 2e7)  # share of the text, tokens written
 CHAT = f"{SAMPLED(*HALF)} sampled_chat=true"
 GRADUAL = 12  # stages in which SiLU turns into ReLU
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
