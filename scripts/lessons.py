@@ -25,7 +25,7 @@ import yaml
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 
-from twell import results
+from twell import plots, results
 
 ROOT = results.root()
 NOTEBOOKS, PAGES = ROOT / "notebooks", ROOT / "docs" / "lessons"
@@ -155,9 +155,7 @@ def main(*names: str) -> None:
         for cell in done:
             name = cell.value.get_label() if isinstance(cell.value, Figure) else ""
             if name and not (ROOT / "figures" / f"{name}.png").is_file():
-                buffer = io.BytesIO()
-                cell.value.savefig(buffer, format="png", dpi=DOTS, metadata={"Software": None})
-                results.write_atomically(PAGES / f"{name}.png", buffer.getvalue())
+                results.write_atomically(PAGES / f"{name}.png", plots.png(cell.value, DOTS))
         results.write_atomically(PAGES / f"{path.stem}.md", page(path.stem, done))
         print(f"docs/lessons/{path.stem}.md")
 

@@ -59,8 +59,8 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true checkpoint_every=0 batch_tokens=32768 micro_batch=32 "
-    "tokens={tokens} l1_zero_steps={zero} valid_every={valid} l1_stage_steps={stage} "
-    "log_every={log} learning_rate={rate} {fields} --out {run}"
+    "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
+    "log_every={log} learning_rate={rate} {fields}{fit} --out {run}"
 ).format
 LEARNING_RATE = "1e-3"  # better than that of the parts rate-3e-4
 NO_L1 = "active_share=0 l1_coefficient=0"
@@ -77,8 +77,8 @@ TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
 SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
 QUARTER, HALF, MOST = (0.25, 1e7), (0.5, 1.5e7), (0.9, 2e7)  # share of the text, tokens written
+UNFITTED = " fit_tokens=0"
 CHAT = f"{SAMPLED(*HALF)} sampled_chat=true"
-GRADUAL = 12  # stages in which SiLU turns into ReLU
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens that an H100 trains on, and writes
@@ -91,7 +91,6 @@ def relufied(
     tokens: str = "2e7",
     rate: str = LEARNING_RATE,
     written: float = 0,
-    gradual: int = 0,
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
@@ -99,10 +98,8 @@ def relufied(
     """
     run = f"{{out}}/runs/{name}"
     stage_of = dict(zip(("valid", "stage", "log"), STAGES[tokens], strict=True))
-    zero = max(1, gradual) * stage_of["stage"]
-    if gradual:
-        fields += f" fit_tokens=0 silu_steps={zero}"
-    training = RELUFY(tokens=tokens, rate=rate, fields=fields, run=run, zero=zero, **stage_of)
+    fit = "" if UNFITTED in fields else " fit_tokens=262144"
+    training = RELUFY(tokens=tokens, rate=rate, fields=fields, fit=fit, run=run, **stage_of)
     commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name == WITH_TRACE else []
     seconds = START + float(tokens) / RELUFIED_A_SECOND + written / WRITTEN_A_SECOND
@@ -111,14 +108,15 @@ def relufied(
 
 # Other learning rates, no fit, and a first L1 as light as beside a threshold, to compare with
 # relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without; ReLU alone; how quality rises with
-# tokens; and text by the teacher. With a threshold and L1 long trainings end below the wanted
-# share; a steered threshold holds it.
+# tokens; text by the teacher, of which conversations are read by students without a fit, too; and
+# the same again. With a threshold and L1 long trainings end below the wanted share; a steered
+# threshold holds it.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),
     "rate-2e-3-by-t": relufied("rate-2e-3-by-t", BY_THRESHOLD(0.1), rate="2e-3"),
     "light-0.1": relufied("light-0.1", f"{TENTH} l1_coefficient=1e-4"),
-    "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5) + " fit_tokens=0"),
+    "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5) + UNFITTED),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
@@ -147,25 +145,18 @@ RELUFIED = {
         for tokens in ("2e7", "8e7", "1.6e8")
         for name in [f"relufy-0.1-by-t-{kind}" + f"-{tokens}" * (tokens != "2e7")]
     },
+    "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1) + UNFITTED),
+    "again-0": relufied("again-0", NO_L1),
     **{
-        f"relufy-{name}-seed-{seed}": relufied(
-            f"relufy-{name}-seed-{seed}", f"{fields} seed={seed}"
-        )
-        for name, fields in (("0", NO_L1), ("0.1-by-t", BY_THRESHOLD(0.1)))
+        name: relufied(name, f"{BY_THRESHOLD(0.1)} seed={seed}")
         for seed in (1, 2)
+        for name in [f"again-0.1-by-t-seed-{seed}"]
     },
-    # The same text, and conversations: unfitted, and from SiLU to ReLU step by step.
     **{
-        name: relufied(name, text + more, tokens, written=HALF[1] * (text is CHAT), gradual=gradual)
-        for kind, text in (("", BY_THRESHOLD(0.1)), ("-chat", CHAT))
-        for way, more, gradual in (
-            ("", "", 0),
-            ("-unfitted", " fit_tokens=0", 0),
-            ("-gradual", "", GRADUAL),
-        )
+        name: relufied(name, CHAT + fit, tokens, written=HALF[1])
+        for first, fit in (("relufy", UNFITTED), ("fitted", ""))
         for tokens in ("2e7", "8e7", "1.6e8")
-        if kind or way
-        for name in [f"relufy-0.1-by-t{kind}{way}" + f"-{tokens}" * (tokens != "2e7")]
+        for name in [f"{first}-0.1-by-t-chat" + f"-{tokens}" * (tokens != "2e7")]
     },
 }
 

@@ -245,14 +245,14 @@ def test_relufied_runs_compare():
         config = TrainConfig.load("relufy", words[3 : words.index("--out")])
         assert words[-1] == f"o/runs/{name}" and limit > 3 * config.tokens / 2e5
         assert 29.5 < config.steps / config.l1_stage_steps < 31
-        assert config.l1_zero_steps == (config.silu_steps or config.l1_stage_steps)
+        assert config.l1_zero_steps == config.l1_stage_steps
         assert 9.5 < config.steps / config.valid_every < 10.5
         configs[name] = vars(config)
     first = configs["relufy-0.1"]
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
     asked |= {"l1_stage_steps", "log_every", "valid_every", "sampled_share", "sampled_tokens"}
-    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}, "seed": {"seed"}}
-    tried |= {"gradual": {"fit_tokens", "silu_steps"}, "chat": {"sampled_chat"}}
+    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}, "again": {"seed"}}
+    tried |= {"chat": {"sampled_chat", "fit_tokens"}}
     for name, fields in configs.items():
         different = {key for key in fields if fields[key] != first[key]}
         assert different <= asked.union(*map(tried.get, {*name.split("-")} & {*tried})), name

@@ -81,7 +81,6 @@ class TrainConfig:
     sampled_chat: bool = False  # conversations, begun by the header of its chat template
     samples: str | None = None  # their file in `cache_folder`; `twell relufy` sets it
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
-    silu_steps: int = 0  # at first, in which SiLU turns into ReLU; 0: it is ReLU at once
     active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
     l1_growth: float = 1.5  # factor on one of these after a stage with too many active
     l1_stage_steps: int = 100  # of L1; the threshold changes every `log_every` steps
@@ -115,8 +114,6 @@ class TrainConfig:
             )
         if self.active_share and not self.l1_coefficient:
             self._check_steered_threshold()
-        if self.silu_steps:
-            self._check_silu_steps()
         if self.active_share and self.steering_steps % self.log_every:
             raise ValueError(
                 f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
@@ -157,26 +154,6 @@ class TrainConfig:
                 f"{wanted}; compiled sparse kernels have the threshold as a constant, which would "
                 f"change: set compile to false, or backend to 'dense', not {self.backend!r}"
             )
-
-    def _check_silu_steps(self) -> None:
-        """While there is SiLU in them, no neuron is inactive, and only dense layers compute it."""
-        given = f"silu_steps is {self.silu_steps}"
-        if self.silu_steps >= self.steps:
-            raise ValueError(
-                f"{given} and the run has {self.steps} steps: raise tokens or lower it"
-            )
-        if self.fit_tokens:
-            raise ValueError(
-                f"{given}: the student begins as its teacher, and there is nothing to fit; "
-                f"set fit_tokens to 0, not {self.fit_tokens}"
-            )
-        if (self.active_share or self.l1_coefficient) and self.l1_zero_steps < self.silu_steps:
-            raise ValueError(
-                f"{given}, in which no neuron is inactive; set l1_zero_steps to as many or more, "
-                f"not {self.l1_zero_steps}"
-            )
-        if self.backend != "dense":
-            raise ValueError(f"{given}, for which backend has to be 'dense', not {self.backend!r}")
 
     @property
     def steering_steps(self) -> int:
@@ -340,7 +317,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
-    "checkpoint_every balance_every threshold fit_tokens silu_steps"
+    "checkpoint_every balance_every threshold fit_tokens"
 )
 _MICRO_BATCH = "be at least 1, or null for the whole share of the step"
 # Fields, the test of their values (which NaN fails), and what they have to do.

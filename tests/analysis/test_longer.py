@@ -138,9 +138,21 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     assert analysis.reached(bent, loss)["tokens"].item() == pytest.approx(140)
     # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
     rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
-    stepped = measured.stepped(raced, rows := rows.assign(device="d"))
-    assert stepped["flagship_step"] == pytest.approx(400)
-    assert stepped["flagship_step_imposed"] == 100 and measured.stepped(raced, rows[:0]) == {}
+    rows = rows.assign(device="d", model="m")
+    stepped = measured.stepped(raced, pd.concat([rows, rows.assign(model="n")]), "a", "m")
+    assert stepped == pytest.approx(
+        {"a_step": 400, "a_step_imposed": 100, "a_step_active": 9, "a_step_device": "d"}
+    )
+    assert (
+        measured.stepped(raced, rows, "a", "n") == {} == measured.stepped(raced, rows[:0], "a", "m")
+    )
+    slower = analysis.race(
+        *tables(
+            racer("a", [10, 10], [6, 5, 4], backend="auto"),
+            racer("b", [20, 50], [7, 5, 3], backend="dense"),
+        )
+    )
+    assert measured.stepped(slower, rows, "a", "m")["a_step"] == pytest.approx(-80)
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))

@@ -13,6 +13,7 @@ from tests.factories.analysis import (
     COMPILED,
     DENSE,
     DENSELY,
+    MARKS,
     SPARSELY,
     TEACHER,
     UNUSED,
@@ -437,5 +438,30 @@ def test_the_student_of_a_steered_threshold_is_the_one_on_the_most_tokens():
     configs, log = tables(*runs)
     pairs = analysis.relufied_pairs(configs, kept_answers())
     found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs)
-    check(found, held_difference=-50, held_share=9.5, held_tokens=0.002, held_kl=0.2)
-    assert "cuts" not in found  # neither is L1 beside a threshold
+    check(found, held_difference=-50, held_share=9.5, held_tokens=0.002, held_kl=0.2, held_runs=1)
+    assert "cuts" not in found and "seeds_runs" not in found  # neither is L1 beside a threshold
+
+
+def test_seeds_of_a_student_have_a_mean_and_the_best_of_the_longest_is_named():
+    steered = {"l1_coefficient": 0.0, "threshold": 0.5, "teacher_sha256": TEACHER}
+    names = "tenth", "second", "third"
+    runs = [
+        relufied_run(name, 0.1, (12, 8), 0.3, **steered, seed=i) for i, name in enumerate(names)
+    ]
+    more = steered | {"tokens": 2000}
+    runs.append(relufied_run("longer", 0.1, (11, 8), 0.2, **more))
+    runs.append(relufied_run("drawn", 0.1, (11, 9), 0.1, **more, sampled_share=0.5))
+    runs += [relufied_study()[0], relufied_run("again", 0.0, (60, 40), 0.1, teacher_sha256=TEACHER)]
+    marks = {"second": MARKS["alone"], "third": MARKS["longer"], "drawn": MARKS["alone"]}
+    marks["again"] = MARKS["small-original-abcdef12"]
+    configs, log = tables(*runs)
+    pairs = analysis.relufied_pairs(configs, kept_answers(MARKS | marks))
+    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs)
+    # Over the original: -37.5, -12.5 and -50 points; twice as many tokens: -50 and -12.5.
+    check(found, seeds_difference=-100 / 3, seeds_runs=3, seeds_share=10)
+    half = scipy.stats.t.ppf(0.975, 2) * np.std([-37.5, -12.5, -50], ddof=1) / np.sqrt(3)
+    assert found["seeds_limit"] == pytest.approx(half)
+    check(found, held_difference=-12.5, held_worst=-50, held_runs=2, held_kl=0.1)
+    assert found["seeds_name"] == "10% by a threshold" and "50% sampled" in found["held_name"]
+    # Neither of two runs of ReLU alone is a student of the other.
+    assert found["students"] == 3 and found["alone_every"] == "+0.0, −12.5"

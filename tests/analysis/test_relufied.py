@@ -53,6 +53,25 @@ def test_a_course_begins_with_the_teacher_and_has_means_over_layers():
     assert course["kl"].tolist() == [5.0, 1.0, 0.3] and set(course["name"]) == {"10%"}
 
 
+def test_conversations_and_what_few_runs_begin_with_are_named():
+    steered = {"l1_coefficient": 0.0, "threshold": 0.5, "fit_tokens": 400}
+    runs = [relufied_run(name, 0.1, (12, 8), kl=0.3, **steered, seed=seed) for seed, name in
+            enumerate("abc")]  # fmt: skip
+    chat = {"sampled_share": 0.5, "sampled_chat": True}
+    runs.append(relufied_run("talks", 0.1, (11, 8), kl=0.3, **steered | chat | {"fit_tokens": 0}))
+    configs, log = tables(*runs)
+    # A log of printed lines has no threshold.
+    log = log[(log["run"] != "a") | (log["metric"] != "threshold")]
+    table = analysis.relufied_runs(configs, log).set_index("run")
+    level = "10% by a threshold, 50% conversations, not fitted"
+    assert table.loc["talks", ["level", "name"]].tolist() == [level, level]
+    assert table.loc["talks", "by"] == "threshold, conversations, not fitted"
+    assert table["name"].drop("talks").tolist() == [f"10% by a threshold ({run})" for run in "abc"]
+    assert np.isnan(table["threshold"]["a"]) and table["threshold"]["b"] == pytest.approx(4e-3)
+    few = analysis.relufied_runs(*tables(*runs[2:], relufied_study()[0]))
+    assert few["level"].tolist() == ["ReLU alone", "10% by a threshold, fitted", level[:-12]]
+
+
 def test_relu_alone_on_sampled_text_is_no_reference():
     same = {"teacher_sha256": TEACHER}
     sampled = relufied_run("drawn", 0.0, (60, 40), 0.1, sampled_share=0.25, **same)

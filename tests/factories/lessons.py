@@ -243,18 +243,34 @@ NUMBERS = {
         "['10%, threshold 0.5, 120 M tokens']",
         r"within ([\d.]+) points of the wanted": "100 * abs(table.loc[table['by'].str.startswith("
         "'threshold'), 'active_fraction'] - 0.1).max()",
-        r"rises from 0.5 to ([\d.]+) and": "log[(log['metric'] == 'threshold') & "
-        "(log['run'] == table['run'][table['tokens'].idxmax()])]['value'].max()",
-        r"to 0.55 and falls to ([\d.]+)\.": "table['threshold'][table['tokens'].idxmax()]",
+        r"from 0.5 to ([\d.]+) and": "log[(log['metric'] == 'threshold') & "
+        "(log['run'] == 'relufy-0.1-by-t-sampled-1.6e8')]['value'].max()",
+        r"to 0.55 and falls to ([\d.]+)\.": "table.set_index('run')['threshold']"
+        "['relufy-0.1-by-t-sampled-1.6e8']",
+        r"begins at ([\d.]+) nats, and soon": "log[(log['run'] == 'relufy-0.1-by-t-chat') & "
+        "(log['metric'] == 'kl')]['value'].iloc[0]",
         r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
-        r"bring 10% to ([\d.]+) nats": "quantities['held_kl']",
+        r"bring 10% to ([\d.]+) nats": "table.set_index('run')['kl']"
+        "['relufy-0.1-by-t-sampled-1.6e8']",
+        r"nats, and to ([\d.]+) where half": "quantities['held_kl']",
         r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
-        r"They gain ([\d.]+) points": "100 * outlook['gain'].item()",
-        r"\(−([\d.]+) to \+1.1\)": "-100 * outlook['low'].item()",
-        r"\(−0.3 to \+([\d.]+)\)": "100 * outlook['high'].item()",
-        r"points after (\d+) billion": "outlook['tokens'].item() / 1e9",
-        r"answers ([\d.]+) points worse": "answered.set_index('name')['accuracy'].pipe(lambda of: "
-        "of['10% by a threshold, 25% sampled'] - of['10% by a threshold'])",
+        r"ReLU alone loses ([\d.]+) points \(`again": "-over(answered_all, 'again-0')",
+        r"a threshold lose ([\d.]+) to": "-over(answered_all, 'again-0.1-by-t-seed-2')",
+        r"lose 3.2 to ([\d.]+)\.": "-over(answered_all, 'relufy-0.1-by-t')",
+        r"sampled they gain ([\d.]+) points": "100 * outlook['gain'].min()",
+        r"\(−([\d.]+) to \+1.1\)": "-100 * outlook['low'].min()",
+        r"\(−0.3 to \+([\d.]+)\)": "100 * outlook.sort_values('gain')['high'].iloc[0]",
+        r"nothing was fitted, they gain ([\d.]+) points": "100 * outlook['gain'].max()",
+        r"points \(\+([\d.]+) to \+1.6\)": "100 * outlook['low'].max()",
+        r"\(\+0.2 to \+([\d.]+)\)": "100 * outlook.sort_values('gain')['high'].iloc[-1]",
+        r"2 points after (\d+) M tokens": "outlook['tokens'].min() / 1e6",
+        r"takes (\d+) billion tokens": "outlook['tokens'].max() / 1e9",
+        r"on our text \(([\d.]+) instead": "table.set_index('run')['kl']['relufy-0.1-by-t-chat']",
+        r"0.38 instead of ([\d.]+) nats": "table.set_index('run')['kl']['relufy-0.1-by-t']",
+        r"without it answers ([\d.]+) points": "over(answered_all, 'unfitted-0.1-by-t') "
+        "- over(answered_all, 'relufy-0.1-by-t')",
+        r"on 160 M tokens ([\d.]+) points \(": "over(answered_all, 'relufy-0.1-by-t-chat-1.6e8') "
+        "- over(answered_all, 'fitted-0.1-by-t-chat-1.6e8')",
         r"diverge by (\d+) to": "-max(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"28 to (\d+)% less": "-min(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"18 on have (\d+) to": "100 * row(layers, name='10%, threshold 0.5')"
@@ -280,8 +296,10 @@ NUMBERS = {
         r"active, ([\d.]+) to [\d.]+ points": "-100 * pairs.query(\"task == 'mean' and "
         "reference == 'ReLU alone' and run == 'relufy-0.1-by-t-sampled'\")['difference'].item()",
         r"at 8 to 20%, ([\d.]+) and 3.5 at 2%": "-quantities['sparsest_difference']",
-        r"held-out text it ends at ([\d.]+), not": "quantities['held_kl']",
-        r"ends at 0.23, not at ([\d.]+)\.": "course.loc[course['tokens'].idxmax(), 'kl']",
+        r"held-out text it ends at ([\d.]+), not": "table.set_index('run')['kl']"
+        "['relufy-0.1-by-t-sampled-1.6e8']",
+        r"ends at 0.23, not at ([\d.]+)\.": "row(course, run='relufy-0.1-by-t-sampled-1.6e8')"
+        "['kl'].iloc[-1]",
         r"student loses ([\d.]+) points, ReLU": "five_tasks_lost(pairs, 'relufy-0.1-t-0.5')",
         r"ReLU alone ([\d.]+)\.": "five_tasks_lost(pairs, 'relufy-0')",
         r"measured share: ([\d.]+) times": "row(gains, calls='one token', hidden_size=4096)"
@@ -317,11 +335,20 @@ def row(table, **values):
     return table.iloc[0] if len(table) == 1 else table
 
 
+def over(pairs, run):
+    """Points by which a run's mean accuracy is above its original's."""
+    of_run = pairs.query("task == 'mean' and reference == 'original'").set_index("run")
+    return 100 * of_run["difference"][run]
+
+
 def five_tasks_lost(pairs, run):
     """Points that a run loses on the tasks in which the original is not at chance, in the mean."""
     at_chance = "commonsense_qa", "winogrande", "mean"
     own = pairs[(pairs["run"] == run) & (pairs["reference"] == "original")]
     return -100 * own.loc[~own["task"].isin(at_chance), "difference"].mean()
+
+
+HELPERS = {"row": row, "np": np, "five_tasks_lost": five_tasks_lost, "over": over}
 
 
 def wrong_numbers(cells, names, numbers):
@@ -335,9 +362,7 @@ def wrong_numbers(cells, names, numbers):
         stated = [piece.rstrip(".,") for piece in re.findall(pattern, text)]
         number = float(stated[0].replace(",", "")) if len(stated) == 1 else np.nan
         digits = len(stated[0].partition(".")[2]) if stated else 0
-        value = float(
-            eval(code, names | {"row": row, "np": np, "five_tasks_lost": five_tasks_lost})
-        )
+        value = float(eval(code, names | HELPERS))
         allowed = 0.03 * number if number >= 100 else 0.5 * 10**-digits
         if not abs(value - number) <= allowed * (1 + 1e-6):
             wrong.append(f"{pattern}: {stated}, computed {value:.5g}")

@@ -270,23 +270,27 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
     return result
 
 
-def stepped(raced: pd.DataFrame, table: pd.DataFrame) -> Quantities:
+def stepped(raced: pd.DataFrame, table: pd.DataFrame, prefix: str, model: str) -> Quantities:
     """Return the gain of a trained model's steps beside that of imposed activity, in % over dense.
 
     raced: `longer.race` of a dense and a sparse training, of which the second half counts; table:
-    `step_speedups` of the same model with imposed activity.
+    `step_speedups` with imposed activity, of which the rows of the model's configuration count.
+    Names begin with the prefix.
     """
+    table = table[table["model"] == model] if len(table) else table
     if table.empty or raced["run"].nunique() != 2:
         return {}
     late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("run", sort=False)
     spans = late[["tokens", "seconds"]].agg(lambda values: values.iloc[-1] - values.iloc[0])
-    dense, sparse = spans["tokens"] / spans["seconds"]
+    speeds = spans["tokens"] / spans["seconds"]
+    of_dense = raced.groupby("run", sort=False)["backend"].first() == "dense"
+    dense, sparse = speeds[of_dense].item(), speeds[~of_dense].item()
     row = table[table["provider"] == STEP].iloc[-1]
     return {
-        "flagship_step": 100 * (sparse / dense - 1),
-        "flagship_step_imposed": 100 * (row["speedup"] - 1),
-        "flagship_step_active": row["active"],
-        "flagship_step_device": row["device"],
+        f"{prefix}_step": 100 * (sparse / dense - 1),
+        f"{prefix}_step_imposed": 100 * (row["speedup"] - 1),
+        f"{prefix}_step_active": row["active"],
+        f"{prefix}_step_device": row["device"],
     }
 
 

@@ -311,7 +311,10 @@ SWEEP, LONGER, BY_SIZE = "85m-50m-*", "85m-100m-*", "depth-* 85m-100m-l1-*"
 BUDGETS, LEVEL, LOWER = "85m-*m-l1-*", 6e-4, 1.5e-4  # LEVEL stands for the paper's
 FLAGSHIP = "flagship-dense flagship-triton"
 RACE = "flagship-300m-l1-0 flagship-300m-l1-6e-4"  # on four GPUs, by one code for all capacities
-ALONE = "flagship-200m-l1-0 flagship-200m-l1-6e-4"  # on one GPU each
+STEPS = {  # configuration, and a dense and a sparse training on one GPU each
+    "flagship": ("0.5b", "flagship-200m-l1-0 flagship-200m-l1-6e-4"),
+    "recipe": ("85m", "step-l1-6e-4-*"),
+}
 EARLY = 3.3  # nats, which the race passes in half of its time
 PAPER_LAST_LAYER = 27  # of the 1.5B model, counted from 0
 SETTING = "85m-50m-l1-6e-4"  # its runs differ by seed
@@ -321,7 +324,7 @@ AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"  # evaluated, of other choices
 BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
-STUDENTS = "relufy-*"  # of one pretrained model
+STUDENTS = "relufy-* again-* fitted-* unfitted-*"  # of one pretrained model
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-*",
     "larger": "171m-40m-*",
@@ -340,7 +343,9 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     result = {"formats": _formats(bench)} | _runs(every, log)
     result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
     imposed = Bench(data / "bench" / "trained").rows("train_step.csv", speed.step_speedups)
-    result["models"] |= stepped(longer.race(*_fitting(every, log, ALONE)), imposed)
+    for prefix, (model, pattern) in STEPS.items():
+        raced_alone = longer.race(*_fitting(every, log, pattern))
+        result["models"] |= stepped(raced_alone, imposed, prefix, model)
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared

@@ -13,7 +13,8 @@ from twell.analysis.runs import check_alike, last_validation, level_name, logged
 from twell.measure import providers
 
 # Fields that tell such runs apart; all else has to be alike.
-ASKED = ["active_share", "l1_coefficient", "threshold", "sampled_share", "tokens"]
+_LEVEL = ["active_share", "l1_coefficient", "threshold", "sampled_share", "sampled_chat"]
+ASKED = [*_LEVEL, "fit_tokens", "tokens", "seed"]
 _SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
@@ -29,7 +30,8 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
     tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
-    steered; with "sampled" where the teacher wrote some of the text); of the last validation
+    steered; with "sampled" or "conversations" where the teacher wrote some of the text, and with
+    "not fitted" or "fitted" where most are not so); of the last validation
     active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
     difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
     Raises ValueError for runs of several models or texts.
@@ -48,12 +50,15 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         f"L1, threshold {threshold:g}" if threshold else "L1" for threshold in table["threshold"]
     ]
     table["by"] = np.where(cut, "threshold", fixed)
-    table.loc[complete["sampled_share"] > 0, "by"] += ", sampled"
-    # Of what is not steered the log has nothing: the configuration's is the last.
+    written = np.where(complete["sampled_chat"], ", conversations", ", sampled")
+    table["by"] += np.where(complete["sampled_share"] > 0, written, "")
+    table["by"] += complete["fit"]
+    # Of what is not steered the log has nothing: the configuration's is the last. A log of printed
+    # lines alone has no threshold.
     for name, of in (("l1", "l1_coefficient"), ("threshold", "threshold")):
         steered = log[(log["split"] == "train") & (log["metric"] == of)]
         table[name] = steered.groupby("run")["value"].last().reindex(table.index)
-        table[name] = table[name].fillna(complete[of])
+        table[name] = table[name].fillna(complete[of].mask(cut & (of == "threshold")))
     return table.sort_values("active_fraction", ascending=False).reset_index()
 
 
@@ -89,9 +94,10 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
     items: answers of `scripts.keep` with a column run. The references are the original, whose name
     ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
-    tokens. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and
-    those of `paired_records`, a row a task and the mean of the tasks. A run without answers has no
-    rows. Raises ValueError for a run and a reference with answers of different tasks.
+    tokens, the last such run. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its
+    answers' name) and those of `paired_records`, a row a task and the mean of the tasks. A run
+    without answers has no rows. Raises ValueError for a run and a reference with answers of
+    different tasks.
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
@@ -101,7 +107,8 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     for run, row in complete.iterrows():
         original = originals.get(str(row.get("teacher_sha256"))[:8])
         for reference, other in ((ORIGINAL, original), (WITHOUT_L1, alone.get(row["tokens"]))):
-            if run in records and other in records and run != other:
+            itself = reference == WITHOUT_L1 and row["level"] == WITHOUT_L1
+            if run in records and other in records and not itself:
                 _check_tasks(records, run, other)
                 pairs = paired_records(records[run], records[other])
                 names = {"run": run, "name": row["name"], "reference": reference, "beside": other}
@@ -227,8 +234,9 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
-    for field in ("fit_tokens", "sampled_share"):  # older runs had none
-        complete[field] = complete.get(field, pd.Series(0.0, complete.index)).fillna(0)
+    for field in ("fit_tokens", "sampled_share", "sampled_chat"):  # older runs had none
+        given = complete.get(field, pd.Series(0.0, complete.index))
+        complete[field] = given.astype(float).fillna(0)
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
     rule = "these runs have to be of one teacher and text"
@@ -238,20 +246,26 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
         complete, [*ASKED, *_SAMPLED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule
     )
     usual = complete["tokens"].mode().iloc[0]
-    complete = complete.assign(level=[_level(*asked) for asked in complete[ASKED[:4]].to_numpy()])
+    fitted = complete["fit_tokens"] > 0
+    unusual = np.where(fitted, ", fitted", ", not fitted")
+    complete["fit"] = np.where(fitted == fitted.mode().iloc[0], "", unusual)
+    levels = [_level(*asked) for asked in complete[_LEVEL].to_numpy()]
+    complete = complete.assign(level=levels + complete["fit"])
     budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]
     names = complete["level"] + budgets
     names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")
     return complete.assign(name=names).set_index("run")
 
 
-def _level(share: float, coefficient: float, threshold: float, sampled: float) -> str:
+def _level(share: float, coefficient: float, threshold: float, sampled: float, chat: float) -> str:
     """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
 
-    Or "10% by a threshold", wherever that began, "10% by a threshold, 25% sampled".
+    Or "10% by a threshold", wherever that began. With ", 25% sampled" or ", 50% conversations"
+    where the teacher wrote text.
     """
     if sampled:
-        return f"{_level(share, coefficient, threshold, 0)}, {100 * sampled:g}% sampled"
+        written = f"{100 * sampled:g}% {'conversations' if chat else 'sampled'}"
+        return f"{_level(share, coefficient, threshold, 0, 0)}, {written}"
     if share and not coefficient:
         return f"{100 * share:g}% by a threshold"
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1

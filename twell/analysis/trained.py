@@ -300,29 +300,47 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
 
     Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
-    the original; busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens.
-    held_: over the original, the run with a steered threshold on the most tokens (M), and its
-    divergence (nats). `cuts` are the changes (%) of the divergence where a threshold joins L1, by
-    wanted share.
+    the original, alone_every of all such runs; busiest_ and sparsest_: the runs at both ends over
+    ReLU alone on as many tokens. seeds_: over the original, the mean of the runs of the sparse
+    level that was trained most often, with Student's t over these. held_: over the original, the
+    best of the held_runs with a steered threshold on the most tokens (M), its divergence (nats),
+    and held_worst, of the worst. `cuts` are the changes (%) of the divergence where a threshold
+    joins L1, by wanted share.
     """
     shares = 100 * table.set_index("run")["active_fraction"]
     means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
     plain = table.loc[table["level"] == WITHOUT_L1, "run"]
     beside = means[means["reference"] == WITHOUT_L1].sort_values("share")
+    beyond = means[means["reference"] == ORIGINAL].sort_values("difference")
     alone = means[means["run"].isin(plain) & (means["reference"] == ORIGINAL)]
-    steered = table[table["by"].str.startswith("threshold")].sort_values("tokens")[-1:]
-    held = means[means["run"].isin(steered["run"]) & (means["reference"] == ORIGINAL)]
+    every_alone = [f"{100 * difference:+.1f}" for difference in alone["difference"][::-1]]
+    steered = table[table["by"].str.startswith("threshold") & table["run"].isin(beyond["run"])]
+    steered = steered[steered["tokens"] == steered["tokens"].max()].set_index("run")
+    every_held = beyond[beyond["run"].isin(steered.index)]
+    held = every_held[-1:]
     worse = int((beside["high"] < 0).sum())
     result = {"students": len(beside), "students_worse": worse} if len(beside) else {}
-    ends = {"alone": alone, "busiest": beside[-1:], "sparsest": beside[:1], "held": held}
+    result["alone_every"] = ", ".join(every_alone).replace("-", "−")
+    ends = {"alone": alone[-1:], "busiest": beside[-1:], "sparsest": beside[:1], "held": held}
     for name, rows in ends.items():
         for row in rows.to_dict("records"):
             result |= {f"{name}_{end}": 100 * row[end] for end in ("difference", "low", "high")}
             result[f"{name}_share"] = row["share"]
     if len(held):
-        result["held_name"] = steered["name"].item()
-        result["held_tokens"] = steered["tokens"].item() / 1e6
-        result["held_kl"] = steered["kl"].item()
+        best = steered.loc[held["run"].item()]
+        result |= {"held_name": best["name"], "held_kl": best["kl"]}
+        result |= {"held_tokens": best["tokens"] / 1e6, "held_runs": len(every_held)}
+        result["held_worst"] = 100 * every_held["difference"].iloc[0]
+    again = table[table["run"].isin(beyond["run"]) & ~table["run"].isin(plain)]
+    again = again[again.groupby(["level", "tokens"])["run"].transform("size") > 1]
+    if len(again):
+        level = again["level"].mode()[0]
+        seeds = beyond[beyond["run"].isin(again.loc[again["level"] == level, "run"])]
+        values = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: 100 * seeds["difference"]})
+        result |= {"seeds_name": level, "seeds_runs": len(seeds)}
+        result["seeds_difference"] = 100 * seeds["difference"].mean()
+        result["seeds_limit"] = noise_limit(values, LOSS, len(seeds), np.inf)
+        result["seeds_share"] = seeds["share"].mean()
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
     wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
     best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()

@@ -259,15 +259,16 @@ def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tup
     _note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
 
 
-def _in_few_colours(picture: io.BytesIO) -> io.BytesIO:
-    """The same PNG with 256 colours, a third of the size; itself where shades would merge."""
-    drawn = Image.open(picture).convert("RGB")
-    if drawn.getcolors(_SHADES) is None:
-        return picture
+def png(figure: Figure, dpi: int = _DPI) -> bytes:
+    """A figure as PNG with 256 colours, a third of the size; with all where shades would merge."""
     buffer = io.BytesIO()
-    few = drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    few.save(buffer, "png", optimize=True, dpi=(_DPI, _DPI))
-    return buffer
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    drawn = Image.open(buffer).convert("RGB")
+    if drawn.getcolors(_SHADES) is not None:
+        drawn = drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    drawn.save(buffer, "png", optimize=True, dpi=(dpi, dpi))
+    return buffer.getvalue()
 
 
 def save(
@@ -288,13 +289,10 @@ def save(
     if source not in ("live", "recorded", "paper"):
         raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")
     path, root = Path(path), results.root()
-    without_dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
-    for suffix, metadata in without_dates.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata)
-        if suffix == "png":
-            buffer = _in_few_colours(buffer)
-        results.write_atomically(path.with_name(f"{path.name}.{suffix}"), buffer.getvalue())
+    results.write_atomically(path.with_name(f"{path.name}.png"), png(figure))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="pdf", dpi=_DPI, metadata={"CreationDate": None})
+    results.write_atomically(path.with_name(f"{path.name}.pdf"), buffer.getvalue())
     versions = results.versions()
     origin = {
         "source": source,

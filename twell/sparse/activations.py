@@ -42,8 +42,6 @@ class Activation:
     """One row of the table above, and its threshold. `get_activation` makes one.
 
     squared: h has g^2. both: h has relu(u). sparse: whether inactive neurons are exactly 0.
-    silu: share of silu(a) in g, of relu for the rest, while a student learns (twell/train); then
-    no neuron is inactive, and only dense layers compute it.
     """
 
     name: str
@@ -51,15 +49,13 @@ class Activation:
     both: bool = False
     sparse: bool = True
     threshold: float = 0  # no 0.0: torch.compile would make a symbol of it and compile twice
-    silu: float = 0
 
     def gate(self, a: Tensor) -> Tensor:
         """g of the first projection's rounded result a, of any shape."""
         if not self.sparse:
             return F.silu(a)
         # Not F.threshold, which does not document the type of its comparison.
-        g = torch.where(wide(a) <= self.threshold, 0, a) if self.threshold else torch.relu(a)
-        return g + self.silu * (F.silu(a) - g) if self.silu else g
+        return torch.where(wide(a) <= self.threshold, 0, a) if self.threshold else torch.relu(a)
 
     def of_gate(self, g: Tensor) -> Tensor:
         """The factor G of h, in g's type."""

@@ -119,7 +119,6 @@ class Run:
 
         with Interrupt(self.main and not self.quiet) as interrupt:
             if not self.done:
-                self.steering.before(0)
                 self.validate(0)
             self.restart_meters()
             self.since -= self.spent
@@ -180,7 +179,6 @@ class Run:
         They are of the whole step, over all processes.
         """
         config = self.config
-        self.steering.before(step)
         warmed = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         sequences = config.batch_tokens // config.context
         totals = {

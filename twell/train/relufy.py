@@ -1,9 +1,10 @@
 """A pretrained model with ReLU in place of SiLU, which learns from the original.
 
-The student begins with the teacher's weights and ReLU; `fit` fits its down projections to that. It
-minimises the KL divergence of its predictions from the teacher's, over all tokens of a text, plus
-the L1 term. Where `active_share` is set, `steer` brings activity there by the L1 coefficient, or by
-the threshold. All else is as in any training: steps, schedule, checkpoints, log.
+The student begins with the teacher's weights and ReLU; with `fit_tokens` the down projections are
+fitted to that first. It minimises the KL divergence of its predictions from the teacher's, over all
+tokens of a text, plus the L1 term. Where `active_share` is set, `steer` brings activity there by
+the L1 coefficient, or by the threshold. All else is as in any training: steps, schedule,
+checkpoints, log.
 
 Predictions are compared CHUNK tokens at a time, and computed again in the backward pass, so that
 no logits of a whole batch exist. With `compile` the teacher's layers and the losses are compiled
@@ -227,7 +228,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
         student.generation_config = model.generation_config
         student.set_ffn_backend(config.backend)
         return student
-    _check_activation(config, model.config)
+    _check_threshold(config, model.config)
     if model.config.hidden_act == "relu":
         return sparsify(model, backend=config.backend)
     return _quietly_relufied(model, config.backend)
@@ -254,8 +255,7 @@ def relufy_config(
     `sampled_tokens` tokens of text at last, after `check`. Raises ValueError for another type of
     model, for fields that only the teacher decides, for a context or a threshold that the model
     cannot have, for a tokenizer with more entries than the model, for a `sampled_share` without
-    a source or of a stream, for `silu_steps` of a model without SiLU, and for a `sampled_chat`
-    without a chat template or without text that the teacher writes.
+    a source or of a stream, and for a `sampled_chat` without a chat template or sampled text.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -283,7 +283,7 @@ def relufy_config(
         raise ValueError(
             f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
         )
-    _check_activation(loaded, config)
+    _check_threshold(loaded, config)
     _check_share(loaded, "source" in given)
     tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
     check(loaded)
@@ -324,16 +324,11 @@ def _check_share(config: TrainConfig, has_source: bool) -> None:
         )
 
 
-def _check_activation(config: TrainConfig, teacher: PreTrainedConfig) -> None:
+def _check_threshold(config: TrainConfig, teacher: PreTrainedConfig) -> None:
     if config.threshold and teacher.model_type not in ("llama", SparseLlamaConfig.model_type):
         raise ValueError(
             f"threshold is {config.threshold}, and the teacher is a {teacher.model_type}; "
             "only the configuration of a Llama can save a threshold"
-        )
-    if config.silu_steps and teacher.hidden_act != "silu":
-        raise ValueError(
-            f"silu_steps is {config.silu_steps}, and the teacher has {teacher.hidden_act}, "
-            "not SiLU; leave it out"
         )
 
 

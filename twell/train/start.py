@@ -123,9 +123,10 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         kind = "a file" if folder.exists() else "a link to nothing"
         raise FileExistsError(f"{folder} is {kind}; a run is a folder")
-    for field in ("fit_tokens", "silu_steps"):
-        if (number := getattr(config, field)) and not config.teacher:
-            raise ValueError(f"{field} is {number}; only `twell relufy`, with a teacher, takes it")
+    if config.fit_tokens and not config.teacher:
+        raise ValueError(
+            f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
+        )
     if 0 < config.fit_tokens < (least := FIT_NEEDS * config.intermediate_size):
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "

@@ -39,13 +39,6 @@ class Steering:
     def value(self) -> float:
         return getattr(self.config, self.name) * self.factor
 
-    def before(self, step: int) -> None:
-        """Give the layers the share of SiLU that they have in this step, 0 from `silu_steps` on."""
-        if self.config.silu_steps:
-            share = max(0, 1 - step / self.config.silu_steps)
-            for ffn in self.model.ffns:
-                ffn.act = dataclasses.replace(ffn.act, silu=share)
-
     def after(self, step: int, active: float) -> None:
         """Change the value if its period ends with this step. active: the mean since the last row.
 
