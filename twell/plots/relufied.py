@@ -251,7 +251,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         millions = line["tokens"] / 1e6 * 1.04 ** (place - (len(looks) - 1) / 2)  # side by side
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
         left.plot(millions, line["kl"], **look)
-        at = {0: ((-6, -3), "right"), len(looks) - 1: ((6, -3), "left")}
+        at = {0: ((-2, -13), "right"), len(looks) - 1: ((2, -13), "left")}
         offset, side = at.get(place, ((0, 6), "center")) if len(looks) > 1 else ((0, -13), "center")
         for x, kl, share in zip(millions, line["kl"], 100 * line["active_fraction"], strict=True):
             _note(left, f"{share:.2g}%", (x, kl), offset, ha=side, color=look["color"])
@@ -267,7 +267,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         _instead(right, "no answers are recorded")
         bars = ""
     left.set_ylim(0, 1.2 * budgets["kl"].max())
-    left.margins(x=0.15)
+    left.margins(x=0.12)
     apart = "Marks of as many tokens stand side by side." if len(looks) > 1 else ""
     _end(figure, looks, _sentence(about), "One run each.", shares, bars, apart)
     return figure
