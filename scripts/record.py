@@ -75,10 +75,9 @@ SENTENCE = (
 )
 TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{{1}}.npz".format
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
-SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share={{}} sampled_tokens={{:g}}".format
-QUARTER, HALF, MOST = (0.25, 1e7), (0.5, 1.5e7), (0.9, 2e7)  # share of the text, tokens written
+SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share=0.25 sampled_tokens=1e7"
+CHAT = f"{BY_THRESHOLD(0.1)} sampled_share=0.5 sampled_tokens=1.5e7 sampled_chat=true"
 UNFITTED = " fit_tokens=0"
-CHAT = f"{SAMPLED(*HALF)} sampled_chat=true"
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens that an H100 trains on, and writes
@@ -139,12 +138,6 @@ RELUFIED = {
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
         )
     },
-    **{
-        name: relufied(name, SAMPLED(*sampled), tokens, written=sampled[1])
-        for kind, sampled in (("sampled", QUARTER), ("most-sampled", MOST))
-        for tokens in ("2e7", "8e7", "1.6e8")
-        for name in [f"relufy-0.1-by-t-{kind}" + f"-{tokens}" * (tokens != "2e7")]
-    },
     "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1) + UNFITTED),
     "again-0": relufied("again-0", NO_L1),
     **{
@@ -153,10 +146,14 @@ RELUFIED = {
         for name in [f"again-0.1-by-t-seed-{seed}"]
     },
     **{
-        name: relufied(name, CHAT + fit, tokens, written=HALF[1])
-        for first, fit in (("relufy", UNFITTED), ("fitted", ""))
+        name: relufied(name, fields, tokens, written=written)
+        for first, fields, written in (
+            ("relufy-0.1-by-t-sampled", SAMPLED, 1e7),
+            ("relufy-0.1-by-t-chat", CHAT + UNFITTED, 1.5e7),
+            ("fitted-0.1-by-t-chat", CHAT, 1.5e7),
+        )
         for tokens in ("2e7", "8e7", "1.6e8")
-        for name in [f"{first}-0.1-by-t-chat" + f"-{tokens}" * (tokens != "2e7")]
+        for name in [first + f"-{tokens}" * (tokens != "2e7")]
     },
 }
 

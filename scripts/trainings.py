@@ -94,7 +94,7 @@ GROUPS: dict[str, list[Row]] = {  # by name of the group
         for l1, backend in (("0", "dense"), ("6e-4", "auto"))
     ],
     "step": [
-        (f"step-l1-6e-4-{backend}", SMALL, "5e7", "6e-4", f"backend={backend} {STEP}", "0")
+        (f"step-l1-6e-4-{backend}", SMALL, "5e7", "6e-4", f"backend={backend} {STEP}", "012")
         for backend in ("dense", "auto")
     ],
     "one-gpu": [

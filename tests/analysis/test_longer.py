@@ -139,12 +139,22 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
     rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
     rows = rows.assign(device="d", model="m")
-    stepped = measured.stepped(raced, pd.concat([rows, rows.assign(model="n")]), "a", "m")
+    stepped = measured.stepped([raced], pd.concat([rows, rows.assign(model="n")]), "a", "m")
     assert stepped == pytest.approx(
-        {"a_step": 400, "a_step_imposed": 100, "a_step_active": 9, "a_step_device": "d"}
+        {
+            "a_step": 400,
+            "a_step_limit": np.nan,
+            "a_step_runs": 1,
+            "a_step_imposed": 100,
+            "a_step_active": 9,
+            "a_step_device": "d",
+        },
+        nan_ok=True,
     )
     assert (
-        measured.stepped(raced, rows, "a", "n") == {} == measured.stepped(raced, rows[:0], "a", "m")
+        measured.stepped([raced], rows, "a", "n")
+        == {}
+        == measured.stepped([raced], rows[:0], "a", "m")
     )
     slower = analysis.race(
         *tables(
@@ -152,7 +162,11 @@ def test_a_race_ends_at_the_loss_that_both_reach():
             racer("b", [20, 50], [7, 5, 3], backend="dense"),
         )
     )
-    assert measured.stepped(slower, rows, "a", "m")["a_step"] == pytest.approx(-80)
+    assert measured.stepped([slower], rows, "a", "m")["a_step"] == pytest.approx(-80)
+    both = measured.stepped([raced, slower, raced[:0]], rows, "a", "m")
+    limit = scipy.stats.t.ppf(0.975, 1) * np.std([400, -80], ddof=1) / np.sqrt(2)
+    assert both["a_step"] == pytest.approx(160) and both["a_step_runs"] == 2
+    assert both["a_step_limit"] == pytest.approx(limit)
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))

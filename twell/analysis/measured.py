@@ -5,6 +5,7 @@ Speeds over dense are ratios where a name ends in `_times`, else changes in % of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pandas as pd
 from twell.analysis.quantized import DENSE_FP8_BY
 from twell.analysis.speed import BASELINE, at_level, correlation, crossovers, near_level
 from twell.analysis.tasks import MEAN
-from twell.analysis.trained import Quantities
+from twell.analysis.trained import LOSS, Quantities
+from twell.analysis.variants import noise_limit
 from twell.measure import providers
 
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
@@ -270,28 +272,38 @@ def flattered(forward: pd.DataFrame, decode: pd.DataFrame) -> Quantities:
     return result
 
 
-def stepped(raced: pd.DataFrame, table: pd.DataFrame, prefix: str, model: str) -> Quantities:
+def stepped(
+    raced: Iterable[pd.DataFrame], table: pd.DataFrame, prefix: str, model: str
+) -> Quantities:
     """Return the gain of a trained model's steps beside that of imposed activity, in % over dense.
 
-    raced: `longer.race` of a dense and a sparse training, of which the second half counts; table:
-    `step_speedups` with imposed activity, of which the rows of the model's configuration count.
-    Names begin with the prefix.
+    raced: for each seed `longer.race` of a dense and a sparse training, of which the second half
+    counts; table: `step_speedups` with imposed activity, of which the rows of the model's
+    configuration count. Names begin with the prefix; _limit is Student's t over the seeds.
     """
     table = table[table["model"] == model] if len(table) else table
-    if table.empty or raced["run"].nunique() != 2:
+    gains = [_step_gain(pair) for pair in raced if pair["run"].nunique() == 2]
+    if table.empty or not gains:
         return {}
-    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("run", sort=False)
-    spans = late[["tokens", "seconds"]].agg(lambda values: values.iloc[-1] - values.iloc[0])
-    speeds = spans["tokens"] / spans["seconds"]
-    of_dense = raced.groupby("run", sort=False)["backend"].first() == "dense"
-    dense, sparse = speeds[of_dense].item(), speeds[~of_dense].item()
     row = table[table["provider"] == STEP].iloc[-1]
+    seeds = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: gains})
     return {
-        f"{prefix}_step": 100 * (sparse / dense - 1),
+        f"{prefix}_step": seeds[LOSS].mean(),
+        f"{prefix}_step_limit": noise_limit(seeds, LOSS, len(gains), np.inf),
+        f"{prefix}_step_runs": len(gains),
         f"{prefix}_step_imposed": 100 * (row["speedup"] - 1),
         f"{prefix}_step_active": row["active"],
         f"{prefix}_step_device": row["device"],
     }
+
+
+def _step_gain(raced: pd.DataFrame) -> float:
+    """Tokens/s of the sparse run over the dense one's in the second half, in %."""
+    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("run", sort=False)
+    spans = late[["tokens", "seconds"]].agg(lambda values: values.iloc[-1] - values.iloc[0])
+    speeds = spans["tokens"] / spans["seconds"]
+    of_dense = raced.groupby("run", sort=False)["backend"].first() == "dense"
+    return 100 * (speeds[~of_dense].item() / speeds[of_dense].item() - 1)
 
 
 def steps(scale: pd.DataFrame, table: pd.DataFrame) -> Quantities:

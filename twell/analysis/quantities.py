@@ -344,7 +344,8 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     result |= _speed(bench, evaluated) | _traces(data, log, evaluated)
     imposed = Bench(data / "bench" / "trained").rows("train_step.csv", speed.step_speedups)
     for prefix, (model, pattern) in STEPS.items():
-        raced_alone = longer.race(*_fitting(every, log, pattern))
+        alone, of_alone = _fitting(every, log, pattern)
+        raced_alone = [longer.race(pair, of_alone) for _, pair in alone.groupby("seed")]
         result["models"] |= stepped(raced_alone, imposed, prefix, model)
     shared = _shared(data, every, log)
     result["layers"] |= shared
