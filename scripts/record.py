@@ -60,7 +60,7 @@ RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
     "compile=true checkpoint_every=0 batch_tokens=32768 micro_batch=32 "
     "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
-    "log_every={log} learning_rate={rate} {fields}{fit} --out {run}"
+    "log_every={log} learning_rate={rate} {fields} fit_tokens={fit} --out {run}"
 ).format
 LEARNING_RATE = "1e-3"  # better than that of the parts rate-3e-4
 NO_L1 = "active_share=0 l1_coefficient=0"
@@ -77,7 +77,7 @@ TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
 SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share=0.25 sampled_tokens=1e7"
 CHAT = f"{BY_THRESHOLD(0.1)} sampled_share=0.5 sampled_tokens=1.5e7 sampled_chat=true"
-UNFITTED = " fit_tokens=0"
+FIT = 262_144  # tokens to which the down projections of most students were fitted
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
 RELUFIED_A_SECOND, WRITTEN_A_SECOND = 1.7e5, 5.5e4  # tokens that an H100 trains on, and writes
@@ -90,6 +90,7 @@ def relufied(
     tokens: str = "2e7",
     rate: str = LEARNING_RATE,
     written: float = 0,
+    fit: int = FIT,
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
 
@@ -97,7 +98,6 @@ def relufied(
     """
     run = f"{{out}}/runs/{name}"
     stage_of = dict(zip(("valid", "stage", "log"), STAGES[tokens], strict=True))
-    fit = "" if UNFITTED in fields else " fit_tokens=262144"
     training = RELUFY(tokens=tokens, rate=rate, fields=fields, fit=fit, run=run, **stage_of)
     commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name == WITH_TRACE else []
@@ -105,17 +105,16 @@ def relufied(
     return int(3 * seconds), commands
 
 
-# Other learning rates, no fit, and a first L1 as light as beside a threshold, to compare with
-# relufy-0.1, -t-0.5 and -by-t; L1 with a threshold and without; ReLU alone; how quality rises with
-# tokens; text by the teacher, of which conversations are read by students without a fit, too; and
-# the same again. With a threshold and L1 long trainings end below the wanted share; a steered
-# threshold holds it.
+# relufy-*: L1 with a threshold and without, ReLU alone, steered thresholds, text by the teacher, and
+# how quality rises with tokens. The others are compared with these: other learning rates, a first
+# L1 as light as beside a threshold, with the fit or without, and the same again. With a threshold
+# and L1 long trainings end below the wanted share; a steered threshold holds it.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),
     "rate-2e-3-by-t": relufied("rate-2e-3-by-t", BY_THRESHOLD(0.1), rate="2e-3"),
     "light-0.1": relufied("light-0.1", f"{TENTH} l1_coefficient=1e-4"),
-    "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5) + UNFITTED),
+    "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5), fit=0),
     **{
         f"relufy-{name}": relufied(f"relufy-{name}", *fields)
         for name, *fields in (
@@ -138,7 +137,7 @@ RELUFIED = {
             ("0-t-0.5", f"{NO_L1} threshold=0.5"),
         )
     },
-    "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1) + UNFITTED),
+    "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1), fit=0),
     "again-0": relufied("again-0", NO_L1),
     **{
         name: relufied(name, f"{BY_THRESHOLD(0.1)} seed={seed}")
@@ -146,11 +145,11 @@ RELUFIED = {
         for name in [f"again-0.1-by-t-seed-{seed}"]
     },
     **{
-        name: relufied(name, fields, tokens, written=written)
-        for first, fields, written in (
-            ("relufy-0.1-by-t-sampled", SAMPLED, 1e7),
-            ("relufy-0.1-by-t-chat", CHAT + UNFITTED, 1.5e7),
-            ("fitted-0.1-by-t-chat", CHAT, 1.5e7),
+        name: relufied(name, fields, tokens, written=written, fit=fit)
+        for first, fields, written, fit in (
+            ("relufy-0.1-by-t-sampled", SAMPLED, 1e7, FIT),
+            ("relufy-0.1-by-t-chat", CHAT, 1.5e7, 0),
+            ("fitted-0.1-by-t-chat", CHAT, 1.5e7, FIT),
         )
         for tokens in ("2e7", "8e7", "1.6e8")
         for name in [first + f"-{tokens}" * (tokens != "2e7")]

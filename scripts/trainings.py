@@ -35,7 +35,7 @@ PAIR = (
     f"171m {TEXT}16k batch_tokens=131072 micro_batch=32 log_every=8 valid_every=128 "
     "learning_rate=1e-3 backend=triton tokens={tokens} l1_coefficient={l1}"
 )
-# The second half of the steps is compared with steps of imposed activity, of one micro-batch too.
+# The second half of the steps, of 32 sequences, is compared with steps of imposed activity, of 64.
 STEP = "batch_tokens=32768 micro_batch=64"
 FEWER_STEPS = "batch_tokens=524288 log_every=4 valid_every=40 warmup_steps=20"
 LAUNCHER = "accelerate.commands.launch"

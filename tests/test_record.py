@@ -248,6 +248,12 @@ def test_relufied_runs_compare():
         assert config.l1_zero_steps == config.l1_stage_steps
         assert 9.5 < config.steps / config.valid_every < 10.5
         configs[name] = vars(config)
+        recorded = trainings.RECORDED / name / "config.yaml"
+        if recorded.is_file():
+            before = {"fit_tokens": 0} | yaml.safe_load(recorded.read_text())
+            for field in (*analysis.ASKED, "learning_rate"):
+                same = before.get(field, 0) == configs[name][field]
+                assert same, (name, field)
     first = configs["relufy-0.1"]
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
     asked |= {"l1_stage_steps", "log_every", "valid_every", "sampled_share", "sampled_tokens"}

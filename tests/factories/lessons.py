@@ -254,7 +254,7 @@ NUMBERS = {
         "['relufy-0.1-by-t-sampled-1.6e8']",
         r"nats, and to ([\d.]+) where half": "quantities['held_kl']",
         r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
-        r"ReLU alone loses ([\d.]+) points \(`again": "-over(answered_all, 'again-0')",
+        r"of ReLU alone loses ([\d.]+) points \(`again": "-over(answered_all, 'again-0')",
         r"a threshold lose ([\d.]+) to": "-over(answered_all, 'again-0.1-by-t-seed-2')",
         r"lose 3.2 to ([\d.]+)\.": "-over(answered_all, 'relufy-0.1-by-t')",
         r"sampled they gain ([\d.]+) points": "100 * outlook['gain'].min()",
@@ -266,10 +266,15 @@ NUMBERS = {
         r"2 points after (\d+) M tokens": "outlook['tokens'].min() / 1e6",
         r"takes (\d+) billion tokens": "outlook['tokens'].max() / 1e9",
         r"on our text \(([\d.]+) instead": "table.set_index('run')['kl']['relufy-0.1-by-t-chat']",
-        r"0.38 instead of ([\d.]+) nats": "table.set_index('run')['kl']['relufy-0.1-by-t']",
-        r"without it answers ([\d.]+) points": "over(answered_all, 'unfitted-0.1-by-t') "
+        r"0.38 instead of ([\d.]+) nats": "analysis.relufied_runs(*students).set_index('run')['kl']"
+        "['unfitted-0.1-by-t']",
+        r"each student loses ([\d.]+) points more": "over(answered_all, 'again-0') "
+        "- over(answered_all, 'relufy-0')",
+        r"up to ([\d.]+) points apart": "over(answered_all, 'again-0.1-by-t-seed-2') "
         "- over(answered_all, 'relufy-0.1-by-t')",
-        r"on 160 M tokens ([\d.]+) points \(": "over(answered_all, 'relufy-0.1-by-t-chat-1.6e8') "
+        r"with a fit, ([\d.]+) \(": "over(answered_all, 'fitted-0.1-by-t-chat-1.6e8') "
+        "- over(answered_all, 'fitted-0.1-by-t-chat')",
+        r"it answers ([\d.]+) points better": "over(answered_all, 'relufy-0.1-by-t-chat-1.6e8') "
         "- over(answered_all, 'fitted-0.1-by-t-chat-1.6e8')",
         r"diverge by (\d+) to": "-max(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"28 to (\d+)% less": "-min(map(float, quantities['cuts'].replace('−', '-').split(',')))",

@@ -1,5 +1,6 @@
 """A SiLU model that learns from itself with ReLU: its loss, its L1 stages, what is saved."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -8,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -311,6 +313,18 @@ def test_the_teacher_writes_conversations(tmp_path, tiny_text, monkeypatch):
         tokenizer.save_pretrained(folder)
         with pytest.raises(ValueError, match=words):
             relufy_config(folder, fields, said.append)
+    twice = copy.deepcopy(tokenizer)  # which begins every text with its token, as the template does
+    begins = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    twice.backend_tokenizer.post_processor = begins
+    twice.bos_token, twice.chat_template = (
+        "<|endoftext|>",
+        "{{ bos_token }}U: {{ messages[0].content }}",
+    )
+    header = samples.chat_header(twice)
+    ids = samples._first(twice, header)
+    assert header == "U: " and ids.count(twice.bos_token_id) == 1 and ids[0] == twice.bos_token_id
     tokenizer.chat_template = "U: {{ messages[0].content }}<|endoftext|>"
     tokenizer.save_pretrained(folder)
     given = relufy_config(folder, fields, said.append)
@@ -370,6 +384,9 @@ def test_a_share_needs_a_teacher(tmp_path, tiny_text, fields):
     with pytest.raises(ValueError, match="only `twell relufy` has a teacher, which writes them"):
         train(given, tmp_path / "run", quiet=True)
     stream = dataclasses.replace(given, source="hf:a", samples="a.jsonl", sampled_share=0.5)
+    chat = dataclasses.replace(given, samples=None, sampled_share=0.0, sampled_chat=True)
+    with pytest.raises(ValueError, match="sampled_chat is true; only `twell relufy` has a teacher"):
+        train(chat, tmp_path / "run", quiet=True)
     with pytest.raises(ValueError, match="of a stream, such as hf:a, no share is sampled"):
         train(stream, tmp_path / "run", quiet=True)
 

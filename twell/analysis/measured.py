@@ -14,8 +14,8 @@ import pandas as pd
 from twell.analysis.quantized import DENSE_FP8_BY
 from twell.analysis.speed import BASELINE, at_level, correlation, crossovers, near_level
 from twell.analysis.tasks import MEAN
-from twell.analysis.trained import LOSS, Quantities
-from twell.analysis.variants import noise_limit
+from twell.analysis.trained import Quantities
+from twell.analysis.variants import mean_limit
 from twell.measure import providers
 
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
@@ -286,10 +286,9 @@ def stepped(
     if table.empty or not gains:
         return {}
     row = table[table["provider"] == STEP].iloc[-1]
-    seeds = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: gains})
     return {
-        f"{prefix}_step": seeds[LOSS].mean(),
-        f"{prefix}_step_limit": noise_limit(seeds, LOSS, len(gains), np.inf),
+        f"{prefix}_step": np.mean(gains),
+        f"{prefix}_step_limit": mean_limit(gains),
         f"{prefix}_step_runs": len(gains),
         f"{prefix}_step_imposed": 100 * (row["speedup"] - 1),
         f"{prefix}_step_active": row["active"],

@@ -66,7 +66,8 @@ def relufied_course(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return KL divergence and activity over the training of each complete run.
 
     Columns: run, name, tokens, kl (nats), active_fraction: means over the steps since the row
-    before; the first row is the teacher with ReLU, fitted or not, before any step.
+    before; the first row is the teacher with ReLU, fitted or not, before any step. A log of printed
+    lines has no activity there, and so not this row.
     """
     complete = _complete(runs)
     rows = log[log["run"].isin(complete.index) & log["metric"].isin(["kl", "active_mean"])]
@@ -94,10 +95,10 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
     items: answers of `scripts.keep` with a column run. The references are the original, whose name
     ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
-    tokens, the last such run. Columns: run, name, reference (ORIGINAL or WITHOUT_L1), beside (its
-    answers' name) and those of `paired_records`, a row a task and the mean of the tasks. A run
-    without answers has no rows. Raises ValueError for a run and a reference with answers of
-    different tasks.
+    tokens; of several such runs the last by name. Columns: run, name, reference (ORIGINAL or
+    WITHOUT_L1), beside (its answers' name) and those of `paired_records`, a row a task and the mean
+    of the tasks. A run without answers has no rows. Raises ValueError for a run and a reference
+    with answers of different tasks.
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))

@@ -21,6 +21,7 @@ from twell.analysis.variants import (
     against_frontier,
     compared_level,
     contrast,
+    mean_limit,
     noise_limit,
 )
 
@@ -300,12 +301,12 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
 
     Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
-    the original, alone_every of all such runs; busiest_ and sparsest_: the runs at both ends over
-    ReLU alone on as many tokens. seeds_: over the original, the mean of the runs of the sparse
-    level that was trained most often, with Student's t over these. held_: over the original, the
-    best of the held_runs with a steered threshold on the most tokens (M), its divergence (nats),
-    and held_worst, of the worst. `cuts` are the changes (%) of the divergence where a threshold
-    joins L1, by wanted share.
+    the original, the run that is the reference of `relufied_pairs`, alone_every of all such runs;
+    busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens. seeds_: over
+    the original, the mean of the runs of the sparse level that was trained most often, with
+    Student's t over these. held_: over the original, the best of the held_runs with a steered
+    threshold on the most tokens (M), its divergence (nats), and held_worst, of the worst. `cuts`
+    are the changes (%) of the divergence where a threshold joins L1, by wanted share.
     """
     shares = 100 * table.set_index("run")["active_fraction"]
     means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
@@ -332,14 +333,13 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
         result |= {"held_tokens": best["tokens"] / 1e6, "held_runs": len(every_held)}
         result["held_worst"] = 100 * every_held["difference"].iloc[0]
     again = table[table["run"].isin(beyond["run"]) & ~table["run"].isin(plain)]
-    again = again[again.groupby(["level", "tokens"])["run"].transform("size") > 1]
-    if len(again):
-        level = again["level"].mode()[0]
-        seeds = beyond[beyond["run"].isin(again.loc[again["level"] == level, "run"])]
-        values = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: 100 * seeds["difference"]})
-        result |= {"seeds_name": level, "seeds_runs": len(seeds)}
+    trained_alike = [some for _, some in again.groupby(["level", "tokens"]) if len(some) > 1]
+    if trained_alike:
+        most = max(trained_alike, key=len)
+        seeds = beyond[beyond["run"].isin(most["run"])]
+        result |= {"seeds_name": most["level"].iloc[0], "seeds_runs": len(seeds)}
         result["seeds_difference"] = 100 * seeds["difference"].mean()
-        result["seeds_limit"] = noise_limit(values, LOSS, len(seeds), np.inf)
+        result["seeds_limit"] = mean_limit(100 * seeds["difference"])
         result["seeds_share"] = seeds["share"].mean()
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
     wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
@@ -411,10 +411,9 @@ def devices(*scaled: pd.DataFrame, prefix: str = "devices") -> Quantities:
         return {}
     first, second = (pd.DataFrame(rows) for rows in zip(*pairs, strict=True))
     times = second["tokens_per_second"].to_numpy() / first["tokens_per_second"].to_numpy()
-    ratios = pd.DataFrame({"choice": "", "l1_coefficient": 0, LOSS: times})
     return {
         f"{prefix}_times": times.mean(),
-        f"{prefix}_times_limit": noise_limit(ratios, LOSS, len(times), np.inf),
+        f"{prefix}_times_limit": mean_limit(times),
         f"{prefix}_runs": len(times),
         f"{prefix}_first": first["tokens_per_second"].mean() / 1e3,
         f"{prefix}_second": second["tokens_per_second"].mean() / 1e3,

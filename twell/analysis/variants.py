@@ -7,6 +7,8 @@ counts above the noise of seeds alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 import scipy.stats
@@ -101,6 +103,16 @@ def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float
         return np.nan
     quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
     return float(quantile * deviation * np.sqrt(1 / runs + 1 / other_runs))
+
+
+def mean_limit(values: Sequence[float]) -> float:
+    """Return the 95% limit of a mean over seeds, by Student's t; NaN for one value."""
+    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, max(1, len(values) - 1))
+    return (
+        float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
+        if len(values) > 1
+        else np.nan
+    )
 
 
 def noise_verdict(difference: float, limit: float) -> str:

@@ -260,7 +260,7 @@ def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tup
 
 
 def png(figure: Figure, dpi: int = _DPI) -> bytes:
-    """A figure as PNG with 256 colours, a third of the size; with all where shades would merge."""
+    """A figure as PNG with 256 colours, a third of the size; where shades would merge, with all."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     drawn = Image.open(buffer).convert("RGB")

@@ -251,8 +251,8 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         millions = line["tokens"] / 1e6 * 1.04 ** (place - (len(looks) - 1) / 2)  # side by side
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
         left.plot(millions, line["kl"], **look)
-        at = {0: ((-2, -13), "right"), len(looks) - 1: ((2, -13), "left")}
-        offset, side = at.get(place, ((0, 6), "center")) if len(looks) > 1 else ((0, -13), "center")
+        beside = {0: ((-2, 5), "right"), len(looks) - 1: ((2, -13), "left")}
+        offset, side = beside.get(place, ((0, 6), "center"))
         for x, kl, share in zip(millions, line["kl"], 100 * line["active_fraction"], strict=True):
             _note(left, f"{share:.2g}%", (x, kl), offset, ha=side, color=look["color"])
         right.plot(millions, middle, **look)

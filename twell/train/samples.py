@@ -23,7 +23,7 @@ from transformers import (
 
 from twell import results
 from twell.config import TrainConfig, cache_folder
-from twell.corpus.tokens import encode
+from twell.corpus.tokens import beginning, encode
 from twell.models.loading import load_stock, resolve, stock_config
 
 # Tokens of a text at most, texts of a batch on a CPU, and the temperature: fewer rare tokens than
@@ -121,7 +121,8 @@ def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) 
 def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return what the chat template puts before the words of a first user.
 
-    Raises ValueError where there is no template, or it changes these words.
+    Without a begin-of-text token where the tokenizer puts one before every text anyway. Raises
+    ValueError where there is no template, or it changes these words.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -135,7 +136,7 @@ def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
             "sampled_chat is true, and the chat template of the teacher has no header before a "
             "user's words: leave sampled_chat out"
         )
-    return header
+    return header.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else header
 
 
 def _first(tokenizer: PreTrainedTokenizerFast, header: str) -> list[int]:
@@ -157,7 +158,7 @@ def _write(
     """Return the ids of texts that a model writes after `first`, without these.
 
     They are drawn from its probabilities at TEMPERATURE. ends: a text ends with an end-of-text
-    token. In a chat that ends a turn only: the model writes on, for both sides.
+    token. In a conversation this token ends a turn only: the model writes on, for both sides.
     """
     end = tokenizer.eos_token_id
     own = model.generation_config.eos_token_id  # may be several

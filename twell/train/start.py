@@ -142,6 +142,10 @@ def _check_samples(config: TrainConfig) -> None:
     given = f"sampled_share is {config.sampled_share}, and samples {config.samples!r}"
     if bool(config.sampled_share) != (config.samples is not None):
         raise ValueError(f"{given}; only `twell relufy` has a teacher, which writes them")
+    if config.sampled_chat and not config.teacher:
+        raise ValueError(
+            "sampled_chat is true; only `twell relufy` has a teacher, which writes text"
+        )
     if config.samples and config.source.startswith("hf:"):
         raise ValueError(f"{given}; of a stream, such as {config.source}, no share is sampled")
 
