@@ -140,9 +140,13 @@ RELUFIED = {
     "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1), fit=0),
     "again-0": relufied("again-0", NO_L1),
     **{
-        name: relufied(name, f"{BY_THRESHOLD(0.1)} seed={seed}")
+        name: relufied(name, f"{fields} seed={seed}", tokens, written=written, fit=fit)
+        for kind, fields, tokens, written, fit in (
+            ("", BY_THRESHOLD(0.1), "2e7", 0, FIT),
+            ("-chat-1.6e8", CHAT, "1.6e8", 1.5e7, 0),
+        )
         for seed in (1, 2)
-        for name in [f"again-0.1-by-t-seed-{seed}"]
+        for name in [f"again-0.1-by-t{kind}-seed-{seed}"]
     },
     **{
         name: relufied(name, fields, tokens, written=written, fit=fit)
