@@ -105,10 +105,10 @@ def relufied(
     return int(3 * seconds), commands
 
 
-# relufy-*: L1 with a threshold and without, ReLU alone, steered thresholds, text by the teacher, and
-# how quality rises with tokens. The others are compared with these: other learning rates, a first
-# L1 as light as beside a threshold, with the fit or without, and the same again. With a threshold
-# and L1 long trainings end below the wanted share; a steered threshold holds it.
+# relufy-*: L1 with a threshold and without, ReLU alone, steered thresholds, text by the teacher,
+# and how quality rises with tokens. The others are compared with these: other learning rates, a
+# first L1 as light as beside a threshold, with the fit or without, and the same again. With a
+# threshold and L1 long trainings end below the wanted share; a steered threshold holds it.
 RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),

@@ -247,7 +247,7 @@ NUMBERS = {
         "(log['run'] == 'relufy-0.1-by-t-sampled-1.6e8')]['value'].max()",
         r"to 0.55 and falls to ([\d.]+)\.": "table.set_index('run')['threshold']"
         "['relufy-0.1-by-t-sampled-1.6e8']",
-        r"begins at ([\d.]+) nats, and soon": "log[(log['run'] == 'relufy-0.1-by-t-chat') & "
+        r"begins at ([\d.]+) nats \(not drawn": "log[(log['run'] == 'relufy-0.1-by-t-chat') & "
         "(log['metric'] == 'kl')]['value'].iloc[0]",
         r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "table.set_index('run')['kl']"
@@ -264,7 +264,7 @@ NUMBERS = {
         r"points \(\+([\d.]+) to \+1.6\)": "100 * outlook['low'].max()",
         r"\(\+0.2 to \+([\d.]+)\)": "100 * outlook.sort_values('gain')['high'].iloc[-1]",
         r"2 points after (\d+) M tokens": "outlook['tokens'].min() / 1e6",
-        r"takes (\d+) billion tokens": "outlook['tokens'].max() / 1e9",
+        r"slowest drawn after (\d+) billion": "outlook['tokens'].max() / 1e9",
         r"on our text \(([\d.]+) instead": "table.set_index('run')['kl']['relufy-0.1-by-t-chat']",
         r"0.38 instead of ([\d.]+) nats": "analysis.relufied_runs(*students).set_index('run')['kl']"
         "['unfitted-0.1-by-t']",

@@ -23,7 +23,7 @@ def test_figures_draw_what_is_recorded(case, recorded):
 def test_every_figure_has_a_case(recorded):
     names = {name for name, _ in made.CASES.values()}
     functions = {name for name in plots.__all__ if callable(getattr(plots, name))}
-    assert functions - names == {"Keep", "save", "style", "visible"}
+    assert functions - names == {"Keep", "png", "save", "style", "visible"}
     assert set(recorded) == set(made.CASES)
 
 

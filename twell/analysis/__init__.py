@@ -60,6 +60,6 @@ __getattr__, __dir__, __all__ = hand_on(
         ".words": "MIN_SEQUENCES WHERE around_word neuron_of",
         ".variants": "CONFIDENCE QUANTITIES UNKNOWN against_frontier choice_table choices "
         "compared_level computed_by_seed computed_curves computed_otherwise contrast "
-        "contrasts noise_limit noise_verdict paper_sizes remedied seed_noise sizes",
+        "contrasts mean_limit noise_limit noise_verdict paper_sizes remedied seed_noise sizes",
     },
 )
