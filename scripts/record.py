@@ -89,7 +89,6 @@ def relufied(
     fields: str,
     tokens: str = "2e7",
     rate: str = LEARNING_RATE,
-    written: float = 0,
     fit: int = FIT,
 ) -> tuple[int, list[str]]:
     """Return a part that trains a model with ReLU, keeps its small files, and deletes its weights.
@@ -101,6 +100,8 @@ def relufied(
     training = RELUFY(tokens=tokens, rate=rate, fields=fields, fit=fit, run=run, **stage_of)
     commands = [training, KEEP(run)]
     commands[1:1] = [TRACED(run, name)] if name == WITH_TRACE else []
+    given = dict(field.split("=") for field in fields.split())
+    written = float(given.get("sampled_tokens", 0))
     seconds = START + float(tokens) / RELUFIED_A_SECOND + written / WRITTEN_A_SECOND
     return int(3 * seconds), commands
 
@@ -140,20 +141,20 @@ RELUFIED = {
     "unfitted-0.1-by-t": relufied("unfitted-0.1-by-t", BY_THRESHOLD(0.1), fit=0),
     "again-0": relufied("again-0", NO_L1),
     **{
-        name: relufied(name, f"{fields} seed={seed}", tokens, written=written, fit=fit)
-        for kind, fields, tokens, written, fit in (
-            ("", BY_THRESHOLD(0.1), "2e7", 0, FIT),
-            ("-chat-1.6e8", CHAT, "1.6e8", 1.5e7, 0),
+        name: relufied(name, f"{fields} seed={seed}", tokens, fit=fit)
+        for kind, fields, tokens, fit in (
+            ("", BY_THRESHOLD(0.1), "2e7", FIT),
+            ("-chat-1.6e8", CHAT, "1.6e8", 0),
         )
         for seed in (1, 2)
         for name in [f"again-0.1-by-t{kind}-seed-{seed}"]
     },
     **{
-        name: relufied(name, fields, tokens, written=written, fit=fit)
-        for first, fields, written, fit in (
-            ("relufy-0.1-by-t-sampled", SAMPLED, 1e7, FIT),
-            ("relufy-0.1-by-t-chat", CHAT, 1.5e7, 0),
-            ("fitted-0.1-by-t-chat", CHAT, 1.5e7, FIT),
+        name: relufied(name, fields, tokens, fit=fit)
+        for first, fields, fit in (
+            ("relufy-0.1-by-t-sampled", SAMPLED, FIT),
+            ("relufy-0.1-by-t-chat", CHAT, 0),
+            ("fitted-0.1-by-t-chat", CHAT, FIT),
         )
         for tokens in ("2e7", "8e7", "1.6e8")
         for name in [first + f"-{tokens}" * (tokens != "2e7")]
