@@ -149,6 +149,22 @@ RELUFIED = {
         for seed in (1, 2)
         for name in [f"again-0.1-by-t{kind}-seed-{seed}"]
     },
+    # Muon, and the layers' outputs compared with the teacher's: each alone and both, then longer.
+    **{
+        name: relufied(name, f"{fields} {more} seed={seed}", tokens, fit=0)
+        for change, more in (
+            ("muon", "optimizer=muon"),
+            ("hidden", "hidden_weight=1"),
+            ("both", "optimizer=muon hidden_weight=1"),
+        )
+        for fields, tokens, end, seed in (
+            (BY_THRESHOLD(0.1), "2e7", "", 0),
+            (CHAT, "1.6e8", "-chat-1.6e8", 0),
+            (CHAT, "1.6e8", "-chat-1.6e8-seed-1", 1),
+            (CHAT, "1.6e8", "-chat-1.6e8-seed-2", 2),
+        )
+        for name in [f"{change}-0.1-by-t{end}"]
+    },
     **{
         name: relufied(name, fields, tokens, fit=fit)
         for first, fields, fit in (

@@ -61,6 +61,7 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    optimizer: str = "adamw"  # or "muon", of the layers' matrices
     precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
     checkpoint_activations: bool = False  # backward passes compute the layers again
     compile: bool = False  # torch.compile each decoder layer
@@ -81,6 +82,7 @@ class TrainConfig:
     sampled_chat: bool = False  # conversations, begun by the header of its chat template
     samples: str | None = None  # their file in `cache_folder`; `twell relufy` sets it
     fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
+    hidden_weight: float = 0.0  # of the distance between both models' hidden states, in the loss
     active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
     l1_growth: float = 1.5  # factor on one of these after a stage with too many active
     l1_stage_steps: int = 100  # of L1; the threshold changes every `log_every` steps
@@ -317,7 +319,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
-    "checkpoint_every balance_every threshold fit_tokens"
+    "checkpoint_every balance_every threshold fit_tokens hidden_weight"
 )
 _MICRO_BATCH = "be at least 1, or null for the whole share of the step"
 # Fields, the test of their values (which NaN fails), and what they have to do.
@@ -333,6 +335,7 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("sampled_share", lambda x: 0 <= x <= 0.9, "be a share, from 0 to 0.9"),
     ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
+    ("optimizer", lambda x: x in ("adamw", "muon"), "be 'adamw' or 'muon'"),
     ("source valid_source tokenizer teacher samples", lambda x: x != "", "name something"),
 ]
 

@@ -1,17 +1,22 @@
 """Teachers as they come: their tokenizers, ties, files and settings survive, or are refused."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.factories.train import BRIEF, contents, resume, stop_training, write_pretrained
-from twell import corpus
+from tests.factories import SEED
+from tests.factories.train import BRIEF, contents, resume, series, stop_training, write_pretrained
+from twell import corpus, results
 from twell.corpus import load_tokenizer, tokens
+from twell.sparse.training import SparseTraining
 from twell.train import Student, check_folder, relufy_config, samples, train
+from twell.train.build import prepare_layers
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -189,3 +194,63 @@ def test_the_teacher_writes_nothing_for_a_run_that_cannot_begin(teacher, tiny_te
     with pytest.raises(ValueError, match="threshold is 0.1, and the teacher is a mistral"):
         relufy_config(other, [*BRIEF, "threshold=0.1"], said.append)
     assert said == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hidden_states_are_compared_layer_by_layer(config, tmp_path, monkeypatch, compiled):
+    """The distance, its part in the loss and its gradient; nothing is left of a validation."""
+    if compiled:
+        torch.compiler.reset()
+        backend = {"backend": "aot_eager"}  # inductor takes minutes
+        layers = functools.partialmethod(torch.nn.Module.compile, **backend)
+        monkeypatch.setattr(torch.nn.Module, "compile", layers)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
+    given = config("hidden_weight=0.3", "l1_coefficient=0.5")
+    given = dataclasses.replace(given, compile=compiled)
+    model, plain = (Student.of(given, torch.device("cpu")) for _ in range(2))
+    prepare_layers(model, given, SparseTraining(model))
+    ids = torch.randint(320, (3, 20), generator=torch.Generator().manual_seed(SEED))
+    model.eval()(ids)
+    output = model.train()(ids, ids)
+    output.loss.backward()
+
+    ours, wanted = (
+        one(input_ids=ids, output_hidden_states=True).hidden_states
+        for one in (plain.model, plain.teacher[0].base_model)
+    )
+    # The last one that transformers returns has passed the final norm.
+    outputs = {"ours": [], "wanted": []}
+    for name, one in ("ours", plain.model), ("wanted", plain.teacher[0].base_model):
+        last = one.layers[-1].register_forward_hook(
+            lambda _, i, out, n=name: outputs[n].append(out)
+        )
+        one(input_ids=ids)
+        last.remove()
+    pairs = zip([*ours[1:-1], *outputs["ours"]], [*wanted[1:-1], *outputs["wanted"]], strict=True)
+    far = [((a - b).norm(dim=-1) / b.norm(dim=-1)).square().mean() for a, b in pairs]
+    assert len(far) == 2 and min(far) > 1e-4
+    hidden = torch.stack(far).mean()
+    assert output.hidden.item() == pytest.approx(hidden.item(), rel=1e-4)
+    loss = output.kl + 0.5 * output.l1 + 0.3 * output.hidden
+    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    gradient = [p.grad.clone() for p in model.student.parameters()]
+    plain.hidden_weight = 0.0
+    (plain.train()(ids, ids).loss + 0.3 * hidden).backward()
+    for one, other in zip(gradient, plain.student.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad, rtol=1e-3, atol=1e-6)
+    torch.compiler.reset()
+
+
+def test_the_distance_falls_and_is_logged(config, tmp_path):
+    given = config("tokens=20480", "hidden_weight=1", "active_share=0", "l1_coefficient=0")
+    log = results.load_run(train(given, tmp_path / "run", quiet=True))[1]
+    distance = series(log, "hidden")
+    assert distance.iloc[-1] < 0.7 * distance.iloc[0]
+    parts = series(log, "kl") + distance
+    np.testing.assert_allclose(parts, series(log, "loss"), rtol=1e-4)
+
+
+def test_hidden_states_need_a_teacher(tiny_config, tmp_path):
+    given = dataclasses.replace(tiny_config, hidden_weight=1.0)
+    with pytest.raises(ValueError, match="hidden_weight is 1.0; only `twell relufy` has a teacher"):
+        train(given, tmp_path / "run")

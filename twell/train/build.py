@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, save
 from twell.sparse.training import SparseTraining
+from twell.train.muon import Muon
 from twell.train.relufy import Student
 
 
@@ -37,10 +38,17 @@ def prepare_layers(
     model: SparseLlamaForCausalLM, config: TrainConfig, sparse: SparseTraining
 ) -> None:
     """Compile the decoder layers, or let backward passes compute them again, as `config` says."""
-    if not config.compile:
-        if config.checkpoint_activations:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return
+    if config.compile:
+        _compile_layers(model, config, sparse)
+    elif config.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.hidden_weight:
+        model.watch_layers()
+
+
+def _compile_layers(
+    model: SparseLlamaForCausalLM, config: TrainConfig, sparse: SparseTraining
+) -> None:
     if sparse.active:
         sparse.allow_recompiling()
     torch._dynamo.config.optimize_ddp = False  # it would cut the layers, which are pieces already
@@ -56,21 +64,29 @@ def prepare_layers(
             layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
 
 
-def adamw(
+def build_optimizer(
     model: torch.nn.Module,
     config: TrainConfig,
     device: torch.device,
     learning_rate: float | None = None,
 ) -> torch.optim.AdamW:
-    """Return AdamW by `config` for a model that trains on `device`.
+    """Return the optimiser of `config` for a model that trains on `device`.
 
     Matrices decay; vectors (the norms' gains, biases) do not, as usual for transformers.
     learning_rate: None takes the configuration's.
     """
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+    inner = {id(p) for p in model.model.layers.parameters() if p.dim() >= 2}
+    muon = config.optimizer == "muon"
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.dim() >= 2 and not (muon and id(p) in inner)]
+    groups = [
+        {"params": matrices},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if muon:
+        groups.append({"params": [p for p in parameters if id(p) in inner], "muon": True})
+    return (Muon if muon else torch.optim.AdamW)(
+        groups,
         lr=config.learning_rate if learning_rate is None else learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

@@ -26,7 +26,7 @@ from twell.config import TrainConfig, l1_schedule
 from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw, build_model, prepare_layers, save_model
+from twell.train.build import build_model, build_optimizer, prepare_layers, save_model
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.fit import fit_down
@@ -68,13 +68,14 @@ class Run:
         if accelerator.distributed_type == DistributedType.FSDP:  # refuses unusual strides
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.contiguous()
-        optimizer = adamw(self.model, config, self.device)
+        optimizer = build_optimizer(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = get_cosine_schedule_with_warmup(
             self.optimizer.optimizer, config.warmup_steps, config.steps
         )
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
-        self.losses = ["loss", "cross_entropy", "l1", *["kl"] * (config.teacher is not None)]
+        taught = ["kl"] * bool(config.teacher) + ["hidden"] * bool(config.hidden_weight)
+        self.losses = ["loss", "cross_entropy", "l1", *taught]
         # Since the last row: sums of these and of the gradient norm; seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
         self.steering = Steering(config, self.model)

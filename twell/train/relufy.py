@@ -57,10 +57,11 @@ RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
 
 @dataclass
 class StudentOutput:
-    """Losses in nats a token: loss = kl + l1_scale * l1_coefficient * l1, in training mode.
+    """Losses in nats a token, and the loss that is minimised in training mode:
 
-    cross_entropy is of the text's own tokens, cross_entropy_teacher the teacher's. l1 is None in
-    evaluation mode.
+    kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is of the text's own
+    tokens, cross_entropy_teacher the teacher's. hidden is a ratio. l1 and hidden are None in
+    evaluation mode, and hidden without a hidden_weight.
     """
 
     loss: Tensor
@@ -68,6 +69,7 @@ class StudentOutput:
     cross_entropy: Tensor
     cross_entropy_teacher: Tensor
     l1: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 class Student(nn.Module):
@@ -79,11 +81,18 @@ class Student(nn.Module):
 
     recording = False  # as in SparseLlamaForCausalLM
 
-    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel, l1_coefficient: float):
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        l1_coefficient: float,
+        hidden_weight: float = 0.0,
+    ):
         super().__init__()
         self.student, self.teacher = student, (teacher,)
-        self.l1_coefficient = l1_coefficient
-        self.losses = _losses
+        self.l1_coefficient, self.hidden_weight = l1_coefficient, hidden_weight
+        self.losses, self.distance = _losses, _distance
+        self.outputs: tuple[list[Tensor], ...] = [], []  # of the layers of student and teacher
         self._no_split_modules = student._no_split_modules  # FSDP shards by these
 
     @classmethod
@@ -100,7 +109,7 @@ class Student(nn.Module):
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change little
             balance(student)
-        return cls(student, teacher, config.l1_coefficient)
+        return cls(student, teacher, config.l1_coefficient, config.hidden_weight)
 
     @property
     def ffns(self) -> list[SparseFFN]:
@@ -123,6 +132,14 @@ class Student(nn.Module):
         for layer in self.teacher[0].base_model.layers:
             layer.compile(fullgraph=True)
         self.losses = torch.compile(_losses, fullgraph=True)
+        self.distance = torch.compile(_distance, fullgraph=True)
+
+    def watch_layers(self) -> None:
+        """Let the layers of both models leave their outputs, once they are compiled."""
+        models = self.model, self.teacher[0].base_model
+        for model, outputs in zip(models, self.outputs, strict=True):
+            for layer in model.layers:
+                _leave_output(layer, outputs)
 
     def gradient_checkpointing_enable(self, *arguments) -> None:
         self.student.gradient_checkpointing_enable(*arguments)
@@ -145,6 +162,8 @@ class Student(nn.Module):
             ffn.observer.collect_l1 = self.training
             ffn.observer.record = self.training or self.recording
         (teacher,) = self.teacher
+        for outputs in self.outputs:
+            outputs.clear()
         hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         for ffn in self.ffns:
             ffn.observer.record = False
@@ -164,7 +183,27 @@ class Student(nn.Module):
         if not self.training:
             return StudentOutput(kl, kl, *losses)
         l1 = l1_by_layer(self.student, None, num_tokens_in_batch).mean()
-        return StudentOutput(kl + l1_scale * self.l1_coefficient * l1, kl, *losses, l1)
+        loss = kl + l1_scale * self.l1_coefficient * l1
+        if not self.hidden_weight:
+            return StudentOutput(loss, kl, *losses, l1)
+        layers = zip(*self.outputs, strict=True)
+        apart = torch.stack([self.distance(*pair) for pair in layers]).mean()
+        apart = apart / (num_tokens_in_batch or input_ids.numel())
+        return StudentOutput(loss + self.hidden_weight * apart, kl, *losses, l1, apart)
+
+
+def _leave_output(layer: nn.Module, outputs: list[Tensor]) -> None:
+    """Append what a decoder layer returns; of a compiled one outside of what is compiled."""
+
+    def leave(output: Tensor) -> Tensor:
+        outputs.append(output)
+        return output
+
+    compiled = layer._compiled_call_impl
+    if compiled is None:
+        layer.register_forward_hook(lambda _, inputs, output: leave(output))
+    else:
+        layer._compiled_call_impl = lambda *args, **options: leave(compiled(*args, **options))
 
 
 def _compare(
@@ -193,6 +232,12 @@ def _losses(
         F.nll_loss(one, following, ignore_index=-100, reduction="sum") for one in (logprob, target)
     )
     return divergence, loss, expected
+
+
+def _distance(ours: Tensor, wanted: Tensor) -> Tensor:
+    """Sum over tokens of the squared distance of hidden states [B, S, K] over the wanted square."""
+    ours, wanted = ours.float(), wanted.float()
+    return ((ours - wanted).square().sum(-1) / wanted.square().sum(-1)).sum()
 
 
 def relu_student(config: TrainConfig) -> PreTrainedModel:

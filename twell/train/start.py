@@ -127,6 +127,11 @@ def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: b
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
         )
+    if config.hidden_weight and not config.teacher:
+        raise ValueError(
+            f"hidden_weight is {config.hidden_weight}; only `twell relufy` has a teacher, whose "
+            "hidden states are to be met"
+        )
     if 0 < config.fit_tokens < (least := FIT_NEEDS * config.intermediate_size):
         raise ValueError(
             f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "
@@ -179,7 +184,15 @@ def _check_memory(config: TrainConfig) -> None:
 
 
 def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
-    """Refuse a step that leaves a process without text, or sharded processes waiting forever."""
+    """Refuse a step that leaves a process without text, or sharded processes waiting forever.
+
+    Refuse sharded matrices for Muon, too.
+    """
+    if sharded and config.optimizer == "muon":
+        raise ValueError(
+            "optimizer is 'muon', which needs whole matrices, and FSDP shards them; "
+            "launch with --multi_gpu instead, or take 'adamw'"
+        )
     sequences = config.batch_tokens // config.context
     sizes = f"batch_tokens {config.batch_tokens}, context {config.context}"
     step = f"a step has {sequences} sequences ({sizes}) for {processes} processes"
