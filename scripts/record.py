@@ -157,13 +157,13 @@ RELUFIED = {
             ("hidden", "hidden_weight=1"),
             ("both", "optimizer=muon hidden_weight=1"),
         )
-        for fields, tokens, end, seed in (
-            (BY_THRESHOLD(0.1), "2e7", "", 0),
-            (CHAT, "1.6e8", "-chat-1.6e8", 0),
-            (CHAT, "1.6e8", "-chat-1.6e8-seed-1", 1),
-            (CHAT, "1.6e8", "-chat-1.6e8-seed-2", 2),
+        for fields, tokens, end in (
+            (BY_THRESHOLD(0.1), "2e7", ""),
+            (BY_THRESHOLD(0.1), "8e7", "-8e7"),
+            (CHAT, "1.6e8", "-chat-1.6e8"),
         )
-        for name in [f"{change}-0.1-by-t{end}"]
+        for seed in range(3)
+        for name in [f"{change}-0.1-by-t{end}" + f"-seed-{seed}" * (seed > 0)]
     },
     **{
         name: relufied(name, fields, tokens, fit=fit)
