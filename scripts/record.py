@@ -149,21 +149,17 @@ RELUFIED = {
         for seed in (1, 2)
         for name in [f"again-0.1-by-t{kind}-seed-{seed}"]
     },
-    # Muon, and the layers' outputs compared with the teacher's: each alone and both, then longer.
+    # The outputs of the layers compared with the teacher's, too.
     **{
-        name: relufied(name, f"{fields} {more} seed={seed}", tokens, fit=0)
-        for change, more in (
-            ("muon", "optimizer=muon"),
-            ("hidden", "hidden_weight=1"),
-            ("both", "optimizer=muon hidden_weight=1"),
-        )
+        name: relufied(name, f"{fields} hidden_weight=1 seed={seed}", tokens, fit=0)
         for fields, tokens, end in (
             (BY_THRESHOLD(0.1), "2e7", ""),
             (BY_THRESHOLD(0.1), "8e7", "-8e7"),
+            (BY_THRESHOLD(0.1), "1.6e8", "-1.6e8"),
             (CHAT, "1.6e8", "-chat-1.6e8"),
         )
         for seed in range(3)
-        for name in [f"{change}-0.1-by-t{end}" + f"-seed-{seed}" * (seed > 0)]
+        for name in [f"hidden-0.1-by-t{end}" + f"-seed-{seed}" * (seed > 0)]
     },
     **{
         name: relufied(name, fields, tokens, fit=fit)

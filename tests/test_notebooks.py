@@ -47,7 +47,8 @@ FIGURES = {
     "09_training_choices": "choices_frontier scale_activity flagship race processes",
     "10_clusters": "cluster_costs",
     "11_one_word": "around_word",
-    "12_pretrained": "relufied_course relufied_price relufied_tasks relufied_tokens gains_by_share",
+    "12_pretrained": "relufied_course relufied_price relufied_tasks relufied_tokens"
+    " relufied_frontier gains_by_share",
 }
 # These compute with a model; the others show recorded numbers alone.
 MODEL = ("01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word")

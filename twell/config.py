@@ -61,7 +61,6 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    optimizer: str = "adamw"  # or "muon", of the layers' matrices
     precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
     checkpoint_activations: bool = False  # backward passes compute the layers again
     compile: bool = False  # torch.compile each decoder layer
@@ -335,7 +334,6 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("sampled_share", lambda x: 0 <= x <= 0.9, "be a share, from 0 to 0.9"),
     ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
-    ("optimizer", lambda x: x in ("adamw", "muon"), "be 'adamw' or 'muon'"),
     ("source valid_source tokenizer teacher samples", lambda x: x != "", "name something"),
 ]
 

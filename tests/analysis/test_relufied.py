@@ -219,31 +219,56 @@ def test_budgets_are_the_levels_with_several():
     assert (budgets["difference"] < budgets["high"]).all()
 
 
+def test_accuracy_follows_the_divergence():
+    """Students on a line, and one above it; one without answers does not count."""
+    kls, lost = np.array([0.1, 0.2, 0.4, 0.8]), np.array([0.01, 0.03, 0.05, 0.07])
+    table = pd.DataFrame({"run": [*"abcde"], "kl": [*kls, 9.0]})
+    pairs = pd.DataFrame({"run": [*"abcd"], "difference": -lost, "low": -1.0, "high": 1.0})
+    pairs = pairs.assign(task="mean", reference="original")
+    others = pairs.assign(difference=0.5), pairs.assign(difference=0.5)
+    others = [others[0].assign(task="piqa"), others[1].assign(reference="ReLU alone")]
+    exact = analysis.relufied_frontier(table, pd.concat([*others, pairs]), 0.04)
+    assert exact["students"] == 4 and exact["deviation"] < 1e-12
+    assert exact["slope"] == pytest.approx(-0.02 / np.log(2))
+    # Any two of them give the same line.
+    ends = [exact[end] for end in ("kl", "low", "high")]
+    assert ends == pytest.approx([0.2 * 2**0.5] * 3)
+    expected = exact["intercept"] + exact["slope"] * np.log(kls)
+    np.testing.assert_allclose(expected, -lost)
+    pairs.loc[3, "difference"] += 0.01
+    other = analysis.relufied_frontier(table, pairs, 0.04)
+    fitted = np.polynomial.Polynomial.fit(np.log(kls), pairs["difference"], 1).convert().coef
+    assert [other["intercept"], other["slope"]] == pytest.approx(fitted)
+    rest = pairs["difference"] - fitted @ [np.ones(4), np.log(kls)]
+    assert other["deviation"] == pytest.approx((rest @ rest / 2) ** 0.5)
+    assert other["low"] < other["kl"] < other["high"]
+    with pytest.raises(ValueError, match="2 students have answers; a line needs 3"):
+        analysis.relufied_frontier(table, pairs[:2])
+
+
 def test_an_outlook_goes_on_as_the_runs_did():
-    same = {"teacher_sha256": TEACHER}
-    runs = [relufied_run("few", 0.1, (12, 8), 0.4, **same)]
-    runs.append(relufied_run("many", 0.1, (12, 8.2), 0.2, tokens=2000, **same))
-    other = relufied_run("other", 0.1, (8, 2), 0.2, tokens=4000, threshold=0.5, **same)
-    marks = {"small-original-abcdef12": ("11111111", "1100"), "few": ("11110000", "1100")}
-    marks |= {"many": ("11111100", "1100")}
+    runs = [relufied_run("few", 0.1, (12, 8), 0.4)]
+    runs.append(relufied_run("many", 0.1, (12, 8.2), 0.2, tokens=4000))
+    other = relufied_run("other", 0.1, (8, 2), 0.2, tokens=4000, threshold=0.5)
+    none = pd.DataFrame(columns=["run", "task", "reference", "difference", "low", "high"])
 
-    def outlook(runs, marks, lost):
-        study, items = tables(*runs), kept_answers(marks)
-        table, pairs = analysis.relufied_runs(*study), analysis.relufied_pairs(study[0], items)
-        return analysis.relufied_outlook(table, pairs, items, lost)
+    def outlook(runs, **kls):
+        return analysis.relufied_outlook(analysis.relufied_runs(*tables(*runs)), none, kls)
 
-    (line,) = outlook(runs, marks, 0.0625).to_dict("records")
-    assert (line["level"], line["fewest"], line["most"]) == ("10%", 1000, 2000)
-    # A doubling gains 0.125 of the 0.25 that the first one lost; half as much again is wanted.
-    assert (line["difference"], line["gain"]) == (-0.125, 0.125)
-    assert line["tokens"] == pytest.approx(2000 * 2**0.5)
-    assert line["low"] < line["gain"] < line["high"]
-    assert outlook(runs, marks, 0.2)["tokens"].item() == 2000  # no more are needed
-    marks["few"], marks["many"] = marks["many"], marks["few"]
-    assert np.isnan(outlook(runs, marks, 0.0625)["tokens"].item())
+    (line,) = outlook(runs, kl=0.1, low=0.05, high=0.2).to_dict("records")
+    assert (line["level"], line["fewest"], line["most"]) == ("10%", 1000, 4000)
+    assert line["kl"] == 0.2 and line["active_fraction"] == pytest.approx(0.101)
+    # Four times the tokens halved the divergence; half of it takes four times as many again.
+    assert line["halving"] == pytest.approx(2**-0.5)
+    ends = [line[end] for end in ("tokens", "fewer", "more")]
+    assert ends == pytest.approx([16_000, 4000, 64_000])
+    near = outlook(runs, kl=0.3, low=0.2, high=0.4)
+    assert near[["tokens", "fewer", "more"]].to_numpy().tolist() == [[4000] * 3]  # no more needed
+    worse = [runs[0], relufied_run("many", 0.1, (12, 8.2), 0.5, tokens=4000)]
+    assert np.isinf(outlook(worse, kl=0.1, low=0.05, high=0.2)["tokens"].item())
     # Of runs whose activity differs nothing follows.
-    uneven = [relufied_run("many", 0.1, (8, 8), 0.2, tokens=2000, **same), runs[0], other]
-    assert outlook(uneven, marks, 0.0625).empty
+    uneven = [relufied_run("many", 0.1, (8, 8), 0.2, tokens=4000), runs[0], other]
+    assert outlook(uneven, kl=0.1, low=0.05, high=0.2).empty
 
 
 def test_runs_without_answers_have_no_pairs():

@@ -254,28 +254,33 @@ NUMBERS = {
         "['relufy-0.1-by-t-sampled-1.6e8']",
         r"nats, and to ([\d.]+) where half": "quantities['held_kl']",
         r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
-        r"of ReLU alone loses ([\d.]+) points \(`again": "-over(answered_all, 'again-0')",
-        r"a threshold lose ([\d.]+) to": "-over(answered_all, 'again-0.1-by-t-seed-2')",
-        r"lose 3.2 to ([\d.]+)\.": "-over(answered_all, 'relufy-0.1-by-t')",
-        r"sampled they gain ([\d.]+) points": "100 * outlook['gain'].min()",
-        r"\(−([\d.]+) to \+1.1\)": "-100 * outlook['low'].min()",
-        r"\(−0.3 to \+([\d.]+)\)": "100 * outlook.sort_values('gain')['high'].iloc[0]",
-        r"nothing was fitted, they gain ([\d.]+) points": "100 * outlook['gain'].max()",
-        r"points \(\+([\d.]+) to \+1.6\)": "100 * outlook['low'].max()",
-        r"\(\+0.2 to \+([\d.]+)\)": "100 * outlook.sort_values('gain')['high'].iloc[-1]",
-        r"2 points after (\d+) M tokens": "outlook['tokens'].min() / 1e6",
-        r"slowest drawn after (\d+) billion": "outlook['tokens'].max() / 1e9",
+        r"of ReLU alone loses ([\d.]+) points \(`again": "-over(answers, 'again-0')",
+        r"a threshold lose ([\d.]+) to": "-over(answers, 'again-0.1-by-t-seed-2')",
+        r"lose 3.2 to ([\d.]+)\.": "-over(answers, 'relufy-0.1-by-t')",
+        r"a line through (\d+) students": "frontier['students']",
+        r"students leaves ([\d.]+) points, about": "100 * frontier['deviation']",
+        r"the original at ([\d.]+) nats": "frontier['kl']",
+        r"0.196 nats \(([\d.]+) to": "frontier['low']",
+        r"to\s+([\d.]+)\), further than": "frontier['high']",
+        r"20 M tokens the divergence is ([\d.]+) nats": "table.set_index('run')['kl']"
+        "['hidden-0.1-by-t']",
+        r"without it\s+([\d.]+) \(not fitted": "everyone.set_index('run')['kl']['unfitted-0.1-by-t']",
+        r"either\) to ([\d.]+)\. On": "everyone.set_index('run')['kl']['again-0.1-by-t-seed-1']",
+        r"samples does \(([\d.]+) nats\)": "table.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
+        r"be at 0.196 after (\d+) M": "outlook['tokens'].min() / 1e6",
+        r"tokens \((\d+) to \d+ M\), a": "outlook['fewer'].min() / 1e6",
+        r"tokens \(\d+ to (\d+) M\), a": "outlook['more'].min() / 1e6",
+        r"others would take (\d+) to": "sorted(outlook['tokens'])[1] / 1e6",
+        r"would take 333 to (\d+) M": "outlook['tokens'].max() / 1e6",
+        r"hidden states lose ([\d.]+) points": "-over(answers, 'hidden-0.1-by-t-8e7')",
         r"on our text \(([\d.]+) instead": "table.set_index('run')['kl']['relufy-0.1-by-t-chat']",
-        r"0.38 instead of ([\d.]+) nats": "analysis.relufied_runs(*students).set_index('run')['kl']"
-        "['unfitted-0.1-by-t']",
-        r"each student loses ([\d.]+) points more": "over(answered_all, 'again-0') "
-        "- over(answered_all, 'relufy-0')",
-        r"up to ([\d.]+) points apart": "over(answered_all, 'again-0.1-by-t-seed-2') "
-        "- over(answered_all, 'relufy-0.1-by-t')",
-        r"with a fit, ([\d.]+) \(": "over(answered_all, 'fitted-0.1-by-t-chat-1.6e8') "
-        "- over(answered_all, 'fitted-0.1-by-t-chat')",
-        r"it answers ([\d.]+) points better": "over(answered_all, 'relufy-0.1-by-t-chat-1.6e8') "
-        "- over(answered_all, 'fitted-0.1-by-t-chat-1.6e8')",
+        r"0.38 instead of ([\d.]+) nats": "everyone.set_index('run')['kl']['unfitted-0.1-by-t']",
+        r"each student loses ([\d.]+) points more": "over(answers, 'again-0') "
+        "- over(answers, 'relufy-0')",
+        r"up to ([\d.]+) points apart": "over(answers, 'again-0.1-by-t-seed-2') "
+        "- over(answers, 'relufy-0.1-by-t')",
+        r"it answers ([\d.]+) points better": "over(answers, 'relufy-0.1-by-t-chat-1.6e8') "
+        "- over(answers, 'fitted-0.1-by-t-chat-1.6e8')",
         r"diverge by (\d+) to": "-max(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"28 to (\d+)% less": "-min(map(float, quantities['cuts'].replace('−', '-').split(',')))",
         r"18 on have (\d+) to": "100 * row(layers, name='10%, threshold 0.5')"

@@ -111,6 +111,12 @@ def answered():
     return pairs, table, analysis.relufied_budgets(table, pairs)
 
 
+def frontier():
+    """Students, and a line through them, which a bootstrap of three leaves uncertain."""
+    pairs, table, _ = answered()
+    return pairs, table, analysis.relufied_frontier(table, pairs, 0.3), "A model"
+
+
 def gains():
     """Two layers with a line each, and one of a single point."""
     case = [(2048, 5632, True, 65536), (2048, 8192, False, 65536), (4096, 14336, True, 1)]
@@ -432,6 +438,7 @@ CASES = {
     ),
     "tasks of relufied": ("relufied_tasks", lambda: [*answered()[:2], "A model"]),
     "tokens of relufied": ("relufied_tokens", lambda: [answered()[2], answered()[1], "A model"]),
+    "frontier of relufied": ("relufied_frontier", frontier),
     "tokens without answers": (
         "relufied_tokens",
         lambda: [answered()[2].assign(difference=np.nan), answered()[1]],

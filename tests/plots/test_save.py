@@ -68,10 +68,17 @@ def test_few_colours_look_like_all(tmp_path):
         apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(every.convert("RGB"), int))
     assert apart.mean() < 0.1 and (apart > 64).mean() < 1e-4
     assert path.stat().st_size < 0.6 * len(whole.getvalue())
-    shades = Figure(figsize=(1, 1))
-    shades.figimage(np.random.default_rng(SEED).random((200, 200, 3)))
-    with Image.open(plots.save(shades, tmp_path / "shades", [], {}, "live")) as every:
-        assert every.mode != "P" and every.getcolors(8192) is None
+    # Of many shades each stays near its own, or all are kept.
+    noise = np.random.default_rng(SEED).random((200, 200, 3))
+    for shades, mode in (0.9 * noise[..., :1] + 0.04 * noise, "P"), (noise, "RGB"):
+        figure, whole = Figure(figsize=(1, 1)), io.BytesIO()
+        figure.figimage(shades)
+        figure.savefig(whole, format="png", dpi=200)
+        path = plots.save(figure, tmp_path / mode, [], {}, "live")
+        with Image.open(path) as few, Image.open(whole) as every:
+            assert few.mode == mode and every.convert("RGB").getcolors(8192) is None
+            pair = [np.asarray(one.convert("RGB"), int) for one in (few, every)]
+        assert np.abs(pair[0] - pair[1]).max() <= 12
 
 
 def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):

@@ -17,7 +17,7 @@ from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
 from twell.train import evaluate, train
-from twell.train.build import build_optimizer
+from twell.train.build import adamw
 from twell.train.loop import Run
 from twell.train.validation import counters
 
@@ -144,7 +144,7 @@ def test_other_layers_train(tiny_config, tmp_path, changes):
 
 def test_matrices_decay_and_vectors_do_not(tiny_config):
     model = SparseLlamaForCausalLM(tiny_config.model_config())
-    groups = build_optimizer(model, tiny_config, torch.device("cpu")).param_groups
+    groups = adamw(model, tiny_config, torch.device("cpu")).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert [{p.dim() for p in group["params"]} for group in groups] == [{2}, {1}]
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))

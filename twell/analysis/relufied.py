@@ -8,12 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from twell.analysis.items import answer_records, paired_records
+from twell.analysis.items import DRAWS, answer_records, paired_records
 from twell.analysis.runs import check_alike, last_validation, level_name, logged_layers
 from twell.measure import providers
 
 # Fields that tell such runs apart; all else has to be alike.
 _LEVEL = ["active_share", "l1_coefficient", "threshold", "sampled_share", "sampled_chat"]
+_LEVEL += ["hidden_weight"]
 ASKED = [*_LEVEL, "fit_tokens", "tokens", "seed"]
 _SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
@@ -52,6 +53,7 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["by"] = np.where(cut, "threshold", fixed)
     written = np.where(complete["sampled_chat"], ", conversations", ", sampled")
     table["by"] += np.where(complete["sampled_share"] > 0, written, "")
+    table["by"] += np.where(complete["hidden_weight"] > 0, ", hidden states", "")
     table["by"] += complete["fit"]
     # Of what is not steered the log has nothing: the configuration's is the last. A log of printed
     # lines alone has no threshold.
@@ -154,34 +156,71 @@ def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     return several.join(_over_original(pairs), on="run")
 
 
-def relufied_outlook(
-    table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame, lost: float = 0.02
-) -> pd.DataFrame:
-    """Return how many tokens would bring each level to `lost` below the original, extrapolated.
+def relufied_frontier(
+    table: pd.DataFrame, pairs: pd.DataFrame, lost: float = 0.02
+) -> dict[str, float]:
+    """Return how the accuracy of tasks follows the divergence: the same for all students, about.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. Of levels with
-    several budgets and answers, whose activity differs by at most ALIKE, the runs on the fewest and
-    the most tokens count. Columns: level, fewest and most (tokens), active_fraction and difference
-    (of the latter), gain, low and high (of its accuracy over the former's, with the 95% interval
-    over items), and tokens, if each further doubling gained as much; NaN where that is no gain.
+    table, pairs: `relufied_runs` and `relufied_pairs`. A line of least squares through the
+    difference from the original over log KL: students (their number), slope and intercept (of
+    difference over ln KL), deviation (standard deviation around the line; differences are shares of
+    1), and kl, the divergence at which the line is `lost` below the original, with low and high,
+    its 95% interval by bootstrap over the students. Raises ValueError for fewer than three.
     """
-    budgets = relufied_budgets(table, pairs).dropna(subset="difference")
-    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    answered = table.set_index("run").join(_over_original(pairs)).dropna(subset="difference")
+    if len(answered) < 3:
+        raise ValueError(f"{len(answered)} students have answers; a line needs 3 at least")
+    x, y = np.log(answered["kl"].to_numpy()), answered["difference"].to_numpy()
+    draws = np.random.default_rng(0).integers(len(x), size=(DRAWS, len(x)))
+    slopes, intercepts = _line(x[draws], y[draws])
+    slope, intercept = _line(x, y)
+    ends = np.exp(np.nanquantile((-lost - intercepts) / slopes, [0.025, 0.975]))
+    return {
+        "students": len(x),
+        "slope": float(slope),
+        "intercept": float(intercept),
+        "deviation": float(np.sqrt(((y - intercept - slope * x) ** 2).sum() / (len(x) - 2))),
+        "kl": float(np.exp((-lost - intercept) / slope)),
+        "low": float(ends[0]),
+        "high": float(ends[1]),
+    }
+
+
+def relufied_outlook(
+    table: pd.DataFrame, pairs: pd.DataFrame, frontier: dict[str, float]
+) -> pd.DataFrame:
+    """Return how many tokens would bring each level to the divergence of `relufied_frontier`.
+
+    table, pairs: `relufied_runs` and `relufied_pairs`. Of levels with several budgets, whose
+    activity differs by at most ALIKE, the runs on the fewest and the most tokens count. Columns:
+    level, fewest and most (tokens), active_fraction, kl and difference of the latter, halving (the
+    divergence after twice the tokens over that before), and tokens, with fewer and more for the
+    interval of the frontier's divergence, if each doubling went on to divide it alike; infinite
+    where it does not.
+    """
     lines = []
-    for level, runs in budgets.groupby("level"):
+    for level, runs in relufied_budgets(table, pairs).groupby("level"):
         shares = runs["active_fraction"]
         if runs["tokens"].nunique() < 2 or shares.max() > (1 + ALIKE) * shares.min():
             continue
         first, last = runs.iloc[0], runs.iloc[-1]
-        gains = paired_records(records[last["run"]], records[first["run"]]).iloc[-1]
-        doublings = np.log2(last["tokens"] / first["tokens"])
-        needed, gain = max(0, -lost - last["difference"]), gains["difference"]
-        exponent = doublings * needed / gain if gain > 0 else np.nan
+        exponent = np.log(last["kl"] / first["kl"]) / np.log(last["tokens"] / first["tokens"])
         line = {"level": level, "fewest": first["tokens"], "most": last["tokens"]}
-        line |= last[["active_fraction", "difference"]].to_dict()
-        line |= {"gain": gain, "low": gains["low"], "high": gains["high"]}
-        lines.append(line | {"tokens": last["tokens"] * 2.0 ** min(exponent, 100)})
+        line |= last[["active_fraction", "kl", "difference"]].to_dict() | {"halving": 2.0**exponent}
+        for name, end in (("tokens", "kl"), ("fewer", "high"), ("more", "low")):
+            ratio = frontier[end] / last["kl"]
+            grows = exponent < 0 or ratio >= 1
+            line[name] = last["tokens"] * max(1, ratio ** (1 / exponent)) if grows else np.inf
+        lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slope and intercept of least squares over the last axis; NaN where all x are one."""
+    from_mean = x - x.mean(-1, keepdims=True)
+    square = (from_mean**2).sum(-1)
+    slope = (from_mean * y).sum(-1) / np.where(square > 0, square, np.nan)
+    return slope, y.mean(-1) - slope * x.mean(-1)
 
 
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
@@ -235,7 +274,12 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
-    for field in ("fit_tokens", "sampled_share", "sampled_chat"):  # older runs had none
+    for field in (
+        "fit_tokens",
+        "sampled_share",
+        "sampled_chat",
+        "hidden_weight",
+    ):  # older runs had none
         given = complete.get(field, pd.Series(0.0, complete.index))
         complete[field] = given.astype(float).fillna(0)
     if complete.empty:
@@ -258,15 +302,24 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     return complete.assign(name=names).set_index("run")
 
 
-def _level(share: float, coefficient: float, threshold: float, sampled: float, chat: float) -> str:
+def _level(
+    share: float,
+    coefficient: float,
+    threshold: float,
+    sampled: float = 0,
+    chat: float = 0,
+    hidden: float = 0,
+) -> str:
     """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
 
     Or "10% by a threshold", wherever that began. With ", 25% sampled" or ", 50% conversations"
-    where the teacher wrote text.
+    where the teacher wrote text, and ", hidden states" where these were compared too.
     """
+    if hidden:
+        return f"{_level(share, coefficient, threshold, sampled, chat)}, hidden states"
     if sampled:
         written = f"{100 * sampled:g}% {'conversations' if chat else 'sampled'}"
-        return f"{_level(share, coefficient, threshold, 0, 0)}, {written}"
+        return f"{_level(share, coefficient, threshold)}, {written}"
     if share and not coefficient:
         return f"{100 * share:g}% by a threshold"
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1

@@ -29,7 +29,7 @@ from twell.measure.step import training_ops
 from twell.models.l1 import l1_by_layer
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
-from twell.train.build import build_optimizer
+from twell.train.build import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
@@ -180,7 +180,7 @@ class Trainer:
             if self.sparse_state is not None:  # the capacity is known already
                 self.sparse.restore(self.sparse_state)
         self.model.train()
-        self.optimizer = build_optimizer(self.model, self.config, self.gpu.device, learning_rate)
+        self.optimizer = adamw(self.model, self.config, self.gpu.device, learning_rate)
 
     def leave(self) -> None:
         """End sparse training, and keep its state."""

@@ -25,12 +25,13 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from PIL import Image
+from PIL import Image, ImageChops
 
 from twell import results
 
 _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
+_NEAR = 12  # of 255: shades that look alike
 COLUMN, PAGE = 3.35, 6.8  # widths in a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, _CYAN = sns.color_palette("colorblind", 10)
 # One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
@@ -260,12 +261,16 @@ def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tup
 
 
 def png(figure: Figure, dpi: int = _DPI) -> bytes:
-    """A figure as PNG with 256 colours, a third of the size; where shades would merge, with all."""
+    """A figure as PNG with 256 colours, a third of the size; with all where these would differ."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     drawn = Image.open(buffer).convert("RGB")
     if drawn.getcolors(_SHADES) is not None:
         drawn = drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    else:
+        few = drawn.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        apart = ImageChops.difference(drawn, few.convert("RGB")).getextrema()
+        drawn = few if max(most for _, most in apart) <= _NEAR else drawn
     buffer = io.BytesIO()
     drawn.save(buffer, "png", optimize=True, dpi=(dpi, dpi))
     return buffer.getvalue()

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from twell import analysis
@@ -29,6 +30,7 @@ from twell.plots.base import (
     _key,
     _legend,
     _note,
+    _panel,
     _plain,
     _range,
     _sentence,
@@ -270,6 +272,43 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     left.margins(x=0.12)
     apart = "Marks of as many tokens stand side by side." if len(looks) > 1 else ""
     _end(figure, looks, _sentence(about), "One run each.", shares, bars, apart)
+    return figure
+
+
+def relufied_frontier(
+    pairs: pd.DataFrame, table: pd.DataFrame, frontier: dict[str, float], about: str = ""
+) -> Figure:
+    """Draw how much less accurate than the original students are over their divergence from it.
+
+    pairs, table, frontier: `analysis.relufied_pairs`, `analysis.relufied_runs` and
+    `analysis.relufied_frontier`. about: the model. A mark a run, of the colour of its wanted share.
+    """
+    figure, ax = _panel(PAGE, 2.9)
+    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == analysis.ORIGINAL)]
+    looks, runs = _looks(table, sized=False), table.set_index("run")
+    entries: dict[str, Line2D] = {}
+    order = runs["wanted"].where(runs["wanted"] > 0, 1.0).sort_values(ascending=False).index
+    for run in [run for run in order if run in set(means["run"])]:
+        share, colour = runs.loc[run, "wanted"], looks[runs.loc[run, "name"]]["color"]
+        mark = _key(colour, marker="o", linestyle="")
+        entries[f"{100 * share:g}%" if share else analysis.WITHOUT_L1] = mark
+        (difference,) = means.loc[means["run"] == run, "difference"]
+        ax.plot(runs.loc[run, "kl"], 100 * difference, "o", color=colour, zorder=3)
+    x = np.array([0.95 * min(frontier["low"], runs["kl"].min()), 1.05 * runs["kl"].max()])
+    line = 100 * (frontier["intercept"] + frontier["slope"] * np.log(x))
+    off = 100 * frontier["deviation"]
+    ax.plot(x, line, color="0.35", linewidth=1)
+    ax.fill_between(x, line - off, line + off, color="0.9", linewidth=0, zorder=0)
+    lost = 100 * (frontier["intercept"] + frontier["slope"] * np.log(frontier["kl"]))
+    ax.plot([frontier["low"], frontier["high"]], [lost, lost], color="black", linewidth=3)
+    ax.set(xlabel="KL divergence (nats)", xscale="log", ylabel=_POINTS)
+    _plain(ax.xaxis)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
+    _legend(figure, "right", entries, title="wanted share")
+    what = f"{frontier['students']} students, mean over tasks, student − original."
+    drawn = "Grey: the line of least squares and one standard deviation of the students around it."
+    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval (bootstrap over students)."
+    _caption(figure, _sentence(about), what, drawn, needed)
     return figure
 
 

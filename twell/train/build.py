@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, save
 from twell.sparse.training import SparseTraining
-from twell.train.muon import Muon
 from twell.train.relufy import Student
 
 
@@ -64,29 +63,21 @@ def _compile_layers(
             layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
 
 
-def build_optimizer(
+def adamw(
     model: torch.nn.Module,
     config: TrainConfig,
     device: torch.device,
     learning_rate: float | None = None,
 ) -> torch.optim.AdamW:
-    """Return the optimiser of `config` for a model that trains on `device`.
+    """Return AdamW by `config` for a model that trains on `device`.
 
     Matrices decay; vectors (the norms' gains, biases) do not, as usual for transformers.
     learning_rate: None takes the configuration's.
     """
-    inner = {id(p) for p in model.model.layers.parameters() if p.dim() >= 2}
-    muon = config.optimizer == "muon"
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() >= 2 and not (muon and id(p) in inner)]
-    groups = [
-        {"params": matrices},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    if muon:
-        groups.append({"params": [p for p in parameters if id(p) in inner], "muon": True})
-    return (Muon if muon else torch.optim.AdamW)(
-        groups,
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.learning_rate if learning_rate is None else learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

@@ -26,7 +26,7 @@ from twell.config import TrainConfig, l1_schedule
 from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import build_model, build_optimizer, prepare_layers, save_model
+from twell.train.build import adamw, build_model, prepare_layers, save_model
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.fit import fit_down
@@ -68,7 +68,7 @@ class Run:
         if accelerator.distributed_type == DistributedType.FSDP:  # refuses unusual strides
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.contiguous()
-        optimizer = build_optimizer(self.model, config, self.device)
+        optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = get_cosine_schedule_with_warmup(
             self.optimizer.optimizer, config.warmup_steps, config.steps

@@ -184,15 +184,7 @@ def _check_memory(config: TrainConfig) -> None:
 
 
 def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
-    """Refuse a step that leaves a process without text, or sharded processes waiting forever.
-
-    Refuse sharded matrices for Muon, too.
-    """
-    if sharded and config.optimizer == "muon":
-        raise ValueError(
-            "optimizer is 'muon', which needs whole matrices, and FSDP shards them; "
-            "launch with --multi_gpu instead, or take 'adamw'"
-        )
+    """Refuse a step that leaves a process without text, or sharded processes waiting forever."""
     sequences = config.batch_tokens // config.context
     sizes = f"batch_tokens {config.batch_tokens}, context {config.context}"
     step = f"a step has {sequences} sequences ({sizes}) for {processes} processes"
