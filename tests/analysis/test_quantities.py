@@ -449,7 +449,7 @@ def test_seeds_of_a_student_have_a_mean_and_the_best_of_the_longest_is_named():
         relufied_run(name, 0.1, (12, 8), 0.3, **steered, seed=i) for i, name in enumerate(names)
     ]
     more = steered | {"tokens": 2000}
-    runs.append(relufied_run("longer", 0.1, (11, 8), 0.2, **more))
+    runs.append(relufied_run("longer", 0.1, (12, 8), 0.2, **more))
     runs.append(relufied_run("drawn", 0.1, (11, 9), 0.1, **more, sampled_share=0.5))
     runs += [relufied_study()[0], relufied_run("again", 0.0, (60, 40), 0.1, teacher_sha256=TEACHER)]
     marks = {"second": MARKS["alone"], "third": MARKS["longer"], "drawn": MARKS["alone"]}
@@ -465,3 +465,11 @@ def test_seeds_of_a_student_have_a_mean_and_the_best_of_the_longest_is_named():
     assert found["seeds_name"] == "10% by a threshold" and "50% sampled" in found["held_name"]
     # Neither of two runs of ReLU alone is a student of the other.
     assert found["students"] == 3 and found["alone_every"] == "+0.0, −12.5"
+    table = analysis.relufied_runs(configs, log)
+    line = analysis.relufied_frontier(table, pairs)
+    (further,) = analysis.relufied_outlook(table, pairs, line).to_dict("records")
+    check(found, line_students=7, line_kl=line["kl"], line_deviation=100 * line["deviation"])
+    check(found, line_low=line["low"], line_high=line["high"])
+    ends = {f"line_{end}": further[end] / 1e6 for end in ("tokens", "fewer", "more")}
+    check(found, **ends)
+    assert found["line_level"] == "10% by a threshold"

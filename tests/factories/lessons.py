@@ -264,7 +264,8 @@ NUMBERS = {
         r"to\s+([\d.]+)\), further than": "frontier['high']",
         r"20 M tokens the divergence is ([\d.]+) nats": "table.set_index('run')['kl']"
         "['hidden-0.1-by-t']",
-        r"without it\s+([\d.]+) \(not fitted": "everyone.set_index('run')['kl']['unfitted-0.1-by-t']",
+        r"without it\s+([\d.]+) \(not fitted": "everyone.set_index('run')['kl']"
+        "['unfitted-0.1-by-t']",
         r"either\) to ([\d.]+)\. On": "everyone.set_index('run')['kl']['again-0.1-by-t-seed-1']",
         r"samples does \(([\d.]+) nats\)": "table.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
         r"be at 0.196 after (\d+) M": "outlook['tokens'].min() / 1e6",

@@ -44,8 +44,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
         ".relufied": "ALIKE ASKED MANY_TOKENS ORIGINAL WITHOUT_L1 gains_by_share relufied_answers "
-        "relufied_budgets relufied_course relufied_frontier relufied_layers relufied_outlook relufied_pairs "
-        "relufied_runs",
+        "relufied_budgets relufied_course relufied_frontier relufied_layers "
+        "relufied_outlook relufied_pairs relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "
         "activity_at alive_levels check_alike choice cross_entropy_change described fits hardware "
         "last_validation level_name levels list_runs logged_layers price_at processes readable "

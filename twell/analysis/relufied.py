@@ -174,6 +174,7 @@ def relufied_frontier(
     draws = np.random.default_rng(0).integers(len(x), size=(DRAWS, len(x)))
     slopes, intercepts = _line(x[draws], y[draws])
     slope, intercept = _line(x, y)
+    slopes = np.where(slopes == 0, np.nan, slopes)  # level: never there
     ends = np.exp(np.nanquantile((-lost - intercepts) / slopes, [0.025, 0.975]))
     return {
         "students": len(x),

@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from twell.analysis.relufied import ORIGINAL, WITHOUT_L1
+from twell.analysis.relufied import (
+    ORIGINAL,
+    WITHOUT_L1,
+    relufied_frontier,
+    relufied_outlook,
+)
 from twell.analysis.runs import level_name, levels, recommended, settles_after
 from twell.analysis.variants import (
     QUANTITIES,
@@ -305,8 +310,10 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens. seeds_: over
     the original, the mean of the runs of the sparse level that was trained most often, with
     Student's t over these. held_: over the original, the best of the held_runs with a steered
-    threshold on the most tokens (M), its divergence (nats), and held_worst, of the worst. `cuts`
-    are the changes (%) of the divergence where a threshold joins L1, by wanted share.
+    threshold on the most tokens (M), its divergence (nats), and held_worst, of the worst. line_:
+    `relufied_frontier` (deviation in points), and the level of `relufied_outlook` that needs the
+    fewest tokens (M). `cuts` are the changes (%) of the divergence where a threshold joins L1, by
+    wanted share.
     """
     shares = 100 * table.set_index("run")["active_fraction"]
     means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
@@ -341,6 +348,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
         result["seeds_difference"] = 100 * seeds["difference"].mean()
         result["seeds_limit"] = mean_limit(100 * seeds["difference"])
         result["seeds_share"] = seeds["share"].mean()
+    result |= _line(table, pairs) if len(beyond) > 2 else {}
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
     wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
     best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
@@ -350,6 +358,19 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
         result["cut_shares"] = ", ".join(f"{100 * share:g}" for share in changes.index)
         result["cuts"] = ", ".join(f"{change:.0f}" for change in changes).replace("-", "−")
     return result
+
+
+def _line(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
+    """The line of `relufied_frontier`, and the level that is to come there first."""
+    line = relufied_frontier(table, pairs)
+    result = {f"line_{name}": line[name] for name in ("students", "kl", "low", "high")}
+    result["line_deviation"] = 100 * line["deviation"]
+    outlook = relufied_outlook(table, pairs, line)
+    if outlook.empty:
+        return result
+    first = outlook.loc[outlook["tokens"].idxmin()]
+    millions = {f"line_{end}": first[end] / 1e6 for end in ("tokens", "fewer", "more")}
+    return result | millions | {"line_level": first["level"]}
 
 
 def training(

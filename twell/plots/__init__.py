@@ -37,8 +37,8 @@ __getattr__, __dir__, __all__ = hand_on(
         "paired_tasks table1_scale table6_tasks",
         ".parts": "model_decode model_parts",
         ".precision": "fp8_quality",
-        ".relufied": "gains_by_share relufied_course relufied_frontier relufied_price relufied_tasks "
-        "relufied_tokens",
+        ".relufied": "gains_by_share relufied_course relufied_frontier relufied_price "
+        "relufied_tasks relufied_tokens",
         ".speed": "DENSE_FP8 NAMES NEAR PROVIDERS SPARSE_FP8 STYLES ffn_activity ffn_roofline "
         "ffn_tokens training_activity",
         ".training": "BACKENDS CHOICES STATUS_MARKERS choices_frontier computed_otherwise "

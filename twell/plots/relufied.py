@@ -307,7 +307,8 @@ def relufied_frontier(
     _legend(figure, "right", entries, title="wanted share")
     what = f"{frontier['students']} students, mean over tasks, student − original."
     drawn = "Grey: the line of least squares and one standard deviation of the students around it."
-    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval (bootstrap over students)."
+    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval "
+    needed += "(bootstrap over students)."
     _caption(figure, _sentence(about), what, drawn, needed)
     return figure
 
