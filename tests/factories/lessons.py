@@ -262,12 +262,12 @@ NUMBERS = {
         r"the original at ([\d.]+) nats": "frontier['kl']",
         r"0.196 nats \(([\d.]+) to": "frontier['low']",
         r"to\s+([\d.]+)\), further than": "frontier['high']",
-        r"20 M tokens the divergence is ([\d.]+) nats": "table.set_index('run')['kl']"
+        r"20 M tokens the divergence is ([\d.]+) nats": "everyone.set_index('run')['kl']"
         "['hidden-0.1-by-t']",
         r"without it\s+([\d.]+) \(not fitted": "everyone.set_index('run')['kl']"
         "['unfitted-0.1-by-t']",
         r"either\) to ([\d.]+)\. On": "everyone.set_index('run')['kl']['again-0.1-by-t-seed-1']",
-        r"samples does \(([\d.]+) nats\)": "table.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
+        r"samples does \(([\d.]+) nats\)": "everyone.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
         r"be at 0.196 after (\d+) M": "outlook['tokens'].min() / 1e6",
         r"tokens \((\d+) to \d+ M\), a": "outlook['fewer'].min() / 1e6",
         r"tokens \(\d+ to (\d+) M\), a": "outlook['more'].min() / 1e6",

@@ -253,17 +253,17 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         millions = line["tokens"] / 1e6 * 1.04 ** (place - (len(looks) - 1) / 2)  # side by side
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
         left.plot(millions, line["kl"], **look)
-        beside = {0: ((-2, 5), "right"), len(looks) - 1: ((2, -13), "left")}
-        offset, side = beside.get(place, ((0, 6), "center"))
-        for x, kl, share in zip(millions, line["kl"], 100 * line["active_fraction"], strict=True):
-            _note(left, f"{share:.2g}%", (x, kl), offset, ha=side, color=look["color"])
+        shares = 100 * line["active_fraction"]
+        if shares.max() > (1 + analysis.ALIKE) * shares.min():
+            for x, kl, share in zip(millions, line["kl"], shares, strict=True):
+                _note(left, f"{share:.2g}%", (x, kl), (0, 6), ha="center", color=look["color"])
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log")
     right.set(xlabel="training tokens (millions)", ylabel=_POINTS)
     left.set_ylabel("KL divergence (nats)")
     _plain(left.xaxis)
-    shares = "Left: the numbers are active neurons."
+    shares = "Left: numbers are active neurons, where these change."
     bars = "Right: student − original, mean over tasks; bars are 95% intervals over the items."
     if budgets["difference"].isna().all():
         _instead(right, "no answers are recorded")
