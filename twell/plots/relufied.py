@@ -40,7 +40,18 @@ from twell.plots.base import (
 _LAYERS = [(SPARSE, "o"), (DECODE, "s"), (ROWWISE, "D"), (HYBRID, "^"), (GATE, "v"), (UP, "P")]
 _LAYERS += [("0.45", "X"), ("black", "*")]  # colour and marker of measured layers
 _SHARE, _POINTS = "active neurons (%)", "accuracy difference (points)"
-_KINDS = list(zip("os^DvP", ["-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1))], strict=True))
+_DASHES = [
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (5, 1)),
+    (0, (1, 1)),
+    (0, (8, 2)),
+    (0, (3, 1, 1, 1)),
+    (0, (2, 3)),
+]
+_KINDS = list(zip("os^DvPX<>", _DASHES, strict=True))
 _WAYS = {"L1": "L1 alone", "both": "L1 and a fixed threshold", "steered": "A steered threshold"}
 _REFERENCES = {
     analysis.ORIGINAL: "student − original",
@@ -256,7 +267,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         shares = 100 * line["active_fraction"]
         if shares.max() > (1 + analysis.ALIKE) * shares.min():
             for x, kl, share in zip(millions, line["kl"], shares, strict=True):
-                _note(left, f"{share:.2g}%", (x, kl), (0, 6), ha="center", color=look["color"])
+                _note(left, f"{share:.2g}%", (x, kl), (-3, -13), ha="center", color=look["color"])
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log")
