@@ -256,8 +256,8 @@ def test_relufied_runs_compare():
     first = configs["relufy-0.1"]
     asked = {"active_share", "l1_coefficient", "threshold", "tokens", "l1_zero_steps"}
     asked |= {"l1_stage_steps", "log_every", "valid_every", "sampled_share", "sampled_tokens"}
-    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}, "again": {"seed"}}
-    tried |= {"chat": {"sampled_chat", "fit_tokens"}}
+    tried = {"rate": {"learning_rate"}, "unfitted": {"fit_tokens"}, "seed": {"seed"}}
+    tried |= {"chat": {"sampled_chat", "fit_tokens"}, "hidden": {"hidden_weight", "fit_tokens"}}
     for name, fields in configs.items():
         different = {key for key in fields if fields[key] != first[key]}
         assert different <= asked.union(*map(tried.get, {*name.split("-")} & {*tried})), name

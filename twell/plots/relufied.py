@@ -266,8 +266,10 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         left.plot(millions, line["kl"], **look)
         shares = 100 * line["active_fraction"]
         if shares.max() > (1 + analysis.ALIKE) * shares.min():
-            for x, kl, share in zip(millions, line["kl"], shares, strict=True):
-                _note(left, f"{share:.2g}%", (x, kl), (-3, -13), ha="center", color=look["color"])
+            for n, (x, kl) in enumerate(zip(millions, line["kl"], strict=True)):
+                offset = (0, 6) if n else (-3, -13)  # other lines fall from above the first mark
+                text = f"{shares.iloc[n]:.2g}%"
+                _note(left, text, (x, kl), offset, ha="center", color=look["color"])
         right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log")
