@@ -144,6 +144,8 @@ def test_a_race_ends_at_the_loss_that_both_reach():
         {
             "a_step": 400,
             "a_step_limit": np.nan,
+            "a_step_least": 400,
+            "a_step_most": 400,
             "a_step_runs": 1,
             "a_step_imposed": 100,
             "a_step_active": 9,
@@ -166,6 +168,7 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     both = measured.stepped([raced, slower, raced[:0]], rows, "a", "m")
     limit = scipy.stats.t.ppf(0.975, 1) * np.std([400, -80], ddof=1) / np.sqrt(2)
     assert both["a_step"] == pytest.approx(160) and both["a_step_runs"] == 2
+    assert [both["a_step_least"], both["a_step_most"]] == pytest.approx([-80, 400])
     assert both["a_step_limit"] == pytest.approx(limit)
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):

@@ -409,7 +409,8 @@ def test_students_are_judged_by_whole_intervals():
     def numbers(*runs, answers=kept_answers):
         configs, log = tables(*runs)
         table = analysis.relufied_runs(configs, log)
-        return quantities.pretrained(table, analysis.relufied_pairs(configs, answers()))
+        pairs = analysis.relufied_pairs(configs, answers())
+        return quantities.pretrained(table, pairs, answers())
 
     more = [relufied_run("cut", 0.1, (9, 8), kl=0.2, threshold=0.5)]
     more += [relufied_run(f"of-{t}", 0.02, (2, 2), kl=0.4 - t, threshold=t) for t in (0, 0.2, 0.1)]
@@ -437,7 +438,7 @@ def test_the_student_of_a_steered_threshold_is_the_one_on_the_most_tokens():
     runs.append(relufied_run("longer", 0.1, (11, 8), 0.2, **sampled))
     configs, log = tables(*runs)
     pairs = analysis.relufied_pairs(configs, kept_answers())
-    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs)
+    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs, kept_answers())
     check(found, held_difference=-50, held_share=9.5, held_tokens=0.002, held_kl=0.2, held_runs=1)
     assert "cuts" not in found and "seeds_runs" not in found  # neither is L1 beside a threshold
 
@@ -455,8 +456,9 @@ def test_seeds_of_a_student_have_a_mean_and_the_best_of_the_longest_is_named():
     marks = {"second": MARKS["alone"], "third": MARKS["longer"], "drawn": MARKS["alone"]}
     marks["again"] = MARKS["small-original-abcdef12"]
     configs, log = tables(*runs)
-    pairs = analysis.relufied_pairs(configs, kept_answers(MARKS | marks))
-    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs)
+    items = kept_answers(MARKS | marks)
+    pairs = analysis.relufied_pairs(configs, items)
+    found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs, items)
     # Over the original: -37.5, -12.5 and -50 points; twice as many tokens: -50 and -12.5.
     check(found, seeds_difference=-100 / 3, seeds_runs=3, seeds_share=10)
     half = scipy.stats.t.ppf(0.975, 2) * np.std([-37.5, -12.5, -50], ddof=1) / np.sqrt(3)
@@ -466,10 +468,10 @@ def test_seeds_of_a_student_have_a_mean_and_the_best_of_the_longest_is_named():
     # Neither of two runs of ReLU alone is a student of the other.
     assert found["students"] == 3 and found["alone_every"] == "+0.0, −12.5"
     table = analysis.relufied_runs(configs, log)
-    line = analysis.relufied_frontier(table, pairs)
+    line = analysis.relufied_frontier(table, pairs, items)
     (further,) = analysis.relufied_outlook(table, pairs, line).to_dict("records")
     check(found, line_students=7, line_kl=line["kl"], line_deviation=100 * line["deviation"])
     check(found, line_low=line["low"], line_high=line["high"])
-    ends = {f"line_{end}": further[end] / 1e6 for end in ("tokens", "fewer", "more")}
-    check(found, **ends)
+    ends = {f"line_{end}": further[end] / 1e6 for end in ("tokens", "fewer", "more", "most")}
+    check(found, **ends, line_nearest=0.1, line_difference=100 * further["difference"])
     assert found["line_level"] == "10% by a threshold"

@@ -219,35 +219,47 @@ def test_budgets_are_the_levels_with_several():
     assert (budgets["difference"] < budgets["high"]).all()
 
 
-def test_accuracy_follows_the_divergence():
-    """Students on a line, and one above it; one without answers does not count."""
-    kls, lost = np.array([0.1, 0.2, 0.4, 0.8]), np.array([0.01, 0.03, 0.05, 0.07])
-    table = pd.DataFrame({"run": [*"abcde"], "kl": [*kls, 9.0]})
-    pairs = pd.DataFrame({"run": [*"abcd"], "difference": -lost, "low": -1.0, "high": 1.0})
-    pairs = pairs.assign(task="mean", reference="original")
-    others = pairs.assign(difference=0.5), pairs.assign(difference=0.5)
-    others = [others[0].assign(task="piqa"), others[1].assign(reference="ReLU alone")]
-    exact = analysis.relufied_frontier(table, pd.concat([*others, pairs]), 0.04)
-    assert exact["students"] == 4 and exact["deviation"] < 1e-12
-    assert exact["slope"] == pytest.approx(-0.02 / np.log(2))
-    # Any two of them give the same line.
-    ends = [exact[end] for end in ("kl", "low", "high")]
-    assert ends == pytest.approx([0.2 * 2**0.5] * 3)
-    expected = exact["intercept"] + exact["slope"] * np.log(kls)
-    np.testing.assert_allclose(expected, -lost)
-    pairs.loc[3, "difference"] += 0.01
-    other = analysis.relufied_frontier(table, pairs, 0.04)
-    fitted = np.polynomial.Polynomial.fit(np.log(kls), pairs["difference"], 1).convert().coef
-    assert [other["intercept"], other["slope"]] == pytest.approx(fitted)
-    rest = pairs["difference"] - fitted @ [np.ones(4), np.log(kls)]
-    assert other["deviation"] == pytest.approx((rest @ rest / 2) ** 0.5)
-    assert other["low"] < other["kl"] < other["high"]
+def test_accuracy_over_the_divergence():
+    """Students that answer so many of 20 items of each task; the original answers all."""
+    right, kls = {"a": 18, "b": 14, "c": 10, "d": 7}, {"a": 0.1, "b": 0.2, "c": 0.4, "d": 0.8}
+    runs = [
+        relufied_run(name, 0.1, (12, 8), kl, teacher_sha256=TEACHER, seed=seed)
+        for seed, (name, kl) in enumerate([*kls.items(), ("unanswered", 9.0)])
+    ]
+    study = tables(*runs)
+    table = analysis.relufied_runs(*study)
+
+    def frontier(right, times=1, lost=0.4):
+        marks = {name: ("1" * n + "0" * (20 - n)) * times for name, n in right.items()}
+        marks["small-original-abcdef12"] = "1" * 20 * times
+        items = kept_answers({name: (mark, mark) for name, mark in marks.items()})
+        pairs = analysis.relufied_pairs(study[0], items)
+        return analysis.relufied_frontier(table, pairs, items, lost)
+
+    found = frontier(right)
+    x, y = np.log([*kls.values()]), np.array([*right.values()]) / 20 - 1
+    fitted = np.polynomial.Polynomial.fit(x, y, 1).convert().coef
+    assert [found["intercept"], found["slope"]] == pytest.approx(fitted)
+    off = y - fitted @ [np.ones(4), x]
+    assert found["deviation"] == pytest.approx((off @ off / 2) ** 0.5)
+    assert found["students"] == 4 and found["nearest"] == 0.1
+    assert found["kl"] == pytest.approx(np.exp((-0.4 - fitted[0]) / fitted[1]))
+    # On a line, students are no part of the interval; items are, the fewer the more.
+    even = {"a": 16, "b": 12, "c": 8, "d": 4}
+    few, many = frontier(even), frontier(even, times=100)
+    widths = [np.log(one["high"] / one["low"]) for one in (few, many)]
+    assert widths[0] == pytest.approx(10 * widths[1], rel=0.25) and widths[1] > 0.02
+    assert few["low"] < few["kl"] < few["high"] and few["kl"] == pytest.approx(0.2)
+    assert frontier(right, times=100)["high"] > many["high"]  # there, students are
     with pytest.raises(ValueError, match="2 students have answers; a line needs 3"):
-        analysis.relufied_frontier(table, pairs[:2])
+        frontier({"a": 18, "b": 14})
 
 
 def test_an_outlook_goes_on_as_the_runs_did():
-    runs = [relufied_run("few", 0.1, (12, 8), 0.4)]
+    runs = [
+        relufied_run("few", 0.1, (12, 8), 0.5),
+        relufied_run("few-2", 0.1, (12, 8), 0.32, seed=1),
+    ]
     runs.append(relufied_run("many", 0.1, (12, 8.2), 0.2, tokens=4000))
     other = relufied_run("other", 0.1, (8, 2), 0.2, tokens=4000, threshold=0.5)
     none = pd.DataFrame(columns=["run", "task", "reference", "difference", "low", "high"])
@@ -256,19 +268,34 @@ def test_an_outlook_goes_on_as_the_runs_did():
         return analysis.relufied_outlook(analysis.relufied_runs(*tables(*runs)), none, kls)
 
     (line,) = outlook(runs, kl=0.1, low=0.05, high=0.2).to_dict("records")
-    assert (line["level"], line["fewest"], line["most"]) == ("10%", 1000, 4000)
-    assert line["kl"] == 0.2 and line["active_fraction"] == pytest.approx(0.101)
-    # Four times the tokens halved the divergence; half of it takes four times as many again.
+    assert (line["level"], line["runs"], line["fewest"], line["most"]) == ("10%", 3, 1000, 4000)
+    assert line["kl"] == pytest.approx(0.2) and line["active_fraction"] == pytest.approx(0.101)
+    # Four times the tokens halved the divergence, 0.4 for two seeds; half of it takes as much again.
     assert line["halving"] == pytest.approx(2**-0.5)
     ends = [line[end] for end in ("tokens", "fewer", "more")]
     assert ends == pytest.approx([16_000, 4000, 64_000])
-    near = outlook(runs, kl=0.3, low=0.2, high=0.4)
-    assert near[["tokens", "fewer", "more"]].to_numpy().tolist() == [[4000] * 3]  # no more needed
-    worse = [runs[0], relufied_run("many", 0.1, (12, 8.2), 0.5, tokens=4000)]
+    worse = [*runs[:2], relufied_run("many", 0.1, (12, 8.2), 0.5, tokens=4000)]
+    for some in (runs, worse):  # no more are needed
+        near = outlook(some, kl=0.6, low=0.55, high=0.7)
+        assert near[["tokens", "fewer", "more"]].to_numpy().tolist() == [[4000] * 3]
     assert np.isinf(outlook(worse, kl=0.1, low=0.05, high=0.2)["tokens"].item())
     # Of runs whose activity differs nothing follows.
     uneven = [relufied_run("many", 0.1, (8, 8), 0.2, tokens=4000), runs[0], other]
     assert outlook(uneven, kl=0.1, low=0.05, high=0.2).empty
+
+
+def test_the_weight_of_hidden_states_is_part_of_the_level():
+    steered = {"l1_coefficient": 0.0, "threshold": 0.5}
+    runs = [relufied_run("plain", 0.1, (12, 8), 0.3, **steered)]
+    runs += [
+        relufied_run(f"w-{weight:g}", 0.1, (11, 8), 0.2, **steered, hidden_weight=weight)
+        for weight in (0.5, 1.0)
+    ]
+    table = analysis.relufied_runs(*tables(*runs)).set_index("run")
+    names = {"plain": "", "w-0.5": ", hidden states 0.5", "w-1": ", hidden states"}
+    for run, name in names.items():
+        assert table.loc[run, "level"] == table.loc[run, "name"] == f"10% by a threshold{name}"
+        assert table.loc[run, "by"] == f"threshold{name}"
 
 
 def test_runs_without_answers_have_no_pairs():

@@ -114,7 +114,12 @@ def answered():
 def frontier():
     """Students, and a line through them, which a bootstrap of three leaves uncertain."""
     pairs, table, _ = answered()
-    return pairs, table, analysis.relufied_frontier(table, pairs, 0.3), "A model"
+    return (
+        pairs,
+        table,
+        analysis.relufied_frontier(table, pairs, made.kept_answers(), 0.3),
+        "A model",
+    )
 
 
 def gains():

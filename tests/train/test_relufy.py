@@ -187,13 +187,13 @@ def test_the_card_of_an_export_names_the_original(trained, tmp_path):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
-    given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2")
+    given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2", "hidden_weight=0.5")
     given = dataclasses.replace(given, checkpoint_every=10)
     whole = train(given, tmp_path / "whole", quiet=True)
     stop_training(given, tmp_path / "stopped", 20)
     resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
     logs = [results.load_run(folder)[1] for folder in (whole, resumed)]
-    for metric in ("kl", "loss", "active_mean", "l1_coefficient"):
+    for metric in ("kl", "loss", "hidden", "active_mean", "l1_coefficient"):
         assert series(logs[0], metric).equals(series(logs[1], metric)), metric
     models = [load(folder)[0].state_dict() for folder in (whole, resumed)]
     assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
@@ -485,14 +485,14 @@ def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
-    given = config("tokens=4096", "l1_stage_steps=5")
+    given = config("tokens=4096", "l1_stage_steps=5", "hidden_weight=0.5")
     given = dataclasses.replace(
         given, micro_batch=3, log_every=2, l1_stage_steps=2, fit_tokens=1152
     )
     write_config(given, tmp_path / "config.yaml")
     one = results.load_run(train(given, tmp_path / "one", quiet=True))[1]
     two, model = launch(tmp_path, "two", kind)
-    for metric in ("kl", "cross_entropy", "l1", "active_mean", "l1_coefficient"):
+    for metric in ("kl", "cross_entropy", "l1", "hidden", "active_mean", "l1_coefficient"):
         numbers = series(one, metric), series(two, metric)
         np.testing.assert_allclose(*numbers, rtol=3e-4, err_msg=metric)
     expected = load(tmp_path / "one")[0].state_dict()

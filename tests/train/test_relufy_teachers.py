@@ -11,7 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.factories import SEED
-from tests.factories.train import BRIEF, contents, resume, series, stop_training, write_pretrained
+from tests.factories.train import (
+    BRIEF,
+    FAMILIES,
+    contents,
+    resume,
+    series,
+    stop_training,
+    write_pretrained,
+)
 from twell import corpus, results
 from twell.corpus import load_tokenizer, tokens
 from twell.sparse.training import SparseTraining
@@ -196,23 +204,40 @@ def test_the_teacher_writes_nothing_for_a_run_that_cannot_begin(teacher, tiny_te
     assert said == []
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_hidden_states_are_compared_layer_by_layer(config, tmp_path, monkeypatch, compiled):
-    """The distance, its part in the loss and its gradient; nothing is left of a validation."""
+@pytest.mark.parametrize(
+    "kind, compiled, again",
+    [
+        *((kind, False, False) for kind in FAMILIES),
+        ("llama", False, True),
+        ("llama", True, False),
+        ("llama", True, True),
+    ],
+)
+def test_hidden_states_are_compared_layer_by_layer(
+    config, tmp_path, tiny_text, monkeypatch, kind, compiled, again
+):
+    """The distance, its part in the loss and its gradient; nothing is left of a pass.
+
+    again: backward passes compute the layers again.
+    """
     if compiled:
         torch.compiler.reset()
         backend = {"backend": "aot_eager"}  # inductor takes minutes
         layers = functools.partialmethod(torch.nn.Module.compile, **backend)
         monkeypatch.setattr(torch.nn.Module, "compile", layers)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
-    given = config("hidden_weight=0.3", "l1_coefficient=0.5")
-    given = dataclasses.replace(given, compile=compiled)
+    folder = write_pretrained(tmp_path / "model", tiny_text, kind)
+    given = config("hidden_weight=0.3", "l1_coefficient=0.5", model=folder)
+    given = dataclasses.replace(given, compile=compiled, checkpoint_activations=again)
     model, plain = (Student.of(given, torch.device("cpu")) for _ in range(2))
     prepare_layers(model, given, SparseTraining(model))
     ids = torch.randint(320, (3, 20), generator=torch.Generator().manual_seed(SEED))
     model.eval()(ids)
+    assert not any(model.outputs)
     output = model.train()(ids, ids)
+    assert not any(model.outputs)  # they would take memory until the next pass
     output.loss.backward()
+    assert model.train()(ids, ids).hidden.item() == pytest.approx(output.hidden.item())
 
     ours, wanted = (
         one(input_ids=ids, output_hidden_states=True).hidden_states

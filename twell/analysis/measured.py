@@ -279,7 +279,8 @@ def stepped(
 
     raced: for each seed `longer.race` of a dense and a sparse training, of which the second half
     counts; table: `step_speedups` with imposed activity, of which the rows of the model's
-    configuration count. Names begin with the prefix; _limit is Student's t over the seeds.
+    configuration count. Names begin with the prefix; _limit is Student's t over the seeds,
+    _least and _most are the ends.
     """
     table = table[table["model"] == model] if len(table) else table
     gains = [_step_gain(pair) for pair in raced if pair["run"].nunique() == 2]
@@ -289,6 +290,8 @@ def stepped(
     return {
         f"{prefix}_step": np.mean(gains),
         f"{prefix}_step_limit": mean_limit(gains),
+        f"{prefix}_step_least": min(gains),
+        f"{prefix}_step_most": max(gains),
         f"{prefix}_step_runs": len(gains),
         f"{prefix}_step_imposed": 100 * (row["speedup"] - 1),
         f"{prefix}_step_active": row["active"],

@@ -355,7 +355,7 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     result["tasks"] |= paired(items.paired_runs(asked, *names))
     students = _fitting(every, log, STUDENTS)
     pairs = relufied.relufied_pairs(students[0], asked)
-    result["pretrained"] = pretrained(relufied.relufied_runs(*students), pairs)
+    result["pretrained"] = pretrained(relufied.relufied_runs(*students), pairs, asked)
     return result
 
 

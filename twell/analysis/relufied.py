@@ -53,7 +53,7 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["by"] = np.where(cut, "threshold", fixed)
     written = np.where(complete["sampled_chat"], ", conversations", ", sampled")
     table["by"] += np.where(complete["sampled_share"] > 0, written, "")
-    table["by"] += np.where(complete["hidden_weight"] > 0, ", hidden states", "")
+    table["by"] += complete["hidden_weight"].map(_hidden)
     table["by"] += complete["fit"]
     # Of what is not steered the log has nothing: the configuration's is the last. A log of printed
     # lines alone has no threshold.
@@ -157,34 +157,59 @@ def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def relufied_frontier(
-    table: pd.DataFrame, pairs: pd.DataFrame, lost: float = 0.02
+    table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame, lost: float = 0.02
 ) -> dict[str, float]:
-    """Return how the accuracy of tasks follows the divergence: the same for all students, about.
+    """Return the line through all students of their accuracy over the divergence.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. A line of least squares through the
-    difference from the original over log KL: students (their number), slope and intercept (of
-    difference over ln KL), deviation (standard deviation around the line; differences are shares of
-    1), and kl, the divergence at which the line is `lost` below the original, with low and high,
-    its 95% interval by bootstrap over the students. Raises ValueError for fewer than three.
+    table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. A line of least
+    squares through the differences from the original (shares of 1) over ln KL: students (their
+    number), slope, intercept, deviation (standard deviation of students around it), nearest (their
+    least KL), and kl, at which the line is `lost` below the original, with low and high. This 95%
+    interval is from bootstrap samples of items, which all students answer, and of students; it
+    takes the form of the line for granted. Raises ValueError for fewer than three students.
     """
-    answered = table.set_index("run").join(_over_original(pairs)).dropna(subset="difference")
+    over = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
+    answered = table.set_index("run").join(over[["difference", "beside"]].dropna(), how="inner")
     if len(answered) < 3:
         raise ValueError(f"{len(answered)} students have answers; a line needs 3 at least")
-    x, y = np.log(answered["kl"].to_numpy()), answered["difference"].to_numpy()
-    draws = np.random.default_rng(0).integers(len(x), size=(DRAWS, len(x)))
-    slopes, intercepts = _line(x[draws], y[draws])
-    slope, intercept = _line(x, y)
+    x, y = np.log(answered["kl"].to_numpy()), answered["difference"].to_numpy(float)
+    random = np.random.default_rng(0)
+    resampled = _differences(answered["beside"], items, random)
+    draws = random.integers(len(x), size=(DRAWS, len(x)))
+    slopes, intercepts = _line(x[draws], np.take_along_axis(resampled, draws, axis=1))
     slopes = np.where(slopes == 0, np.nan, slopes)  # level: never there
-    ends = np.exp(np.nanquantile((-lost - intercepts) / slopes, [0.025, 0.975]))
+    low, high = np.exp(np.nanquantile((-lost - intercepts) / slopes, [0.025, 0.975]))
+    slope, intercept = _line(x, y)
+    off = y - intercept - slope * x
     return {
         "students": len(x),
         "slope": float(slope),
         "intercept": float(intercept),
-        "deviation": float(np.sqrt(((y - intercept - slope * x) ** 2).sum() / (len(x) - 2))),
+        "deviation": float(np.sqrt((off**2).sum() / (len(x) - 2))),
+        "nearest": float(answered["kl"].min()),
         "kl": float(np.exp((-lost - intercept) / slope)),
-        "low": float(ends[0]),
-        "high": float(ends[1]),
+        "low": float(low),
+        "high": float(high),
     }
+
+
+def _differences(beside: pd.Series, items: pd.DataFrame, random: np.random.Generator) -> np.ndarray:
+    """Mean differences of students from their originals in samples of items, [DRAWS, students].
+
+    beside: the original's answers, by run. All students answer the same sample.
+    """
+    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    tasks = records[beside.index[0]]["tasks"]
+    total = np.zeros((DRAWS, len(beside)))
+    for task, fact in tasks.items():
+        marks = {
+            run: np.frombuffer(records[run]["tasks"][task]["correct"].encode(), np.uint8)
+            for run in {*beside.index, *beside}
+        }
+        gains = np.array([marks[run] - marks[other].astype(float) for run, other in beside.items()])
+        number = fact["items"]
+        total += random.multinomial(number, np.full(number, 1 / number), DRAWS) @ gains.T / number
+    return total / len(tasks)
 
 
 def relufied_outlook(
@@ -194,24 +219,27 @@ def relufied_outlook(
 
     table, pairs: `relufied_runs` and `relufied_pairs`. Of levels with several budgets, whose
     activity differs by at most ALIKE, the runs on the fewest and the most tokens count. Columns:
-    level, fewest and most (tokens), active_fraction, kl and difference of the latter, halving (the
-    divergence after twice the tokens over that before), and tokens, with fewer and more for the
-    interval of the frontier's divergence, if each doubling went on to divide it alike; infinite
-    where it does not.
+    level, runs (that count), fewest and most (tokens), of the latter active_fraction, kl (geometric
+    mean) and difference, halving (the divergence after twice the tokens over that before), and
+    tokens, with fewer and more for the ends of the frontier's interval, if each doubling went on
+    alike: `most` where that is near enough, infinite where the divergence does not fall.
     """
     lines = []
     for level, runs in relufied_budgets(table, pairs).groupby("level"):
-        shares = runs["active_fraction"]
-        if runs["tokens"].nunique() < 2 or shares.max() > (1 + ALIKE) * shares.min():
+        fewest, most = runs["tokens"].min(), runs["tokens"].max()
+        first, last = runs[runs["tokens"] == fewest], runs[runs["tokens"] == most]
+        shares = pd.concat([first, last])["active_fraction"]
+        if fewest == most or shares.max() > (1 + ALIKE) * shares.min():
             continue
-        first, last = runs.iloc[0], runs.iloc[-1]
-        exponent = np.log(last["kl"] / first["kl"]) / np.log(last["tokens"] / first["tokens"])
-        line = {"level": level, "fewest": first["tokens"], "most": last["tokens"]}
-        line |= last[["active_fraction", "kl", "difference"]].to_dict() | {"halving": 2.0**exponent}
+        before, kl = (float(np.exp(np.log(some["kl"]).mean())) for some in (first, last))
+        exponent = np.log(kl / before) / np.log(most / fewest)
+        line = {"level": level, "runs": len(shares), "fewest": fewest, "most": most}
+        line |= last[["active_fraction", "difference"]].mean().to_dict()
+        line |= {"kl": kl, "halving": 2.0**exponent}
         for name, end in (("tokens", "kl"), ("fewer", "high"), ("more", "low")):
-            ratio = frontier[end] / last["kl"]
-            grows = exponent < 0 or ratio >= 1
-            line[name] = last["tokens"] * max(1, ratio ** (1 / exponent)) if grows else np.inf
+            ratio = frontier[end] / kl
+            further = ratio ** (1 / exponent) if exponent < 0 else np.inf
+            line[name] = most * (1.0 if ratio >= 1 else further)
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -314,10 +342,10 @@ def _level(
     """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
 
     Or "10% by a threshold", wherever that began. With ", 25% sampled" or ", 50% conversations"
-    where the teacher wrote text, and ", hidden states" where these were compared too.
+    where the teacher wrote text, and ", hidden states" where these were compared too, with their weight where it is not 1.
     """
     if hidden:
-        return f"{_level(share, coefficient, threshold, sampled, chat)}, hidden states"
+        return _level(share, coefficient, threshold, sampled, chat) + _hidden(hidden)
     if sampled:
         written = f"{100 * sampled:g}% {'conversations' if chat else 'sampled'}"
         return f"{_level(share, coefficient, threshold)}, {written}"
@@ -326,3 +354,8 @@ def _level(
     name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1
     name = f"{100 * share:g}%" if share else name
     return name + (f", threshold {threshold:g}" if threshold else "")
+
+
+def _hidden(weight: float) -> str:
+    """How the comparison of hidden states is named, with its weight where that is not 1."""
+    return f", hidden states{'' if weight == 1 else f' {weight:g}'}" if weight else ""

@@ -302,8 +302,8 @@ def sizes(table: pd.DataFrame, seeds: pd.DataFrame) -> Quantities:
     return result
 
 
-def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
-    """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs`.
+def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) -> Quantities:
+    """Return what `relufied_runs` lose in accuracy, by their `relufied_pairs` and answers.
 
     Shares in %, accuracies in points with their 95% interval over items. alone_: ReLU alone over
     the original, the run that is the reference of `relufied_pairs`, alone_every of all such runs;
@@ -348,7 +348,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
         result["seeds_difference"] = 100 * seeds["difference"].mean()
         result["seeds_limit"] = mean_limit(100 * seeds["difference"])
         result["seeds_share"] = seeds["share"].mean()
-    result |= _line(table, pairs) if len(beyond) > 2 else {}
+    result |= _line(table, pairs, items) if len(beyond) > 2 else {}
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
     wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
     best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
@@ -360,17 +360,18 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
     return result
 
 
-def _line(table: pd.DataFrame, pairs: pd.DataFrame) -> Quantities:
+def _line(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) -> Quantities:
     """The line of `relufied_frontier`, and the level that is to come there first."""
-    line = relufied_frontier(table, pairs)
-    result = {f"line_{name}": line[name] for name in ("students", "kl", "low", "high")}
+    line = relufied_frontier(table, pairs, items)
+    names = "students", "kl", "low", "high", "nearest"
+    result = {f"line_{name}": line[name] for name in names}
     result["line_deviation"] = 100 * line["deviation"]
     outlook = relufied_outlook(table, pairs, line)
     if outlook.empty:
         return result
     first = outlook.loc[outlook["tokens"].idxmin()]
-    millions = {f"line_{end}": first[end] / 1e6 for end in ("tokens", "fewer", "more")}
-    return result | millions | {"line_level": first["level"]}
+    result |= {f"line_{end}": first[end] / 1e6 for end in ("tokens", "fewer", "more", "most")}
+    return result | {"line_level": first["level"], "line_difference": 100 * first["difference"]}
 
 
 def training(

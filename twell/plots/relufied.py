@@ -304,7 +304,7 @@ def relufied_frontier(
     for run in [run for run in order if run in set(means["run"])]:
         share, colour = runs.loc[run, "wanted"], looks[runs.loc[run, "name"]]["color"]
         mark = _key(colour, marker="o", linestyle="")
-        entries[f"{100 * share:g}%" if share else analysis.WITHOUT_L1] = mark
+        entries[f"{100 * share:g}%" if share else runs.loc[run, "level"]] = mark
         (difference,) = means.loc[means["run"] == run, "difference"]
         ax.plot(runs.loc[run, "kl"], 100 * difference, "o", color=colour, zorder=3)
     x = np.array([0.95 * min(frontier["low"], runs["kl"].min()), 1.05 * runs["kl"].max()])
@@ -320,8 +320,8 @@ def relufied_frontier(
     _legend(figure, "right", entries, title="wanted share")
     what = f"{frontier['students']} students, mean over tasks, student − original."
     drawn = "Grey: the line of least squares and one standard deviation of the students around it."
-    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval "
-    needed += "(bootstrap over students)."
+    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval over "
+    needed += "items and students."
     _caption(figure, _sentence(about), what, drawn, needed)
     return figure
 

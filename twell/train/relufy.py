@@ -60,7 +60,8 @@ class StudentOutput:
     """Losses in nats a token, and the loss that is minimised in training mode:
 
     kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is of the text's own
-    tokens, cross_entropy_teacher the teacher's. hidden is a ratio. l1 and hidden are None in
+    tokens, cross_entropy_teacher the teacher's. hidden is `_distance` a token, a ratio, as a mean
+    over layers. l1 and hidden are None in
     evaluation mode, and hidden without a hidden_weight.
     """
 
@@ -139,7 +140,21 @@ class Student(nn.Module):
         models = self.model, self.teacher[0].base_model
         for model, outputs in zip(models, self.outputs, strict=True):
             for layer in model.layers:
-                _leave_output(layer, outputs)
+                self._watch(layer, outputs)
+
+    def _watch(self, layer: nn.Module, outputs: list[Tensor]) -> None:
+        """Append what a decoder layer returns; of a compiled one outside of what is compiled."""
+
+        def leave(output: Tensor) -> Tensor:
+            if self.training:
+                outputs.append(output)
+            return output
+
+        compiled = layer._compiled_call_impl
+        if compiled is None:
+            layer.register_forward_hook(lambda _, inputs, output: leave(output))
+        else:
+            layer._compiled_call_impl = lambda *args, **options: leave(compiled(*args, **options))
 
     def gradient_checkpointing_enable(self, *arguments) -> None:
         self.student.gradient_checkpointing_enable(*arguments)
@@ -162,8 +177,7 @@ class Student(nn.Module):
             ffn.observer.collect_l1 = self.training
             ffn.observer.record = self.training or self.recording
         (teacher,) = self.teacher
-        for outputs in self.outputs:
-            outputs.clear()
+        self._forget()  # what activation checkpointing left
         hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         for ffn in self.ffns:
             ffn.observer.record = False
@@ -189,21 +203,12 @@ class Student(nn.Module):
         layers = zip(*self.outputs, strict=True)
         apart = torch.stack([self.distance(*pair) for pair in layers]).mean()
         apart = apart / (num_tokens_in_batch or input_ids.numel())
+        self._forget()
         return StudentOutput(loss + self.hidden_weight * apart, kl, *losses, l1, apart)
 
-
-def _leave_output(layer: nn.Module, outputs: list[Tensor]) -> None:
-    """Append what a decoder layer returns; of a compiled one outside of what is compiled."""
-
-    def leave(output: Tensor) -> Tensor:
-        outputs.append(output)
-        return output
-
-    compiled = layer._compiled_call_impl
-    if compiled is None:
-        layer.register_forward_hook(lambda _, inputs, output: leave(output))
-    else:
-        layer._compiled_call_impl = lambda *args, **options: leave(compiled(*args, **options))
+    def _forget(self) -> None:
+        for outputs in self.outputs:
+            outputs.clear()
 
 
 def _compare(
