@@ -270,7 +270,7 @@ def test_an_outlook_goes_on_as_the_runs_did():
     (line,) = outlook(runs, kl=0.1, low=0.05, high=0.2).to_dict("records")
     assert (line["level"], line["runs"], line["fewest"], line["most"]) == ("10%", 3, 1000, 4000)
     assert line["kl"] == pytest.approx(0.2) and line["active_fraction"] == pytest.approx(0.101)
-    # Four times the tokens halved the divergence, 0.4 for two seeds; half of it takes as much again.
+    # Four times the tokens halved the divergence of two seeds; half of it takes as much again.
     assert line["halving"] == pytest.approx(2**-0.5)
     ends = [line[end] for end in ("tokens", "fewer", "more")]
     assert ends == pytest.approx([16_000, 4000, 64_000])

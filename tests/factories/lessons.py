@@ -267,8 +267,7 @@ NUMBERS = {
         r"down to ([\d.]+) nats after": "everyone.set_index('run')['kl']['hidden-0.1-by-t']",
         r"not fitted either, it is ([\d.]+)\.": "everyone.set_index('run')['kl']"
         "['unfitted-0.1-by-t']",
-        r"samples does \(([\d.]+) nats\)": "everyone.set_index('run')['kl']"
-        "['hidden-0.1-by-t-8e7']",
+        r"samples does \(([\d.]+) nats\)": "everyone.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
         r"0.20 after (\d+) M": "outlook['tokens'].min() / 1e6",
         r"text with samples after (\d+) M": "sorted(outlook['tokens'])[1] / 1e6",
         r"what they had, and (\d+) M": "outlook['more'].min() / 1e6",

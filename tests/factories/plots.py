@@ -112,14 +112,9 @@ def answered():
 
 
 def frontier():
-    """Students, and a line through them, which a bootstrap of three leaves uncertain."""
     pairs, table, _ = answered()
-    return (
-        pairs,
-        table,
-        analysis.relufied_frontier(table, pairs, made.kept_answers(), 0.3),
-        "A model",
-    )
+    line = analysis.relufied_frontier(table, pairs, made.kept_answers(), 0.3)
+    return pairs, table, line, "A model"
 
 
 def gains():

@@ -342,7 +342,8 @@ def _level(
     """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
 
     Or "10% by a threshold", wherever that began. With ", 25% sampled" or ", 50% conversations"
-    where the teacher wrote text, and ", hidden states" where these were compared too, with their weight where it is not 1.
+    where the teacher wrote text, and ", hidden states" where these were compared too,
+    with their weight where it is not 1.
     """
     if hidden:
         return _level(share, coefficient, threshold, sampled, chat) + _hidden(hidden)
