@@ -346,7 +346,10 @@ def recorded(root: str | Path) -> dict[str, Quantities]:
     for prefix, (model, pattern) in STEPS.items():
         alone, of_alone = _fitting(every, log, pattern)
         raced_alone = [longer.race(pair, of_alone) for _, pair in alone.groupby("seed")]
-        result["models"] |= stepped(raced_alone, imposed, prefix, model)
+        if found := stepped(raced_alone, imposed, prefix, model):
+            devices = alone.drop_duplicates("seed")["device"].value_counts()
+            seeds = ", ".join(f"{number} on {device}" for device, number in devices.items())
+            result["models"] |= found | {f"{prefix}_step_seeds": seeds}
     shared = _shared(data, every, log)
     result["layers"] |= shared
     result["tokens"] |= shared

@@ -164,12 +164,12 @@ def relufied_frontier(
     table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. A line of least
     squares through the differences from the original (shares of 1) over ln KL: students (their
     number), slope, intercept, deviation (standard deviation of students around it), nearest (their
-    least KL), and kl, at which the line is `lost` below the original, with low and high. This 95%
-    interval is from bootstrap samples of items, which all students answer, and of students; it
+    least KL), lost, and kl, at which the line is `lost` below the original, with low and high. This
+    95% interval is from bootstrap samples of items, which all students answer, and of students; it
     takes the form of the line for granted. Raises ValueError for fewer than three students.
     """
-    over = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-    answered = table.set_index("run").join(over[["difference", "beside"]].dropna(), how="inner")
+    over = _beside_original(pairs)[["difference", "beside"]].dropna()
+    answered = table.set_index("run").join(over, how="inner")
     if len(answered) < 3:
         raise ValueError(f"{len(answered)} students have answers; a line needs 3 at least")
     x, y = np.log(answered["kl"].to_numpy()), answered["difference"].to_numpy(float)
@@ -185,6 +185,7 @@ def relufied_frontier(
         "students": len(x),
         "slope": float(slope),
         "intercept": float(intercept),
+        "lost": lost,
         "deviation": float(np.sqrt((off**2).sum() / (len(x) - 2))),
         "nearest": float(answered["kl"].min()),
         "kl": float(np.exp((-lost - intercept) / slope)),
@@ -277,8 +278,12 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
 
 def _over_original(pairs: pd.DataFrame) -> pd.DataFrame:
     """Difference, low and high of the mean over tasks, by run."""
-    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-    return means[["difference", "low", "high"]].astype(float)
+    return _beside_original(pairs)[["difference", "low", "high"]].astype(float)
+
+
+def _beside_original(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the mean over tasks, by run."""
+    return pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
 
 
 def _check_tasks(records: dict[str, dict], *runs: str) -> None:

@@ -312,15 +312,15 @@ def relufied_frontier(
     off = 100 * frontier["deviation"]
     ax.plot(x, line, color="0.35", linewidth=1)
     ax.fill_between(x, line - off, line + off, color="0.9", linewidth=0, zorder=0)
-    lost = 100 * (frontier["intercept"] + frontier["slope"] * np.log(frontier["kl"]))
-    ax.plot([frontier["low"], frontier["high"]], [lost, lost], color="black", linewidth=3)
+    lost = 100 * frontier["lost"]
+    ax.plot([frontier["low"], frontier["high"]], [-lost, -lost], color="black", linewidth=3)
     ax.set(xlabel="KL divergence (nats)", xscale="log", ylabel=_POINTS)
     _plain(ax.xaxis)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
     _legend(figure, "right", entries, title="wanted share")
     what = f"{frontier['students']} students, mean over tasks, student − original."
     drawn = "Grey: the line of least squares and one standard deviation of the students around it."
-    needed = f"Black: where it is {-lost:.3g} points below, with the 95% interval over "
+    needed = f"Black: where it is {lost:.3g} points below, with the 95% interval over "
     needed += "items and students."
     _caption(figure, _sentence(about), what, drawn, needed)
     return figure

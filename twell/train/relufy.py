@@ -61,8 +61,7 @@ class StudentOutput:
 
     kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is of the text's own
     tokens, cross_entropy_teacher the teacher's. hidden is `_distance` a token, a ratio, as a mean
-    over layers. l1 and hidden are None in
-    evaluation mode, and hidden without a hidden_weight.
+    over layers. l1 and hidden are None in evaluation mode, and hidden without a hidden_weight.
     """
 
     loss: Tensor
