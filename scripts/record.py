@@ -68,7 +68,7 @@ NO_L1 = "active_share=0 l1_coefficient=0"
 TENTH, LIGHT = "active_share=0.1", "active_share={} threshold={} l1_coefficient=1e-4".format
 # Steps between validations, of a stage, and between rows.
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 20), "4e7": (120, 40, 40), "8e7": (240, 80, 40)}
-STAGES |= {"1.2e8": (360, 120, 60), "1.6e8": (480, 160, 40)}
+STAGES |= {"1.2e8": (360, 120, 60), "1.6e8": (480, 160, 40), "2e8": (600, 200, 40)}
 KEEP = "scripts.keep {} --tasks {{tasks}} --out {{out}}/kept".format
 SENTENCE = (
     "In 1862 three engineers built a bridge of iron across the river, and the town paid for it."
@@ -77,6 +77,7 @@ TRACED = f"twell trace {{0}} --text '{SENTENCE}' --out {{{{out}}}}/kept/traces/{
 BY_THRESHOLD = "active_share={} threshold=0.5 l1_coefficient=0".format  # which is steered
 SAMPLED = f"{BY_THRESHOLD(0.1)} sampled_share=0.25 sampled_tokens=1e7"
 CHAT = f"{BY_THRESHOLD(0.1)} sampled_share=0.5 sampled_tokens=1.5e7 sampled_chat=true"
+HIDDEN = f"{BY_THRESHOLD(0.1)} hidden_weight=1"
 FIT = 262_144  # tokens to which the down projections of most students were fitted
 WITH_TRACE = "relufy-0.1-t-0.5-1.2e8"
 OTHER_BUDGETS = "1.2e8", "8e7", "4e7", "5e6"  # tokens, beside the usual 2e7
@@ -114,6 +115,7 @@ RELUFIED = {
     "rate-3e-4": relufied("rate-3e-4", TENTH, rate="3e-4"),
     "rate-3e-4-t-0.5": relufied("rate-3e-4-t-0.5", LIGHT(0.1, 0.5), rate="3e-4"),
     "rate-2e-3-by-t": relufied("rate-2e-3-by-t", BY_THRESHOLD(0.1), rate="2e-3"),
+    "rate-5e-4-hidden-2e8": relufied("rate-5e-4-hidden-2e8", HIDDEN, "2e8", "5e-4", fit=0),
     "light-0.1": relufied("light-0.1", f"{TENTH} l1_coefficient=1e-4"),
     "unfitted-0.1-t-0.5": relufied("unfitted-0.1-t-0.5", LIGHT(0.1, 0.5), fit=0),
     **{
@@ -155,7 +157,7 @@ RELUFIED = {
         for fields, tokens, end in (
             (BY_THRESHOLD(0.1), "2e7", ""),
             (BY_THRESHOLD(0.1), "8e7", "-8e7"),
-            (BY_THRESHOLD(0.1), "1.6e8", "-1.6e8"),
+            (BY_THRESHOLD(0.1), "2e8", "-2e8"),
             (CHAT, "1.6e8", "-chat-1.6e8"),
         )
         for seed in range(3)
