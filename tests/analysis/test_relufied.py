@@ -298,6 +298,17 @@ def test_the_weight_of_hidden_states_is_part_of_the_level():
         assert table.loc[run, "by"] == f"threshold{name}"
 
 
+def test_another_learning_rate_is_part_of_the_level():
+    rates = {"usual": 1e-3, "again": 1e-3, "lower": 5e-4}
+    runs = [
+        relufied_run(run, 0.1, (12, 8), 0.3, learning_rate=rate, seed=i)
+        for i, (run, rate) in enumerate(rates.items())
+    ]
+    table = analysis.relufied_runs(*tables(*runs)).set_index("run")
+    assert table["level"].to_dict() == dict(usual="10%", again="10%", lower="10%, rate 5e-4")
+    assert table["by"].to_dict() == dict(usual="L1", again="L1", lower="L1, rate 5e-4")
+
+
 def test_runs_without_answers_have_no_pairs():
     study = tables(*relufied_study())
     table = analysis.relufied_runs(*study)
@@ -317,7 +328,7 @@ def test_layers_are_those_of_each_run():
 
 
 @pytest.mark.parametrize(
-    "field", ["teacher", "teacher_sha256", "hidden_size", "learning_rate", "batch_tokens"]
+    "field", ["teacher", "teacher_sha256", "hidden_size", "weight_decay", "batch_tokens"]
 )
 def test_runs_that_differ_in_more_are_not_compared(field):
     runs = [relufied_run(name, 0.1, (12, 8), kl=0.3, **{field: name}) for name in "ab"]

@@ -107,6 +107,7 @@ def relufied_run(name, share, active, kl, **config):
     """A run of `twell relufy` that ends with these active neurons and this divergence."""
     coefficient = 1e-3 if share else 0.0
     asked = {"active_share": share, "threshold": 0.0, "teacher": "original"}
+    asked["learning_rate"] = 1e-3
     row, log = make_run(name, coefficient, 4.0 + kl, 5.0, active, **asked | config)
     rows = [(step, "valid", "kl", value) for step, value in ((0, 5.0), (10, kl))]
     rows += [(10, "valid", "cross_entropy_teacher", 4.0)]

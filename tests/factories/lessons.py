@@ -252,28 +252,37 @@ NUMBERS = {
         r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "table.set_index('run')['kl']"
         "['relufy-0.1-by-t-sampled-1.6e8']",
-        r"nats, and to ([\d.]+) where half": "quantities['held_kl']",
-        r"160 M tokens is ([\d.]+) points": "-quantities['held_difference']",
+        r"nats, and to ([\d.]+) where half": "row(everyone, run='relufy-0.1-by-t-chat-1.6e8')['kl']",
+        r"200 M tokens\) is ([\d.]+) points": "-quantities['held_difference']",
+        r"its interval \(([\d.]+) to": "-quantities['held_high']",
+        r"its interval \(1.4 to ([\d.]+)\)": "-quantities['held_low']",
         r"of ReLU alone loses ([\d.]+) points \(`again": "-over(answers, 'again-0')",
         r"a threshold lose ([\d.]+) to": "-over(answers, 'again-0.1-by-t-seed-2')",
         r"lose 3.2 to ([\d.]+)\.": "-over(answers, 'relufy-0.1-by-t')",
         r"nats (\d+) students scatter": "frontier['students']",
         r"students scatter by ([\d.]+) points": "100 * frontier['deviation']",
         r"falls with the divergence: from ([\d.]+) to": "frontier['nearest']",
-        r"from 0.22 to ([\d.]+) nats": "everyone['kl'].max()",
+        r"from 0.19 to ([\d.]+) nats": "everyone['kl'].max()",
         r"the original at ([\d.]+) nats \(": "frontier['kl']",
-        r"0.20 nats \(([\d.]+) to": "frontier['low']",
-        r"0.20 nats \(0.14 to ([\d.]+)\)": "frontier['high']",
-        r"down to ([\d.]+) nats after": "everyone.set_index('run')['kl']['hidden-0.1-by-t']",
-        r"not fitted either, it is ([\d.]+)\.": "everyone.set_index('run')['kl']"
-        "['unfitted-0.1-by-t']",
-        r"samples does \(([\d.]+) nats\)": "everyone.set_index('run')['kl']['hidden-0.1-by-t-8e7']",
-        r"0.20 after (\d+) M": "outlook['tokens'].min() / 1e6",
-        r"text with samples after (\d+) M": "sorted(outlook['tokens'])[1] / 1e6",
-        r"what they had, and (\d+) M": "outlook['more'].min() / 1e6",
-        r"the 80 M lose ([\d.]+) points": "-over(answers, 'hidden-0.1-by-t-8e7')",
-        r"line has there \(([\d.]+)\)": "-100 * (frontier['intercept'] + frontier['slope'] * "
-        "np.log(everyone.set_index('run')['kl']['hidden-0.1-by-t-8e7']))",
+        r"0.19 nats \(([\d.]+) to": "frontier['low']",
+        r"0.19 nats \(0.14 to ([\d.]+)\)": "frontier['high']",
+        r"ends at ([\d.]+) nats and loses": "row(everyone, run='rate-5e-4-hidden-2e8')['kl']",
+        r"nats and loses ([\d.]+) points, where": "-over(answers, 'rate-5e-4-hidden-2e8')",
+        r"where the line has ([\d.]+)\.": "-on_line(frontier, 0.1883)",
+        r"usual rate end at ([\d.]+) to": "everyone[everyone['run'].str.startswith("
+        "'hidden-0.1-by-t-2e8')]['kl'].min()",
+        r"end at 0.198 to ([\d.]+);": "everyone[everyone['run'].str.startswith("
+        "'hidden-0.1-by-t-2e8')]['kl'].max()",
+        r"are recorded loses ([\d.]+)\.": "-over(answers, 'hidden-0.1-by-t-2e8-seed-1')",
+        r"the divergence to ([\d.]+);": "row(everyone, run='hidden-0.1-by-t')['kl']",
+        r"not fitted either, it is ([\d.]+)\.": "row(everyone, run='unfitted-0.1-by-t')['kl']",
+        r"are ([\d.]+) to 0.4 points below": "on_line(frontier, 0.1883) "
+        "- over(answers, 'rate-5e-4-hidden-2e8')",
+        r"are 0.1 to ([\d.]+) points below": "on_line(frontier, row(everyone, "
+        "run='hidden-0.1-by-t-8e7')['kl']) - over(answers, 'hidden-0.1-by-t-8e7')",
+        r"usual rate needs (\d+) M": "outlook['tokens'].min() / 1e6",
+        r"text with samples (\d+) M": "sorted(outlook['tokens'])[1] / 1e6",
+        r"they had, and ([\d,]+) M": "outlook['more'].min() / 1e6",
         r"on our text \(([\d.]+) instead": "table.set_index('run')['kl']['relufy-0.1-by-t-chat']",
         r"0.38 instead of ([\d.]+) nats": "everyone.set_index('run')['kl']['unfitted-0.1-by-t']",
         r"each student loses ([\d.]+) points more": "over(answers, 'again-0') "
@@ -352,6 +361,11 @@ def over(pairs, run):
     return 100 * of_run["difference"][run]
 
 
+def on_line(frontier, kl):
+    """Points over the original at a divergence, on the line of `relufied_frontier`."""
+    return 100 * (frontier["intercept"] + frontier["slope"] * np.log(kl))
+
+
 def five_tasks_lost(pairs, run):
     """Points that a run loses on the tasks in which the original is not at chance, in the mean."""
     at_chance = "commonsense_qa", "winogrande", "mean"
@@ -359,7 +373,13 @@ def five_tasks_lost(pairs, run):
     return -100 * own.loc[~own["task"].isin(at_chance), "difference"].mean()
 
 
-HELPERS = {"row": row, "np": np, "five_tasks_lost": five_tasks_lost, "over": over}
+HELPERS = {
+    "row": row,
+    "np": np,
+    "five_tasks_lost": five_tasks_lost,
+    "over": over,
+    "on_line": on_line,
+}
 
 
 def wrong_numbers(cells, names, numbers):

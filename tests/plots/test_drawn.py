@@ -1,5 +1,6 @@
 """Figures draw the numbers they are given, and refuse tables that they cannot show."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -78,9 +79,24 @@ def test_a_level_looks_alike_in_all_figures():
         assert (alike == 1).all() and looks[seen].nunique() == len(alike)
     budgets = table[(table["wanted"] == 0.1) & (table["threshold"] == 0.5)]
     columns = {"level": "10%, threshold 0.5", "difference": 0.0, "low": 0.0, "high": 0.0}
-    line = plots.relufied_tokens(budgets.assign(**columns), table).axes[0].get_lines()[0]
+    line, marks = plots.relufied_tokens(budgets.assign(**columns), table).axes[0].get_lines()[:2]
     expected = looks.set_index("name").loc["10%, threshold 0.5", "look"]
-    assert (to_hex(line.get_color()), line.get_marker(), line.get_linestyle()) == expected
+    assert (to_hex(line.get_color()), marks.get_marker(), line.get_linestyle()) == expected
+
+
+def test_a_line_of_budgets_joins_the_means_of_runs_that_are_alike():
+    _, table, _ = made.answered()
+    row = table.iloc[[0]].assign(level="10%", low=0.0, high=0.0)
+    seeds = [(1e6, 0.4, -0.3), (2e6, 0.2, -0.1), (2e6, 0.3, np.nan)]
+    rows = [row.assign(tokens=n, kl=kl, difference=lost) for n, kl, lost in seeds]
+    figure = plots.relufied_tokens(pd.concat(rows, ignore_index=True), table)
+    for ax, means, values in zip(
+        figure.axes, ([0.4, 0.25], [-30, -10]), ([0.4, 0.2, 0.3], [-30, -10, np.nan]), strict=True
+    ):
+        line, marks = ax.get_lines()[:2]
+        assert line.get_ydata() == pytest.approx(means) and line.get_marker() == ""
+        assert marks.get_ydata() == pytest.approx(values, nan_ok=True)
+    assert "lines join means" in " ".join(text.get_text() for text in figure.texts)
 
 
 def test_marks_of_one_activity_stand_side_by_side():

@@ -15,7 +15,7 @@ from twell.measure import providers
 # Fields that tell such runs apart; all else has to be alike.
 _LEVEL = ["active_share", "l1_coefficient", "threshold", "sampled_share", "sampled_chat"]
 _LEVEL += ["hidden_weight"]
-ASKED = [*_LEVEL, "fit_tokens", "tokens", "seed"]
+ASKED = [*_LEVEL, "fit_tokens", "learning_rate", "tokens", "seed"]
 _SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
@@ -32,7 +32,7 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
     steered; with "sampled" or "conversations" where the teacher wrote some of the text, and with
-    "not fitted" or "fitted" where most are not so); of the last validation
+    "not fitted" or "fitted" where most are not so, and the learning rate likewise); of the last validation
     active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
     difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
     Raises ValueError for runs of several models or texts.
@@ -328,6 +328,9 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     fitted = complete["fit_tokens"] > 0
     unusual = np.where(fitted, ", fitted", ", not fitted")
     complete["fit"] = np.where(fitted == fitted.mode().iloc[0], "", unusual)
+    rates = complete["learning_rate"]
+    most = rates.mode().iloc[0]
+    complete["fit"] += ["" if rate == most else f", rate {level_name(rate)}" for rate in rates]
     levels = [_level(*asked) for asked in complete[_LEVEL].to_numpy()]
     complete = complete.assign(level=levels + complete["fit"])
     budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]

@@ -310,7 +310,8 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
     busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens. seeds_: over
     the original, the mean of the runs of the sparse level that was trained most often, with
     Student's t over these. held_: over the original, the best of the held_runs with a steered
-    threshold on the most tokens (M), its divergence (nats), and held_worst, of the worst. line_:
+    threshold on the most tokens (M) or more than half of them (held_fewest), its divergence (nats),
+    and held_worst, of the worst. line_:
     `relufied_frontier` (deviation in points), and the level of `relufied_outlook` that needs the
     fewest tokens (M). `cuts` are the changes (%) of the divergence where a threshold joins L1, by
     wanted share.
@@ -323,7 +324,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
     alone = means[means["run"].isin(plain) & (means["reference"] == ORIGINAL)]
     every_alone = [f"{100 * difference:+.1f}" for difference in alone["difference"][::-1]]
     steered = table[table["by"].str.startswith("threshold") & table["run"].isin(beyond["run"])]
-    steered = steered[steered["tokens"] == steered["tokens"].max()].set_index("run")
+    steered = steered[steered["tokens"] > steered["tokens"].max() / 2].set_index("run")
     every_held = beyond[beyond["run"].isin(steered.index)]
     held = every_held[-1:]
     worse = int((beside["high"] < 0).sum())
@@ -338,6 +339,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
         best = steered.loc[held["run"].item()]
         result |= {"held_name": best["name"], "held_kl": best["kl"]}
         result |= {"held_tokens": best["tokens"] / 1e6, "held_runs": len(every_held)}
+        result["held_fewest"] = steered["tokens"].min() / 1e6
         result["held_worst"] = 100 * every_held["difference"].iloc[0]
     again = table[table["run"].isin(beyond["run"]) & ~table["run"].isin(plain)]
     trained_alike = [some for _, some in again.groupby(["level", "tokens"]) if len(some) > 1]

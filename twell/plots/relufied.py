@@ -263,14 +263,16 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
         line = budgets[budgets["level"] == level]
         millions = line["tokens"] / 1e6 * 1.04 ** (place - (len(looks) - 1) / 2)  # side by side
         middle, low, high = (100 * line[end] for end in ("difference", "low", "high"))
-        left.plot(millions, line["kl"], **look)
+        for ax, values in ((left, line["kl"]), (right, middle)):
+            means = values.groupby(millions).mean().dropna()
+            ax.plot(means.index, means, **look | {"marker": ""})
+            ax.plot(millions, values, **look | {"linestyle": ""})
         shares = 100 * line["active_fraction"]
         if shares.max() > (1 + analysis.ALIKE) * shares.min():
             for n, (x, kl) in enumerate(zip(millions, line["kl"], strict=True)):
                 offset = (0, 6) if n else (-3, -13)  # other lines fall from above the first mark
                 text = f"{shares.iloc[n]:.2g}%"
                 _note(left, text, (x, kl), offset, ha="center", color=look["color"])
-        right.plot(millions, middle, **look)
         _bars(right, millions, middle, low, high, look["color"])
     left.set(xlabel="training tokens (millions)", xscale="log")
     right.set(xlabel="training tokens (millions)", ylabel=_POINTS)
@@ -284,7 +286,9 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     left.set_ylim(0, 1.2 * budgets["kl"].max())
     left.margins(x=0.12)
     apart = "Marks of as many tokens stand side by side." if len(looks) > 1 else ""
-    _end(figure, looks, _sentence(about), "One run each.", shares, bars, apart)
+    alike = budgets.duplicated(["level", "tokens"]).any()
+    runs = "A mark a run; lines join means of such runs." if alike else "One run each."
+    _end(figure, looks, _sentence(about), runs, shares, bars, apart)
     return figure
 
 
