@@ -414,6 +414,7 @@ def test_students_are_judged_by_whole_intervals():
 
     more = [relufied_run("cut", 0.1, (9, 8), kl=0.2, threshold=0.5)]
     more += [relufied_run(f"of-{t}", 0.02, (2, 2), kl=0.4 - t, threshold=t) for t in (0, 0.2, 0.1)]
+    more.append(relufied_run("slow", 0.02, (2, 2), 0.05, threshold=0.2, learning_rate=5e-4))
     found = numbers(*relufied_study(), *more)
     assert found["cut_shares"] == "10, 2" and found["cuts"] == "−33, −50"  # the best threshold
     # Of "tenth" a half of one task is worse than ReLU alone, and nothing of the other.
@@ -439,7 +440,7 @@ def test_the_student_of_a_steered_threshold_is_the_one_on_the_most_tokens():
     configs, log = tables(*runs)
     pairs = analysis.relufied_pairs(configs, kept_answers())
     found = quantities.pretrained(analysis.relufied_runs(configs, log), pairs, kept_answers())
-    check(found, held_difference=-50, held_share=9.5, held_tokens=0.002, held_kl=0.2, held_runs=1)
+    check(found, held_difference=-50, held_share=9.5, held_fewest=0.002, held_kl=0.2, held_runs=1)
     assert "cuts" not in found and "seeds_runs" not in found  # neither is L1 beside a threshold
 
 

@@ -252,10 +252,11 @@ NUMBERS = {
         r"costs as much \(([\d.]+) nats\)": "table.set_index('name')['kl']['10% by a threshold']",
         r"bring 10% to ([\d.]+) nats": "table.set_index('run')['kl']"
         "['relufy-0.1-by-t-sampled-1.6e8']",
-        r"nats, and to ([\d.]+) where half": "row(everyone, run='relufy-0.1-by-t-chat-1.6e8')['kl']",
-        r"200 M tokens\) is ([\d.]+) points": "-quantities['held_difference']",
-        r"its interval \(([\d.]+) to": "-quantities['held_high']",
-        r"its interval \(1.4 to ([\d.]+)\)": "-quantities['held_low']",
+        r"nats, and to ([\d.]+) where half": "row(everyone, "
+        "run='relufy-0.1-by-t-chat-1.6e8')['kl']",
+        r"It is ([\d.]+) points below the original; a": "-quantities['held_difference']",
+        r"over items \(([\d.]+) to": "-quantities['held_high']",
+        r"over items \(1.4 to ([\d.]+)\)": "-quantities['held_low']",
         r"of ReLU alone loses ([\d.]+) points \(`again": "-over(answers, 'again-0')",
         r"a threshold lose ([\d.]+) to": "-over(answers, 'again-0.1-by-t-seed-2')",
         r"lose 3.2 to ([\d.]+)\.": "-over(answers, 'relufy-0.1-by-t')",
@@ -268,7 +269,8 @@ NUMBERS = {
         r"0.19 nats \(0.14 to ([\d.]+)\)": "frontier['high']",
         r"ends at ([\d.]+) nats and loses": "row(everyone, run='rate-5e-4-hidden-2e8')['kl']",
         r"nats and loses ([\d.]+) points, where": "-over(answers, 'rate-5e-4-hidden-2e8')",
-        r"where the line has ([\d.]+)\.": "-on_line(frontier, 0.1883)",
+        r"where the line has ([\d.]+)\.": "-on_line(frontier, row(everyone, "
+        "run='rate-5e-4-hidden-2e8')['kl'])",
         r"usual rate end at ([\d.]+) to": "everyone[everyone['run'].str.startswith("
         "'hidden-0.1-by-t-2e8')]['kl'].min()",
         r"end at 0.198 to ([\d.]+);": "everyone[everyone['run'].str.startswith("
@@ -276,10 +278,13 @@ NUMBERS = {
         r"are recorded loses ([\d.]+)\.": "-over(answers, 'hidden-0.1-by-t-2e8-seed-1')",
         r"the divergence to ([\d.]+);": "row(everyone, run='hidden-0.1-by-t')['kl']",
         r"not fitted either, it is ([\d.]+)\.": "row(everyone, run='unfitted-0.1-by-t')['kl']",
-        r"are ([\d.]+) to 0.4 points below": "on_line(frontier, 0.1883) "
+        r"more, are ([\d.]+) to 0.4": "on_line(frontier, row(everyone, "
+        "run='rate-5e-4-hidden-2e8')['kl']) "
         "- over(answers, 'rate-5e-4-hidden-2e8')",
         r"are 0.1 to ([\d.]+) points below": "on_line(frontier, row(everyone, "
         "run='hidden-0.1-by-t-8e7')['kl']) - over(answers, 'hidden-0.1-by-t-8e7')",
+        r"a doubling takes (\d+)%": "100 - 100 * (row(everyone, run='hidden-0.1-by-t-2e8')"
+        "['kl'] / row(everyone, run='hidden-0.1-by-t-8e7')['kl']) ** (1 / np.log2(2.5))",
         r"usual rate needs (\d+) M": "outlook['tokens'].min() / 1e6",
         r"text with samples (\d+) M": "sorted(outlook['tokens'])[1] / 1e6",
         r"they had, and ([\d,]+) M": "outlook['more'].min() / 1e6",

@@ -324,7 +324,8 @@ AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
 ASKED = "85m-100m-l1-0-seed-*", "85m-100m-l1-6e-4-seed-*"  # dense and sparse, on the same items
 NO_SEEDS = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"  # evaluated, of other choices
 BENCH = "ffn training model train_step model_layers decode auto quality fuzz"  # files of rows
-STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"  # of one pretrained model
+# Of one pretrained model; those of worse learning rates, and of a lighter first L1, are left out.
+STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"
 PAIRS = {  # one training on one GPU and on two, and the same with four times the tokens a step
     "devices": "171m-30m-*",
     "larger": "171m-40m-*",

@@ -32,10 +32,10 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
     last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
     steered; with "sampled" or "conversations" where the teacher wrote some of the text, and with
-    "not fitted" or "fitted" where most are not so, and the learning rate likewise); of the last validation
-    active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and rise (their
-    difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are left out.
-    Raises ValueError for runs of several models or texts.
+    "not fitted" or "fitted" where most are not so, and "rate 5e-4" where most have another); of the
+    last validation active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and
+    rise (their difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are
+    left out. Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
@@ -54,7 +54,7 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     written = np.where(complete["sampled_chat"], ", conversations", ", sampled")
     table["by"] += np.where(complete["sampled_share"] > 0, written, "")
     table["by"] += complete["hidden_weight"].map(_hidden)
-    table["by"] += complete["fit"]
+    table["by"] += complete["unusual"]
     # Of what is not steered the log has nothing: the configuration's is the last. A log of printed
     # lines alone has no threshold.
     for name, of in (("l1", "l1_coefficient"), ("threshold", "threshold")):
@@ -97,10 +97,10 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
     items: answers of `scripts.keep` with a column run. The references are the original, whose name
     ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
-    tokens; of several such runs the last by name. Columns: run, name, reference (ORIGINAL or
-    WITHOUT_L1), beside (its answers' name) and those of `paired_records`, a row a task and the mean
-    of the tasks. A run without answers has no rows. Raises ValueError for a run and a reference
-    with answers of different tasks.
+    tokens, at the usual learning rate; of several such runs the last by name. Columns: run, name,
+    reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and those of `paired_records`, a
+    row a task and the mean of the tasks. A run without answers has no rows. Raises ValueError for a
+    run and a reference with answers of different tasks.
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
@@ -326,13 +326,13 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     )
     usual = complete["tokens"].mode().iloc[0]
     fitted = complete["fit_tokens"] > 0
-    unusual = np.where(fitted, ", fitted", ", not fitted")
-    complete["fit"] = np.where(fitted == fitted.mode().iloc[0], "", unusual)
+    names = np.where(fitted, ", fitted", ", not fitted")
+    complete["unusual"] = np.where(fitted == fitted.mode().iloc[0], "", names)
     rates = complete["learning_rate"]
     most = rates.mode().iloc[0]
-    complete["fit"] += ["" if rate == most else f", rate {level_name(rate)}" for rate in rates]
+    complete["unusual"] += ["" if rate == most else f", rate {level_name(rate)}" for rate in rates]
     levels = [_level(*asked) for asked in complete[_LEVEL].to_numpy()]
-    complete = complete.assign(level=levels + complete["fit"])
+    complete = complete.assign(level=levels + complete["unusual"])
     budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]
     names = complete["level"] + budgets
     names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")

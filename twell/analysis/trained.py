@@ -309,12 +309,11 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
     the original, the run that is the reference of `relufied_pairs`, alone_every of all such runs;
     busiest_ and sparsest_: the runs at both ends over ReLU alone on as many tokens. seeds_: over
     the original, the mean of the runs of the sparse level that was trained most often, with
-    Student's t over these. held_: over the original, the best of the held_runs with a steered
-    threshold on the most tokens (M) or more than half of them (held_fewest), its divergence (nats),
-    and held_worst, of the worst. line_:
-    `relufied_frontier` (deviation in points), and the level of `relufied_outlook` that needs the
-    fewest tokens (M). `cuts` are the changes (%) of the divergence where a threshold joins L1, by
-    wanted share.
+    Student's t over these. held_: over the original, the best of the held_runs, which have a
+    steered threshold and more than half of the most tokens (at least held_fewest, in M), with its
+    divergence (nats); held_worst: the worst. line_: `relufied_frontier` (deviation in points), and
+    the level of `relufied_outlook` that needs the fewest tokens (M). `cuts` are the changes (%) of
+    the divergence where a threshold joins L1, by wanted share.
     """
     shares = 100 * table.set_index("run")["active_fraction"]
     means = pairs[pairs["task"] == "mean"].assign(share=pairs["run"].map(shares))
@@ -338,8 +337,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
     if len(held):
         best = steered.loc[held["run"].item()]
         result |= {"held_name": best["name"], "held_kl": best["kl"]}
-        result |= {"held_tokens": best["tokens"] / 1e6, "held_runs": len(every_held)}
-        result["held_fewest"] = steered["tokens"].min() / 1e6
+        result |= {"held_fewest": steered["tokens"].min() / 1e6, "held_runs": len(every_held)}
         result["held_worst"] = 100 * every_held["difference"].iloc[0]
     again = table[table["run"].isin(beyond["run"]) & ~table["run"].isin(plain)]
     trained_alike = [some for _, some in again.groupby(["level", "tokens"]) if len(some) > 1]
@@ -352,7 +350,7 @@ def pretrained(table: pd.DataFrame, pairs: pd.DataFrame, items: pd.DataFrame) ->
         result["seeds_share"] = seeds["share"].mean()
     result |= _line(table, pairs, items) if len(beyond) > 2 else {}
     wanted = table[table["tokens"] == table["tokens"].mode().iloc[0]]
-    wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold .*[0-9])?")]
+    wanted = wanted[(wanted["wanted"] > 0) & wanted["by"].str.fullmatch("L1(, threshold [^,]+)?")]
     best = wanted.groupby(["wanted", wanted["threshold"] > 0])["kl"].min()
     both = best.unstack().reindex(columns=[False, True]).dropna().sort_index(ascending=False)
     changes = 100 * (both[True] / both[False] - 1)

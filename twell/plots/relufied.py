@@ -287,7 +287,7 @@ def relufied_tokens(budgets: pd.DataFrame, table: pd.DataFrame, about: str = "")
     left.margins(x=0.12)
     apart = "Marks of as many tokens stand side by side." if len(looks) > 1 else ""
     alike = budgets.duplicated(["level", "tokens"]).any()
-    runs = "A mark a run; lines join means of such runs." if alike else "One run each."
+    runs = "A mark a run; lines join means of runs that are alike." if alike else "One run each."
     _end(figure, looks, _sentence(about), runs, shares, bars, apart)
     return figure
 
