@@ -132,6 +132,27 @@ def test_ctrl_c_saves_a_checkpoint_between_two_rows(
     assert differences(resume(tiny_config, run), expected) == []
 
 
+@pytest.mark.parametrize("fields", ["l1_coefficient=0 threshold=0.1", "l1_growth=1.2"])
+def test_ctrl_c_between_two_rows_of_a_student_is_exact(config, tmp_path, monkeypatch, fields):
+    """Its hidden states, divergence and activity are means over all steps of a row."""
+    brief = "tokens=10240 l1_stage_steps=5 active_share=0.2 hidden_weight=0.5"
+    given = dataclasses.replace(config(*brief.split(), *fields.split()), micro_batch=3)
+    whole = train(given, tmp_path / "whole", quiet=True)
+    step, run = Run.step, tmp_path / "run"
+
+    def press(self, now):
+        if now == 12:  # rows are written every five steps
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, now)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "step", press)
+        train(given, run, quiet=True)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-00000012"]
+    assert differences(resume(given, run), whole) == []
+    assert "hidden" in set(results.load_run(run)[1]["metric"])
+
+
 def test_ctrl_c_while_the_model_is_written_loses_nothing(
     tiny_config, tmp_path, monkeypatch, capfd, expected
 ):
