@@ -153,12 +153,12 @@ RELUFIED = {
     },
     # The outputs of the layers compared with the teacher's, too.
     **{
-        name: relufied(name, f"{fields} hidden_weight=1 seed={seed}", tokens, fit=0)
+        name: relufied(name, f"{fields} seed={seed}", tokens, fit=0)
         for fields, tokens, end in (
-            (BY_THRESHOLD(0.1), "2e7", ""),
-            (BY_THRESHOLD(0.1), "8e7", "-8e7"),
-            (BY_THRESHOLD(0.1), "2e8", "-2e8"),
-            (CHAT, "1.6e8", "-chat-1.6e8"),
+            (HIDDEN, "2e7", ""),
+            (HIDDEN, "8e7", "-8e7"),
+            (HIDDEN, "2e8", "-2e8"),
+            (f"{CHAT} hidden_weight=1", "1.6e8", "-chat-1.6e8"),
         )
         for seed in range(3)
         for name in [f"hidden-0.1-by-t{end}" + f"-seed-{seed}" * (seed > 0)]

@@ -278,7 +278,9 @@ NUMBERS = {
         r"are recorded loses ([\d.]+)\.": "-over(answers, 'hidden-0.1-by-t-2e8-seed-1')",
         r"the divergence to ([\d.]+);": "row(everyone, run='hidden-0.1-by-t')['kl']",
         r"not fitted either, it is ([\d.]+)\.": "row(everyone, run='unfitted-0.1-by-t')['kl']",
-        r"more, are ([\d.]+) to 0.4": "on_line(frontier, row(everyone, "
+        r"say ([\d.]+) and 0.13": "other_line(everyone, answers, 0.5)",
+        r"say 0.17 and ([\d.]+)": "other_line(everyone, answers, 1)",
+        r"more are ([\d.]+) to 0.4": "on_line(frontier, row(everyone, "
         "run='rate-5e-4-hidden-2e8')['kl']) "
         "- over(answers, 'rate-5e-4-hidden-2e8')",
         r"are 0.1 to ([\d.]+) points below": "on_line(frontier, row(everyone, "
@@ -371,6 +373,14 @@ def on_line(frontier, kl):
     return 100 * (frontier["intercept"] + frontier["slope"] * np.log(kl))
 
 
+def other_line(table, pairs, power):
+    """The divergence at which 2 points are lost, by a line over a power of it."""
+    of_run = pairs.query("task == 'mean' and reference == 'original'").set_index("run")
+    kl = table.set_index("run")["kl"][of_run.index] ** power
+    slope, intercept = np.polyfit(kl, of_run["difference"].astype(float), 1)
+    return ((-0.02 - intercept) / slope) ** (1 / power)
+
+
 def five_tasks_lost(pairs, run):
     """Points that a run loses on the tasks in which the original is not at chance, in the mean."""
     at_chance = "commonsense_qa", "winogrande", "mean"
@@ -384,6 +394,7 @@ HELPERS = {
     "five_tasks_lost": five_tasks_lost,
     "over": over,
     "on_line": on_line,
+    "other_line": other_line,
 }
 
 

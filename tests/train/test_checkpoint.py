@@ -43,6 +43,21 @@ def stopped(stopped_run, tiny_config, tmp_path):
     return shutil.copytree(stopped_run, tmp_path / "run"), config
 
 
+def train_and_press(config, run, at, number=signal.SIGINT, **options):
+    """Train, and send the signal at the beginning of a step; return what is said at the end."""
+    step = Run.step
+
+    def press(self, now):
+        if now == at:
+            os.kill(os.getpid(), number)
+        return step(self, now)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(Run, "step", press)
+        train(config, run, **options)
+    return str(stopped.value)
+
+
 def flip(path, place, bit=1):
     data = bytearray(path.read_bytes())
     data[place] ^= bit
@@ -109,45 +124,26 @@ def test_other_runs_resume_exactly(tiny_config, tiny_text, tmp_path, kind):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_a_checkpoint_between_two_rows(
-    tiny_config, tmp_path, monkeypatch, capfd, expected, number
-):
-    step, run = Run.step, tmp_path / "run"
-
-    def press(self, now):
-        if now == 6:
-            os.kill(os.getpid(), number)
-        return step(self, now)
-
-    before = signal.getsignal(number)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
-        patch.setattr(Run, "step", press)
-        # It writes rows every four steps and, but for the key, no checkpoint.
-        train(tiny_config, run)
+def test_ctrl_c_saves_a_checkpoint_between_two_rows(tiny_config, tmp_path, capfd, expected, number):
+    run, before = tmp_path / "run", signal.getsignal(number)
+    # It writes rows every four steps and, but for the key, no checkpoint.
+    said = train_and_press(tiny_config, run, 6, number)
     path = run / "checkpoint-00000006"
     remedy = "To go on, give the same command with --resume, and without --overwrite"
-    assert str(stopped.value) == f"interrupted; {path} has step 6 of 16. {remedy}"
+    assert said == f"interrupted; {path} has step 6 of 16. {remedy}"
     assert "stopping after this step with a checkpoint" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert differences(resume(tiny_config, run), expected) == []
 
 
 @pytest.mark.parametrize("fields", ["l1_coefficient=0 threshold=0.1", "l1_growth=1.2"])
-def test_ctrl_c_between_two_rows_of_a_student_is_exact(config, tmp_path, monkeypatch, fields):
+def test_ctrl_c_between_two_rows_of_a_student_is_exact(config, tmp_path, fields):
     """Its hidden states, divergence and activity are means over all steps of a row."""
     brief = "tokens=10240 l1_stage_steps=5 active_share=0.2 hidden_weight=0.5"
     given = dataclasses.replace(config(*brief.split(), *fields.split()), micro_batch=3)
     whole = train(given, tmp_path / "whole", quiet=True)
-    step, run = Run.step, tmp_path / "run"
-
-    def press(self, now):
-        if now == 12:  # rows are written every five steps
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self, now)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "step", press)
-        train(given, run, quiet=True)
+    run = tmp_path / "run"
+    train_and_press(given, run, 12, quiet=True)  # rows are written every five steps
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-00000012"]
     assert differences(resume(given, run), whole) == []
     assert "hidden" in set(results.load_run(run)[1]["metric"])

@@ -5,6 +5,8 @@ A run of `twell relufy` has a teacher. Its log has the KL divergence from the te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
@@ -308,12 +310,7 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
-    for field in (
-        "fit_tokens",
-        "sampled_share",
-        "sampled_chat",
-        "hidden_weight",
-    ):  # older runs had none
+    for field in ("fit_tokens", "sampled_share", "sampled_chat", "hidden_weight"):  # later fields
         given = complete.get(field, pd.Series(0.0, complete.index))
         complete[field] = given.astype(float).fillna(0)
     if complete.empty:
@@ -324,19 +321,20 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     check_alike(
         complete, [*ASKED, *_SAMPLED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule
     )
-    usual = complete["tokens"].mode().iloc[0]
     fitted = complete["fit_tokens"] > 0
-    names = np.where(fitted, ", fitted", ", not fitted")
-    complete["unusual"] = np.where(fitted == fitted.mode().iloc[0], "", names)
-    rates = complete["learning_rate"]
-    most = rates.mode().iloc[0]
-    complete["unusual"] += ["" if rate == most else f", rate {level_name(rate)}" for rate in rates]
+    complete["unusual"] = _unusual(fitted, {True: ", fitted", False: ", not fitted"}.get)
+    complete["unusual"] += _unusual(complete["learning_rate"], lambda r: f", rate {level_name(r)}")
     levels = [_level(*asked) for asked in complete[_LEVEL].to_numpy()]
     complete = complete.assign(level=levels + complete["unusual"])
-    budgets = [f", {n / 1e6:g} M tokens" if n != usual else "" for n in complete["tokens"]]
-    names = complete["level"] + budgets
+    names = complete["level"]
+    names = names + _unusual(complete["tokens"], lambda tokens: f", {tokens / 1e6:g} M tokens")
     names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")
     return complete.assign(name=names).set_index("run")
+
+
+def _unusual(values: pd.Series, name: Callable[..., str]) -> pd.Series:
+    """The names of values, and nothing for the most frequent one."""
+    return values.map(name).where(values != values.mode().iloc[0], "")
 
 
 def _level(
