@@ -18,6 +18,7 @@ from twell.sparse import reference
 from twell.sparse.activations import RELU
 from twell.sparse.calibration import DEPENDS_ON, Calibration, default
 from twell.sparse.layer import SparseFFN, backend_status
+from twell.sparse.observe import Collector
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels, else their interpreter
 NO_TRITON = backend_status()["triton"]
@@ -213,6 +214,13 @@ def small_threshold(**changes):
 # --- training steps
 
 
+def watched(ffn, x, call=None, **wants):
+    """y of `ffn` or of `call`, and its L1 term."""
+    with Collector([ffn], **wants) as seen:
+        y = (call or ffn)(x)
+    return y, seen.terms[0][1] if seen.terms else None
+
+
 class Trained(NamedTuple):
     y: torch.Tensor
     l1: torch.Tensor
@@ -257,14 +265,14 @@ class Stack(nn.Module):
         self.ffns = nn.ModuleList(SparseFFN(32, size, bias=True, backend=backend) for size in sizes)
         for ffn in self.ffns:
             nn.init.constant_(ffn.gate_proj.bias, -0.9)
-            ffn.record = True
         for ffn, level in zip(self.ffns, training, strict=False):
             times = default(32, ffn.intermediate_size, True)
             ffn.calibration = dataclasses.replace(times, training=level)
 
     def forward(self, x):
-        for ffn in self.ffns:
-            x = x + ffn(F.dropout(F.layer_norm(x, (32,)), 0.1))
+        with Collector(self.ffns, counts=True):
+            for ffn in self.ffns:
+                x = x + ffn(F.dropout(F.layer_norm(x, (32,)), 0.1))
         return x
 
 
@@ -274,9 +282,9 @@ def step(sparse, *needed):
     for _ in sparse.attempts():
         attempts += 1
         for ffn, number in zip(sparse.layers, needed, strict=True):
-            assert torch.equal(ffn.observer.needed, torch.tensor(-1))
+            assert torch.equal(ffn.outbox.needed, torch.tensor(-1))
             if number is not None:
-                ffn.observer.needed = torch.tensor(number)
+                ffn.outbox.needed = torch.tensor(number)
     return attempts
 
 

@@ -14,8 +14,9 @@ import yaml
 pytest.importorskip("triton")
 
 from tests import fuzz, fuzz_training
+from tests.factories.sparse import watched
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
-from twell import results
+from twell import collect_l1, results
 from twell.kernels import training_ops
 from twell.measure.patterns import EVEN, SKEWED
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -85,23 +86,23 @@ def test_compiled_by_inductor(gated, path):
     ffn = SparseFFN(512, 1408, gated=gated, bias=True, backend="triton", device="cuda")
     with torch.no_grad():
         (ffn.gate_proj if gated else ffn.up_proj).bias.fill_(-1.0)
-    ffn.train_path, ffn.capacity, ffn.record = path, 1408, True
-    ffn.observer.watch_capacity = True
+    ffn.train_path, ffn.capacity = path, 1408
+    ffn.outbox.watch_capacity = True
     x = torch.randn(4, 256, 512, device="cuda")
 
     def step(call):
         ffn.zero_grad()
         leaf = x.detach().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16):
-            y = call(leaf)
-        (y.float().square().mean() + 1e-3 * ffn.l1.mean()).backward()
+            y, l1 = watched(ffn, leaf, call, counts=True)
+        (y.float().square().mean() + 1e-3 * l1.mean()).backward()
         counts = ffn.stats.take()
         return [y, leaf.grad, *(p.grad for p in ffn.parameters())], counts
 
     expected, counted = step(ffn)
     torch.compiler.reset()
     results, recounted = step(torch.compile(ffn, fullgraph=True))
-    assert ffn.observer.needed is not None and 0 < int(ffn.observer.needed) < 700
+    assert ffn.outbox.needed is not None and 0 < int(ffn.outbox.needed) < 700
     for a, b in zip(results, expected, strict=True):
         assert (a - b).float().norm() <= 5e-3 * b.float().norm()
     for a, b in zip(recounted, counted, strict=True):
@@ -306,12 +307,11 @@ def test_layers_on_two_gpus_train_sparsely():
             for _ in sparse.attempts():
                 optimizer.zero_grad()
                 y = x.to(devices[0])
-                with torch.autocast("cuda", torch.bfloat16):
+                autocast = torch.autocast("cuda", torch.bfloat16)
+                with autocast, collect_l1(layers) as terms:
                     for ffn, device in zip(layers, devices, strict=True):
                         y = y.to(device) + ffn(y.to(device))
-                loss = y.float().square().mean() + 1e-3 * sum(
-                    ffn.l1.mean().to(devices[0]) for ffn in layers
-                ).to(device)
+                loss = y.float().square().mean() + 1e-3 * terms.by_layer().sum().to(device)
                 loss.backward()
             optimizer.step()
             losses[-1].append(float(loss))

@@ -9,7 +9,7 @@ import torch
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, integer_case
-from tests.factories.sparse import make, relative
+from tests.factories.sparse import make, relative, watched
 from twell import SparseTraining
 from twell.kernels import ops, training, training_ops
 from twell.sparse import reference
@@ -116,13 +116,12 @@ def test_a_layer_trains_as_the_dense_one(activation, threshold, gated):
     dense.backend = "dense"
     x = torch.randn(9, 16, dtype=torch.float16, device=DEVICE)
     sparse = SparseTraining(ffn)
-    ffn.record = dense.record = True
     for _ in sparse.attempts():
         ffn.zero_grad()
-        y = ffn(x)
-        (y.sum() + ffn.l1.sum()).backward()
-    exact = dense(x.double())
-    (exact.sum() + dense.l1.sum()).backward()
+        y, l1 = watched(ffn, x, counts=True)
+        (y.sum() + l1.sum()).backward()
+    exact, l1 = watched(dense, x.double(), counts=True)
+    (exact.sum() + l1.sum()).backward()
     assert ffn.train_path is None or relative(y, exact) < 3e-3
     for ours, theirs in zip(ffn.parameters(), dense.parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < 5e-3

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, random
+from tests.factories.sparse import watched
 from twell.kernels import training_ops
 from twell.sparse.layer import SparseFFN
 from twell.sparse.order import TokenOrder
@@ -30,7 +31,7 @@ def layers(gated=True, bias=False, dtype=torch.float32):
         first.weight[:, 0] = -1.5
     pair[1].load_state_dict(pair[0].state_dict())
     pair[1].train_path, pair[1].capacity = "union", 100
-    pair[1].observer.watch_capacity = True
+    pair[1].outbox.watch_capacity = True
     x = torch.randn(2, TOKENS, 48, device=DEVICE, dtype=dtype)
     x[..., 0] = 1
     return (*pair, x)
@@ -41,12 +42,12 @@ def loss_of(y, l1):
     return (y.float() * weights).sum() + 0.01 * l1.sum()
 
 
-def step(ffn, x, autocast=True, layer=None):
-    """y and all gradients; `layer` computes in place of `ffn`."""
+def step(ffn, x, autocast=True, layer=None, **wants):
+    """y, its L1 term and all gradients; `layer` computes in place of `ffn`."""
     x = x.detach().requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        y = (ffn if layer is None else layer)(x)
-    return [y, *torch.autograd.grad(loss_of(y, ffn.l1), [x, *ffn.parameters()])]
+        y, l1 = watched(ffn, x, layer, **wants)
+    return [y, l1, *torch.autograd.grad(loss_of(y, l1), [x, *ffn.parameters()])]
 
 
 def assert_close(results, expected, rtol=2**-7, atol=1e-3):
@@ -67,27 +68,26 @@ def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):
     dense, sparse, x = layers(gated, True, dtype)
     sparse.train_path = path
     expected, results = step(dense, x, autocast), step(sparse, x, autocast)
-    assert sparse.observer.needed is not None, "the layer was computed densely"
+    assert sparse.outbox.needed is not None, "the layer was computed densely"
     for a, b in zip(results, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         # Each is within 5e-3 of the exact one; biases' sums cancel.
         assert (a - b).float().norm() <= 1.2e-2 * b.float().norm()
-    assert all(gradient.dtype == dtype for gradient in results[1:])
-    assert (sparse.l1 - dense.l1).abs().max() <= 2e-2 * dense.l1.abs().max()
+    assert all(gradient.dtype == dtype for gradient in results[2:])
+    assert (results[1] - expected[1]).abs().max() <= 2e-2 * expected[1].abs().max()
 
 
 def test_statistics_are_exact_with_padding():
     dense, sparse, x = layers()
     mask = random(2, TOKENS) < 0.6
     for ffn in (dense, sparse):
-        ffn.record, ffn.token_mask = True, mask
-        step(ffn, x)
-        step(ffn, x)
+        step(ffn, x, counts=True, token_mask=mask)
+        step(ffn, x, counts=True, token_mask=mask)
     for a, b in zip(sparse.stats.take(), dense.stats.take(), strict=True):
         assert torch.equal(a, b)
     # Near zero autocast may round otherwise.
     active = dense.activations(x.bfloat16().float())[0] != 0
-    assert abs(int(sparse.observer.needed) - float(active.float().sum(-1).mean())) <= 1.1
+    assert abs(int(sparse.outbox.needed) - float(active.float().sum(-1).mean())) <= 1.1
 
 
 @pytest.mark.parametrize("reason", ["not managed", "fp32", "too many entries"])
@@ -107,13 +107,13 @@ def test_else_gradients_are_dense(reason, monkeypatch):
 @pytest.mark.slow
 def test_activation_checkpointing_and_weights_that_lost_their_strides():
     _, sparse, x = layers()
-    expected = step(sparse, x)[1:]
+    expected = step(sparse, x)[2:]
     leaf = x.detach().requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16):
-        y, l1 = checkpoint(lambda x: (sparse(x), sparse.l1), leaf, use_reentrant=False)
+        y, l1 = checkpoint(lambda x: watched(sparse, x), leaf, use_reentrant=False)
     results = torch.autograd.grad(loss_of(y, l1), [leaf, *sparse.parameters()])
     sparse.down_proj.weight.data = sparse.down_proj.weight.data.contiguous()
-    for a, b, c in zip(results, step(sparse, x)[1:], expected, strict=True):
+    for a, b, c in zip(results, step(sparse, x)[2:], expected, strict=True):
         assert torch.equal(a, c) and torch.equal(b, c)
 
 
@@ -150,4 +150,4 @@ def test_training_is_the_same_in_any_order_of_the_tokens(path):
 
     sparse.token_order = Seen(*TokenOrder.by(torch.arange(2 * TOKENS, device=DEVICE) * 7 % 11))
     assert_close(step(sparse, x), expected)
-    assert seen == [2 * TOKENS] and sparse.observer.needed is not None
+    assert seen == [2 * TOKENS] and sparse.outbox.needed is not None

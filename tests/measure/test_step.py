@@ -156,7 +156,7 @@ def test_steps_back_to_back_are_also_those_of_the_layer(dense_kernels, monkeypat
 
     def slow(layer, x):
         dense_kernels.spend(2.0)
-        passes.append((layer.train_path, layer.capacity, layer.observer.watch_capacity))
+        passes.append((layer.train_path, layer.capacity, layer.outbox.watch_capacity))
         return forward(layer, x)
 
     monkeypatch.setattr(SparseFFN, "forward", slow)

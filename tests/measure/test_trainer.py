@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.factories import SEED, measure
+from twell import collect_l1
 from twell.measure import step, trainer
 from twell.measure.patterns import IMPOSED, replace
 from twell.measure.providers import COMPILED, DENSE_COMPILED, DENSE_EAGER, UNION, UNION_COMPILED
@@ -80,7 +81,7 @@ def test_providers_take_the_same_steps_from_the_same_weights(build, monkeypatch)
         assert not torch.equal(weight, trainer.start[DOWN])
         moments = trainer.optimizer.state[weight]
         assert moments["exp_avg"].stride() == weight.stride() and moments["step"] == 4
-        assert trainer.model.ffns[0].stats.histogram is None  # no statistics
+        assert not trainer.model.ffns[0].stats.counters  # no statistics
     losses, *norms = zip(*results.values(), strict=True)
     assert np.allclose(losses, losses[0], rtol=1e-3)
     assert all(np.allclose(norm, norm[0], rtol=1e-2) for norm in norms)
@@ -155,8 +156,9 @@ def test_a_pass_out_of_memory_leaves_nothing_in_memory(build, monkeypatch):
     trainer.become(DENSE_EAGER, 0.0)
 
     def step():
-        trainer.model.model(input_ids=trainer.tokens)
-        references.extend(weakref.ref(ffn.l1) for ffn in trainer.model.ffns)
+        with collect_l1(trainer.model) as terms:
+            trainer.model.model(input_ids=trainer.tokens)
+        references.extend(weakref.ref(l1) for _, l1 in terms.terms)
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(trainer, "step", step)

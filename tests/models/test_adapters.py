@@ -154,21 +154,22 @@ def test_dropout_between_the_projections_of_t5(backend):
 def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():
     model, x, mask = sparsify(family("opt")).train(), tokens(2, 12), torch.ones(2, 12)
     mask[1, 7:] = 0
-    model(input_ids=x, labels=x)
-    ffns = sparse_ffns(model)
-    assert ffns[0].l1.shape == (24,)
-    expected = torch.stack([(ffn.l1 * mask.reshape(-1)).sum() / 19 for ffn in ffns])
-    assert_close(twell.l1_by_layer(model, mask), expected)
+    with twell.collect_l1(model) as terms:
+        model(input_ids=x, labels=x)
+    assert terms.terms[0][1].shape == (24,)
+    expected = torch.stack([(l1 * mask.reshape(-1)).sum() / 19 for _, l1 in terms.terms])
+    assert_close(terms.by_layer(mask), expected)
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 11\); expected \(24,\)"):
-        twell.l1_by_layer(model, mask[:, :11])
+        terms.mean(mask[:, :11])
 
     model = sparsify(family("t5")).train()
-    model(input_ids=x, labels=x[:, :7].contiguous())
-    term = twell.l1_by_layer(model)
-    assert_close(term, torch.stack([ffn.l1.mean() for ffn in sparse_ffns(model)]))
-    with pytest.raises(ValueError, match="call l1_by_layer on model.encoder and on model.decoder"):
-        twell.l1_by_layer(model, mask)
-    encoder = twell.l1_by_layer(model.encoder, mask)
+    with twell.collect_l1(model) as terms, twell.collect_l1(model.encoder) as encoder:
+        model(input_ids=x, labels=x[:, :7].contiguous())
+    term = terms.by_layer()
+    assert_close(term, torch.stack([l1.mean() for _, l1 in terms.terms]))
+    with pytest.raises(ValueError, match="of model.encoder and of model.decoder"):
+        terms.by_layer(mask)
+    encoder = encoder.by_layer(mask)
     assert encoder.shape == (3,) and not torch.allclose(encoder, term[:3])
     term.sum().backward()
     assert all(ffn.up_proj.weight.grad is not None for ffn in sparse_ffns(model))

@@ -1,14 +1,16 @@
 """The loss and its L1 term, over micro-batches, with padding in every kind of mask."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from tests.factories.models import MASKS, VOCAB, counted, make, square, step, stock, tokens
-from twell.models import l1_by_layer, sparse_ffns, sparsify
+from twell.models import collect_l1, l1_by_layer, sparse_ffns, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FP32 = {"rtol": 1e-6, "atol": 0}  # cross-entropy is summed in fp32
@@ -22,12 +24,13 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     model, x, hidden = make(l1_coefficient=0.3), tokens(4, 16), []
     for ffn in model.ffns:
         ffn.register_forward_hook(lambda f, i, _: hidden.append(f.activations(i[0])[1]))
-    output = model(input_ids=x, labels=x, l1_scale=0.5)
+    with collect_l1(model) as terms:
+        output = model(input_ids=x, labels=x, l1_scale=0.5)
     l1 = torch.stack([h.abs().sum(-1) for h in hidden]).mean()
     logits, targets = output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1)
     expected = torch.nn.functional.cross_entropy(logits, targets)
     assert_close(output.l1, l1)
-    assert_close(output.l1, l1_by_layer(model).mean())
+    assert_close(output.l1, terms.mean())
     assert_close(output.cross_entropy, expected)
     assert_close(output.loss, expected + 0.5 * 0.3 * l1)
     output = model.eval()(input_ids=x, labels=x)
@@ -107,7 +110,6 @@ def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, atten
         output, gradients = step(model, **inputs, attention_mask=mask, labels=labels, **totals)
         assert output.loss == output.cross_entropy == output.l1 == 0
         assert not gradients.any()  # NaN counts as another value
-    assert not l1_by_layer(model, mask).any()
 
 
 @pytest.mark.parametrize("kind", ["labels", "mask", "one token"])
@@ -126,24 +128,126 @@ def test_each_part_of_the_loss_is_zero_where_only_it_has_nothing_to_average(kind
 
 def test_a_sparsified_model_trains_with_the_l1_term():
     model, x = sparsify(stock("qwen2")).train(), tokens(2, 12)
-    with pytest.raises(RuntimeError, match="run the model in training mode first"):
-        l1_by_layer(model)
-    loss = model(input_ids=x, labels=x).loss
+    with collect_l1(model) as terms:
+        loss = model(input_ids=x, labels=x).loss
     for num_tokens in (None, 0, torch.tensor(0), 24):
-        term = l1_by_layer(model, torch.zeros(2, 12), num_tokens)
+        term = terms.by_layer(torch.zeros(2, 12), num_tokens)
         assert term.shape == (3,) and not term.any()
         term.mean().backward(retain_graph=True)
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     mask = torch.ones(2, 12)
     mask[1, 7:] = 0
-    term = l1_by_layer(model, mask)
-    assert_close(term, torch.stack([(ffn.l1 * mask).sum() / 19 for ffn in sparse_ffns(model)]))
-    (loss + 0.1 * term.mean()).backward()
+    term = terms.by_layer(mask)
+    assert_close(term, torch.stack([(l1 * mask).sum() / 19 for _, l1 in terms.terms]))
+    (loss + 0.1 * terms.mean(mask)).backward()
     assert all(p.grad is not None for p in model.parameters())
-    message = r"token_mask has shape \(.*\); expected \(2, 12\), one entry a token"
+    message = r"token_mask has shape \(.*\); expected \(2, 12\)"
     for shape in ((2, 1, 12, 12), (1, 12), (2, 13)):
         with pytest.raises(ValueError, match=message):
-            l1_by_layer(model, torch.ones(shape))
+            terms.mean(torch.ones(shape))
+
+
+def test_the_former_function_reads_the_last_pass():
+    model, x = sparsify(stock("qwen2")).train(), tokens(2, 12)
+    with pytest.warns(FutureWarning), pytest.raises(RuntimeError, match="in training mode first"):
+        l1_by_layer(model)
+    with collect_l1(model) as terms:
+        expected = model(input_ids=x, labels=x)
+    model(input_ids=x)
+    with pytest.warns(FutureWarning):
+        assert_close(l1_by_layer(model), terms.by_layer())
+    with pytest.warns(FutureWarning):
+        assert_close(sparse_ffns(model)[1].l1, terms.terms[1][1])
+    with pytest.raises(AttributeError, match="Collector"):
+        sparse_ffns(model)[0].record = True
+    own = make()
+    logits = own(input_ids=x).logits  # without labels, whose loss would have the term
+    with pytest.warns(FutureWarning):
+        (logits.sum() + l1_by_layer(own).mean()).backward()
+    assert own.model.layers[0].mlp.up_proj.weight.grad.any() and expected.loss > 0
+
+
+def test_what_a_block_holds():
+    """Every pass inside, of these layers, that ran; and the same for a block around it."""
+    model = make().double()
+    first, second = tokens(2, 12), tokens(1, 5)
+    with collect_l1(model) as outer, collect_l1(model.model.layers[1]) as inner:
+        separate = [model(input_ids=x).l1.detach() for x in (first, second)]
+    assert_close(outer.mean().detach(), (24 * separate[0] + 5 * separate[1]) / 29)
+    assert_close(inner.by_layer(), outer.by_layer()[1:2])
+    model.model.layers[2].forward = lambda hidden, **_: hidden  # a pass may skip a layer
+    output = model(input_ids=first, labels=first)
+    with collect_l1(model) as terms:
+        model(input_ids=first)
+    assert len(terms.terms) == 2
+    assert_close(output.l1, torch.stack([l1.mean() for _, l1 in terms.terms]).mean())
+    with collect_l1(model) as terms:
+        pass
+    with pytest.raises(RuntimeError, match="no SparseFFN layer ran"):
+        terms.mean()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_layers_hand_on_the_same(whole):
+    model, x = make().double(), tokens(2, 9)
+    expected, gradient = step(model, input_ids=x, labels=x, use_cache=False)
+    stats = [ffn.stats.take() for ffn in model.ffns]
+    options = {"fullgraph": True, "backend": "aot_eager"}
+    for layer in () if whole else model.model.layers:
+        layer.compile(**options)
+    run = torch.compile(model, **options) if whole else model
+    for _ in range(2):
+        model.zero_grad()
+        output = run(input_ids=x, labels=x, use_cache=False)
+        output.loss.backward()
+        assert_close(output.l1, expected.l1)
+        assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), gradient, **EXACT)
+        for before, ffn in zip(stats, model.ffns, strict=True):
+            assert all(map(torch.equal, before, ffn.stats.take()))
+    if not whole:
+        with pytest.raises(RuntimeError, match="ran twice"), collect_l1(model.model) as terms:
+            model.model(input_ids=x, use_cache=False)
+            model.model(input_ids=x, use_cache=False)
+        with collect_l1(model.model) as terms:
+            model.model(input_ids=x, use_cache=False)
+        assert_close(terms.mean(), expected.l1)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", ["own", "sparsified"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_passes_in_threads_do_not_mix(kind, replicas):
+    """Threads that share a model, and replicas of nn.DataParallel."""
+    model = (make() if kind == "own" else sparsify(stock("qwen2"))).double().train()
+    ids = [tokens(2, 6 + place % 3) for place in range(8)]
+
+    def run(model, x):
+        if kind == "own":
+            return float(model(input_ids=x, labels=x).l1.detach())
+        with collect_l1(model) as terms:
+            model(input_ids=x)
+        return float(terms.mean().detach())
+
+    expected = [run(model, x) for x in ids]
+    counted = [ffn.stats.take() for ffn in sparse_ffns(model)]
+
+    def job(place):
+        one = replicate(model) if replicas else model
+        return [run(one, ids[place]) for _ in range(5)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for place, values in enumerate(pool.map(job, range(8))):
+            assert values == [expected[place]] * 5
+    for before, ffn in zip(counted, sparse_ffns(model), strict=True):
+        assert all(torch.equal(5 * a, b) for a, b in zip(before, ffn.stats.take(), strict=True))
+
+
+def replicate(module):
+    """A replica as nn.DataParallel makes it, on the same device."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = dict(module._parameters)
+    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
+    return replica
 
 
 def test_activation_checkpointing_repeats_but_does_not_recount():
@@ -156,10 +260,40 @@ def test_activation_checkpointing_repeats_but_does_not_recount():
             assert_close(step(model, input_ids=x, labels=x)[1], expected, rtol=1e-10, atol=1e-14)
         for before, ffn in zip(stats, model.ffns, strict=True):
             assert all(map(torch.equal, before, ffn.stats.take()))
-    # This kind would silently train without the L1 term.
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1.0])
+@pytest.mark.parametrize("lora", [False, True])
+def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_term(coefficient, lora):
+    model, x = make(l1_coefficient=coefficient), tokens(3, 10)
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
-        model(input_ids=x, labels=x)
+    if lora:
+        model.enable_input_require_grads()
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])).train()
+    if coefficient:
+        with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
+            model(input_ids=x, labels=x)
+    else:
+        model(input_ids=x, labels=x).loss.backward()
+    if not lora:
+        stock_model = sparsify(stock("qwen2")).train()
+        stock_model.gradient_checkpointing_enable({"use_reentrant": True})
+        with collect_l1(stock_model) as terms:
+            stock_model(input_ids=x)
+        with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
+            terms.mean()
+
+
+def test_a_feed_forward_layer_that_peft_copies_counts_once():
+    x, options = tokens(2, 8), {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}
+    own = make().double()
+    expected = own(input_ids=x, labels=x)
+    model = get_peft_model(own, LoraConfig(**options)).train()
+    output = model(input_ids=x, labels=x)
+    assert_close(output.l1, expected.l1)
+    output.loss.backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
+    assert sum("mlp.modules_to_save" in name for name in trained) == 9
 
 
 # --- padding
@@ -202,8 +336,9 @@ def test_every_kind_of_mask_marks_the_padding(kind, training, monkeypatch):
     left = torch.arange(8) >= torch.tensor([[3], [0], [5]])
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "forward", without_mask)
-        model(input_ids=x, labels=x)
-        per_token = torch.stack([ffn.l1 for ffn in model.ffns])
+        with collect_l1(model) as terms:
+            model(input_ids=x, labels=x)
+        per_token = torch.stack([l1 for _, l1 in terms.terms])
         model.recording = not training
         counted(model)
         for mask in (left, left.flip(1), left & False, left | True):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import twell
-from tests.factories.sparse import make, relative
+from tests.factories.sparse import make, relative, watched
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.activations import get_activation
 from twell.sparse.layer import SparseFFN
@@ -40,12 +40,11 @@ def plain(ffn, x):
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_values_l1_and_gradients_are_those_of_the_formula(activation, threshold, gated, backend):
     ffn = make(gated, True, activation, backend, threshold=threshold)
-    ffn.record = True
     x = torch.randn(11, 24, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(11, dtype=torch.float64)
-    y = ffn(x)
-    (y.square().sum() + (scale * ffn.l1).sum()).backward()
-    computed = [y, ffn.l1, x.grad, *(p.grad for p in ffn.parameters())]
+    y, l1 = watched(ffn, x, counts=True)
+    (y.square().sum() + (scale * l1).sum()).backward()
+    computed = [y, l1, x.grad, *(p.grad for p in ffn.parameters())]
     ffn.zero_grad()
     x.grad = None
     y, h = plain(ffn, x)

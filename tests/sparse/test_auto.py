@@ -15,6 +15,7 @@ from tests.factories.sparse import (
     relative,
     small_threshold,
     triton_here,
+    watched,
 )
 from twell.sparse import plan
 from twell.sparse.calibration import Floor
@@ -146,13 +147,12 @@ def test_a_small_dense_call_loads_what_a_graph_would_launch(taken):
 def test_auto_with_gradients_l1_or_statistics_is_dense(taken):
     ffn = make_auto(dtype=torch.float64).requires_grad_(True)
     ffn.observe(3, 3)
-    ffn.record = True
     x, results = positive(70, dtype=torch.float64), {"dense": [], "auto": []}
     for backend, result in results.items():
         ffn.backend = backend
         for training in (True, False):
             ffn.train(training).zero_grad()
-            y = ffn(x)
+            y, _ = watched(ffn, x, counts=True)
             y.sum().backward()
             result += [y, *ffn.stats.take(), *(p.grad.clone() for p in ffn.parameters())]
     for dense, auto in zip(*results.values(), strict=True):

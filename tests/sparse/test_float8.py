@@ -11,7 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 import twell
-from tests.factories.sparse import DEVICE, make, relative, triton_here
+from tests.factories.sparse import DEVICE, make, relative, triton_here, watched
 from twell.sparse import float8
 from twell.sparse.calibration import default
 from twell.sparse.edit import Edit
@@ -123,14 +123,10 @@ def test_the_layer_watches_and_compiles():
     ffn, x = layer(), inputs(9)
     twell.quantize_(ffn)
     g, _ = ffn.activations(x)
-    ffn.record = True
-    ffn(x)
+    watched(ffn, x, counts=True)
     assert torch.equal(ffn.stats.take()[0], (g != 0).sum(0))
-    ffn.record = False
-    ffn.collect_l1 = True
-    ffn(x)
-    assert ffn.l1.shape == (9,) and ffn.l1.dtype == torch.float32
-    ffn.collect_l1 = False
+    _, l1 = watched(ffn, x, wants_l1=True)
+    assert l1.shape == (9,) and l1.dtype == torch.float32
     compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
     assert relative(compiled(x), ffn(x)) < 8e-3
     wide = x.float() * (1 + 2**-10)  # bf16 cannot hold it

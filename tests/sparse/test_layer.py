@@ -12,6 +12,7 @@ from tests.factories.sparse import (
     relative,
     small_threshold,
     triton_here,
+    watched,
 )
 from twell.sparse import reference
 from twell.sparse.activations import get_activation
@@ -37,9 +38,10 @@ def test_dense_is_the_formula(gated, bias, activation):
     weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
     act = get_activation(activation)
     expected = reference.ffn(x.reshape(15, 24), *weights, act=act).reshape(3, 5, 24)
-    torch.testing.assert_close(ffn(x), expected, rtol=1e-12, atol=1e-12)
+    y, l1 = watched(ffn, x)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     _, h = ffn.activations(x)
-    torch.testing.assert_close(ffn.l1, h.abs().sum(-1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(l1, h.abs().sum(-1), rtol=1e-12, atol=1e-12)
 
 
 @GATED
@@ -53,15 +55,15 @@ def test_backends_agree_in_values_l1_and_gradients(gated, bias):
         ffn.backend = backend
         ffn.zero_grad()
         x.grad = None
-        y = ffn(x)
-        (y.square().sum() + (weights * ffn.l1).sum()).backward()
-        results[backend] = [y, ffn.l1, x.grad, *(p.grad for p in ffn.parameters())]
+        y, l1 = watched(ffn, x)
+        (y.square().sum() + (weights * l1).sum()).backward()
+        results[backend] = [y, l1, x.grad, *(p.grad for p in ffn.parameters())]
+        ffn(x)
         copied = copy.deepcopy(ffn)  # without the graph of the last pass
-        assert copied.l1 is None and ffn.l1 is not None
         ffn.eval().zero_grad()
         with torch.no_grad():
             results[backend] += [ffn(x), copied.eval()(x)]
-        assert ffn.l1 is None and ffn.stats.neuron_counts is None  # nobody asked for them
+        assert watched(ffn, x)[1] is None and not ffn.stats.counters  # nobody asked for them
         ffn(x).sum().backward()  # gradients flow in evaluation mode too
         results[backend] += [p.grad for p in ffn.train().parameters()]
     for dense, sparse in zip(*results.values(), strict=True):
@@ -100,12 +102,10 @@ def test_the_reference_has_no_second_derivative_and_notices_a_changed_weight():
 @GATED
 def test_statistics_count_what_a_loop_counts(backend, gated):
     ffn = make(gated, backend=backend)
-    ffn.record = True
     neurons, histogram = torch.zeros(70, dtype=torch.int64), torch.zeros(71, dtype=torch.int64)
     for size in (1, 13, 0, 4):
         x, mask = torch.randn(2, size, 24, dtype=torch.float64) - 0.3, torch.rand(2, size) < 0.6
-        ffn.token_mask = mask.to(torch.int64)
-        ffn(x)
+        watched(ffn, x, counts=True, token_mask=mask.to(torch.int64))
         for row in (ffn.activations(x)[0] != 0)[mask]:
             neurons += row
             histogram[int(row.sum())] += 1
@@ -221,8 +221,8 @@ def test_edited_neurons_add_other_values(backend, gated, bias):
         changed = torch.where(scaled, -1.5 * h, h).masked_fill(silent, 0).masked_fill(fixed, 0.25)
         return changed @ by_hand.down_proj.weight.T + (by_hand.down_proj.bias if bias else 0), h
 
-    y, (y_by_hand, h) = ffn(x), expected(x)
-    assert relative(y, y_by_hand) < bound and relative(ffn.l1, h.abs().sum(-1)) < bound
+    (y, l1), (y_by_hand, h) = watched(ffn, x), expected(x)
+    assert relative(y, y_by_hand) < bound and relative(l1, h.abs().sum(-1)) < bound
     for result in (y, y_by_hand):
         (result.square().sum() / 100).backward()
     for (name, parameter), ours in zip(ffn.named_parameters(), by_hand.parameters(), strict=True):

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.factories import SEED
-from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
+from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here, watched
 from twell.sparse.observe import Result
 from twell.sparse.order import TokenOrder, similar_side_by_side
 
@@ -35,22 +35,20 @@ def test_an_order_is_stable_and_undone_with_its_gradient():
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_layer_computes_the_same_in_any_order(gated, training):
     ffn = make(gated, bias=True, backend="reference").train(training)
-    ffn.record = True
     other = copy.deepcopy(ffn)
     other.token_order = an_order(2 * 35)
     x = torch.randn(2, 35, 24, dtype=torch.float64)
     results = []
     for layer in (ffn, other):
         given = x.clone().requires_grad_()
-        y = layer(given)
-        loss = (y * x).sum() + (layer.l1 * x[..., 0]).sum() if training else (y * x).sum()
+        y, l1 = watched(layer, given, counts=True)
+        loss = (y * x).sum() + (l1 * x[..., 0]).sum() if training else (y * x).sum()
         loss.backward()
         results.append([y, given.grad, *(p.grad for p in layer.parameters())])
-        results[-1] += [layer.l1] if training else []
+        results[-1] += [l1] if training else []
     for expected, computed in zip(*results, strict=True):
         assert relative(computed, expected) < 1e-12
-    assert torch.equal(ffn.stats.histogram, other.stats.histogram)
-    assert torch.equal(ffn.stats.neuron_counts, other.stats.neuron_counts)
+    assert all(map(torch.equal, ffn.stats.take(), other.stats.take()))
 
 
 class Untouchable(TokenOrder):
@@ -64,9 +62,8 @@ def test_an_order_is_used_only_where_it_belongs():
     with pytest.raises(AssertionError, match="the order is used"):
         ffn(x)
     ffn(x[:4])  # of another call
-    ffn.token_mask = torch.tensor([1, 1, 1, 0, 1])  # which is in text order
-    ffn(x)
-    ffn.token_mask, ffn.backend = None, "dense"
+    watched(ffn, x, counts=True, token_mask=torch.tensor([1, 1, 1, 0, 1]))  # is in text order
+    ffn.backend = "dense"
     ffn(x)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize, prune
 
-from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here
+from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here, watched
 from twell.sparse.projections import _warn_once
 
 
@@ -94,13 +94,12 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
     sparse.chooser.observe(1, 2)  # at which auto would take a sparse path
     results = []
     for ffn in (dense, sparse):
-        ffn.record = True
         leaf = x.clone().requires_grad_()
-        y = ffn(leaf)
-        (y.float().square().sum() / 100 + ffn.l1.sum()).backward()
+        y, l1 = watched(ffn, leaf, counts=True)
+        (y.float().square().sum() / 100 + l1.sum()).backward()
         gradients = [p.grad for p in ffn.parameters() if p.requires_grad]
-        results.append([y, ffn.l1, leaf.grad, *ffn.stats.take(), *gradients])
-        ffn.eval().record = False
+        results.append([y, l1, leaf.grad, *ffn.stats.take(), *gradients])
+        ffn.eval()
         with torch.no_grad():
             results[-1].append(ffn(x))
     for expected, result in zip(*results, strict=True):

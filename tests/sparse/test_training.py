@@ -5,23 +5,24 @@ from torch import distributed, nn
 from tests.factories.sparse import Stack, on_cpu, roomy, step
 from twell import SparseTraining
 from twell.sparse import training as sparse_training
+from twell.sparse.observe import Collector
 from twell.sparse.training import ATTEMPTS, RECENT, capacities
 
 
 def need(sparse, *numbers):
     """Let layers need so many entries."""
     for ffn, number in zip(sparse.layers, numbers, strict=True):
-        ffn.observer.needed = torch.tensor(number)
+        ffn.outbox.needed = torch.tensor(number)
 
 
 def told(sparse):
-    return [(ffn.train_path, ffn.observer.watch_capacity) for ffn in sparse.layers]
+    return [(ffn.train_path, ffn.outbox.watch_capacity) for ffn in sparse.layers]
 
 
 def backward(model):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), Collector(model.ffns) as terms:
         y = model(torch.randn(40, 32))
-    (y.float().square().mean() + 1e-3 * sum(ffn.l1.mean() for ffn in model.ffns)).backward()
+    (y.float().square().mean() + 1e-3 * sum(l1.mean() for _, l1 in terms.terms)).backward()
     return y
 
 
@@ -101,7 +102,7 @@ def test_layers_are_told_in_attempts_only():
             paths = ["hybrid" if chosen else None for chosen in sparse.sparse]
             assert told(sparse) == [(path, True) for path in paths] and paths[1] == "hybrid"
             need(sparse, *(min(number, ffn.intermediate_size) for ffn in model.ffns))
-        assert all(ffn.observer.needed is None for ffn in model.ffns)
+        assert all(ffn.outbox.needed is None for ffn in model.ffns)
     model.ffns[1].backend = "dense"  # changed between steps
     for _ in sparse.attempts():
         assert told(sparse)[1] == (None, False)
@@ -233,7 +234,7 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(attempt, late):
     before, left = sparse.state(), sparse.attempts()
     with pytest.raises(InterruptedError):
         for number in left:
-            assert all(torch.equal(ffn.observer.needed, torch.tensor(-1)) for ffn in sparse.layers)
+            assert all(torch.equal(ffn.outbox.needed, torch.tensor(-1)) for ffn in sparse.layers)
             need(sparse, 200, 200)
             if number == attempt:
                 raise InterruptedError
@@ -244,7 +245,7 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(attempt, late):
     # Later steps count for themselves, also if the one that was left ends in their midst, as a
     # traceback may have it.
     for _ in sparse.attempts():
-        assert all(ffn.observer.needed == -1 for ffn in sparse.layers)
+        assert all(ffn.outbox.needed == -1 for ffn in sparse.layers)
         left.close()
         assert told(sparse) == [("union", True)] * 2
         need(sparse, 10, 10)

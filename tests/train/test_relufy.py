@@ -31,13 +31,12 @@ from tests.factories.train import (
     write_config,
     write_pretrained,
 )
-from twell import cli, results
+from twell import cli, collect_l1, results
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.corpus.tokens import encode
 from twell.export import export
 from twell.models import load
-from twell.sparse.layer import SparseFFN
 from twell.train import Student, evaluate, loop, relufy, relufy_config, samples, train
 
 
@@ -59,13 +58,12 @@ def test_the_loss_is_the_divergence_from_the_original(
     student.zero_grad()
     with torch.no_grad():
         wanted = torch.log_softmax(dense(ids).logits.double(), -1)
-    hidden, sizes = student.base_model(ids).last_hidden_state, []
-    for ffn in student.modules():
-        sizes += [ffn.l1.mean()] if isinstance(ffn, SparseFFN) else []
+    with collect_l1(student) as terms:
+        hidden = student.base_model(ids).last_hidden_state
     logprob = torch.log_softmax(student.lm_head(hidden).double(), -1)
     kl = (wanted.exp() * (wanted - logprob)).sum(-1).mean()
     cross_entropy = F.nll_loss(logprob[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    l1 = torch.stack(sizes).mean()
+    l1 = terms.mean()
     loss = kl + 0.1 * 0.5 * l1
     loss.backward()
     for name, expected in ("kl", kl), ("cross_entropy", cross_entropy), ("l1", l1), ("loss", loss):

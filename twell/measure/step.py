@@ -28,6 +28,7 @@ from twell.measure.rows import require, significant
 from twell.sparse import reference
 from twell.sparse.calibration import crossing
 from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Collector
 from twell.sparse.training import CAPACITY_MARGIN, SparseTraining, capacities
 
 # Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
@@ -283,9 +284,9 @@ def sparse_layer_step(case: Case, gradients: tuple[Tensor, Tensor]) -> Step:
     give(layer, case.sets[0], ())
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = layer(x)
-        l1, layer.l1 = layer.l1, None  # the layer would keep the step's graph
-        return y, l1
+        with Collector([layer]) as seen:
+            y = layer(x)
+        return y, seen.terms[0][1]
 
     step = Step.module(layer, function, case.x, gradients)
     sparse = SparseTraining(layer, path=UNION.path)

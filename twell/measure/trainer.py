@@ -26,7 +26,7 @@ from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Compiled, check_model, model_columns
 from twell.measure.step import training_ops
-from twell.models.l1 import l1_by_layer
+from twell.models.l1 import collect_l1
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
 from twell.train.build import adamw
@@ -208,10 +208,11 @@ class Trainer:
             with self.autocast():
                 # Not by SparseLlamaForCausalLM's own forward, which counts statistics and computes
                 # all logits at once.
-                outputs = self.model.model(input_ids=self.tokens, use_cache=False)
+                with collect_l1(self.model) as terms:
+                    outputs = self.model.model(input_ids=self.tokens, use_cache=False)
                 hidden, head = outputs.last_hidden_state.flatten(0, 1), self.model.lm_head.weight
                 loss = chunked_cross_entropy(hidden, head, self.labels, loss=self.loss)
-                loss = loss + self.config.l1_coefficient * l1_by_layer(self.model).mean()
+                loss = loss + self.config.l1_coefficient * terms.mean()
             loss.backward()
         own = nn.utils.get_total_norm([p.grad for ffn in self.model.ffns for p in ffn.parameters()])
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -233,8 +234,6 @@ class Trainer:
         except torch.OutOfMemoryError:
             pass
         self.optimizer.zero_grad()
-        for ffn in self.model.ffns:
-            ffn.l1 = None  # frees the graph of the pass that failed
         gc.collect()
         torch.cuda.empty_cache()
         return False

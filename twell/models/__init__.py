@@ -18,7 +18,7 @@ from twell.models.adapters import Adapter, last_norm, register_adapter
 from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES, read_json
 from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
-from twell.models.l1 import MASKED, l1_by_layer
+from twell.models.l1 import MASKED, collect_l1, l1_by_layer, with_l1
 from twell.models.llama import (
     SparseCausalLMOutput,
     SparseLlamaConfig,

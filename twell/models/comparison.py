@@ -49,7 +49,7 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
                     + (" while training; only an nn.Dropout of h may differ there" * training)
                 )
     finally:
-        down.data, ffn.l1 = weight, None
+        down.data, ffn.outbox.last = weight, None
         for module, was in zip(modules, before, strict=True):
             module.training = was
 

@@ -2,45 +2,153 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Cache
 
 from twell.models.convert import sparse_ffns
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Collector
 
+TWO_PARTS = (
+    "the layers of an encoder and of a decoder see tokens of their own, so one mask or number of "
+    "tokens does not fit both; collect the terms of model.encoder and of model.decoder"
+)
 MASKED = -100.0  # a query does not attend to a key with this additive mask, or with a lower one
+
+
+class L1Terms(Collector):
+    """The L1 terms of the passes inside a `with` block; `collect_l1` explains them."""
+
+    def by_layer(
+        self,
+        token_mask: Tensor | None = None,
+        num_tokens: Tensor | int | None = None,
+        *,
+        check: bool = True,
+    ) -> Tensor:
+        """Return the term of each layer that ran, [L]; arguments as of `mean`.
+
+        check: raise RuntimeError where the term has lost its gradient.
+        """
+        by_ffn: dict[SparseFFN, list[Tensor]] = {}
+        for ffn, l1 in self.terms:
+            by_ffn.setdefault(ffn, []).append(l1)
+        if not by_ffn:
+            raise RuntimeError("no SparseFFN layer ran inside the block; run the model there")
+        if check and self.no_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "the L1 term has no gradient: activation checkpointing with use_reentrant=True "
+                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False})"
+            )
+        terms = [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_ffn.values()]
+        return _by_layer(terms, token_mask, num_tokens)
+
+    def mean(
+        self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
+    ) -> Tensor:
+        """Return the L1 term: the mean over tokens and over the layers that ran of sum_n |h|.
+
+        token_mask: of the passes' leading shape, zero for padding, which is left out. Where all
+        tokens are padding the term is 0. num_tokens: divides the sum over tokens; by default the
+        tokens of these passes. Raises RuntimeError where no layer ran, and where the term has lost
+        its gradient, ValueError for a mask of another shape.
+        """
+        return self.by_layer(token_mask, num_tokens).mean()
+
+
+def collect_l1(model: nn.Module) -> L1Terms:
+    """Return a context that holds the L1 terms of a model's SparseFFN layers.
+
+        with twell.collect_l1(model) as terms:
+            loss = model(input_ids=ids, labels=ids).loss
+        (loss + coefficient * terms.mean()).backward()
+
+    It holds what passes inside the block computed in this thread, for any model or layer, in
+    training and in evaluation mode. A layer that a pass skips contributes nothing. An encoder and a
+    decoder see tokens of their own: where padding counts, open a block for each. Layers of
+    torch.compile show one pass in a block, to one thread at a time. SparseLlamaForCausalLM adds the
+    term to its loss by itself. Raises ValueError for a model without SparseFFN layers. Paper: the
+    L1 loss, in the definition of SparseLlamaForCausalLM.
+    """
+    return L1Terms(sparse_ffns(model), wants_l1=True)
+
+
+def with_l1(
+    model: nn.Module, loss: Callable[..., Tensor] | None = None, *, label_smoothing: float = 0.0
+) -> Callable[..., Tensor]:
+    """Return a `compute_loss_func` for transformers' Trainer: a loss plus the model's L1 term.
+
+    A Trainer with a loss of its own gives SparseLlamaForCausalLM no labels, so its loss would lack
+    the term. loss: called as loss(outputs, labels, num_items_in_batch=...); None: cross-entropy of
+    the next token with `label_smoothing`, as TrainingArguments.label_smoothing_factor defines it.
+    The term has the weight of cross-entropy: the micro-batch's share of the predicted tokens.
+    """
+
+    def compute(
+        outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        targets = labels[..., 1:].flatten()
+        predicted = (targets != -100).sum()
+        total = predicted if num_items_in_batch is None else num_items_in_batch
+        total = divisor(total, predicted)
+        if loss is None:
+            logits = outputs.logits[..., :-1, :].flatten(0, -2).float()
+            options = {"reduction": "sum", "label_smoothing": label_smoothing}
+            value = F.cross_entropy(logits, targets.to(logits.device), **options) / total
+        else:
+            value = loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+        if outputs.l1 is None:  # in evaluation mode
+            return value
+        return value + model.config.l1_coefficient * outputs.l1 * predicted / total
+
+    return compute
 
 
 def l1_by_layer(
     model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
 ) -> Tensor:
-    """Return each layer's L1 term of the last forward pass, [L].
+    """Return each layer's L1 term of the last forward pass, [L]; deprecated, use `collect_l1`.
 
-    A term is the sum over tokens of sum_n |h|, divided by `num_tokens`: by default the tokens of
-    this pass. `token_mask` [B, S] is zero for padding, which neither counts. Where all tokens are
-    padding the terms are 0. An encoder and a decoder, such as T5's, have a mask each. For any
-    model in training mode: add `coefficient * l1_by_layer(model).mean()` to its loss. Paper: the L1
-    loss, in the definition of SparseLlamaForCausalLM. Raises RuntimeError when the layers kept no
-    L1 term, or one without a gradient, and ValueError for a mask of another shape.
+    Arguments as of `L1Terms.mean`. It reads what the last pass in training mode left on each layer,
+    of whichever thread, and the term of a layer that this pass skipped is an older one. A pass
+    that handed its terms to a collector leaves none, and so does SparseLlamaForCausalLM with
+    labels: its output has the term. Raises as `L1Terms.mean`.
     """
-    ffns = sparse_ffns(model)
-    if any(ffn.observer.l1 is None for ffn in ffns):
+    warnings.warn(
+        "twell.l1_by_layer is deprecated: use `with twell.collect_l1(model) as terms:` around the "
+        "pass, then terms.by_layer() or terms.mean()",
+        FutureWarning,
+        stacklevel=2,
+    )
+    terms = [l1 for ffn in sparse_ffns(model) if (l1 := ffn.outbox.last) is not None]
+    if not terms:
         raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
-    if len({ffn.observer.l1.shape for ffn in ffns}) > 1 or _has_two_parts(model):
+    if _has_two_parts(model) and (token_mask is not None or num_tokens is not None):
+        raise ValueError(TWO_PARTS)
+    return _by_layer(terms, token_mask, num_tokens)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The terms of a layer in several passes, as of one pass over all their tokens."""
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _by_layer(
+    terms: list[Tensor], token_mask: Tensor | None, num_tokens: Tensor | int | None
+) -> Tensor:
+    """The mean over tokens of each layer's term: see `L1Terms.mean`."""
+    device = terms[0].device  # a device map may place layers on several
+    if len({term.shape for term in terms}) > 1:
         if token_mask is not None or num_tokens is not None:
-            raise ValueError(
-                "the layers of an encoder and of a decoder see tokens of their own; "
-                "call l1_by_layer on model.encoder and on model.decoder, with a mask each"
-            )
-        return torch.cat([l1_by_layer(ffn) for ffn in ffns])
-    per_token = torch.stack([ffn.observer.l1 for ffn in ffns])
-    learns = ffns[0].training and torch.is_grad_enabled()
-    learns = learns and any(p.requires_grad for ffn in ffns for p in ffn.parameters())
-    if learns and not per_token.requires_grad:
-        raise RuntimeError(
-            "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops "
-            "it; use model.gradient_checkpointing_enable({'use_reentrant': False})"
-        )
+            raise ValueError(TWO_PARTS)
+        return torch.stack([_by_layer([term], None, None)[0].to(device) for term in terms])
+    per_token = torch.stack([term.to(device) for term in terms])
     counted = per_token[0].numel()
     if token_mask is not None:
         if token_mask.numel() == counted and per_token.dim() == 2:  # OPT's layers see [B * S]

@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch.autograd.graph import register_multi_grad_hook
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
-from twell.models.l1 import divisor, l1_by_layer, token_mask
+from twell.models.convert import sparse_ffns
+from twell.models.l1 import L1Terms, divisor, token_mask
 from twell.models.quantize import quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
@@ -50,6 +54,7 @@ class SparseLlamaConfig(LlamaConfig):
     """
 
     model_type = "twell_llama"
+    keys_to_ignore_at_inference = ["past_key_values", "cross_entropy", "l1"]  # by Trainer.predict
 
     vocab_size: int = 49152
     hidden_size: int = 2048
@@ -98,7 +103,7 @@ class SparseCausalLMOutput(CausalLMOutputWithPast):
     """transformers' output with the two parts of the loss.
 
     `cross_entropy`: mean over predicted tokens, nats. `l1`: mean over non-padding tokens and over
-    layers of sum_n |h|. Both are None without labels.
+    layers of sum_n |h|. Both are None without labels, but in training mode l1 is there.
     """
 
     cross_entropy: Tensor | None = None
@@ -182,8 +187,13 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
 
     @property
     def ffns(self) -> list[SparseFFN]:
-        """The feed-forward layers in order."""
-        return [layer.mlp for layer in self.model.layers]
+        """The feed-forward layers in order; where peft wraps a layer, also its copies."""
+        mlps = [layer.mlp for layer in self.model.layers]
+        return [
+            ffn
+            for mlp in mlps
+            for ffn in ([mlp] if isinstance(mlp, SparseFFN) else sparse_ffns(mlp))
+        ]
 
     def set_ffn_backend(self, backend: str, calibration: Calibration | None = None) -> None:
         """Set the backend of every feed-forward layer, and the calibration of "auto", if given."""
@@ -198,54 +208,87 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         num_tokens_in_batch: Tensor | int | None = None,
         l1_scale: Tensor | float = 1.0,
         **kwargs,
     ) -> SparseCausalLMOutput:
         """Run the model. The class explains `loss`; LlamaForCausalLM the other arguments."""
-        kwargs["return_dict"] = True
-        embeds, mask = kwargs.get("inputs_embeds"), None
-        if labels is not None or self.training or self.recording:  # where padding counts
-            inputs = embeds if input_ids is None else input_ids
-            mask = token_mask(attention_mask, inputs, kwargs.get("past_key_values"))
-        if mask is not None and embeds is not None:
+        kwargs |= {"return_dict": True, "position_ids": position_ids, "use_cache": use_cache}
+        kwargs |= {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep}
+        counts, wants_l1 = self.training or self.recording, self.training or labels is not None
+        mask = None
+        if counts or wants_l1:  # where padding counts
+            inputs = inputs_embeds if input_ids is None else input_ids
+            mask = token_mask(attention_mask, inputs, past_key_values)
+        if mask is not None and inputs_embeds is not None:
             # A masked key has the weight 0, and 0 * NaN is NaN.
-            finite = embeds.nan_to_num(0.0, 0.0, 0.0)
-            kwargs["inputs_embeds"] = torch.where(mask[..., None] != 0, embeds, finite)
+            finite = inputs_embeds.nan_to_num(0.0, 0.0, 0.0)
+            inputs_embeds = torch.where(mask[..., None] != 0, inputs_embeds, finite)
         predicted = None if labels is None else _predicted_tokens(labels, kwargs)
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)
-        for ffn in self.ffns:
-            # Stays set after the pass: activation checkpointing repeats the layer during backward,
-            # and has to build the same graph.
-            ffn.observer.collect_l1 = labels is not None
-            ffn.observer.record = self.training or self.recording
-            ffn.observer.token_mask = mask
-        try:
+        kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        watches = self.ffns if counts or wants_l1 else ()
+        with L1Terms(watches, wants_l1=wants_l1, counts=counts, token_mask=mask) as terms:
             output = super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                labels=labels,
-                num_items_in_batch=num_items_in_batch,
+                inputs_embeds=inputs_embeds,
                 **kwargs,
             )
-        finally:
-            # Activation checkpointing repeats layers in backward, which must not count again.
-            for ffn in self.ffns:
-                ffn.observer.record, ffn.observer.token_mask = False, None
-        if labels is None:
+        if not wants_l1:
             return SparseCausalLMOutput(**output)
+        coefficient = self.config.l1_coefficient if self.training else 0.0
+        layers = terms.by_layer(mask, num_tokens_in_batch, check=coefficient > 0)
+        if labels is None:
+            return self._without_labels(output, terms, layers.mean())
         # The mean over no label is NaN.
         cross_entropy = torch.where(predicted.to(output.loss.device) > 0, output.loss, 0.0)
-        layers = l1_by_layer(self, mask, num_tokens_in_batch)
         if num_items_in_batch is not None and num_tokens_in_batch is None:
             layers = layers * predicted / num_items_in_batch
         loss, l1 = cross_entropy, layers.mean()
         if self.training:
-            loss = cross_entropy + l1_scale * self.config.l1_coefficient * l1
+            loss = cross_entropy + l1_scale * coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
+
+    def _without_labels(
+        self, output: CausalLMOutputWithPast, terms: L1Terms, l1: Tensor
+    ) -> SparseCausalLMOutput:
+        """Return the output of a training pass whose loss is computed elsewhere."""
+        if self.config.l1_coefficient:
+            _require_l1(output.logits, terms)
+        for ffn, term in terms.terms:
+            ffn.outbox.last = term  # for l1_by_layer
+        return SparseCausalLMOutput(**output, l1=l1)
+
+
+def _require_l1(logits: Tensor, terms: L1Terms) -> None:
+    """Let the backward pass raise RuntimeError where the logits have a gradient, and no term has.
+
+    So training stops before its first step, and does not go on without L1.
+    """
+    tensors = [logits, *(l1 for _, l1 in terms.terms)]
+    tensors = [tensor for tensor in tensors if tensor.requires_grad]
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or len(tensors) < 2:
+        return
+
+    def check(gradients: Sequence[Tensor | None]) -> None:
+        if all(gradient is None for gradient in gradients[1:]):
+            raise RuntimeError(
+                "the loss has no L1 term, and config.l1_coefficient is above 0: the model got no "
+                "labels, as from a Trainer with label_smoothing_factor or compute_loss_func. Give "
+                "Trainer compute_loss_func=twell.with_l1(model, ...), add output.l1 to a loss of "
+                "your own, or set config.l1_coefficient to 0"
+            )
+
+    register_multi_grad_hook(tensors, check)
 
 
 def check_llama(name: object, model: nn.Module) -> None:
@@ -266,6 +309,8 @@ def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:
 
 AutoConfig.register(SparseLlamaConfig.model_type, SparseLlamaConfig)
 AutoModelForCausalLM.register(SparseLlamaConfig, SparseLlamaForCausalLM)
+# Trainer shifts the labels for label smoothing where it finds the class here.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SparseLlamaConfig.model_type] = SparseLlamaForCausalLM.__name__
 # `transformers serve` looks for the class in the module `transformers`. transformers loads itself a
 # second time, so the server may hold another such module than `sys.modules`.
 _server = sys.modules.get("transformers.cli.serving.model_manager")

@@ -14,13 +14,16 @@ compute the same y:
     triton     the sparse steps as GPU kernels (kernels/), in bf16 or fp16
     auto       the fastest path for the number of tokens and the activity of the layer (plan.py)
 
-The layer's observer (observe.py) keeps the L1 term and the statistics. Layers whose projections may
-not be read compute densely (projections.py). Gradients are dense too, except within training.py:
-it checks once a step that the buffers of the sparse path were large enough.
+A pass hands its L1 term and its activity to the collector that is open around it (observe.py).
+Layers whose projections may not be read compute densely (projections.py). Gradients are dense too,
+except within training.py: it checks once a step that the buffers of the sparse path were large
+enough.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,9 +39,12 @@ from twell.sparse.edit import Edit
 from twell.sparse.observe import (
     Activity,
     ActivityStats,
-    Observer,
+    Collector,
+    Outbox,
     Result,
+    Wants,
     mean_entries,
+    open_collector,
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
@@ -76,7 +82,7 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
 
 
 def _handed_on(holder: str, name: str) -> property:
-    """Return an attribute of the layer that its observer or chooser holds."""
+    """Return an attribute of the layer that its activation or chooser holds."""
 
     def read(layer: SparseFFN) -> Any:
         return getattr(getattr(layer, holder), name)
@@ -85,6 +91,15 @@ def _handed_on(holder: str, name: str) -> property:
         setattr(getattr(layer, holder), name, value)
 
     return property(read, write, doc=f"`{name}` of the {holder}.")
+
+
+def _gone(name: str, instead: str) -> property:
+    """Refuse an attribute of earlier versions, which as a plain attribute would do nothing."""
+
+    def refuse(layer: SparseFFN, *_: Any) -> None:
+        raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
+
+    return property(refuse, refuse)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -114,12 +129,11 @@ class SparseFFN(nn.Module):
 
     Input [..., K], output [..., K].
 
-    Watching. `l1` holds sum_n |h| of each token after a pass in training mode or with `collect_l1`
-    set: fp32, of the input's leading shape, part of the autograd graph. With `record` set `stats`
-    counts the pass, without tokens whose `token_mask` [...] is zero.
+    Watching. `with twell.collect_l1(layer) as terms:` holds the L1 terms of the passes inside.
+    `stats` has the activity that collectors counted (observe.py).
 
     Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
-    the output has other values of some neurons. Both still count in `l1` and `stats`.
+    the output has other values of some neurons. Both still count in the L1 term and in `stats`.
 
     Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
     layer, made from `calibration` (measured times; None: an H200's) and from `observed`, the newest
@@ -167,7 +181,7 @@ class SparseFFN(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
-        self.observer = Observer(intermediate_size)
+        self.stats, self.outbox = ActivityStats(intermediate_size), Outbox()
         self.chooser = Chooser(hidden_size, intermediate_size, gated)
         # Attributes, not hooks: torch.compile ignores hooks added after compilation.
         self.silenced = False
@@ -183,10 +197,18 @@ class SparseFFN(nn.Module):
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
-    l1, stats = _handed_on("observer", "l1"), _handed_on("observer", "stats")
-    record, collect_l1 = _handed_on("observer", "record"), _handed_on("observer", "collect_l1")
-    token_mask = _handed_on("observer", "token_mask")
+    collect_l1 = _gone("collect_l1", "twell.collect_l1(layer)")
+    record = _gone("record", "twell.sparse.observe.Collector([layer], counts=True)")
+    token_mask = _gone("token_mask", "twell.sparse.observe.Collector([layer], token_mask=...)")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
+
+    @property
+    def l1(self) -> Tensor | None:
+        """sum_n |h| of each token of the last pass without a collector; deprecated."""
+        warnings.warn(
+            "SparseFFN.l1 is deprecated: use twell.collect_l1", FutureWarning, stacklevel=2
+        )
+        return self.outbox.last
 
     @property
     def gated(self) -> bool:
@@ -294,20 +316,55 @@ class SparseFFN(nn.Module):
             )
         if self.quantized:
             x = self._for_inference(x)
-        rows, leading, observer = x.reshape(-1, self.hidden_size), x.shape[:-1], self.observer
-        wants = observer.wants_l1(self.training), observer.wants_activity(self.training)
+        rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
+        watch = self.outbox if torch.compiler.is_compiling() else open_collector()
+        wants = self._wants(watch)
         backend = "dense" if self._compiles_densely(rows) else self._backend
         if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
             warn_dense(reason)
-        order = None if backend == "dense" or self.token_mask is not None else self.token_order
+        order = None if backend == "dense" or wants.token_mask is not None else self.token_order
         if order is None or not order.fits(rows):
-            result = getattr(self, f"_{backend}")(rows, *wants)
+            result = getattr(self, f"_{backend}")(rows, wants)
         else:
-            result = order.undo(getattr(self, f"_{backend}")(order.take(rows), *wants))
-        observer.see(result, leading, self.training)
+            result = order.undo(getattr(self, f"_{backend}")(order.take(rows), wants))
+        l1 = None if result.l1 is None else result.l1.reshape(leading)
+        self._show(watch, l1, result.activity)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
+
+    def _wants(self, watch: Collector | Outbox | None) -> Wants:
+        trains = self.training and self.outbox.watch_capacity
+        if watch is None:
+            return Wants(self.training, trains)
+        return Wants(self.training or watch.wants_l1, watch.counts or trains, watch.token_mask)
+
+    def _show(
+        self, watch: Collector | Outbox | None, l1: Tensor | None, activity: Activity | None
+    ) -> None:
+        """Hand on the L1 term [...] and the activity of a pass."""
+        if watch is None:
+            self.outbox.last = l1
+        elif watch is self.outbox:
+            watch.leave(l1, activity)
+        else:
+            if watch.counts:
+                self.stats.add(activity, watch.token_mask)
+            if l1 is not None:
+                watch.receive(self, l1)
+        if self.training and self.outbox.watch_capacity:
+            self.outbox.need(activity)
+
+    def _replicate_for_data_parallel(self) -> SparseFFN:
+        """Return a replica for nn.DataParallel, which computes on another device and thread.
+
+        It adds to the same `stats`, counts its own activity for "auto", and trains densely: nobody
+        would see its overflow.
+        """
+        replica = super()._replicate_for_data_parallel()
+        replica.outbox, replica.chooser = Outbox(), copy.copy(self.chooser)
+        replica.train_path = None
+        return replica
 
     def _for_inference(self, x: Tensor) -> Tensor:
         """x in autocast's type; raises for gradients, and for values that are not bf16 then."""
@@ -332,19 +389,19 @@ class SparseFFN(nn.Module):
 
     # --- the backends: rows [M, K] -> Result
 
-    def _dense(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+    def _dense(self, rows: Tensor, wants: Wants) -> Result:
         g, h = self.activations(rows)
-        if (wants_l1 or wants_activity) and g.shape[-1] != self.intermediate_size:
+        if (wants.l1 or wants.activity) and g.shape[-1] != self.intermediate_size:
             raise ValueError(
                 f"the first projection returns {g.shape[-1]} neurons, and the layer has "
                 f"{self.intermediate_size}: of tensor-parallel shards neither the L1 term nor "
                 "statistics can be computed; load the model without tp_plan"
             )
         l1 = activity = None
-        if wants_l1:
+        if wants.l1:
             l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
-        if wants_activity:
-            activity = Activity.of(g != 0, self.token_mask)
+        if wants.activity:
+            activity = Activity.of(g != 0, wants.token_mask)
         if self.edit is not None:
             h = self.edit.of_h(h)
         if (drop := self._modules.get("h_dropout")) is not None:
@@ -380,53 +437,53 @@ class SparseFFN(nn.Module):
             tensors[0], scale = float8.quantize(rows)
         return [*tensors, scale, gate[2], up[2]]
 
-    def _reference(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
-        if self.quantized and (wants_l1 or wants_activity):
-            return self._dense(rows, wants_l1, wants_activity)
+    def _reference(self, rows: Tensor, wants: Wants) -> Result:
+        if self.quantized and (wants.l1 or wants.activity):
+            return self._dense(rows, wants)
         tensors = self._tensors(rows)
         with without_autocast(rows.device.type):
             if self.quantized:
                 return Result(float8.ffn(*tensors, act=self.act))
-            if wants_l1 or torch.is_grad_enabled():
+            if wants.l1 or torch.is_grad_enabled():
                 y, l1, active = reference.union_train(*tensors, act=self.act)
             else:
                 first = reference.Layer(*tensors).first
                 g = reference.gate_pack(tensors[0], *first, act=self.act)
                 y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
-                active = g.unpack() != 0 if wants_activity else None
-        activity = Activity.of(active, self.token_mask) if wants_activity else None
-        return Result(y, l1 if wants_l1 else None, activity)
+                active = g.unpack() != 0 if wants.activity else None
+        activity = Activity.of(active, wants.token_mask) if wants.activity else None
+        return Result(y, l1 if wants.l1 else None, activity)
 
-    def _wants_only_y(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> bool:
-        if wants_l1 or wants_activity:
+    def _wants_only_y(self, rows: Tensor, wants: Wants) -> bool:
+        if wants.l1 or wants.activity:
             return False
         if not torch.is_grad_enabled() or self.quantized:
             return True  # asked first: to look at all parameters takes microseconds
         return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
 
-    def _train(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+    def _train(self, rows: Tensor, wants: Wants) -> Result:
         """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
         sparsely = self.train_path is not None and not self.quantized
         if not (sparsely and torch.is_grad_enabled() and rows.numel()):
-            return self._dense(rows, wants_l1, wants_activity)
+            return self._dense(rows, wants)
         from twell.kernels import ops, training_ops
 
         tensors = self._tensors(rows)
         fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
         if not fits or not ops.takes(tensors[0], self.intermediate_size):
-            return self._dense(rows, wants_l1, wants_activity)
+            return self._dense(rows, wants)
         with without_autocast(rows.device.type):
-            given = {"token_mask": self.token_mask, "act": self.act}
+            given = {"token_mask": wants.token_mask, "act": self.act}
             trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
         needed = trained.needed
         if self.train_path == "hybrid":  # which says how many rows it needed
             needed = torch.maximum(needed, mean_entries(trained.token_counts))
         activity = Activity(trained.token_counts, trained.neuron_counts, needed)
-        return Result(trained.y, trained.l1 if wants_l1 else None, activity)
+        return Result(trained.y, trained.l1 if wants.l1 else None, activity)
 
-    def _triton(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
-        if not self._wants_only_y(rows, wants_l1, wants_activity):
-            return self._train(rows, wants_l1, wants_activity)
+    def _triton(self, rows: Tensor, wants: Wants) -> Result:
+        if not self._wants_only_y(rows, wants):
+            return self._train(rows, wants)
         from twell.kernels import ops
 
         tensors = self._tensors(rows)
@@ -435,15 +492,15 @@ class SparseFFN(nn.Module):
             path = self._path or ops.choose(rows.shape[0])
             return Result(ops.run(path, *tensors, act=self.act))
 
-    def _auto(self, rows: Tensor, wants_l1: bool, wants_activity: bool) -> Result:
+    def _auto(self, rows: Tensor, wants: Wants) -> Result:
         if not self._has_kernels:
-            return self._dense(rows, wants_l1, wants_activity)
-        if not self._wants_only_y(rows, wants_l1, wants_activity):
-            return self._train(rows, wants_l1, wants_activity)
+            return self._dense(rows, wants)
+        if not self._wants_only_y(rows, wants):
+            return self._train(rows, wants)
         from twell.kernels import ops
 
         if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
-            return self._dense(rows, wants_l1, wants_activity)
+            return self._dense(rows, wants)
         chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
         activity = unloaded = None
         counts = situation == EAGER and num_tokens > 0
@@ -463,7 +520,7 @@ class SparseFFN(nn.Module):
                 ops.run(unloaded, *tensors, act=self.act)
             if not waits:
                 return Result(ops.run(path, *tensors, activity=activity, act=self.act))
-        return self._dense(rows, wants_l1, wants_activity)
+        return self._dense(rows, wants)
 
     def _situation(self, rows: Tensor) -> str:
         if torch.compiler.is_compiling():

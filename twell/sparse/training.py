@@ -165,7 +165,7 @@ class SparseTraining:
         try:
             self._decide()  # backends and calibrations may have changed
             restore = _random_state(self.layers)
-            counters = [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in self.layers]
+            counters = [ffn.stats.counters for ffn in self.layers]
             for attempt in count():
                 self._prepare_layers()
                 yield attempt
@@ -183,7 +183,7 @@ class SparseTraining:
                 self.capacity = largest if last else self._capacity_for(overflow)
                 restore()
                 for ffn, before in zip(self.layers, counters, strict=True):
-                    ffn.stats.neuron_counts, ffn.stats.histogram = before
+                    ffn.stats.counters = before
         finally:
             if self._running is running:
                 self._release()
@@ -221,16 +221,16 @@ class SparseTraining:
         devices = [ffn.device for ffn in self.layers]
         none_needed = {d: torch.full((), -1, dtype=torch.int64, device=d) for d in set(devices)}
         for ffn, device, sparse in zip(self.layers, devices, self.sparse, strict=True):
-            ffn.observer.watch_capacity = self._crossover(ffn) > 0
-            ffn.observer.needed = none_needed[device]
+            ffn.outbox.watch_capacity = self._crossover(ffn) > 0
+            ffn.outbox.needed = none_needed[device]
             ffn.train_path = self.path if sparse else None
             ffn.capacity = self._layer_capacity(ffn)
 
     def _release(self) -> None:
         self._running = None
         for ffn in self.layers:
-            ffn.observer.watch_capacity = False
-            ffn.observer.needed = ffn.train_path = None
+            ffn.outbox.watch_capacity = False
+            ffn.outbox.needed = ffn.train_path = None
 
     def _layer_capacity(self, ffn: SparseFFN) -> int:
         return min(self.capacity, ffn.intermediate_size)
@@ -240,7 +240,7 @@ class SparseTraining:
 
         -1 for a layer that computed nothing. Waits for the device, once.
         """
-        needed = [ffn.observer.needed for ffn in self.layers]
+        needed = [ffn.outbox.needed for ffn in self.layers]
         device = needed[0].device
         return self.reduce(torch.stack([number.to(device) for number in needed])).tolist()
 

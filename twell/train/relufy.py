@@ -33,7 +33,7 @@ from transformers import (
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
-from twell.models.l1 import l1_by_layer
+from twell.models.l1 import L1Terms
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
@@ -171,15 +171,10 @@ class Student(nn.Module):
 
         The totals are those of a step of several micro-batches, as in SparseLlamaForCausalLM.
         """
-        for ffn in self.ffns:
-            # Stays set after the pass: activation checkpointing repeats the layer during backward.
-            ffn.observer.collect_l1 = self.training
-            ffn.observer.record = self.training or self.recording
         (teacher,) = self.teacher
         self._forget()  # what activation checkpointing left
-        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        for ffn in self.ffns:
-            ffn.observer.record = False
+        with L1Terms(self.ffns, counts=self.training or self.recording) as terms:
+            hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         with torch.no_grad():
             wanted = teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         following = F.pad(input_ids[:, 1:], (0, 1), value=-100)
@@ -195,7 +190,7 @@ class Student(nn.Module):
         losses = [loss / (num_items_in_batch or input_ids[:, 1:].numel()) for loss in losses]
         if not self.training:
             return StudentOutput(kl, kl, *losses)
-        l1 = l1_by_layer(self.student, None, num_tokens_in_batch).mean()
+        l1 = terms.mean(num_tokens=num_tokens_in_batch)
         loss = kl + l1_scale * self.l1_coefficient * l1
         if not self.hidden_weight:
             return StudentOutput(loss, kl, *losses, l1)

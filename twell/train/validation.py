@@ -18,7 +18,7 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     blocks; of a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own counters
     keep their values.
     """
-    training, before = model.training, counters(model)
+    training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
     model.eval()
     model.recording = True
     for ffn in model.ffns:
@@ -36,16 +36,17 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     model.train(training)
     model.recording = False
     layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
-    restore_counters(model, before)
+    for ffn, counted in zip(model.ffns, before, strict=True):
+        ffn.stats.counters = counted
     return {name: total / len(blocks) for name, total in totals.items()} | {"layers": layers}
 
 
 def counters(model: SparseLlamaForCausalLM) -> list[tuple]:
-    """Return each layer's (neuron_counts, histogram), as they are."""
-    return [(ffn.stats.neuron_counts, ffn.stats.histogram) for ffn in model.ffns]
+    """Return each layer's (neuron_counts, histogram), as they are, for a checkpoint."""
+    return [next(iter(ffn.stats.counters.values()), (None, None)) for ffn in model.ffns]
 
 
 def restore_counters(model: SparseLlamaForCausalLM, counters: list[tuple]) -> None:
     """Put back what `counters` returned."""
     for ffn, (counts, histogram) in zip(model.ffns, counters, strict=True):
-        ffn.stats.neuron_counts, ffn.stats.histogram = counts, histogram
+        ffn.stats.counters = {} if counts is None else {counts.device: (counts, histogram)}
