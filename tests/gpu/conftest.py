@@ -1,3 +1,7 @@
+import fcntl
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,3 +12,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.path.parts:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def whole_card():
+    """Tests that need most of the card's memory run one at a time, in whichever processes."""
+    with Path(tempfile.gettempdir(), "twell-whole-card.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()

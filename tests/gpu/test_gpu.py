@@ -268,6 +268,7 @@ def some_rows(num_tokens):
     ).cuda()
 
 
+@pytest.mark.usefixtures("whole_card")
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_more_than_2_to_the_31_entries(path, shape):

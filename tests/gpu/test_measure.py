@@ -17,6 +17,7 @@ from twell.measure.sides import Sides, embed, random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
 
+pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
 
 

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.gpu.test_gpu import two_gpus
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 
 PATHS = [None, "rowwise", "union", "decode"]
@@ -81,6 +82,31 @@ def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, eager)
+
+
+@two_gpus
+def test_replicas_on_two_gpus_have_the_losses_and_gradients_of_one():
+    """nn.DataParallel, which runs replicas in threads."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "l1_coefficient": 0.1}
+    model = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes)).cuda().train()
+    model.set_ffn_backend("auto")
+    x, results = torch.randint(512, (8, 128), device="cuda"), []
+    total = {"num_tokens_in_batch": x.numel(), "num_items_in_batch": x[:, 1:].numel()}
+    for run in (model, torch.nn.DataParallel(model)):
+        for _ in range(3):
+            model.zero_grad()
+            output = run(input_ids=x, labels=x, use_cache=False, **total)
+            output.loss.sum().backward()
+        counts = torch.stack([ffn.stats.take()[1] for ffn in model.ffns])
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append([output.loss.sum(), output.l1.sum(), gradients, counts])
+    (loss, l1, gradient, counts), (*replicas, recounts) = results
+    for expected, value in zip((loss, l1, gradient), replicas, strict=True):
+        assert (value - expected).norm() <= 1e-5 * expected.norm()
+    assert counts.sum() == recounts.sum() == 3 * 4 * x.numel()
+    assert (counts - recounts).abs().sum() <= 24  # a gate near zero may be rounded
 
 
 def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):

@@ -227,6 +227,7 @@ def test_200_steps_follow_the_dense_ones(tmp_path, memory_between_steps):
         assert distance(name, active) <= 2 * distance("compiled", active) + least_active
 
 
+@pytest.mark.usefixtures("whole_card")
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_more_than_2_to_the_31_entries(path, shape):
