@@ -217,7 +217,7 @@ def small_threshold(**changes):
 def watched(ffn, x, call=None, **wants):
     """y of `ffn` or of `call`, and its L1 term."""
     with Collector([ffn], **wants) as seen:
-        y = (call or ffn)(x)
+        y = (ffn if call is None else call)(x)
     return y, seen.terms[0][1] if seen.terms else None
 
 
