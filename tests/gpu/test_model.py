@@ -92,21 +92,24 @@ def test_replicas_on_two_gpus_have_the_losses_and_gradients_of_one():
     sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "l1_coefficient": 0.1}
     model = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes)).cuda().train()
     model.set_ffn_backend("auto")
-    x, results = torch.randint(512, (8, 128), device="cuda"), []
+    x = torch.randint(512, (8, 128), device="cuda")
     total = {"num_tokens_in_batch": x.numel(), "num_items_in_batch": x[:, 1:].numel()}
-    for run in (model, torch.nn.DataParallel(model)):
-        for _ in range(3):
-            model.zero_grad()
-            output = run(input_ids=x, labels=x, use_cache=False, **total)
-            output.loss.sum().backward()
-        counts = torch.stack([ffn.stats.take()[1] for ffn in model.ffns])
+    # One GPU takes the halves in turn: products of other shapes round otherwise, and gates near
+    # zero then change the gradients by 4e-4.
+    results = []
+    for run, parts in ((model, x.chunk(2)), (torch.nn.DataParallel(model), [x])):
+        model.zero_grad()
+        outputs = [run(input_ids=p, labels=p, use_cache=False, **total) for p in parts]
+        loss, l1 = (torch.cat([getattr(o, n).reshape(-1) for o in outputs]) for n in ("loss", "l1"))
+        loss.sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-        results.append([output.loss.sum(), output.l1.sum(), gradients, counts])
-    (loss, l1, gradient, counts), (*replicas, recounts) = results
-    for expected, value in zip((loss, l1, gradient), replicas, strict=True):
-        assert (value - expected).norm() <= 1e-5 * expected.norm()
-    assert counts.sum() == recounts.sum() == 3 * 4 * x.numel()
-    assert (counts - recounts).abs().sum() <= 24  # a gate near zero may be rounded
+        counts = torch.stack([ffn.stats.take()[1] for ffn in model.ffns])
+        results.append([loss, l1, gradients, counts])
+    (*expected, counts), (*replicas, recounts) = results
+    for one, other in zip(expected, replicas, strict=True):
+        assert (other - one).norm() <= 1e-5 * one.norm()
+    assert counts.sum() == recounts.sum() == 4 * x.numel()
+    assert (counts - recounts).abs().sum() <= 8  # a gate near zero may be rounded
 
 
 def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
