@@ -108,28 +108,53 @@ def test_compiled_code_for_any_number_of_tokens_serves_all_with_one_path():
             assert graphs.frame_count <= expected
 
 
-@triton_here
-def test_the_path_depends_on_the_situation(taken):
-    def traced(module, _):
-        nodes = [node for node in module.graph.nodes if str(node.target).startswith("twell")]
-        paths.extend(node.kwargs["path"] for node in nodes)
-        return module
-
-    ffn, x = make_auto(), positive(70)
+def waiting():
+    """A layer whose eager and compiled calls are dense for 70 tokens, and its unions captured."""
+    ffn = make_auto()
     floors = (Floor("eager", 1, {"union": 9.0}), Floor("compiled", 1, {"union": 9.0}))
     ffn.calibration = dataclasses.replace(ffn.calibration, floors=floors)
     ffn.observe(3, 3)
+    return ffn
+
+
+@triton_here
+def test_the_path_depends_on_the_situation(taken):
+    ffn, x = waiting(), positive(70)
     assert ffn.plan == ffn.plans["eager"]
     assert ffn.plan == ((8, "decode"), (32_768, "dense"), (2**20, "union"))
     assert ffn.plans["graph"] == ((8, "decode"), (2**20, "union"))
     with torch.no_grad():
         for _ in range(2):  # the first call warms up what a graph would launch
             ffn(x)
-        assert taken == ["union", "dense", "dense"]
-        for ffn.cuda_graphs, expected in ((True, ["union"]), (False, [])):
-            paths = []
-            y = torch.compile(ffn, fullgraph=True, backend=traced)(x)
-            assert paths == expected and relative(y, exact(ffn, x)) < 1e-3
+    assert taken == ["union", "dense", "dense"]
+
+
+@triton_here
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor", "with CUDA graphs"])
+def test_compiled_code_notices_a_capture(mode, monkeypatch):
+    """It holds both paths; where Inductor itself captures, the path of a capture alone."""
+    from twell.kernels import ops
+
+    launches, union = [], ops.FUNCTIONS["union"]
+    counting = lambda *a, **o: launches.append("union") or union(*a, **o)  # noqa: E731
+    monkeypatch.setitem(ops.FUNCTIONS, "union", counting)
+    monkeypatch.setattr(ops, "_LOADED", set())
+    options = {"backend": mode}
+    if mode == "with CUDA graphs":
+        options = {"mode": "reduce-overhead"}
+    torch.compiler.reset()
+    ffn, x = waiting(), positive(70)
+    compiled = torch.compile(ffn, fullgraph=True, **options)
+    captured = False
+    monkeypatch.setattr(ops, "is_capturing", lambda x: captured)
+    with torch.no_grad():
+        for captured, expected in ((False, 1), (False, 1), (True, 2), (False, 2)):  # noqa: B007
+            assert relative(compiled(x), exact(ffn, x)) < 1e-3
+            if mode != "with CUDA graphs":  # the first call loads the kernels of a capture
+                assert len(launches) == expected
+    assert mode != "with CUDA graphs" or len(launches) == 4
+    with pytest.warns(FutureWarning, match="no effect"):
+        ffn.cuda_graphs = False
 
 
 @triton_here

@@ -238,8 +238,6 @@ class Layers:
             side = self._side(case)
             layers = side.auto_layers(calibration)
             path = layers[0].chooser.path(tokens, situation)
-            for layer in layers:
-                layer.cuda_graphs = False
             calls = [functools.partial(in_mode(layer, situation), case.x) for layer in layers]
             auto = case, f"auto ({path})", calls, self._exact(side), situation, "p20"
             pairs = [  # in turns, as in `floors`

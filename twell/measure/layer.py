@@ -124,8 +124,6 @@ def _measure(
         calls |= quantized.dense_calls() | quantized.sparse_calls()
         layers[AUTO_FP8] = quantized.auto_layers()
     for provider, several in layers.items():
-        for layer in several:
-            layer.cuda_graphs = mode == "graph"
         calls[provider] = [partial(in_mode(layer, mode), case.x) for layer in several]
     runs: dict[Provider, clock.Run] = {}
 

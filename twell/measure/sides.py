@@ -101,7 +101,7 @@ class Sides:
     ):
         self.model, self.calibration, self.graphs = model, calibration, graphs
         for ffn in model.ffns:
-            ffn.calibration, ffn.cuda_graphs = calibration, graphs
+            ffn.calibration = calibration
         self.take_weights()
         parts = [*model.model.layers, model.model.norm]
         self.compiled = {

@@ -102,6 +102,16 @@ def _gone(name: str, instead: str) -> property:
     return property(refuse, refuse)
 
 
+@torch.compiler.assume_constant_result  # called while torch.compile traces
+def _captures_graphs() -> bool:
+    """Whether torch.compile itself will capture what it traces, as mode "reduce-overhead" does."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    configured = getattr(backend, "get_compiler_config", None)  # of Inductor alone
+    return configured is not None and bool(configured()["triton.cudagraphs"])
+
+
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Autocast off; nothing where it is off already, since to enter it takes 8 microseconds."""
     on = torch.is_autocast_enabled(device_type)
@@ -138,10 +148,9 @@ class SparseFFN(nn.Module):
     Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
     layer, made from `calibration` (measured times; None: an H200's) and from `observed`, the newest
     activity in eager calls. `plan` is that of eager calls, the first of which also runs the path of
-    a graph, for its kernels to be compiled. Code of torch.compile or in a CUDA graph keeps the path
-    it was made with, so run a batch before, call `observe`, or give a calibration with
-    expectations. Compiled code is assumed to run in CUDA graphs, where nothing waits for Python,
-    unless `cuda_graphs` is False. `path` is that of the backend "triton": "rowwise", "union",
+    a graph, for its kernels to be compiled. Code of torch.compile keeps the plans it was made with,
+    so run a batch before, call `observe`, or give a calibration with expectations. It takes the
+    path for a CUDA graph where one captures it. `path` is that of the backend "triton": "rowwise", "union",
     "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
     backend calls the projections, and `repr` says why.
 
@@ -187,7 +196,6 @@ class SparseFFN(nn.Module):
         self.silenced = False
         self.edit: Edit | None = None
         self.token_order: TokenOrder | None = None
-        self.cuda_graphs = True
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
@@ -201,6 +209,16 @@ class SparseFFN(nn.Module):
     record = _gone("record", "twell.sparse.observe.Collector([layer], counts=True)")
     token_mask = _gone("token_mask", "twell.sparse.observe.Collector([layer], token_mask=...)")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Deprecated, and without effect: compiled code notices by itself whether it is captured."""
+        return True
+
+    @cuda_graphs.setter
+    def cuda_graphs(self, value: bool) -> None:
+        message = "SparseFFN.cuda_graphs has no effect: compiled code notices CUDA graphs by itself"
+        warnings.warn(message, FutureWarning, stacklevel=2)
 
     @property
     def l1(self) -> Tensor | None:
@@ -501,6 +519,13 @@ class SparseFFN(nn.Module):
 
         if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
             return self._dense(rows, wants)
+        if torch.compiler.is_compiling():
+            captured, plain = self._compiled_paths(rows)
+            tensors = self._tensors(rows)
+            with without_autocast(rows.device.type):
+                if captured == plain:
+                    return Result(ops.run(captured, *tensors, act=self.act))
+                return Result(ops.run_either(captured, plain, *tensors, act=self.act))
         chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
         activity = unloaded = None
         counts = situation == EAGER and num_tokens > 0
@@ -523,8 +548,6 @@ class SparseFFN(nn.Module):
         return self._dense(rows, wants)
 
     def _situation(self, rows: Tensor) -> str:
-        if torch.compiler.is_compiling():
-            return GRAPH if self.cuda_graphs else COMPILED
         return GRAPH if rows.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
 
     def _compiles_densely(self, rows: Tensor) -> bool:
@@ -534,8 +557,15 @@ class SparseFFN(nn.Module):
         """
         if not torch.compiler.is_compiling() or torch.is_grad_enabled() or self._backend != "auto":
             return False
-        path = self.chooser.path(rows.shape[0], self._situation(rows))
-        return path == "dense" and not self.quantized
+        return self._compiled_paths(rows) == ("dense", "dense") and not self.quantized
+
+    def _compiled_paths(self, rows: Tensor) -> tuple[str, str]:
+        """Paths of this code of torch.compile: where a CUDA graph captures it, and elsewhere."""
+        captured = self.chooser.path(rows.shape[0], GRAPH)
+        plain = self.chooser.path(rows.shape[0], COMPILED)
+        if captured != plain and _captures_graphs():
+            plain = captured
+        return captured, plain
 
     def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""
