@@ -48,6 +48,7 @@ _HOME = {
     "dequantize_": "models",
     "Float8DynamicActivationFloat8WeightConfig": "sparse.float8",
     "PerRow": "sparse.float8",
+    "tune": "measure.tune",
     "SparseTraining": "sparse.training",
     "TrainConfig": "config",
     "Trace": "trace",

@@ -18,10 +18,10 @@ from twell import evaluate, measure, results
 from twell.cli import app, main, parse
 from twell.cli.runs import BEGIN, END
 from twell.measure import clock
-from twell.sparse.calibration import DEFAULT, Calibration, Point
+from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import backend_status
 
-SHIPPED = DEFAULT[""]
+SHIPPED = Path(results.__file__).with_name("sparse") / "default_calibration.json"
 
 
 def every_command(command=None, words=()):

@@ -20,12 +20,15 @@ def make(**changes):
     return chooser
 
 
-def call(chooser, num_tokens, active, union):
-    """Add to the counters as a sparse call does; blocks have the mean union."""
-    chooser.update(num_tokens)
-    path, blocks = chooser.path(num_tokens), -(-num_tokens // BLOCK)
-    counts = torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union])
-    chooser.counters(num_tokens, CPU).add_(counts)
+def call(chooser, num_tokens, active, union, times=1):
+    """Eager calls that count as sparse ones do, with this mean union; the path of the last one."""
+    for _ in range(times):
+        due = chooser.begin(num_tokens)
+        path, blocks = chooser.path(num_tokens), -(-num_tokens // BLOCK)
+        counts = torch.tensor([num_tokens, blocks, num_tokens * active, blocks * union])
+        chooser.counters(num_tokens, CPU).add_(counts)
+        if due:
+            chooser.end()
     return path
 
 
@@ -78,22 +81,6 @@ def test_decode_is_planned_for_one_chunk_of_tokens_alone():
         assert all(chooser.path(m, "graph") != "decode" for m in POWERS if m > DECODE_CHUNK)
 
 
-def test_another_thread_may_use_a_copy_first(monkeypatch):
-    chooser = make()
-    call(chooser, 2**14, 4, 60)
-
-    def begin(counters):
-        def arrived():
-            chooser._copy = None  # as the other thread leaves it
-            return True
-
-        return counters.clone(), arrived
-
-    monkeypatch.setattr(plan, "_begin_copy", begin)
-    chooser.update(2**14)
-    assert chooser.observed == (4, 60) and chooser._copy is None
-
-
 def test_each_situation_has_a_plan():
     chooser = make(
         floors=(Floor("eager", 1, {"decode": 2.0}), Floor("compiled", 1, {"union": 2.0}))
@@ -143,17 +130,16 @@ def test_impossible_observations_are_refused(arguments, words):
 # --- counting
 
 
-def test_the_newest_window_alone_decides():
-    chooser = make()
-    # Few tokens in the second window, but the newest ones.
-    for calls, case, path in ((5, (2**20, 2, 50), "union"), (1, (64, 500, 800), "dense")):
-        for _ in range(calls):
-            call(chooser, *case)
-        chooser.update(2**20)
-        assert chooser.observed == case[1:] and chooser.path(4096) == path
-    call(chooser, 2**14, 4, 60)
-    chooser.update(2**14)
-    assert chooser.observed == (4, 60) and chooser.path(4096) == "union"
+def test_activity_is_adopted_at_fixed_numbers_of_calls():
+    """At the calls 2, 4, 8 and so on of a class, of what was counted up to the one before these."""
+    chooser, paths = make(), []
+    for number in range(1, 17):
+        activity = (2, 50) if number <= 4 else (500, 800)
+        paths.append(call(chooser, 4096, *activity))
+    assert paths == ["dense"] + ["union"] * 14 + ["dense"]  # the calls 5 to 8, at the 16th
+    assert chooser.observed == (500, 800)
+    assert [call(chooser, 1, 3, 3) for _ in range(3)] == ["dense", "decode", "decode"]
+    assert call(chooser, 4096, 500, 800) == "dense"  # reading is observed apart from writing
 
 
 def test_small_changes_leave_the_plan_as_it_is():
@@ -161,65 +147,50 @@ def test_small_changes_leave_the_plan_as_it_is():
     call(chooser, 2**14, 3, 90)
     call(chooser, 2**14, 3, 104)
     before = chooser.plans["eager"]
-    call(chooser, 2**14, 3, 104)
-    assert chooser.observed == (3, 104) and chooser.plans["eager"] is before
-    assert chooser.path(4096) == "union"
-    call(chooser, 2**14, 3, 120)
-    chooser.update(2**14)
+    call(chooser, 2**14, 3, 104, times=2)
+    assert chooser.plans["eager"] is before and chooser.path(4096) == "union"
+    call(chooser, 2**14, 3, 120, times=12)
     assert chooser.path(4096) == "dense"
 
 
-def test_reading_and_writing_are_observed_apart():
+def test_each_class_has_counters_of_its_own():
     chooser = make()
-    for _ in range(3):
-        call(chooser, 4096, 2, 200)
-        for _ in range(200):
-            call(chooser, 1, 3, 3)
-    assert chooser.path(1) == "decode" and chooser.path(4096) == "dense"
-    for m in range(1, 300):  # each class has counters of its own
+    for m in range(1, 300):
         same = chooser.counters(min(2 ** math.ceil(math.log2(m)), 64), CPU)
         assert chooser.counters(m, CPU).data_ptr() == same.data_ptr()
     assert len({chooser.counters(2**n, CPU).data_ptr() for n in range(9)}) == 7
 
 
-def test_no_call_waits_for_a_copy(monkeypatch):
-    arrived, begun = [], []
-
-    def begin(counters):
-        begun.append(counters.clone())
-        return begun[-1], lambda: bool(arrived)
-
-    monkeypatch.setattr(plan, "_begin_copy", begin)
+def test_watching_ends_where_the_plan_is_frozen(monkeypatch):
+    copies, begin = [], plan._begin_copy
+    monkeypatch.setattr(plan, "_begin_copy", lambda counters: copies.append(1) or begin(counters))
     chooser = make()
-    call(chooser, 2**14, 2, 50)
-    for _ in range(20):
-        assert call(chooser, 2**14, 900, 1000) == "dense"
-    assert len(begun) == 1 and chooser.observed is None  # one at a time, and it has not arrived
-    arrived.append(True)
-    assert call(chooser, 2**14, 900, 1000) == "union"  # it holds what was counted before it
-    assert chooser.observed == (2, 50)
-    assert call(chooser, 2**14, 900, 1000) == "dense"  # and the next one the rest
-    assert chooser.observed == (900, 1000) and len(begun) == 2
+    call(chooser, 1, 900, 900, times=2560)
+    assert len(copies) == 12  # 1, 2, 4, ... 2048
+    chooser.freeze({1: (3, 3), 64: (2, 50)})
+    plans = chooser.plans
+    call(chooser, 4096, 500, 800, times=40)
+    assert len(copies) == 12 and chooser.plans is plans and chooser.path(4096) == "union"
+    assert pickle.loads(pickle.dumps(chooser)).frozen
+    chooser.freeze(None)
+    call(chooser, 4096, 500, 800, times=2)
+    assert len(copies) == 14 and chooser.path(4096) == "dense"
 
 
-def test_watching_costs_little(monkeypatch):
-    reads, probes, begin = [], [], plan._begin_copy
-    monkeypatch.setattr(plan, "_begin_copy", lambda counters: reads.append(1) or begin(counters))
-    monkeypatch.setattr(plan, "count_activity", lambda *_: probes.append(1))
-    x, chooser = torch.zeros(1, 32), Chooser(32, 1000, True)
-    for _ in range(2560):
-        call(chooser, 1, 900, 900)
-        chooser.probe(x, torch.Tensor.relu)
-    assert len(probes) == 10 and len(reads) == 80  # every 256th and every 32nd
-    reads.clear()
-    chooser = Chooser(32, 1000, True)
-    for _ in range(256):
-        chooser.update(1)
-        chooser.probe(x, torch.Tensor.relu)
-    assert len(reads) == 1  # only the first probe counted
+def test_dense_calls_are_quick_once_nothing_else_is_due():
+    chooser = make()
+    assert not chooser.is_quick(70)
+    for number in range(1, 20):
+        quick = chooser.is_quick(70)
+        assert quick == (number not in (1, 2, 4, 8, 16))
+        if not quick:
+            chooser.begin(70)
+            chooser.note_quick(70)
+    chooser.observe(2, 50)  # another plan
+    assert not chooser.is_quick(70)
 
 
-def test_counters_outlive_inference_mode_change_device_and_are_not_copied(monkeypatch):
+def test_counters_outlive_inference_mode_change_device_and_are_not_copied():
     chooser = make()
     with torch.inference_mode():
         counters = chooser.counters(70, CPU)
@@ -229,18 +200,13 @@ def test_counters_outlive_inference_mode_change_device_and_are_not_copied(monkey
     assert chooser.counters(70, torch.device("meta")).device.type == "meta"
     assert chooser.counters(70, CPU).tolist() == [0] * 4
 
-    # A copy is under way: its event could not be pickled.
-    monkeypatch.setattr(plan, "_begin_copy", lambda counters: (counters.clone(), lambda: False))
     chooser.observe(2, 50)
     call(chooser, 2**14, 3, 60)
-    chooser.update(2**14)
-    monkeypatch.undo()
     for again in (copy.deepcopy(chooser), pickle.loads(pickle.dumps(chooser))):
         assert again.plans["eager"] == chooser.plans[
             "eager"
         ] and again.observed == chooser.observed == (2, 50)
-        for _ in range(3):
-            call(again, 2**14, 500, 999)
+        call(again, 2**14, 500, 999, times=2)
         assert again.path(4096) == "dense"
     assert chooser.counters(4096, CPU).tolist() == [2**14, 2**8, 3 * 2**14, 60 * 2**8]
     assert chooser.path(4096) == "union"

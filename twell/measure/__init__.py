@@ -9,6 +9,7 @@ versions, commit and command.
     case, check         a layer's inputs; what is exact for them, and one table of tolerances
     clock, costs        times, energy and kernels; operations, bytes and the roofline
     providers, rows     names and columns of data/bench
+    tune                the paths of a model's layers, for good
     layer, calibration  inference of one layer, and the times that "auto" chooses by
     step, trainer       training: one layer forward and backward, one optimiser step of a model
     grid                a few cases of one layer in both, for a device that nobody measured yet

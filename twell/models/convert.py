@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -20,6 +21,26 @@ def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
             f"{type(model).__name__} has no SparseFFN layer; twell.sparsify(model) puts them in"
         )
     return ffns
+
+
+# The field of a model's configuration with the activity that `twell.tune` observed: of each layer
+# the tokens of a block, and the means of active neurons and of a block's union.
+ACTIVITY = "ffn_activity"
+
+
+def apply_activity(ffns: Sequence[SparseFFN], activity: Sequence[Sequence[float]] | None) -> None:
+    """Fix the paths of "auto" by the activity of each layer; do nothing without one.
+
+    Raises ValueError for the activity of another number of layers.
+    """
+    if activity is None:
+        return
+    if len(activity) != len(ffns):
+        raise ValueError(
+            f"{ACTIVITY} has the activity of {len(activity)} layers, and the model has {len(ffns)}"
+        )
+    for ffn, (tokens, active, union) in zip(ffns, activity, strict=True):
+        ffn.chooser.freeze({int(tokens): (active, union)})
 
 
 def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") -> nn.Module:
@@ -60,6 +81,7 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
         ffn.backend = backend
     for site in sites:
         adapters.replace(site, ffns[id(site.module)])
+    apply_activity(sparse_ffns(base), getattr(config, ACTIVITY, None))
     for activation, field in changes:
         if activation is not None:
             message = f"activation {activation!r} became 'relu': the model needs training"

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
-from twell.models.convert import sparse_ffns
+from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.models.l1 import L1Terms, divisor, token_mask
 from twell.models.quantize import quantization_of
 from twell.sparse.calibration import Calibration
@@ -157,6 +157,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 bias=config.mlp_bias,
                 backend=config.ffn_backend,
             )
+        apply_activity(self.ffns, getattr(config, ACTIVITY, None))
         self.post_init()
 
     @classmethod

@@ -36,12 +36,8 @@ DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 BLOCK = 64
 
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
-# The default calibrations: an H200, K = 2048, N = 5632, gated, in bf16 and in FP8; and without a
-# gate, N = 8192, in bf16.
-DEFAULT = {
-    kind: Path(__file__).with_name(f"default_calibration{kind}.json")
-    for kind in ("", "_fp8", "_non_gated")
-}
+# Cards with default calibrations of their own, by a word in their name; others take an H200's.
+CARDS = ("H100",)
 
 
 Curves = list[tuple[float, list[tuple[float, float]]]]
@@ -406,8 +402,18 @@ def _kind(hidden_size: int, intermediate_size: int, gated: bool) -> str:
 
 @cache
 def default(
-    hidden_size: int, intermediate_size: int, gated: bool, quantized: bool = False
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    quantized: bool = False,
+    device_name: str = "",
 ) -> Calibration:
-    """Return the DEFAULT calibration of such weights, scaled to a layer of this kind."""
+    """Return the times of such weights that were measured on the card, scaled to such a layer.
+
+    They are of K = 2048, N = 5632, gated, in bf16 and in FP8; and without a gate, N = 8192, in
+    bf16. device_name: as torch.cuda.get_device_name gives it.
+    """
     kind = "_fp8" if quantized else "" if gated else "_non_gated"
-    return Calibration.load(DEFAULT[kind]).scaled(hidden_size, intermediate_size, gated)
+    card = next((f"_{card.lower()}" for card in CARDS if card in device_name), "")
+    file = Path(__file__).with_name(f"default_calibration{kind}{card}.json")
+    return Calibration.load(file).scaled(hidden_size, intermediate_size, gated)

@@ -146,11 +146,11 @@ class SparseFFN(nn.Module):
     the output has other values of some neurons. Both still count in the L1 term and in `stats`.
 
     Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
-    layer, made from `calibration` (measured times; None: an H200's) and from `observed`, the newest
-    activity in eager calls. `plan` is that of eager calls, the first of which also runs the path of
-    a graph, for its kernels to be compiled. Code of torch.compile keeps the plans it was made with,
-    so run a batch before, call `observe`, or give a calibration with expectations. It takes the
-    path for a CUDA graph where one captures it. `path` is that of the backend "triton": "rowwise", "union",
+    layer. They follow from `calibration` (measured times; None: those of the card) and the activity:
+    `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls. `plan` is that
+    of eager calls, the first of which also loads the kernels of a graph. Code of torch.compile
+    keeps the plans it was made with, so tune first, or run a batch. It takes the path for a CUDA
+    graph where one captures it. `path` is that of the backend "triton": "rowwise", "union",
     "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
     backend calls the projections, and `repr` says why.
 
@@ -212,7 +212,7 @@ class SparseFFN(nn.Module):
 
     @property
     def cuda_graphs(self) -> bool:
-        """Deprecated, and without effect: compiled code notices by itself whether it is captured."""
+        """Deprecated, and without effect: compiled code notices CUDA graphs by itself."""
         return True
 
     @cuda_graphs.setter
@@ -328,6 +328,10 @@ class SparseFFN(nn.Module):
             store_neuron_major(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and self._is_quick(x):
+            # As a stock module computes it, in as little Python.
+            g = self.act.gate(self.first(x))
+            return self.down_proj(self.act.hidden(g, self.up_proj(x) if self.gated else None))
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
@@ -350,6 +354,21 @@ class SparseFFN(nn.Module):
         self._show(watch, l1, result.activity)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
+
+    def _is_quick(self, x: Tensor) -> bool:
+        """Whether an eager call is dense and nobody looks at or changes what it computes."""
+        if self.training or open_collector() is not None or self.edit is not None:
+            return False
+        if self.silenced or "h_dropout" in self._modules or x.shape[-1] != self.hidden_size:
+            return False
+        if self._backend == "dense":
+            return not self.quantized
+        tokens = x.numel() // self.hidden_size
+        if self._backend != "auto" or self.quantized:
+            return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # the plan of graphs may be another
+        return not self._has_kernels or self.chooser.is_quick(tokens)
 
     def _wants(self, watch: Collector | Outbox | None) -> Wants:
         trains = self.training and self.outbox.watch_capacity
@@ -527,25 +546,32 @@ class SparseFFN(nn.Module):
                     return Result(ops.run(captured, *tensors, act=self.act))
                 return Result(ops.run_either(captured, plain, *tensors, act=self.act))
         chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
-        activity = unloaded = None
-        counts = situation == EAGER and num_tokens > 0
-        if counts:
-            chooser.update(num_tokens)
-        path = chooser.path(num_tokens, situation)
-        waits = counts and path == "dense" and num_tokens <= WAITING and not self.quantized
-        if counts:  # what waits is computed without the kernels, so it loads none
+        eager = situation == EAGER and num_tokens > 0
+        if chooser.device_name is None:
+            chooser.place(rows.device)
+        due = eager and chooser.begin(num_tokens)
+        path, activity, unloaded = chooser.path(num_tokens, situation), None, None
+        waits = eager and path == "dense" and num_tokens <= WAITING and not self.quantized
+        if eager:  # what waits is computed without the kernels, so it loads none
             unloaded = chooser.to_warm_up(num_tokens, None if waits else path)
-        if counts and path != "dense":
+        if eager and path != "dense" and not chooser.frozen:
             activity = chooser.counters(num_tokens, rows.device)
-        elif counts:
+        elif due:
             chooser.probe(rows, self._gate_of)
-        tensors = None if waits and unloaded is None else self._tensors(rows)
-        with without_autocast(rows.device.type) if tensors else nullcontext():
-            if unloaded is not None:
-                ops.run(unloaded, *tensors, act=self.act)
-            if not waits:
-                return Result(ops.run(path, *tensors, activity=activity, act=self.act))
-        return self._dense(rows, wants)
+        result = None
+        if not waits or unloaded is not None:
+            tensors = self._tensors(rows)
+            with without_autocast(rows.device.type):
+                if unloaded is not None:
+                    ops.run(unloaded, *tensors, act=self.act)
+                if not waits:
+                    result = Result(ops.run(path, *tensors, activity=activity, act=self.act))
+        if result is None:
+            chooser.note_quick(num_tokens)
+            result = self._dense(rows, wants)
+        if due:
+            chooser.end()
+        return result
 
     def _situation(self, rows: Tensor) -> str:
         return GRAPH if rows.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER

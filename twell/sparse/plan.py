@@ -1,12 +1,13 @@
 """Which path a layer takes for how many tokens, from a calibration and from the activity it saw.
 
-`Chooser` belongs to one layer and counts the layer's activity without ever waiting for the device.
+`Chooser` belongs to one layer. It counts the layer's activity and adopts it at fixed numbers of
+calls, so that the same program takes the same paths in every run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -32,15 +33,8 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-# The cost of watching, in tokens. On an H200 a layer of the paper's width takes 0.1 us a token, and
-# any call at least 50 us, the time of SMALLEST_CALL tokens. Reading takes 10 us of the host's time
-# once in READ_EVERY tokens (1.6 ms): 0.6%. Probing, the gate of at most 1,024 tokens, takes 60 to
-# 100 us once in PROBE_EVERY tokens (13 ms): under 0.8%.
-SMALLEST_CALL = 512
 # Dense eager calls of so many tokens wait for Python, of which torch's operators need least.
 WAITING = 512
-READ_EVERY = 2**14
-PROBE_EVERY = 2**17
 PROBE_BLOCKS = 1024 // BLOCK
 # Plans are made anew when an observation differs by this factor: each compiles code of its own.
 NOTICEABLE = 1.2
@@ -55,24 +49,28 @@ class Chooser:
     `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
     None at first. Before that the plan is dense, unless the calibration has an expectation.
 
-    Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them. Now
-    and then they are copied to the host, and whichever later call finds the copy complete uses it;
-    no call waits. Activity since the copy before is the newest window, which alone decides. Copies
-    and pickles of a chooser keep its plans and start with counters of their own.
+    Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them, and a
+    dense call does so when one is due. Due are the eager calls of a class with the numbers 1, 2, 4,
+    8 and so on. Such a call first adopts what the due call before it began to copy to the host,
+    which waits for the device if that is not yet done, and at its end begins the next copy.
+    Activity since the copy before is the newest window, which alone decides. Where `frozen`, no
+    call counts (`freeze`). Copies and pickles of a chooser keep its plans and start with counters
+    of their own.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool):
         self.shape = hidden_size, intermediate_size, gated
         self.observed: tuple[float, float] | None = None
         self._calibration: Calibration | None = None
-        self._quantized = False
+        self._quantized = self.frozen = False
+        self.device_name: str | None = None  # unknown
         self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
         self._forget_counters()
         self._forget_plans()
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "_counters", "_of_class", "_copy", "_choices", "_paths", "_warm", "plans"
+        own = "_counters", "_of_class", "_copy", "_choices", "_paths", "_warm", "_quick", "plans"
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,6 +116,18 @@ class Chooser:
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
 
+    def freeze(self, activity: Mapping[int, tuple[float, float]] | None) -> None:
+        """Plan for this activity for good: (active, union) by the size of blocks, 1 to 64 tokens.
+
+        None: count and adopt again, from the first call on.
+        """
+        for tokens, (active, union) in (activity or {}).items():
+            self.observe(active, union, tokens)
+        self._known = dict(activity or {})
+        self.frozen = activity is not None
+        self._forget_counters()
+        self._make_plan()
+
     def path(self, num_tokens: int, situation: str = EAGER) -> str:
         """Return the path of a call with `num_tokens` in a situation."""
         if torch.compiler.is_compiling() and _is_open(num_tokens):
@@ -130,7 +140,7 @@ class Chooser:
             place += 1
         return self._paths[situation][place]
 
-    def to_warm_up(self, num_tokens: int, taken: str) -> str | None:
+    def to_warm_up(self, num_tokens: int, taken: str | None) -> str | None:
         """The path of graphs, where it is not the one `taken` by this eager call; only once.
 
         A call before a capture is to compile and load what the capture launches.
@@ -141,6 +151,47 @@ class Chooser:
         self._warm.add((num_tokens, path))
         return path
 
+    # --- eager calls
+
+    def is_quick(self, num_tokens: int) -> bool:
+        """Whether an eager call is dense and nothing else; if so, it is counted."""
+        place = _class(num_tokens)
+        calls = self._calls[place] + 1
+        if num_tokens not in self._quick or (not self.frozen and calls & (calls - 1) == 0):
+            return False
+        self._calls[place] = calls
+        return True
+
+    def place(self, device: torch.device) -> None:
+        """Plan by the times of this device's card, from the first call on it."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        if name != self.device_name:
+            self.device_name = name
+            self._choices.clear()
+            self._make_plan()
+
+    def begin(self, num_tokens: int) -> bool:
+        """Count an eager call; return whether it is due, and `end` has to follow it."""
+        place = _class(num_tokens)
+        self._calls[place] = calls = self._calls[place] + 1
+        if self.frozen or calls & (calls - 1):
+            return False
+        copy, self._copy = self._copy, None  # another thread may take it meanwhile
+        if copy is not None:
+            totals, wait = copy
+            wait()
+            self._adopt(totals.tolist())
+        return True
+
+    def end(self) -> None:
+        """Begin to copy the counters."""
+        if self._counters is not None:
+            self._copy = _begin_copy(self._counters)
+
+    def note_quick(self, num_tokens: int) -> None:
+        """Remember that calls with so many tokens are dense and need no kernels."""
+        self._quick.add(num_tokens)
+
     # --- the plans
 
     def _forget_plans(self) -> None:
@@ -150,9 +201,13 @@ class Chooser:
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
         self._warm: set[tuple[int, str]] = set()
+        self._quick: set[int] = set()
 
     def _make_plan(self) -> None:
-        calibration = self._calibration or default(*self.shape, self._quantized)
+        self._quick.clear()
+        calibration = self._calibration or default(
+            *self.shape, self._quantized, self.device_name or ""
+        )
         activities = {size: self._activity(size, calibration) for size in CLASSES}
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
@@ -191,37 +246,24 @@ class Chooser:
         self._counters: Tensor | None = None
         self._of_class: list[Tensor] = []  # its rows: to take one costs every call a microsecond
         self._read = [[0] * 4 for _ in CLASSES]  # the totals up to the newest window
-        # A copy to the host, and whether it has arrived.
-        self._copy: tuple[Tensor, Callable[[], bool]] | None = None
-        self._changed = False  # since the last copy
-        # Tokens since the last copy and probe; the first ones are due at once.
-        self._unread, self._unprobed = READ_EVERY, PROBE_EVERY
+        self._calls = [0] * len(CLASSES)  # eager ones
+        # A copy to the host, and a function that waits for it.
+        self._copy: tuple[Tensor, Callable[[], object]] | None = None
 
     def counters(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the int64 tensor [4] to which a call of `num_tokens` adds (kernels/ops.py)."""
         if self._counters is None or self._counters.device != device:
-            self._forget_counters()
+            self._copy, self._read = None, [[0] * 4 for _ in CLASSES]
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 self._counters = torch.zeros(len(CLASSES), 4, dtype=torch.int64, device=device)
                 self._of_class = [self._counters[place] for place in range(len(CLASSES))]
-        self._changed = True
         return self._of_class[_class(num_tokens)]
 
-    def update(self, num_tokens: int) -> None:
-        """Use a copy that has arrived and begin the next when due; runs before each choice."""
-        work = max(num_tokens, SMALLEST_CALL)
-        self._unread += work
-        self._unprobed += work
-        if self._copy is None and self._changed and self._unread >= READ_EVERY:
-            self._copy = _begin_copy(self._counters)
-            self._changed, self._unread = False, 0
-        copy = self._copy  # another thread may take it meanwhile; its window is then empty here
-        if copy is not None and copy[1]():
-            totals, self._copy = copy[0].tolist(), None
-            pairs = zip(self._read, totals, strict=True)
-            self._read = totals
-            self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
+    def _adopt(self, totals: list[list[int]]) -> None:
+        pairs = zip(self._read, totals, strict=True)
+        self._read = totals
+        self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
 
     def _use(self, window: list[list[int]]) -> None:
         """Plan anew where the counts of a window differ from those behind the plan."""
@@ -240,13 +282,8 @@ class Chooser:
             self._make_plan()
 
     def probe(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> None:
-        """Count the activity of some of the tokens x [M, K] when due: the dense path counts none.
-
-        `gate` gives g of tokens.
-        """
-        if self._unprobed >= PROBE_EVERY:
-            count_activity(sampled_blocks(x), gate, self.counters(len(x), x.device))
-            self._unprobed = 0
+        """Count the activity of some of the tokens x [M, K] of a dense call; `gate` gives their g."""
+        count_activity(sampled_blocks(x), gate, self.counters(len(x), x.device))
 
 
 def _is_open(num_tokens: int) -> bool:
@@ -278,15 +315,15 @@ def count_activity(blocks: Tensor, gate: Callable[[Tensor], Tensor], counters: T
     counters[3] += active.any(1).sum()
 
 
-def _begin_copy(counters: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Return a copy on the host, and a function that tells whether it is complete."""
+def _begin_copy(counters: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Return a copy on the host, and a function that waits for it."""
     if not counters.is_cuda:
-        return counters.clone(), lambda: True
+        return counters.clone(), lambda: None
     copy = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
     copy.copy_(counters, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(counters.device))
-    return copy, arrived.query
+    return copy, arrived.synchronize
 
 
 def _class(num_tokens: int) -> int:
